@@ -1,0 +1,232 @@
+"""The operator in plain PyTorch: any device, any strides, traced without graph breaks.
+
+Shapes: B batch, T positions, S sequences, R rows of history, Q rows of history per batch row, G KV heads,
+D head size, W window, n positions of a block.
+
+Without boundaries a lag is a slice (`_Slices`); with padding or documents it is a gather along a `ShiftPlan`
+(`_Gather`). Either works through the positions in blocks that stay in the processor's cache: one pass over memory
+forward, one backward, nothing kept for backward but the inputs, no temporary larger than a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kvshift.ops.plan import ShiftPlan
+
+# Elements of a block.
+_BLOCK = 2**19
+
+
+def shift_eager(
+    x: Tensor, mix: Tensor | None, history: Tensor, plan: ShiftPlan | None, max_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Mix every token with those before it in its sequence.
+
+        y[t] = mix[0] * x[t] + mix[1] * x[t-1] + ... + mix[W-1] * x[t-W+1]
+
+    Args:
+        x: (B, T, G, D).
+        mix: (G, W); None returns x as it is.
+        history: (S, R, G, D), the rows before each sequence, R >= W - 1.
+        plan: who reads whom; None where every row of x is one piece of one sequence, without padding.
+        max_rows: how many rows of history to return at most; with a plan it is always R.
+
+    Returns:
+        y like x, and the next history.
+    """
+    if x.shape[0] * x.shape[1] == 0:
+        return torch.empty_like(x), history
+    if plan is None:
+        next_history = torch.cat([history, x[:, -max_rows:]], dim=1)[:, -max_rows:]
+        return (x if mix is None else _shift_slices(x, mix, history)), next_history
+    next_history = _rows(x, _by_batch(history, x), plan.tails).reshape(history.shape)
+    return (x if mix is None else _shift_gathered(x, mix, history, plan)), next_history
+
+
+def _tracked(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+
+
+def _shift_slices(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
+    forward = _Slices.apply if _tracked(x, mix, history) else _slices_forward
+    return forward(x, mix, history)
+
+
+def _shift_gathered(x: Tensor, mix: Tensor, history: Tensor, plan: ShiftPlan) -> Tensor:
+    if _tracked(x, mix, history):
+        return _Gather.apply(x, mix, history, plan.sources, plan.readers)
+    return _gather_forward(x, mix, history, plan.sources)
+
+
+class _Slices(torch.autograd.Function):
+    """Every row of x is one piece of one sequence, and history the rows before it."""
+
+    @staticmethod
+    def forward(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
+        return _slices_forward(x, mix, history)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, mix, history = ctx.saved_tensors
+        length, lags = x.shape[1], mix.shape[1] - 1
+        weights = _weights(mix, x)
+        dtype = weights[0].dtype
+        partial_sums = []
+
+        def block(start: int, end: int, out: Tensor | None) -> Tensor:
+            g = grad_y[:, start : end + lags].to(dtype)
+            g = torch.nn.functional.pad(g, (0, 0, 0, 0, 0, end - start + lags - g.shape[1]))
+            n, x_window = end - start, _window(x, history, start, end, lags)
+            partial_sums.append(
+                torch.stack([(g[:, :n] * x_window[:, lags - lag :][:, :n]).sum((0, 1)) for lag in range(lags + 1)])
+            )
+            return _mix_slices([g[:, lag : lag + n] for lag in range(lags + 1)], weights, out)
+
+        grad_x = _in_blocks(x, block, dtype)
+        grad_mix = torch.stack(partial_sums).sum((0, 3)).t().to(mix.dtype)
+        # A row of history is read like a row of x that stands before the first position.
+        g = torch.nn.functional.pad(grad_y[:, :lags].to(dtype), (0, 0, 0, 0, lags, max(0, lags - length)))
+        newest = _mix_slices([g[:, lag : lag + lags] for lag in range(lags + 1)], weights, None)
+        grad_history = torch.nn.functional.pad(newest, (0, 0, 0, 0, history.shape[1] - lags, 0))
+        return grad_x, grad_mix, grad_history.to(history.dtype)
+
+
+def _slices_forward(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
+    weights = _weights(mix, x)
+    lags = len(weights) - 1
+
+    def block(start: int, end: int, out: Tensor | None) -> Tensor:
+        x_window = _window(x, history, start, end, lags).to(weights[0].dtype)
+        return _mix_slices(
+            [x_window[:, lags - lag : lags - lag + end - start] for lag in range(lags + 1)], weights, out
+        )
+
+    return _in_blocks(x, block, weights[0].dtype)
+
+
+def _window(x: Tensor, history: Tensor, start: int, end: int, lags: int) -> Tensor:
+    """Positions start - lags .. end - 1; those before 0 are history."""
+    if start >= lags:
+        return x[:, start - lags : end]
+    return torch.cat([history[:, history.shape[1] - lags + start :], x[:, :end]], dim=1)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of x hold padding or several documents; `sources` and `readers` are those of a `ShiftPlan`."""
+
+    @staticmethod
+    def forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor, readers: Tensor) -> Tensor:
+        return _gather_forward(x, mix, history, sources)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x, mix, history, sources, readers = ctx.saved_tensors
+        weights = _weights(mix, x)
+        dtype = weights[0].dtype
+        past = _by_batch(history, x)
+        slots = past.shape[1]
+        partial_sums = []
+
+        def block(start: int, end: int, out: Tensor | None) -> Tensor:
+            real = sources[:, start:end, 0, None, None] >= 0
+            g = torch.where(real, grad_y[:, start:end], 0).to(dtype)
+            partial_sums.append(
+                torch.stack(
+                    [(g * _rows(x, past, sources[:, start:end, lag])).sum((0, 1)) for lag in range(len(weights))]
+                )
+            )
+            readers_of_x = readers[:, slots + start : slots + end]
+            later = [_pick(grad_y, readers_of_x[:, :, lag]).to(dtype) for lag in range(1, len(weights))]
+            return _mix_slices([g, *later], weights, out)
+
+        grad_x = _in_blocks(x, block, dtype)
+        grad_mix = torch.stack(partial_sums).sum((0, 3)).t().to(mix.dtype)
+        terms = [_pick(grad_y, readers[:, :slots, lag]).to(dtype) for lag in range(len(weights))]
+        grad_past = _mix_slices(terms, weights, None)
+        return grad_x, grad_mix, grad_past.to(history.dtype).reshape(history.shape), None, None
+
+
+def _gather_forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor) -> Tensor:
+    weights = _weights(mix, x)
+    past = _by_batch(history, x)
+
+    def block(start: int, end: int, out: Tensor | None) -> Tensor:
+        rows = sources[:, start:end]
+        now = torch.where(rows[:, :, 0, None, None] >= 0, x[:, start:end], 0)
+        terms = [now, *(_rows(x, past, rows[:, :, lag]) for lag in range(1, len(weights)))]
+        return _mix_slices([term.to(weights[0].dtype) for term in terms], weights, out)
+
+    return _in_blocks(x, block, weights[0].dtype)
+
+
+def _by_batch(history: Tensor, x: Tensor) -> Tensor:
+    """(S, R, ...) as (B, Q, ...): the sequences of a pack one after another, those of batch rows as they are."""
+    return history.reshape(x.shape[0], -1, *history.shape[2:]) if x.shape[0] else history
+
+
+def _rows(x: Tensor, past: Tensor, index: Tensor) -> Tensor:
+    """The rows that a `ShiftPlan` numbers so: (B, n, G, D)."""
+    slots = past.shape[1]
+    in_past = torch.where(index < slots, index, -1)
+    return torch.where(index[..., None, None] >= slots, _pick(x, index - slots), _pick(past, in_past))
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    """x[b, index[b, i]], and zero where index is negative; whatever stands in x elsewhere, NaN too, cannot matter."""
+    batch = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    return torch.where(index[..., None, None] >= 0, x[batch, index.clamp(min=0)], 0)
+
+
+def _weights(mix_GW: Tensor, x: Tensor) -> list[Tensor]:
+    """The coefficients of each lag in the dtype of the arithmetic: W tensors that broadcast against (G, D).
+
+    For long inputs they are spread over D in memory: a multiplication then runs over G * D elements at a stretch.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mix_WG1 = mix_GW.to(dtype).t().unsqueeze(2)
+    if x.shape[1] > 16 and not torch.compiler.is_compiling():
+        mix_WG1 = mix_WG1.expand(-1, -1, x.shape[3]).contiguous()
+    return list(mix_WG1.unbind(0))
+
+
+def _mix_slices(terms: list[Tensor], weights: list[Tensor], out: Tensor | None) -> Tensor:
+    """The sum of terms[j] * weights[j], in `out` where one is given."""
+    total = torch.mul(terms[0], weights[0], out=out)
+    for term, weight in zip(terms[1:], weights[1:], strict=True):
+        total.addcmul_(term, weight)
+    return total
+
+
+def _in_blocks(x: Tensor, block: Callable[[int, int, Tensor | None], Tensor], dtype: torch.dtype) -> Tensor:
+    """Fill a tensor like x with what `block(start, end, out)` computes in `dtype`; rounded once to that of x.
+
+    A compiler and a GPU are given the whole at once.
+    """
+    batch, length, heads, size = x.shape
+    step = max(1, _BLOCK // max(1, batch * heads * size))
+    if length <= step or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return block(0, length, None).to(x.dtype)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for start in range(0, length, step):
+        y_block = y[:, start : start + step]
+        if x.dtype == dtype:
+            block(start, min(start + step, length), y_block)
+        else:
+            y_block.copy_(block(start, min(start + step, length), None))
+    return y

@@ -1,0 +1,105 @@
+"""Which token is whose predecessor, once padding and document boundaries are counted in.
+
+Shapes: B batch, T positions, S sequences, R rows of history, W window.
+
+Everything here is integer arithmetic on (B, T): small beside the keys and values, without branches on data, and so
+free of synchronisation on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ShiftPlan:
+    """Where every output takes its rows from.
+
+    Rows are numbered per batch row as if its history stood before it: 0 .. Q-1 are rows of history (Q = R for batch
+    rows; Q = S * R for a pack, sequence after sequence), Q .. Q+T-1 are the positions. -1 means zero.
+
+    Attributes:
+        sources: (B, T, W), the row that lag j of position t reads.
+        readers: (B, Q + T, W), the position whose lag j reads this row: `sources` turned round.
+        tails: (B, N), the rows that make up the next history.
+    """
+
+    sources: Tensor
+    readers: Tensor
+    tails: Tensor
+
+
+def plan_shift(
+    batch: int,
+    positions: int,
+    window: int,
+    rows: int,
+    device: torch.device,
+    *,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> ShiftPlan:
+    """Number the real tokens of each document, and find for every token those that came 1 .. W-1 before it.
+
+    Args:
+        batch: B; 1 with `cu_seqlens`.
+        positions: T.
+        window: W.
+        rows: R.
+        device: where to build the plan.
+        cu_seqlens, seq_idx, mask: as in `kv_shift`; at most one of the first two.
+    """
+    position_T = torch.arange(positions, device=device)
+    real_BT = torch.ones(batch, positions, dtype=torch.bool, device=device) if mask is None else mask
+    rank_BT = real_BT.cumsum(1) - 1  # how many real tokens stand before a real token of this row
+    spare = positions  # one column beyond the end takes the writes and reads of padding
+    at_rank = torch.full((batch, positions + 1), -1, dtype=torch.long, device=device)
+    at_rank.scatter_(1, torch.where(real_BT, rank_BT, spare), position_T.expand(batch, -1))
+
+    if cu_seqlens is not None:
+        sequence_T = torch.searchsorted(cu_seqlens[1:].contiguous(), position_T.to(cu_seqlens.dtype), right=True)
+        real_before = torch.cat([real_BT.new_zeros(1, 1, dtype=torch.long), rank_BT + 1], dim=1)
+        bound_rank = real_before[:, cu_seqlens.long()]  # (1, S + 1): real tokens before each boundary
+        first_BT = bound_rank[:, sequence_T]
+        past_BT = (sequence_T * rows).expand(batch, -1)  # where this token's history begins
+        slots = rows * (cu_seqlens.shape[0] - 1)
+        end_BS, first_BS = bound_rank[:, 1:], bound_rank[:, :-1]
+        past_BS = torch.arange(cu_seqlens.shape[0] - 1, device=device).mul(rows).expand(batch, -1)
+    else:
+        first_BT = torch.zeros_like(rank_BT)
+        past_BT = torch.zeros_like(rank_BT)
+        slots = rows
+        end_BS = real_BT.sum(1, keepdim=True)
+        first_BS = torch.zeros_like(end_BS)
+        past_BS = torch.zeros_like(end_BS)
+        if seq_idx is not None:
+            before = at_rank.gather(1, torch.where(real_BT & (rank_BT > 0), rank_BT - 1, spare))
+            document_before = seq_idx.gather(1, before.clamp(min=0))
+            starts_BT = real_BT & (rank_BT > 0) & (seq_idx != document_before)
+            first_BT = torch.where(starts_BT, rank_BT, 0).cummax(1).values
+            past_BT = torch.where(first_BT > 0, -1, 0)  # only a row's first document continues its history
+            first_BS = torch.cat([first_BS, first_BT], dim=1).amax(1, keepdim=True)
+            past_BS = torch.where(first_BS > 0, -1, 0)
+
+    def row_of(rank: Tensor, first: Tensor, past: Tensor) -> Tensor:
+        """The row that holds the token of this rank; ranks below `first` reach back into history."""
+        behind = rank - first  # -1 is the newest row of history
+        from_history = torch.where(past >= 0, past + rows + behind, -1)
+        index = torch.where(behind >= 0, rank, spare).clamp(max=spare)
+        from_positions = at_rank.gather(1, index.flatten(1)).view_as(index) + slots
+        return torch.where(behind >= 0, from_positions, from_history)
+
+    lag_W = torch.arange(window, device=device)
+    sources = row_of(rank_BT.unsqueeze(2) - lag_W, first_BT.unsqueeze(2), past_BT.unsqueeze(2))
+    sources = torch.where(real_BT.unsqueeze(2), sources, -1)
+
+    readers = torch.full((batch, slots + positions + 1, window), -1, dtype=torch.long, device=device)
+    readers.scatter_(1, torch.where(sources >= 0, sources, slots + positions), position_T[None, :, None].expand_as(sources))
+
+    row_R = torch.arange(rows, device=device)
+    tail_BSR = row_of(end_BS.unsqueeze(2) - rows + row_R, first_BS.unsqueeze(2), past_BS.unsqueeze(2))
+    return ShiftPlan(sources, readers[:, :-1], tail_BSR.flatten(1))

@@ -1,0 +1,252 @@
+"""The operator's public face: argument checks and the choice of a backend.
+
+Shapes: B batch, T positions in a row, P positions in a pack, S sequences, G KV heads, D head size, W window,
+R rows of history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvshift.ops.eager import shift_eager
+from kvshift.ops.plan import plan_shift
+from kvshift.ops.reference import shift_reference
+from kvshift.ops.state import ShiftState
+
+BACKENDS = ("auto", "eager", "reference")
+
+
+def kv_shift(
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    *,
+    state: ShiftState | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, ShiftState]:
+    """Mix each key and value with those of the tokens before it, with a few learned numbers per KV head.
+
+        k_hat[t] = alpha[:, 0] * k[t] + alpha[:, 1] * k[t-1] + ... + alpha[:, W-1] * k[t-W+1]
+        v_hat[t] = beta[:, 0] * v[t] + beta[:, 1] * v[t-1] + ... + beta[:, W-1] * v[t-W+1]
+
+    Tokens before the first of a sequence count as zero, or are those of `state`. Nothing crosses a document
+    boundary. Padding is skipped: the previous token is the previous real one, and the result on padding is zero,
+    whatever stands there. Feeding a sequence in pieces, each with the state that the piece before returned, equals
+    feeding it whole; decoding is pieces of one token.
+
+    Arithmetic is in fp32 (fp64 for fp64 inputs), rounded once to the dtype of k and v. With alpha = beta = (1, 0)
+    k and v come back bit for bit. Gradients reach k, v, alpha, beta and the tensors of `state`; they have the same
+    bits on every run; there is no second derivative.
+
+    Args:
+        k: raw keys, after projection and before QK-norm and rotary embedding, (B, T, G, Dk); any strides.
+        v: raw values, (B, T, G, Dv).
+        alpha: coefficients of the keys, (G, W), column j for lag j; W = 2 in the paper. Best kept in fp32.
+            None returns the keys as they are.
+        beta: coefficients of the values, (G, W). None returns the values as they are.
+        state: what an earlier call returned: the last raw rows of the B batch rows, or of the S sequences of
+            `cu_seqlens`. None where the sequences begin here.
+        cu_seqlens: boundaries of the sequences packed into the one row of k (B = 1): (S + 1,) int32 or int64, from
+            0 to P without falling. A sequence may be empty: its state passes through.
+        seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The
+            first of a row continues `state`; the new state is that of the last. Not together with `cu_seqlens`.
+        mask: False on padding, (B, T) bool; left, right or in between.
+        backend: "auto", "eager" (PyTorch operations) or "reference" (Python loops, to compare with).
+
+    Returns:
+        k_hat like k, v_hat like v, and the new state.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type, dtype, device or shape; the message names it.
+
+    Source:
+        Xu, Wang, Chen: KV Shifting Attention Enhances Language Modeling, ICML 2025, equation 5; wider windows:
+        footnote 10.
+    """
+    if alpha is None and beta is None:
+        raise ValueError("alpha and beta are both None: there is nothing to shift")
+    _check_input("k", k)
+    _check_input("v", v)
+    if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
+        raise ValueError(f"v must match k in batch, positions, heads, dtype and device; {_say(k=k, v=v)}")
+    if alpha is not None:
+        _check_mix("alpha", alpha, k)
+    if beta is not None:
+        _check_mix("beta", beta, v)
+        if alpha is not None and alpha.shape != beta.shape:
+            raise ValueError(f"alpha and beta must have the same shape; {_say(alpha=alpha, beta=beta)}")
+    sequences = _check_boundaries(k, cu_seqlens, seq_idx, mask)
+    window = _window(alpha, beta)
+
+    if state is None:
+        past, max_rows = (None, None), window - 1
+    elif isinstance(state, ShiftState):
+        _check_history("state.k", state.k, k, sequences, window)
+        _check_history("state.v", state.v, v, sequences, window)
+        past, max_rows = (state.k, state.v), state.max_rows
+    else:
+        raise TypeError(f"state must be a ShiftState or None, got {type(state).__name__}")
+
+    (k_hat, v_hat), (next_k, next_v) = _shift(
+        (k, v), (alpha, beta), past, sequences, max_rows, cu_seqlens, seq_idx, mask, backend
+    )
+    return k_hat, v_hat, ShiftState(next_k, next_v, max_rows)
+
+
+def shift_tokens(
+    x: Tensor,
+    mix: Tensor,
+    *,
+    history: Tensor | None = None,
+    max_rows: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """What `kv_shift` does to k and to v, for one tensor: the queries of QKV-shift, say.
+
+        x_hat[t] = mix[:, 0] * x[t] + mix[:, 1] * x[t-1] + ... + mix[:, W-1] * x[t-W+1]
+
+    Args:
+        x: (B, T, G, D).
+        mix: (G, W).
+        history: the raw rows before each sequence, newest last, (S, R, G, D) with R >= W - 1; None for zeros.
+        max_rows: how many rows of history to return, R or more; R by default.
+        cu_seqlens, seq_idx, mask, backend: as in `kv_shift`.
+
+    Returns:
+        x_hat like x, and the next history.
+    """
+    _check_input("x", x)
+    _check_mix("mix", mix, x)
+    sequences = _check_boundaries(x, cu_seqlens, seq_idx, mask)
+    window = mix.shape[1]
+    if history is not None:
+        _check_history("history", history, x, sequences, window)
+    rows = window - 1 if history is None else history.shape[1]
+    if max_rows is not None and max_rows < rows:
+        raise ValueError(f"max_rows must be at least the rows of history, {rows}; got {max_rows}")
+    (x_hat,), (next_history,) = _shift(
+        (x,), (mix,), (history,), sequences, max_rows or rows, cu_seqlens, seq_idx, mask, backend
+    )
+    return x_hat, next_history
+
+
+def _shift(
+    inputs: Sequence[Tensor],
+    mixes: Sequence[Tensor | None],
+    pasts: Sequence[Tensor | None],
+    sequences: int,
+    max_rows: int,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    mask: Tensor | None,
+    backend: str,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Shift tensors that share their boundaries; one whose mix is None passes through, its history is kept all the same."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
+    window = _window(*mixes)
+    histories = [
+        x.new_zeros(sequences, window - 1, *x.shape[2:]) if past is None else past
+        for x, past in zip(inputs, pasts, strict=True)
+    ]
+    batch, positions = inputs[0].shape[:2]
+    rows = histories[0].shape[1]
+    bounded = cu_seqlens is not None or seq_idx is not None or mask is not None
+    plan = None
+    if bounded and backend != "reference":
+        plan = plan_shift(
+            batch, positions, window, rows, inputs[0].device, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask
+        )
+
+    outputs, next_histories = [], []
+    for x, mix, history in zip(inputs, mixes, histories, strict=True):
+        if backend == "reference":
+            keep = rows if bounded else min(max_rows, rows + positions)
+            y, next_history = shift_reference(x, mix, history, keep, cu_seqlens, seq_idx, mask)
+        else:
+            y, next_history = shift_eager(x, mix, history, plan, max_rows)
+        outputs.append(y)
+        next_histories.append(next_history)
+    return outputs, next_histories
+
+
+def _window(*mixes: Tensor | None) -> int:
+    return next(mix.shape[1] for mix in mixes if mix is not None)
+
+
+def _say(**tensors: Tensor) -> str:
+    """`k is (2, 3, 5, 7) torch.float32 on cpu, ...` for error messages."""
+    return ", ".join(f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in tensors.items())
+
+
+def _check_input(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor (batch, positions, heads, head size), got {type(x).__name__}")
+    if x.ndim != 4:
+        raise ValueError(f"{name} must have 4 dimensions (batch, positions, heads, head size); {_say(**{name: x})}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be of a floating-point dtype; {_say(**{name: x})}")
+
+
+def _check_mix(name: str, mix: Tensor, x: Tensor) -> None:
+    if not isinstance(mix, Tensor):
+        raise TypeError(f"{name} must be a tensor (heads, window), got {type(mix).__name__}")
+    if mix.ndim != 2 or mix.shape[0] != x.shape[2] or mix.shape[1] < 2:
+        raise ValueError(f"{name} must be (heads, window) with {x.shape[2]} heads and window >= 2; {_say(**{name: mix})}")
+    if not mix.is_floating_point() or mix.device != x.device:
+        raise ValueError(f"{name} must be of a floating-point dtype on {x.device}; {_say(**{name: mix})}")
+
+
+def _check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> int:
+    """Returns S, the number of sequences that have a state."""
+    batch, positions = x.shape[:2]
+    for name, tensor in (("seq_idx", seq_idx), ("mask", mask)):
+        if tensor is not None and (tensor.shape != x.shape[:2] or tensor.device != x.device):
+            raise ValueError(f"{name} must be ({batch}, {positions}) on {x.device}; {_say(**{name: tensor})}")
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"mask must be of dtype torch.bool, False on padding; {_say(mask=mask)}")
+    if seq_idx is not None and (seq_idx.is_floating_point() or seq_idx.dtype == torch.bool):
+        raise TypeError(f"seq_idx must be of an integer dtype; {_say(seq_idx=seq_idx)}")
+    if cu_seqlens is None:
+        return batch
+    if seq_idx is not None:
+        raise ValueError("cu_seqlens and seq_idx both name the documents: give one of them")
+    if batch != 1:
+        raise ValueError(f"with cu_seqlens the batch must be 1 row that holds all sequences, got {batch} rows")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be of dtype torch.int32 or torch.int64; {_say(cu_seqlens=cu_seqlens)}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.device != x.device:
+        raise ValueError(f"cu_seqlens must be (sequences + 1,) on {x.device}; {_say(cu_seqlens=cu_seqlens)}")
+    if not torch.compiler.is_compiling():
+        _check_cu_seqlens(cu_seqlens, positions)
+    return cu_seqlens.shape[0] - 1
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, positions: int) -> None:
+    valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == positions) & (cu_seqlens.diff() >= 0).all()
+    message = f"cu_seqlens must rise from 0 to {positions}, the positions of the pack, without falling"
+    if cu_seqlens.device.type != "cpu":
+        torch._assert_async(valid, message)  # no wait for the device
+    elif not valid:
+        raise ValueError(f"{message}; got {cu_seqlens.tolist()}")
+
+
+def _check_history(name: str, history: Tensor, x: Tensor, sequences: int, window: int) -> None:
+    expected = (sequences, *x.shape[2:])
+    if history.ndim != 4 or (history.shape[0], *history.shape[2:]) != expected or history.shape[1] < window - 1:
+        raise ValueError(
+            f"{name} must be ({sequences}, rows, {x.shape[2]}, {x.shape[3]}) with rows >= {window - 1}, "
+            f"the window less one; {_say(**{name: history})}"
+        )
+    if history.dtype != x.dtype or history.device != x.device:
+        raise ValueError(f"{name} must be {x.dtype} on {x.device}; {_say(**{name: history})}")

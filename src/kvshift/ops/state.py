@@ -1,0 +1,159 @@
+"""What a shift remembers between two calls: the last raw keys and values.
+
+Shapes: S sequences, R rows of history (newest last), G KV heads, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ShiftState:
+    """The last raw (unshifted, unrotated) keys and values of S sequences.
+
+    They cannot be recovered from a cache that holds shifted and rotated keys, so whoever reorders, selects, crops
+    or resets such a cache does the same to this state. Every method returns a new state; none edits its tensors.
+
+    Attributes:
+        k: raw keys, (S, R, G, Dk), the newest row last. Rows from before a sequence began are zero.
+        v: raw values, (S, R, G, Dv).
+        max_rows: how many rows to keep. A window of W needs W - 1; every row beyond lets `crop` take one more
+            token back. `crop` lowers R, and later calls of the operator fill it up to `max_rows` again.
+        q: raw queries, (S, R, H, D), kept only by layers that shift queries too.
+    """
+
+    k: Tensor
+    v: Tensor
+    max_rows: int
+    q: Tensor | None = None
+
+    @classmethod
+    def zeros(
+        cls,
+        sequences: int,
+        heads: int,
+        k_dim: int,
+        v_dim: int | None = None,
+        *,
+        rows: int = 1,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> ShiftState:
+        """The state of `sequences` sequences that have not begun, with room for `rows` rows each.
+
+        For a window W and roll-backs of up to n tokens ask for `rows = W - 1 + n`.
+        """
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1 (window - 1 plus the tokens to roll back), got {rows}")
+        k = torch.zeros(sequences, rows, heads, k_dim, dtype=dtype, device=device)
+        v = torch.zeros(sequences, rows, heads, k_dim if v_dim is None else v_dim, dtype=dtype, device=device)
+        return cls(k, v, rows)
+
+    @property
+    def sequences(self) -> int:
+        """S, the number of sequences."""
+        return self.k.shape[0]
+
+    @property
+    def rows(self) -> int:
+        """R, the rows of history held now; at most `max_rows`."""
+        return self.k.shape[1]
+
+    def select(self, indices: Tensor | Sequence[int]) -> ShiftState:
+        """Keep the given sequences, in that order; an index may come more than once.
+
+        Args:
+            indices: (n,) integers, or (S,) booleans.
+        """
+        index = torch.as_tensor(indices, device=self.k.device)
+        if index.ndim != 1:
+            raise ValueError(f"indices must have one dimension, got shape {tuple(index.shape)}")
+        if index.dtype == torch.bool:
+            if index.shape[0] != self.sequences:
+                raise ValueError(f"boolean indices must have length {self.sequences}, got {index.shape[0]}")
+            index = index.nonzero().squeeze(1)
+        elif index.is_floating_point():
+            raise TypeError(f"indices must be integers or booleans, got {index.dtype}")
+        return self._map(lambda x: x.index_select(0, index.to(x.device, torch.long)))
+
+    def reorder(self, beam_indices: Tensor | Sequence[int]) -> ShiftState:
+        """Row i continues row `beam_indices[i]`, as in beam search; (S,) integers."""
+        order = torch.as_tensor(beam_indices)
+        if order.shape != (self.sequences,) or order.dtype == torch.bool:
+            raise ValueError(
+                f"beam_indices must be {self.sequences} integers, one for each sequence, "
+                f"got {order.dtype} of shape {tuple(order.shape)}"
+            )
+        return self.select(order)
+
+    def crop(self, tokens: int, *, window: int = 2) -> ShiftState:
+        """Forget the last `tokens` tokens of every sequence, as after rejected drafts.
+
+        Args:
+            tokens: how many to take back, 0 or more.
+            window: the W of the operator that goes on from here; it needs W - 1 rows.
+
+        Raises:
+            ValueError: the history is too short. Keep a longer one: `max_rows = window - 1 + tokens`.
+        """
+        if tokens < 0:
+            raise ValueError(f"tokens must be 0 or more, got {tokens}")
+        left = self.rows - tokens
+        if left < window - 1:
+            raise ValueError(
+                f"cannot crop {tokens} tokens: the state holds {self.rows} rows and a window of {window} needs "
+                f"{window - 1} afterwards; keep max_rows >= {window - 1 + tokens} (it is {self.max_rows}). "
+                "Older raw keys and values cannot be recovered from shifted ones"
+            )
+        return self._map(lambda x: x[:, :left].clone())
+
+    def reset(self) -> ShiftState:
+        """The same S sequences, not begun."""
+        return self._map(lambda x: x.new_zeros(x.shape[0], self.max_rows, *x.shape[2:]))
+
+    def to(self, *args, **kwargs) -> ShiftState:
+        """Move or cast; takes what `Tensor.to` takes."""
+        return self._map(lambda x: x.to(*args, **kwargs))
+
+    def clone(self) -> ShiftState:
+        return self._map(torch.clone)
+
+    def detach(self) -> ShiftState:
+        """Cut the gradient, as between two chunks of truncated back-propagation through time."""
+        return self._map(torch.detach)
+
+    def split(self, sizes: int | Sequence[int] = 1) -> list[ShiftState]:
+        """Part the sequences into states of `sizes` sequences; the inverse of `stack`."""
+        size = sizes if isinstance(sizes, int) else list(sizes)
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {name: x.split(size) for name, x in parts.items() if isinstance(x, Tensor)}
+        return [
+            ShiftState(max_rows=self.max_rows, **{name: xs[i].clone() for name, xs in tensors.items()})
+            for i in range(len(tensors["k"]))
+        ]
+
+    @staticmethod
+    def stack(states: Sequence[ShiftState]) -> ShiftState:
+        """Join states along their sequences, for example to batch requests that arrived apart."""
+        if not states:
+            raise ValueError("states must hold at least one ShiftState, got an empty sequence")
+        first = states[0]
+        for i, state in enumerate(states):
+            if (state.rows, state.max_rows) != (first.rows, first.max_rows):
+                raise ValueError(
+                    f"states must hold the same number of rows: states[0] has {first.rows} of {first.max_rows}, "
+                    f"states[{i}] has {state.rows} of {state.max_rows}"
+                )
+            if (state.q is None) != (first.q is None):
+                raise ValueError(f"states must all carry queries or none: states[0] and states[{i}] differ")
+        q = None if first.q is None else torch.cat([state.q for state in states if state.q is not None])
+        k, v = torch.cat([state.k for state in states]), torch.cat([state.v for state in states])
+        return ShiftState(k, v, first.max_rows, q)
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> ShiftState:
+        return ShiftState(fn(self.k), fn(self.v), self.max_rows, None if self.q is None else fn(self.q))
