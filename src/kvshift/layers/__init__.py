@@ -1,0 +1,6 @@
+"""Level 1: modules. Needs torch and `kvshift.ops`."""
+
+from kvshift.layers.optim import param_groups
+from kvshift.layers.shift import KVShift, check_shift_options, clamp_after_step
+
+__all__ = ["KVShift", "check_shift_options", "clamp_after_step", "param_groups"]

@@ -1,0 +1,54 @@
+"""Parameter groups for an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from kvshift.layers.shift import KVShift
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.1,
+    shift_lr_multiplier: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Part the trainable parameters of a model into groups for a PyTorch optimizer.
+
+    Matrices and embeddings decay; vectors (norms, biases) do not; nor do shift coefficients, (G, W) though they
+    are: decay would pull the coefficient of the current token to 0, not to 1, and switch the head off.
+
+        optimizer = torch.optim.AdamW(param_groups(model, lr=2e-4), betas=(0.9, 0.95))
+
+    Args:
+        model: any module; its `KVShift` layers are found wherever they are.
+        lr: learning rate of the first two groups.
+        weight_decay: of the first group; the paper's 0.1.
+        shift_lr_multiplier: the coefficients learn at `lr * shift_lr_multiplier`.
+
+    Returns:
+        Groups named "decay", "no_decay" and "shift", each with "params", "lr" and "weight_decay"; empty ones are
+        left out, and a parameter shared by several modules comes once.
+    """
+    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("shift_lr_multiplier", shift_lr_multiplier)):
+        if not value >= 0:
+            raise ValueError(f"{name} must be 0 or more, got {value}")
+    coefficients = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, KVShift)
+        for parameter in module.parameters(recurse=False)
+    }
+    groups: dict[str, dict[str, Any]] = {
+        "decay": {"lr": lr, "weight_decay": weight_decay},
+        "no_decay": {"lr": lr, "weight_decay": 0.0},
+        "shift": {"lr": lr * shift_lr_multiplier, "weight_decay": 0.0},
+    }
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            name = "shift" if id(parameter) in coefficients else "decay" if parameter.ndim >= 2 else "no_decay"
+            groups[name].setdefault("params", []).append(parameter)
+    return [{"name": name, **group} for name, group in groups.items() if "params" in group]

@@ -1,0 +1,223 @@
+"""The module that owns the coefficients.
+
+Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from kvshift.ops import ShiftState, kv_shift, shift_tokens
+
+Target = Literal["q", "k", "v"]
+Constraint = Literal["free", "gate", "clamp"]
+Init = Literal["uniform", "identity"]
+
+# The paper's letters: alpha mixes keys, beta values; queries are the variant of its appendix G.
+_COEFFICIENT = {"q": "gamma", "k": "alpha", "v": "beta"}
+
+
+class KVShift(nn.Module):
+    """Mixes keys and values (or queries) with those of the tokens before, by learned numbers per head.
+
+        k_hat[t] = alpha[:, 0] * k[t] + alpha[:, 1] * k[t-1] + ...
+        v_hat[t] = beta[:, 0] * v[t] + beta[:, 1] * v[t-1] + ...
+        q_hat[t] = gamma[:, 0] * q[t] + gamma[:, 1] * q[t-1] + ...
+
+    It stands after the projections and before QK-norm and rotary embedding. The arithmetic and every rule for
+    documents, padding and state is that of `kvshift.kv_shift`.
+
+    Coefficients are float32 parameters and stay so when the model is cast to a smaller dtype: near 1, bfloat16 has
+    steps of 0.004 to 0.008, and the updates of a usual learning rate would be lost. Keep them out of weight decay
+    (`kvshift.param_groups`), which would pull the coefficient of the current token to 0.
+
+    Args:
+        num_kv_heads: G.
+        num_heads: H; needed only if queries are shifted.
+        targets: which of "q", "k", "v" to shift; ("k", "v") is the paper's method, ("k",) and ("v",) its
+            ablations, () vanilla attention.
+        window: W, how many tokens are mixed, the current one included; 2 or more. (The paper's "KV shifting 1, 2, 3"
+            are W = 2, 3, 4.)
+        constraint: "free": the parameters are the coefficients. "gate": a1 = sigmoid(parameter), a2 = 1 - a1; window
+            2 only. "clamp": the parameters clamped to [0, 1]; see `clamp_after_step`.
+        init: "uniform": all but the last coefficient ~ U(0, 1), the last is 1 minus their sum (the paper's).
+            "identity": (1, 0, ...): at first the layer changes nothing.
+        device: of the parameters.
+
+    Attributes:
+        alpha, beta, gamma: (G, W), (G, W) and (H, W) parameters, or None where that target is not shifted; (G, 1)
+            and (H, 1) with "gate", the argument of the sigmoid.
+
+    Source:
+        Equation 5; QKV-shift: appendix G; gate and clamp ("0 to 1"): appendix F.1; windows: footnote 10.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        *,
+        num_heads: int | None = None,
+        targets: Sequence[Target] = ("k", "v"),
+        window: int = 2,
+        constraint: Constraint = "free",
+        init: Init = "uniform",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_shift_options(targets, window, constraint, init)
+        if num_kv_heads < 1:
+            raise ValueError(f"num_kv_heads must be at least 1, got {num_kv_heads}")
+        if "q" in targets and num_heads is None:
+            raise ValueError('num_heads must be given when "q" is in targets, got None')
+        self.targets = tuple(target for target in ("q", "k", "v") if target in targets)
+        self.window = window
+        self.constraint = constraint
+        self.init = init
+        for target, name in _COEFFICIENT.items():
+            heads = num_heads if target == "q" else num_kv_heads
+            width = 1 if constraint == "gate" else window
+            parameter = None
+            if target in targets:
+                parameter = nn.Parameter(torch.empty(cast(int, heads), width, dtype=torch.float32, device=device))
+            self.register_parameter(name, parameter)
+        self.register_load_state_dict_pre_hook(_load_in_float32)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the start values anew."""
+        for parameter in self.parameters(recurse=False):
+            with torch.no_grad():
+                parameter.copy_(_start_values(parameter, self.window, self.constraint, self.init, generator))
+
+    def coefficients(self) -> dict[str, Tensor]:
+        """The numbers in force, by target: {"k": (G, W), "v": (G, W), "q": (H, W)}; differentiable."""
+        return {target: cast(Tensor, self._mix(target)) for target in self.targets}
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        state: ShiftState | None = None,
+        cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        mask: Tensor | None = None,
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
+        """Shift the targets; what is no target comes back as it is.
+
+        Args:
+            q: (B, T, H, D), k: (B, T, G, D), v: (B, T, G, Dv): projected, not yet normalised or rotated.
+            state, cu_seqlens, seq_idx, mask, backend: as in `kvshift.kv_shift`.
+
+        Returns:
+            q, k, v and the new state (None if `targets` is empty).
+        """
+        if not self.targets:
+            return q, k, v, state
+        where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
+        alpha, beta, gamma = self._mix("k"), self._mix("v"), self._mix("q")
+        q_rows = None
+        if gamma is not None:
+            if state is not None and state.q is None:
+                raise ValueError("state holds no queries, but this layer shifts them: pass on the state it returned")
+            past, max_rows = (None, None) if state is None else (state.q, state.max_rows)
+            q, q_rows = shift_tokens(q, gamma, history=past, max_rows=max_rows, **where)
+            if alpha is None and beta is None:  # the state holds keys all the same, so that it has one shape
+                alpha = torch.eye(1, self.window, device=k.device).expand(k.shape[2], -1)
+        k_hat, v_hat, new = kv_shift(k, v, alpha, beta, state=state, **where)
+        return q, k_hat, v_hat, ShiftState(new.k, new.v, new.max_rows, q_rows)
+
+    def extra_repr(self) -> str:
+        return f"targets={self.targets}, window={self.window}, constraint={self.constraint!r}, init={self.init!r}"
+
+    def _mix(self, target: Target) -> Tensor | None:
+        """The coefficients in force for one target, (heads, W)."""
+        parameter = getattr(self, _COEFFICIENT[target])
+        if parameter is None:
+            return None
+        if hasattr(parameter, "to_local"):  # sharded like the heads by tensor parallelism: this rank's part
+            parameter = parameter.to_local()
+        if self.constraint == "gate":
+            now = torch.sigmoid(parameter)
+            return torch.cat([now, 1 - now], dim=1)
+        return parameter.clamp(0, 1) if self.constraint == "clamp" else parameter
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVShift:
+        """Follow every move and cast of the model except one to a dtype smaller than float32."""
+
+        def keep_float32(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if moved.dtype == tensor.dtype or not moved.is_floating_point() or moved.dtype.itemsize >= 4:
+                return moved
+            return tensor.to(device=moved.device, dtype=torch.float32)
+
+        return super()._apply(keep_float32, recurse)
+
+
+def check_shift_options(targets: Sequence[str], window: int, constraint: str, init: str, prefix: str = "") -> None:
+    """Raise a ValueError that names the option with its `prefix`, its value, and what it may be."""
+    if isinstance(targets, str) or any(target not in _COEFFICIENT for target in targets):
+        raise ValueError(f'{prefix}targets must be a sequence of "q", "k", "v" (empty: none), got {targets!r}')
+    if len(set(targets)) != len(targets):
+        raise ValueError(f"{prefix}targets must not name a target twice, got {targets!r}")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 2:
+        raise ValueError(f"{prefix}window must be an integer of at least 2, got {window!r}")
+    if constraint not in ("free", "gate", "clamp"):
+        raise ValueError(f'{prefix}constraint must be "free", "gate" or "clamp", got {constraint!r}')
+    if init not in ("uniform", "identity"):
+        raise ValueError(f'{prefix}init must be "uniform" or "identity", got {init!r}')
+    if constraint == "gate" and window != 2:
+        raise ValueError(f'{prefix}window must be 2 with {prefix}constraint="gate", got {window}')
+    if constraint == "gate" and init == "identity":
+        raise ValueError(f'{prefix}init must be "uniform" with {prefix}constraint="gate": no sigmoid is exactly 1')
+
+
+def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
+    """Bring the coefficients of every "clamp" layer back into [0, 1] after each step of `optimizer`.
+
+        a <- min(max(a, 0), 1)
+
+    This is the paper's "0 to 1" variant (appendix F.1). Without it the layers clamp in forward alone, and a
+    coefficient that has left the interval has no gradient to come back by.
+
+    Returns:
+        A handle whose `remove()` ends it.
+    """
+    layers = [module for module in model.modules() if isinstance(module, KVShift) and module.constraint == "clamp"]
+    if not layers:
+        raise ValueError('model has no KVShift layer with constraint="clamp"')
+
+    @torch.no_grad()
+    def clamp(*_: Any) -> None:
+        for layer in layers:
+            for parameter in layer.parameters(recurse=False):
+                parameter.clamp_(0, 1)
+
+    return optimizer.register_step_post_hook(clamp)
+
+
+def _start_values(
+    like: Tensor, window: int, constraint: str, init: str, generator: torch.Generator | None
+) -> Tensor:
+    heads = like.shape[0]
+    if init == "identity":
+        return torch.eye(1, window, device=like.device).expand(heads, -1)
+    drawn = torch.rand(heads, window - 1, device=like.device, generator=generator)
+    if constraint == "gate":
+        return torch.logit(drawn, eps=1e-6)
+    return torch.cat([drawn, 1 - drawn.sum(1, keepdim=True)], dim=1)
+
+
+def _load_in_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A checkpoint in bfloat16 loads into float32 parameters, with `assign=True` too."""
+    for name, _ in module.named_parameters(recurse=False):
+        loaded = state_dict.get(prefix + name)
+        if isinstance(loaded, Tensor) and loaded.is_floating_point() and loaded.dtype.itemsize < 4:
+            state_dict[prefix + name] = loaded.float()
