@@ -1,0 +1,62 @@
+# Every target makes its environment when it is missing or out of date.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+# One thread per process: pytest-xdist already fills the cores. Tests never reach for the hub.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+.PHONY: help
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: test
+test: .venv/stamp  ## Run the tests on the CPU, in parallel
+	@$(TEST_ENV) .venv/bin/python -m pytest -n auto -q -m 'not gpu' $(ARGS)
+
+.PHONY: test-oldest
+test-oldest: .venv-oldest/stamp  ## Run the model tests on the oldest supported transformers
+	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto -q -m 'not gpu' tests/models $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: .venv/stamp  ## Run the tests that need a CUDA device
+	@HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m gpu $(ARGS)
+
+.PHONY: check
+check: .venv/stamp  ## Check lint, format, types and import contract; changes no file
+	@.venv/bin/ruff check --quiet
+	@.venv/bin/ruff format --check --quiet --diff
+	@.venv/bin/pyright
+	@.venv/bin/lint-imports --no-logo
+
+.PHONY: format
+format: .venv/stamp  ## Format the code and apply the safe lint fixes
+	@.venv/bin/ruff check --fix-only --quiet
+	@.venv/bin/ruff format --quiet
+
+.PHONY: bench-shift
+bench-shift: .venv/stamp  ## Measure the operator's time and memory beside its baselines
+	@.venv/bin/python benchmarks/shift.py $(ARGS)
+
+.PHONY: clean
+clean:  ## Remove environments, caches and build output
+	@rm -rf .venv .venv-oldest build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# As environment variables, the constraints also reach the build of the package itself. torch must
+# be constrained in the same call: alone, pip takes its newest release.
+define install
+	@echo "installing into $(@D) (a few minutes the first time)" >&2
+	@$(PYTHON) -m venv $(@D)
+	@PIP_CONSTRAINT=$(1) PIP_BUILD_CONSTRAINT=$(1) PIP_DISABLE_PIP_VERSION_CHECK=1 \
+		$(@D)/bin/python -m pip install -qq -e '.[$(2)]'
+	@touch $@
+endef
+
+.venv/stamp: pyproject.toml constraints.txt
+	$(call install,constraints.txt,dev)
+
+.venv-oldest/stamp: pyproject.toml constraints-oldest.txt
+	$(call install,constraints-oldest.txt,test)
