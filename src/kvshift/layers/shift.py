@@ -90,9 +90,16 @@ class KVShift(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the start values anew."""
-        for parameter in self.parameters(recurse=False):
-            with torch.no_grad():
-                parameter.copy_(_start_values(parameter, self.window, self.constraint, self.init, generator))
+        with torch.no_grad():
+            for name, start in self.start_values(generator).items():
+                getattr(self, name).copy_(start)
+
+    def start_values(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Start values of the parameters, by name; drawn anew at each call."""
+        return {
+            name: _start_values(parameter, self.window, self.constraint, self.init, generator)
+            for name, parameter in self.named_parameters(recurse=False)
+        }
 
     def coefficients(self) -> dict[str, Tensor]:
         """The numbers in force, by target: {"k": (G, W), "v": (G, W), "q": (H, W)}; differentiable."""
@@ -203,9 +210,7 @@ def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remo
     return optimizer.register_step_post_hook(clamp)
 
 
-def _start_values(
-    like: Tensor, window: int, constraint: str, init: str, generator: torch.Generator | None
-) -> Tensor:
+def _start_values(like: Tensor, window: int, constraint: str, init: str, generator: torch.Generator | None) -> Tensor:
     heads = like.shape[0]
     if init == "identity":
         return torch.eye(1, window, device=like.device).expand(heads, -1)

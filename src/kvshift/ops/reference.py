@@ -5,6 +5,8 @@ Shapes: B batch, T positions, S sequences, R rows of history, G KV heads, D head
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,7 @@ def shift_reference(
     """
     if cu_seqlens is not None:
         bounds = [int(bound) for bound in cu_seqlens]
-        spans = [(0, range(start, end)) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        spans = [(0, range(start, end)) for start, end in itertools.pairwise(bounds)]
     else:
         spans = [(b, range(x.shape[1])) for b in range(x.shape[0])]
 

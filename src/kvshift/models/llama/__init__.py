@@ -1,0 +1,19 @@
+"""Llama with KV shift. Importing this registers model type "kvshift_llama" with transformers' Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from kvshift.models.llama.cache import adopt_cache
+from kvshift.models.llama.configuration import KVShiftLlamaConfig
+from kvshift.models.llama.modeling import KVShiftLlamaForCausalLM, KVShiftLlamaModel, KVShiftLlamaPreTrainedModel
+
+AutoConfig.register(KVShiftLlamaConfig.model_type, KVShiftLlamaConfig, exist_ok=True)
+AutoModel.register(KVShiftLlamaConfig, KVShiftLlamaModel, exist_ok=True)
+AutoModelForCausalLM.register(KVShiftLlamaConfig, KVShiftLlamaForCausalLM, exist_ok=True)
+
+__all__ = [
+    "KVShiftLlamaConfig",
+    "KVShiftLlamaForCausalLM",
+    "KVShiftLlamaModel",
+    "KVShiftLlamaPreTrainedModel",
+    "adopt_cache",
+]

@@ -1,0 +1,237 @@
+"""Cache layers that carry the last raw keys and values beside the shifted and rotated ones.
+
+Transformers builds a cache from `config.layer_types`; its "hybrid" layers have room for such a state, but some of
+their methods move the keys and values only. `adopt_cache` puts the layers below in their place while the cache is
+still empty, so that every operation on the cache moves both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    QuantizedCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from kvshift.models.llama.configuration import KVShiftLlamaConfig
+from kvshift.ops import ShiftState
+
+
+class ShiftCacheLayer:
+    """The part common to all cache layers with a shift; stands before transformers' own layer class.
+
+    Attributes:
+        shift_state: the raw rows after the last token cached; None before the first.
+        window: the W of the shift.
+        record_past: keep the raw rows of all tokens until `crop` is called, as assisted generation asks for.
+    """
+
+    shift_state: ShiftState | None = None
+    window: int
+    record_past: bool = False
+
+    def read_shift(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState:
+        """The rows before the tokens of k and v, (B, T, G, D); zeros before the first."""
+        state = self.shift_state
+        if state is None:
+            rows = self.window - 1
+            k_rows, v_rows, q_rows = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v, q))
+            state = ShiftState(k_rows, v_rows, rows, q_rows if with_queries else None)
+        if self.record_past:
+            return ShiftState(state.k, state.v, state.rows + k.shape[1], state.q)
+        return state
+
+    def write_shift(self, state: ShiftState) -> None:
+        self.shift_state = state
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.shift_state = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._select_shift(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        if self.shift_state is not None:
+            self._select_shift(torch.arange(self.shift_state.sequences).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._select_shift(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens (0 or a negative number, as in transformers).
+
+        Raises:
+            RuntimeError: their raw keys and values are no longer held; call `activate_past_recording` beforehand.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
+        state, tokens, length = self.shift_state, -tokens_to_remove, int(self.get_seq_length())  # type: ignore[attr-defined]
+        if tokens > length:
+            raise ValueError(f"cannot crop {tokens} tokens from a cache of {length}")
+        if state is not None and tokens < length:
+            left = state.rows - tokens
+            if left < self.window - 1:
+                raise RuntimeError(
+                    f"cannot crop {tokens} tokens: the cache holds raw keys and values of the last {state.rows} and "
+                    f"needs {self.window - 1} afterwards; they cannot be recovered from shifted ones. Call "
+                    "`activate_past_recording()` before the tokens to be taken back are fed"
+                )
+            state = state.crop(tokens, window=self.window)
+            keep = slice(state.rows - (self.window - 1), None)
+            q = None if state.q is None else state.q[:, keep]
+            state = ShiftState(state.k[:, keep], state.v[:, keep], self.window - 1, q)
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        self.shift_state = state if tokens < length else None
+
+    def _select_shift(self, indices: Tensor) -> None:
+        if self.shift_state is not None:
+            self.shift_state = self.shift_state.select(indices)
+
+
+class _DynamicShiftCacheLayer(ShiftCacheLayer):
+    def reset(self) -> None:
+        super().reset()
+        self.keys = self.values = None  # before version 5.17 transformers zeroed them and kept their length
+        self.is_initialized = False
+
+
+class ShiftDynamicLayer(_DynamicShiftCacheLayer, DynamicLayer):
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+
+class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer):
+    def __init__(self, window: int, sliding_window: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self.window = window
+
+
+class _StaticShiftCacheLayer(ShiftCacheLayer):
+    """The rows stay at one address, which compiled decoding and CUDA graphs ask for."""
+
+    def write_shift(self, state: ShiftState) -> None:
+        if self.shift_state is None:
+            self.shift_state = state.clone()
+            if not torch.compiler.is_compiling():
+                for _, rows in _tensors(self.shift_state):
+                    torch._dynamo.mark_static_address(rows)
+        else:
+            self._overwrite(state)
+
+    def reset(self) -> None:
+        kept = self.shift_state
+        super().reset()
+        self.shift_state = kept
+        if kept is not None:
+            self._overwrite(kept.reset())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError("a static cache has a fixed batch size: use a DynamicCache to repeat its rows")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise NotImplementedError("a static cache has a fixed batch size: use a DynamicCache to select of its rows")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError("a static cache cannot take tokens back: use a DynamicCache")
+
+    def activate_past_recording(self) -> None:
+        raise NotImplementedError("a static cache cannot take tokens back: use a DynamicCache")
+
+    def _select_shift(self, indices: Tensor) -> None:
+        if self.shift_state is not None:
+            self._overwrite(self.shift_state.select(indices))
+
+    def _overwrite(self, state: ShiftState) -> None:
+        new = dict(_tensors(state))
+        for name, rows in _tensors(self.shift_state):
+            rows.copy_(new[name])
+
+
+class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
+    def __init__(self, window: int, max_cache_len: int) -> None:
+        super().__init__(max_cache_len=max_cache_len)
+        self.window = window
+
+
+class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowLayer):
+    def __init__(self, window: int, max_cache_len: int, sliding_window: int) -> None:
+        super().__init__(max_cache_len=max_cache_len, sliding_window=sliding_window)
+        self.window = window
+
+
+def adopt_cache(cache: Cache, config: KVShiftLlamaConfig) -> None:
+    """Make the layers of an empty cache of transformers, in place, ones that carry the state of the shift.
+
+    A cache made so already is left as it is, and so is any cache if the model shifts nothing.
+
+    Raises:
+        ValueError: the cache holds tokens without that state, or cannot carry it (quantized or offloaded).
+    """
+    if not config.shift_targets:
+        return
+    if cache.layers and all(isinstance(layer, ShiftCacheLayer) for layer in cache.layers):
+        if cache.layers[0].window != config.shift_window:
+            raise ValueError(
+                f"past_key_values was made for shift_window={cache.layers[0].window}, "
+                f"this model has shift_window={config.shift_window}"
+            )
+        return
+    if isinstance(cache, QuantizedCache):
+        raise ValueError("past_key_values is a QuantizedCache, which has no place for raw keys and values")
+    if getattr(cache, "offloading", False):
+        raise ValueError("past_key_values is offloaded to the CPU, which is not supported: raw keys and values stay")
+    if not cache.layers:
+        cache.layers.extend(DynamicCache(config=config).layers)
+        cache.layer_class_to_replicate = None
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(f"past_key_values has {len(cache.layers)} layers, this model has {config.num_hidden_layers}")
+    if any(layer.is_initialized for layer in cache.layers):
+        raise ValueError(
+            "past_key_values already holds tokens, but not their raw keys and values, which cannot be recovered; "
+            "start with an empty cache, such as DynamicCache(config=model.config)"
+        )
+    cache.layers[:] = [_with_shift(layer, config.shift_window) for layer in cache.layers]
+
+
+def _with_shift(layer: Any, window: int) -> ShiftCacheLayer:
+    """An empty layer of the same kind that carries the state of the shift."""
+    kind = type(layer)
+    if kind in (DynamicLayer, LinearAttentionAndFullAttentionLayer):
+        new: ShiftCacheLayer = ShiftDynamicLayer(window)
+    elif kind in (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+        new = ShiftSlidingWindowLayer(window, layer.sliding_window)
+    elif kind in (StaticLayer, LinearAttentionAndStaticFullAttentionLayer):
+        new = ShiftStaticLayer(window, layer.max_cache_len)
+    elif kind in (StaticSlidingWindowLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer):
+        new = ShiftStaticSlidingWindowLayer(window, layer.max_cache_len, layer.max_cache_len)
+    else:
+        raise ValueError(f"past_key_values has a {kind.__name__}, which cannot carry raw keys and values")
+    if getattr(layer, "record_past", False):
+        new.activate_past_recording()
+    return new
+
+
+def _tensors(state: ShiftState | None) -> list[tuple[str, Tensor]]:
+    if state is None:
+        return []
+    return [(name, rows) for name in ("k", "v", "q") if (rows := getattr(state, name)) is not None]

@@ -1,0 +1,295 @@
+"""Llama with KV shift: what differs from transformers' Llama, and nothing else.
+
+Every layer shifts the projected keys and values before QK-norm and rotary embedding. The cache keeps the last raw
+ones beside the shifted (`cache.py`); padding and documents reach the shift through `boundaries.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from kvshift.layers import KVShift
+from kvshift.models.llama.boundaries import document_index, padding_mask
+from kvshift.models.llama.cache import ShiftCacheLayer, adopt_cache
+from kvshift.models.llama.configuration import KVShiftLlamaConfig
+
+_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")  # what a name may begin with, kernels' included
+
+
+class KVShiftLlamaAttention(LlamaAttention):
+    """Llama's attention over shifted keys and values."""
+
+    def __init__(self, config: KVShiftLlamaConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.sliding_window = config.sliding_window
+        self.shift = KVShift(
+            config.num_key_value_heads,
+            num_heads=config.num_attention_heads,
+            targets=config.shift_targets,
+            window=config.shift_window,
+            constraint=config.shift_constraint,
+            init=config.shift_init,
+        )
+        if config.qk_norm:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        shift_mask: Tensor | None = None,
+        shift_seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        batch, positions = hidden_states.shape[:2]
+        heads = (batch, positions, -1, self.head_dim)  # the layout of the operator
+        query = self.q_proj(hidden_states).view(heads)
+        key = self.k_proj(hidden_states).view(heads)
+        value = self.v_proj(hidden_states).view(heads)
+
+        query, key, value = self._shift(query, key, value, past_key_values, shift_mask, shift_seq_idx)
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(batch, positions, -1).contiguous()), weights
+
+    def _shift(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, mask: Tensor | None, seq_idx: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if cache is None or not self.shift.targets:
+            q, k, v, _ = self.shift(q, k, v, seq_idx=seq_idx, mask=mask)
+            return q, k, v
+        layer: ShiftCacheLayer = cache.layers[self.layer_idx]
+        if layer.record_past:
+            q, k, v = _left_padding_as_zeros(q, k, v, mask, seq_idx)
+            mask = seq_idx = None
+        state = layer.read_shift(q, k, v, with_queries="q" in self.shift.targets)
+        q, k, v, state = self.shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask)
+        layer.write_shift(state)
+        return q, k, v
+
+
+def _left_padding_as_zeros(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as the mask where padding stands on the left, and it keeps one raw row for every position.
+
+    A cache that records its past can then be cropped by positions, as transformers does.
+    """
+    if seq_idx is not None:
+        raise ValueError("a cache that records its past for `crop` cannot hold several documents in a row")
+    if mask is None:
+        return q, k, v
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise ValueError(
+            "attention_mask must be padded on the left for a cache that records its past for `crop`; "
+            "it has padding after a token"
+        )
+    padding = ~mask[:, :, None, None]
+    return q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+
+
+class KVShiftLlamaDecoderLayer(LlamaDecoderLayer):
+    def __init__(self, config: KVShiftLlamaConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.self_attn = KVShiftLlamaAttention(config, layer_idx)
+
+
+class KVShiftLlamaPreTrainedModel(LlamaPreTrainedModel):
+    config: KVShiftLlamaConfig
+    config_class = KVShiftLlamaConfig
+    _no_split_modules = ["KVShiftLlamaDecoderLayer"]
+    _keep_in_fp32_modules_strict = ["shift"]
+    _can_record_outputs = {"hidden_states": KVShiftLlamaDecoderLayer, "attentions": KVShiftLlamaAttention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, KVShift):
+            for name, start in module.start_values().items():
+                init.copy_(getattr(module, name), start)
+        else:
+            super()._init_weights(module)
+
+
+class KVShiftLlamaModel(KVShiftLlamaPreTrainedModel, LlamaModel):
+    """The decoder without a head; see `transformers.LlamaModel`."""
+
+    def __init__(self, config: KVShiftLlamaConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(KVShiftLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """As `transformers.LlamaModel.forward`, and documents packed into one row do not see each other's keys.
+
+        Args:
+            seq_idx: (B, T) number of the document at each position.
+            cu_seq_lens_q: (S + 1,) boundaries of the documents in the one row of a pack.
+            position_ids: (B, T); where neither of the above is given, a document begins wherever they do not go on
+                by one.
+        """
+        self._refuse_unknown_attention()
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch, positions = inputs_embeds.shape[:2]
+
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None:
+            adopt_cache(past_key_values, self.config)
+
+        given_position_ids = position_ids
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(positions, device=inputs_embeds.device) + seen).unsqueeze(0)
+
+        masks = attention_mask
+        if not isinstance(masks, dict):
+            masks = create_masks(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        shift_seq_idx = document_index(
+            batch,
+            positions,
+            masks["padding"],
+            seq_idx=seq_idx,
+            cu_seq_lens=cu_seq_lens_q,
+            position_ids=given_position_ids,
+        )
+        if cu_seq_lens_q is not None:
+            kwargs["cu_seq_lens_q"] = cu_seq_lens_q
+
+        hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+        for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states = decoder_layer(
+                hidden_states,
+                attention_mask=masks["attention"],
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                shift_mask=masks["padding"],
+                shift_seq_idx=shift_seq_idx,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _refuse_unknown_attention(self) -> None:
+        """Servers with attention and caches of their own would drop the state of the shift without a word."""
+        name = self.config._attn_implementation.removeprefix("paged|")
+        if name != self.config._attn_implementation or not name.startswith(_ATTENTION) and "/" not in name:
+            raise ValueError(
+                f"attn_implementation must be one of {', '.join(_ATTENTION)} (or a kernel of these), got "
+                f"{self.config._attn_implementation!r}: its cache does not carry the raw keys and values"
+            )
+
+
+class KVShiftLlamaForCausalLM(KVShiftLlamaPreTrainedModel, LlamaForCausalLM):
+    """Llama with KV shift and a language-modelling head; see `transformers.LlamaForCausalLM`."""
+
+    def __init__(self, config: KVShiftLlamaConfig) -> None:
+        super().__init__(config)
+        self.model = KVShiftLlamaModel(config)
+        self.post_init()
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: KVShiftLlamaConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Tensor | None]:
+        """Called by `generate` for static caches. (Its default leaves out the window of "hybrid_sliding" layers.)"""
+        return create_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any) -> None:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if model_kwargs.get("past_key_values") is not None:
+            adopt_cache(model_kwargs["past_key_values"], self.config)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "continuous batching (generate_batch) is not supported: its paged cache does not carry the raw keys and "
+            "values of the shift. Use generate, or a server with a kvshift plugin"
+        )
+
+    generate_batch = continuous_batching_context_manager = init_continuous_batching
+
+
+def create_masks(
+    config: KVShiftLlamaConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Cache | None,
+    position_ids: Tensor | None,
+) -> dict[str, Tensor | None]:
+    """What every layer needs to know of the mask: "attention", for its scores, and "padding", for its shift."""
+    create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
+    return {
+        "attention": create(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        ),
+        "padding": padding_mask(attention_mask, inputs_embeds.shape[1]),
+    }
