@@ -98,7 +98,9 @@ def plan_shift(
     sources = torch.where(real_BT.unsqueeze(2), sources, -1)
 
     readers = torch.full((batch, slots + positions + 1, window), -1, dtype=torch.long, device=device)
-    readers.scatter_(1, torch.where(sources >= 0, sources, slots + positions), position_T[None, :, None].expand_as(sources))
+    readers.scatter_(
+        1, torch.where(sources >= 0, sources, slots + positions), position_T[None, :, None].expand_as(sources)
+    )
 
     row_R = torch.arange(rows, device=device)
     tail_BSR = row_of(end_BS.unsqueeze(2) - rows + row_R, first_BS.unsqueeze(2), past_BS.unsqueeze(2))

@@ -151,7 +151,7 @@ def _shift(
     mask: Tensor | None,
     backend: str,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Shift tensors that share their boundaries; one whose mix is None passes through, its history is kept all the same."""
+    """Shift tensors that share their boundaries. One whose mix is None passes through; its history is kept too."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
     window = _window(*mixes)
@@ -202,7 +202,9 @@ def _check_mix(name: str, mix: Tensor, x: Tensor) -> None:
     if not isinstance(mix, Tensor):
         raise TypeError(f"{name} must be a tensor (heads, window), got {type(mix).__name__}")
     if mix.ndim != 2 or mix.shape[0] != x.shape[2] or mix.shape[1] < 2:
-        raise ValueError(f"{name} must be (heads, window) with {x.shape[2]} heads and window >= 2; {_say(**{name: mix})}")
+        raise ValueError(
+            f"{name} must be (heads, window) with {x.shape[2]} heads and window >= 2; {_say(**{name: mix})}"
+        )
     if not mix.is_floating_point() or mix.device != x.device:
         raise ValueError(f"{name} must be of a floating-point dtype on {x.device}; {_say(**{name: mix})}")
 

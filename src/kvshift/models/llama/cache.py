@@ -115,12 +115,16 @@ class _DynamicShiftCacheLayer(ShiftCacheLayer):
 
 
 class ShiftDynamicLayer(_DynamicShiftCacheLayer, DynamicLayer):
+    """Grows with every token."""
+
     def __init__(self, window: int) -> None:
         super().__init__()
         self.window = window
 
 
 class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer):
+    """Grows until the attention window is full."""
+
     def __init__(self, window: int, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window)
         self.window = window
@@ -168,12 +172,16 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
 
 
 class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
+    """Room for a fixed number of tokens, allocated at the first."""
+
     def __init__(self, window: int, max_cache_len: int) -> None:
         super().__init__(max_cache_len=max_cache_len)
         self.window = window
 
 
 class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowLayer):
+    """Room for one attention window, allocated at the first token."""
+
     def __init__(self, window: int, max_cache_len: int, sliding_window: int) -> None:
         super().__init__(max_cache_len=max_cache_len, sliding_window=sliding_window)
         self.window = window

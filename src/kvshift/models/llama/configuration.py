@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
@@ -32,7 +32,7 @@ class KVShiftLlamaConfig(LlamaConfig):
     """
 
     model_type = "kvshift_llama"
-    base_model_tp_plan = {
+    base_model_tp_plan: ClassVar[dict[str, str]] = {
         **LlamaConfig.base_model_tp_plan,
         # Coefficients are sharded like the heads they belong to.
         "layers.*.self_attn.shift.alpha": "colwise",

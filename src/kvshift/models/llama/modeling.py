@@ -7,7 +7,7 @@ ones beside the shifted (`cache.py`); padding and documents reach the shift thro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -132,17 +132,21 @@ def _left_padding_as_zeros(
 
 
 class KVShiftLlamaDecoderLayer(LlamaDecoderLayer):
+    """Llama's layer around `KVShiftLlamaAttention`."""
+
     def __init__(self, config: KVShiftLlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.self_attn = KVShiftLlamaAttention(config, layer_idx)
 
 
 class KVShiftLlamaPreTrainedModel(LlamaPreTrainedModel):
+    """What the models of the family share; coefficients are initialised here and stay in float32."""
+
     config: KVShiftLlamaConfig
     config_class = KVShiftLlamaConfig
-    _no_split_modules = ["KVShiftLlamaDecoderLayer"]
-    _keep_in_fp32_modules_strict = ["shift"]
-    _can_record_outputs = {"hidden_states": KVShiftLlamaDecoderLayer, "attentions": KVShiftLlamaAttention}
+    _no_split_modules: ClassVar = ["KVShiftLlamaDecoderLayer"]
+    _keep_in_fp32_modules_strict: ClassVar = ["shift"]
+    _can_record_outputs: ClassVar = {"hidden_states": KVShiftLlamaDecoderLayer, "attentions": KVShiftLlamaAttention}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -232,11 +236,11 @@ class KVShiftLlamaModel(KVShiftLlamaPreTrainedModel, LlamaModel):
 
     def _refuse_unknown_attention(self) -> None:
         """Servers with attention and caches of their own would drop the state of the shift without a word."""
-        name = self.config._attn_implementation.removeprefix("paged|")
-        if name != self.config._attn_implementation or not name.startswith(_ATTENTION) and "/" not in name:
+        name = self.config._attn_implementation
+        if not name.startswith(_ATTENTION) and "/" not in name:  # a slash: an attention kernel from the hub
             raise ValueError(
-                f"attn_implementation must be one of {', '.join(_ATTENTION)} (or a kernel of these), got "
-                f"{self.config._attn_implementation!r}: its cache does not carry the raw keys and values"
+                f"attn_implementation must be one of {', '.join(_ATTENTION)}, or a kernel from the hub, got {name!r}: "
+                "its cache does not carry the raw keys and values"
             )
 
 

@@ -1,0 +1,230 @@
+"""Time and memory of the shift on this machine, each number beside its baseline in the same run.
+
+    python benchmarks/shift.py [--rounds N] [--only operator,training,decoding] [--output FILE]
+
+operator: forward and backward of one tensor (B, T, G, D), as a multiple of one `copy_` of it into memory that is
+    there already. The floor is 2.5: five passes over the tensor (read x, write y; read g and x, write their
+    gradient) against the copy's two.
+training: a whole step (forward, backward, AdamW) of a small Llama with shift, as a multiple of the same without.
+decoding: a token of greedy generation with a cache, likewise.
+
+Contestants take turns within each round; the table gives the median over rounds and the range between the quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvshift.ops import shift_tokens
+
+SHAPES = ((4, 2048, 4, 128), (8, 1024, 16, 64))
+
+
+def appendix_m(x: Tensor, mix: Tensor) -> Tensor:
+    """The paper's formulation (appendix M): pad, unfold, multiply, sum. Its kernel has the oldest lag first."""
+    windows = F.pad(x, (0, 0, 0, 0, mix.shape[1] - 1, 0)).unfold(1, mix.shape[1], 1)
+    return (windows * mix.flip(1)[:, None, :]).sum(-1)
+
+
+def pad_multiply_add(x: Tensor, mix: Tensor) -> Tensor:
+    """The two lines most people would write."""
+    before = F.pad(x, (0, 0, 0, 0, 1, 0))[:, :-1]
+    return x * mix[:, 0, None] + before * mix[:, 1, None]
+
+
+def ours(x: Tensor, mix: Tensor) -> Tensor:
+    return shift_tokens(x, mix)[0]
+
+
+def measure(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contestant, in turns; the first two rounds warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_number in range(rounds + 2):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            run()
+            if round_number >= 2:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def ratios(seconds: dict[str, list[float]], baseline: str) -> list[dict[str, float | str]]:
+    base = statistics.median(seconds[baseline])
+    rows = []
+    for name, values in seconds.items():
+        low, middle, high = statistics.quantiles(values, n=4)
+        rows.append(
+            {"name": name, "ms": middle * 1e3, "ratio": middle / base, "low": low / base, "high": high / base}
+        )
+    return rows
+
+
+def bytes_saved(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> int:
+    """Bytes kept for backward beyond the inputs."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    total = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal total
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            total += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return total
+
+
+def operator(rounds: int) -> list[dict]:
+    compiled = torch.compile(ours, dynamic=False)
+    formulations = {
+        "appendix M": appendix_m,
+        "pad, multiply, add": pad_multiply_add,
+        "kv_shift": ours,
+        "kv_shift, compiled": compiled,
+    }
+    rows = []
+    for shape in SHAPES:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.manual_seed(0)
+            x = torch.randn(shape).to(dtype).requires_grad_()
+            grad, target = torch.randn(shape).to(dtype), torch.empty(shape, dtype=dtype)
+            # The plain formulations compute in the dtype of their inputs; theirs are cast, ours stay in float32.
+            mix = torch.rand(shape[2], 2).requires_grad_()
+            mix_low = mix.detach().to(dtype).requires_grad_()
+
+            def both(function: Callable, coefficients: Tensor, x: Tensor = x, grad: Tensor = grad) -> None:
+                torch.autograd.grad(function(x, coefficients), (x, coefficients), grad)
+
+            contestants: dict[str, Callable[[], object]] = {"copy_": lambda t=target, x=x: t.copy_(x.detach())}
+            for name, function in formulations.items():
+                coefficients = mix if "kv_shift" in name else mix_low
+                contestants[name] = lambda f=function, c=coefficients: both(f, c)
+            expected = pad_multiply_add(x.double(), mix.double())
+            for row in ratios(measure(contestants, rounds), "copy_"):
+                name = row["name"]
+                if name != "copy_":
+                    function, coefficients = formulations[name], mix if "kv_shift" in name else mix_low
+                    y = function(x, coefficients)
+                    row["worst error"] = float(((y - expected).abs() / (expected.abs() + 1)).max())
+                    row["MiB saved"] = bytes_saved(lambda f=function, c=coefficients: f(x, c), (x, coefficients)) / 2**20
+                rows.append({"part": "operator", "shape": shape, "dtype": str(dtype).removeprefix("torch."), **row})
+    return rows
+
+
+def small_llama(targets: tuple[str, ...]) -> torch.nn.Module:
+    from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = KVShiftLlamaConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        shift_targets=targets,
+    )
+    return KVShiftLlamaForCausalLM(config)
+
+
+def training(rounds: int) -> list[dict]:
+    from kvshift import param_groups
+
+    ids = torch.randint(1024, (8, 512))
+
+    def step_of(model: torch.nn.Module) -> Callable[[], object]:
+        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-3))
+
+        def step() -> None:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    contestants = {"vanilla": step_of(small_llama(())), "kv shift": step_of(small_llama(("k", "v")))}
+    return [{"part": "training", "shape": (8, 512), **row} for row in ratios(measure(contestants, rounds), "vanilla")]
+
+
+def decoding(rounds: int) -> list[dict]:
+    prompt = torch.randint(1024, (1, 16))
+    tokens = 64
+
+    def generation(model: torch.nn.Module) -> Callable[[], object]:
+        model.eval()
+        return lambda: model.generate(
+            prompt, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0
+        )
+
+    contestants = {"vanilla": generation(small_llama(())), "kv shift": generation(small_llama(("k", "v")))}
+    rows = ratios(measure(contestants, rounds), "vanilla")
+    return [{"part": "decoding", "shape": (1, tokens), **row, "ms": row["ms"] / tokens} for row in rows]
+
+
+def table(rows: list[dict]) -> str:
+    lines = ["| part | shape | dtype | contestant | ms | multiple of the first | quartiles | MiB saved | worst error |"]
+    lines.append("|---|---|---|---|---:|---:|---:|---:|---:|")
+    for row in rows:
+        saved = f"{row['MiB saved']:.1f}" if "MiB saved" in row else ""
+        error = f"{row['worst error']:.1e}" if "worst error" in row else ""
+        lines.append(
+            f"| {row['part']} | {row['shape']} | {row.get('dtype', 'float32')} | {row['name']} | {row['ms']:.3f} "
+            f"| {row['ratio']:.3f} | {row['low']:.3f} to {row['high']:.3f} | {saved} | {error} |"
+        )
+    return "\n".join(lines)
+
+
+def hardware() -> dict[str, object]:
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    ) if Path("/proc/cpuinfo").exists() else platform.processor()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip() or None,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, help="measurements of each contestant (default: 30)")
+    parser.add_argument("--only", default="operator,training,decoding", help="parts to run, separated by commas")
+    parser.add_argument("--output", type=Path, help="append the rows to this file as JSON lines")
+    arguments = parser.parse_args()
+    parts = {"operator": operator, "training": training, "decoding": decoding}
+    rows = []
+    for part in arguments.only.split(","):
+        if part not in parts:
+            parser.error(f"--only must name parts out of {', '.join(parts)}; got {part!r}")
+        rows += parts[part](arguments.rounds)
+    print(table(rows))
+    print(json.dumps(hardware()))
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        with arguments.output.open("a") as file:
+            for row in rows:
+                file.write(json.dumps({**row, "hardware": hardware()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
