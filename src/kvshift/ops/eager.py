@@ -43,10 +43,17 @@ def shift_eager(
     if x.shape[0] * x.shape[1] == 0:
         return torch.empty_like(x), history
     if plan is None:
-        next_history = torch.cat([history, x[:, -max_rows:]], dim=1)[:, -max_rows:]
-        return (x if mix is None else _shift_slices(x, mix, history)), next_history
+        return (x if mix is None else _shift_slices(x, mix, history)), _newest(x, history, max_rows)
     next_history = _rows(x, _by_batch(history, x), plan.tails).reshape(history.shape)
     return (x if mix is None else _shift_gathered(x, mix, history, plan)), next_history
+
+
+def _newest(x: Tensor, history: Tensor, rows: int) -> Tensor:
+    """The last rows of history and x together."""
+    length = x.shape[1]
+    if length < rows:
+        return torch.cat([history, x], dim=1)[:, -rows:]
+    return x if length == rows else x[:, length - rows :].clone()  # a view would keep all of x in memory
 
 
 def _tracked(*inputs: Tensor) -> bool:
@@ -105,6 +112,11 @@ class _Slices(torch.autograd.Function):
 def _slices_forward(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
     weights = _weights(mix, x)
     lags = len(weights) - 1
+
+    if x.shape[1] == 1:  # one token: every lag is a row of history, and nothing needs joining
+        rows = history.shape[1]
+        past = [history if rows == 1 else history[:, rows - lag : rows - lag + 1] for lag in range(1, lags + 1)]
+        return _mix_slices([x, *past], weights, None).to(x.dtype)
 
     def block(start: int, end: int, out: Tensor | None) -> Tensor:
         x_window = _window(x, history, start, end, lags).to(weights[0].dtype)
@@ -199,14 +211,17 @@ def _weights(mix_GW: Tensor, x: Tensor) -> list[Tensor]:
     For long inputs they are spread over D in memory: a multiplication then runs over G * D elements at a stretch.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mix_WG1 = mix_GW.to(dtype).t().unsqueeze(2)
+    mix_GW1 = (mix_GW if mix_GW.dtype == dtype else mix_GW.to(dtype)).unsqueeze(2)
     if x.shape[1] > 16 and not torch.compiler.is_compiling():
-        mix_WG1 = mix_WG1.expand(-1, -1, x.shape[3]).contiguous()
-    return list(mix_WG1.unbind(0))
+        mix_GW1 = mix_GW1.expand(-1, -1, x.shape[3]).transpose(0, 1).contiguous().transpose(0, 1)
+    return list(mix_GW1.unbind(1))
 
 
 def _mix_slices(terms: list[Tensor], weights: list[Tensor], out: Tensor | None) -> Tensor:
     """The sum of terms[j] * weights[j], in `out` where one is given."""
+    if out is None:
+        dtype = weights[0].dtype
+        terms = [term if term.dtype == dtype else term.to(dtype) for term in terms]
     total = torch.mul(terms[0], weights[0], out=out)
     for term, weight in zip(terms[1:], weights[1:], strict=True):
         total.addcmul_(term, weight)
