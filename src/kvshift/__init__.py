@@ -3,9 +3,18 @@
 What is listed here is the public API; nothing else is promised.
 """
 
-from kvshift.layers import KVShift, clamp_after_step, param_groups
+from kvshift.layers import AttentionState, KVShift, KVShiftAttention, clamp_after_step, param_groups
 from kvshift.ops import ShiftState, kv_shift
 
 __version__ = "0.1.0"
 
-__all__ = ["KVShift", "ShiftState", "__version__", "clamp_after_step", "kv_shift", "param_groups"]
+__all__ = [
+    "AttentionState",
+    "KVShift",
+    "KVShiftAttention",
+    "ShiftState",
+    "__version__",
+    "clamp_after_step",
+    "kv_shift",
+    "param_groups",
+]

@@ -1,6 +1,15 @@
 """Level 1: modules. Needs torch and `kvshift.ops`."""
 
+from kvshift.layers.attention import KVShiftAttention
+from kvshift.layers.attention_state import AttentionState
 from kvshift.layers.optim import param_groups
 from kvshift.layers.shift import KVShift, check_shift_options, clamp_after_step
 
-__all__ = ["KVShift", "check_shift_options", "clamp_after_step", "param_groups"]
+__all__ = [
+    "AttentionState",
+    "KVShift",
+    "KVShiftAttention",
+    "check_shift_options",
+    "clamp_after_step",
+    "param_groups",
+]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kvshift.ops import ShiftState, kv_shift, shift_tokens
+from kvshift.ops.shift import _check_boundaries
 
 Target = Literal["q", "k", "v"]
 Constraint = Literal["free", "gate", "clamp"]
@@ -72,9 +73,10 @@ class KVShift(nn.Module):
         check_shift_options(targets, window, constraint, init)
         if num_kv_heads < 1:
             raise ValueError(f"num_kv_heads must be at least 1, got {num_kv_heads}")
-        if "q" in targets and num_heads is None:
-            raise ValueError('num_heads must be given when "q" is in targets, got None')
-        self.targets = tuple(target for target in ("q", "k", "v") if target in targets)
+        if "q" in targets and (num_heads is None or num_heads < 1):
+            raise ValueError(f'num_heads must be at least 1 when "q" is in targets, got {num_heads}')
+        order: tuple[Target, ...] = ("q", "k", "v")
+        self.targets: tuple[Target, ...] = tuple(target for target in order if target in targets)
         self.window = window
         self.constraint = constraint
         self.init = init
@@ -127,19 +129,25 @@ class KVShift(nn.Module):
             q, k, v and the new state (None if `targets` is empty).
         """
         if not self.targets:
-            return q, k, v, state
+            _check_boundaries(k, cu_seqlens, seq_idx, mask)
+            return q, k, v, None
         where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
         alpha, beta, gamma = self._mix("k"), self._mix("v"), self._mix("q")
-        q_rows = None
-        if gamma is not None:
-            if state is not None and state.q is None:
-                raise ValueError("state holds no queries, but this layer shifts them: pass on the state it returned")
-            past, max_rows = (None, None) if state is None else (state.q, state.max_rows)
-            q, q_rows = shift_tokens(q, gamma, history=past, max_rows=max_rows, **where)
-            if alpha is None and beta is None:  # the state holds keys all the same, so that it has one shape
-                alpha = torch.eye(1, self.window, device=k.device).expand(k.shape[2], -1)
+        if alpha is None and beta is None:  # the state holds keys all the same, so that it has one shape
+            alpha = torch.eye(1, self.window, device=k.device).expand(k.shape[2], -1)
         k_hat, v_hat, new = kv_shift(k, v, alpha, beta, state=state, **where)
-        return q, k_hat, v_hat, ShiftState(new.k, new.v, new.max_rows, q_rows)
+        if gamma is None:
+            return q, k_hat, v_hat, new
+        if q.shape[:3] != (*k.shape[:2], gamma.shape[0]):
+            raise ValueError(
+                f"q must be ({k.shape[0]}, {k.shape[1]}, {gamma.shape[0]}, head size) beside these keys, "
+                f"got {tuple(q.shape)}"
+            )
+        if state is not None and state.q is None:
+            raise ValueError("state holds no queries, but this layer shifts them: pass on the state it returned")
+        past, max_rows = (None, None) if state is None else (state.q, state.max_rows)
+        q_hat, q_rows = shift_tokens(q, gamma, history=past, max_rows=max_rows, **where)
+        return q_hat, k_hat, v_hat, ShiftState(new.k, new.v, new.max_rows, q_rows)
 
     def extra_repr(self) -> str:
         return f"targets={self.targets}, window={self.window}, constraint={self.constraint!r}, init={self.init!r}"
@@ -170,7 +178,8 @@ class KVShift(nn.Module):
 
 def check_shift_options(targets: Sequence[str], window: int, constraint: str, init: str, prefix: str = "") -> None:
     """Raise a ValueError that names the option with its `prefix`, its value, and what it may be."""
-    if isinstance(targets, str) or any(target not in _COEFFICIENT for target in targets):
+    names = list(_COEFFICIENT)
+    if not isinstance(targets, Sequence) or isinstance(targets, str) or any(t not in names for t in targets):
         raise ValueError(f'{prefix}targets must be a sequence of "q", "k", "v" (empty: none), got {targets!r}')
     if len(set(targets)) != len(targets):
         raise ValueError(f"{prefix}targets must not name a target twice, got {targets!r}")
@@ -214,7 +223,7 @@ def _start_values(like: Tensor, window: int, constraint: str, init: str, generat
     heads = like.shape[0]
     if init == "identity":
         return torch.eye(1, window, device=like.device).expand(heads, -1)
-    drawn = torch.rand(heads, window - 1, device=like.device, generator=generator)
+    drawn = torch.rand(heads, window - 1, dtype=torch.float32, device=like.device, generator=generator)
     if constraint == "gate":
         return torch.logit(drawn, eps=1e-6)
     return torch.cat([drawn, 1 - drawn.sum(1, keepdim=True)], dim=1)
@@ -222,7 +231,7 @@ def _start_values(like: Tensor, window: int, constraint: str, init: str, generat
 
 def _load_in_float32(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """A checkpoint in bfloat16 loads into float32 parameters, with `assign=True` too."""
-    for name, _ in module.named_parameters(recurse=False):
+    for name in dict(module.named_parameters(recurse=False)):
         loaded = state_dict.get(prefix + name)
         if isinstance(loaded, Tensor) and loaded.is_floating_point() and loaded.dtype.itemsize < 4:
             state_dict[prefix + name] = loaded.float()

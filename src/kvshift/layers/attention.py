@@ -1,0 +1,299 @@
+"""A complete attention layer with KV shift, for models of your own in plain PyTorch.
+
+Shapes: B batch, T positions, S sequences, N cached keys, K keys attended to, H query heads, G KV heads, D head size,
+E model width. L is B, or 1 where all rows are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvshift.layers.attention_state import AttentionState, flush_right
+from kvshift.layers.positions import Places, alibi_slopes, cached_places, count_tokens, rotary_table, rotate, visible
+from kvshift.layers.shift import Constraint, Init, KVShift, Target, check_shift_options
+from kvshift.ops import ShiftState
+from kvshift.ops.shift import _check_boundaries
+
+PositionEncoding = Literal["rope", "alibi", "none"]
+
+
+class KVShiftAttention(nn.Module):
+    """Causal self-attention whose keys and values are mixed with those of the token before.
+
+        q, k, v = heads of  W_q x, W_k x, W_v x
+        k, v = KVShift(k, v)                               then, as far as asked for,
+        q, k = RMSNorm(q), RMSNorm(k)                      QK-norm
+        q, k = RoPE(q), RoPE(k)                            or ALiBi, added to the scores
+        out = W_o softmax(q k^T / sqrt(D)) v               over keys  t - sliding_window < s <= t
+
+    Training, prefill in one or several chunks, and decoding are one call: state in, state out. Feeding a sequence in
+    pieces, each with the state that the piece before returned, equals feeding it whole.
+
+        layer = KVShiftAttention(embed_dim=64, num_heads=4)
+        out, _ = layer(x)                                  training
+        out, state = layer(prompt)                         prefill
+        out, state = layer(next_token, state=state)        decoding
+
+    Args:
+        embed_dim: E.
+        num_heads: H.
+        num_kv_heads: G, a divisor of H; H by default. Query head h reads KV head h // (H / G).
+        head_dim: D; E / H by default.
+        position_encoding: "rope" (split-half pairs, as in Llama), "alibi" or "none".
+        rope_base: of the rotary frequencies.
+        qk_norm: RMSNorm over each query and key head (eps 1e-5, one learned gain of D numbers for all query heads and
+            one for all key heads).
+        sliding_window: each token attends to this many tokens, itself included; None for all before it.
+        bias: of the four projections.
+        dropout: of the attention weights, while training.
+        shift_targets, shift_window, shift_constraint, shift_init: as `targets`, `window`, `constraint` and `init` of
+            `kvshift.KVShift`; targets () is plain attention.
+        max_rollback: how many tokens `AttentionState.crop` can take back, for drafts that are rejected: that many
+            more raw keys and values are kept.
+        device, dtype: of the parameters; the shift's coefficients are float32 all the same.
+
+    Attributes:
+        q_proj, k_proj, v_proj, o_proj: linear maps; q_norm, k_norm: with `qk_norm`; shift: the `KVShift`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        position_encoding: PositionEncoding = "rope",
+        rope_base: float = 10_000.0,
+        qk_norm: bool = False,
+        sliding_window: int | None = None,
+        bias: bool = False,
+        dropout: float = 0.0,
+        shift_targets: Sequence[Target] = ("k", "v"),
+        shift_window: int = 2,
+        shift_constraint: Constraint = "free",
+        shift_init: Init = "uniform",
+        max_rollback: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, value in {**sizes, "head_dim": head_dim, "sliding_window": sliding_window}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads must divide num_heads, {num_heads}; got {num_kv_heads}")
+        if head_dim is None and embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads, {num_heads}, or head_dim given; got {embed_dim}"
+            )
+        head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        if position_encoding not in ("rope", "alibi", "none"):
+            raise ValueError(f'position_encoding must be "rope", "alibi" or "none", got {position_encoding!r}')
+        if position_encoding == "rope" and head_dim % 2:
+            raise ValueError(f'head_dim must be even with position_encoding="rope", got {head_dim}')
+        if not rope_base > 0:
+            raise ValueError(f"rope_base must be above 0, got {rope_base}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+        if max_rollback < 0:
+            raise ValueError(f"max_rollback must be 0 or more, got {max_rollback}")
+        check_shift_options(shift_targets, shift_window, shift_constraint, shift_init, prefix="shift_")
+
+        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
+        self.position_encoding = position_encoding
+        self.rope_base = rope_base
+        self.qk_norm = qk_norm
+        self.sliding_window = sliding_window
+        self.dropout = dropout
+        self.max_rollback = max_rollback
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias, **where)
+        self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **where)
+        self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **where)
+        self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias, **where)
+        if qk_norm:
+            self.q_norm = nn.RMSNorm(head_dim, eps=1e-5, **where)
+            self.k_norm = nn.RMSNorm(head_dim, eps=1e-5, **where)
+        self.shift = KVShift(
+            num_kv_heads,
+            num_heads=num_heads,
+            targets=shift_targets,
+            window=shift_window,
+            constraint=shift_constraint,
+            init=shift_init,
+            device=device,
+        )
+
+    def reset_parameters(self) -> None:
+        """Draw the start values anew: PyTorch's own for the linear maps, `KVShift`'s for the coefficients."""
+        for module in self.children():
+            cast(Any, module).reset_parameters()
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        positions: Tensor | None = None,
+        state: AttentionState | None = None,
+    ) -> tuple[Tensor, AttentionState]:
+        """Attend.
+
+        Args:
+            x: (B, T, E).
+            mask: False on padding, (B, T) bool, for the positions of this call alone; left, right or in between. The
+                output there is zero, and what stands there cannot matter.
+            cu_seqlens: boundaries of the sequences packed into the one row of x (B = 1): (S + 1,) integers, from 0 to
+                T without falling. Nothing is seen across them.
+            seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The
+                first of a row goes on from `state`; the new state is that of the last. Not with `cu_seqlens`.
+            positions: (B, T), where the rotary embedding takes its angles. None counts the real tokens of each
+                document, those of `state` included.
+            state: what an earlier call returned, for the same B rows or S sequences; None where they begin here.
+
+        Returns:
+            out (B, T, E) and the new state.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong type, dtype, device or shape; the message names it.
+        """
+        self._check(x, positions)
+        where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
+        sequences = _check_boundaries(x, **where)
+        bounded = any(tensor is not None for tensor in where.values())
+        if mask is not None:
+            x = torch.where(mask.unsqueeze(2), x, 0)
+        q, k, v = (
+            projection(x).unflatten(2, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if state is not None:
+            state = self._checked(state, sequences, k)
+        raw = self._start(sequences, k) if state is None else state.shift
+        q, k, v, raw = self.shift(q, k, v, state=raw, **where)
+        if self.qk_norm:
+            q, k = _normalise(self.q_norm, q), _normalise(self.k_norm, k)
+
+        batch, length = x.shape[:2]
+        places, seen = count_tokens(batch, length, x.device, seen=None if state is None else state.seen, **where)
+        if self.position_encoding == "rope":
+            turns = places.rank if positions is None else positions
+            table = rotary_table(turns, self.head_dim, self.rope_base, q.dtype)
+            q, k = rotate(q, table), rotate(k, table)
+        key_places = places
+        if state is not None:
+            past_k, past_v, past_places = self._past(state, packed=cu_seqlens is not None)
+            k, v = torch.cat([past_k, k], dim=1), torch.cat([past_v, v], dim=1)
+            key_places = past_places.followed_by(places)
+
+        plain = state is None and not bounded and self.sliding_window is None and self.position_encoding != "alibi"
+        out = self.o_proj(self._attend(q, k, v, None if plain else self._bias(places, key_places, q.dtype)))
+        if mask is not None:
+            out = torch.where(mask.unsqueeze(2), out, 0)
+
+        packed = None
+        if cu_seqlens is not None:
+            packed = torch.where(key_places.rank >= 0, key_places.document, -1).squeeze(0)
+        elif bounded:  # what the next token sees: the real keys of the last document of each row
+            kept = (key_places.rank >= 0) & (key_places.document == key_places.document[:, -1:])
+            k, v = flush_right(k, v, kept, k.shape[1])
+        if state is None:
+            return out, AttentionState(k, v, seen, raw, self.max_rollback, self.max_rollback, packed)
+        # With boundaries a sequence may have got fewer tokens than positions: its history has not grown.
+        rollback = min(state.max_rollback, state.rollback + (0 if bounded else length))
+        return out, AttentionState(k, v, seen, raw, rollback, state.max_rollback, packed)
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, position_encoding={self.position_encoding!r}, "
+            f"sliding_window={self.sliding_window}, dropout={self.dropout}, max_rollback={self.max_rollback}"
+        )
+
+    def _start(self, sequences: int, k: Tensor) -> ShiftState | None:
+        """The raw rows of sequences that have not begun."""
+        if not self.shift.targets:
+            return None
+        rows = self.shift.window - 1 + self.max_rollback
+        start = ShiftState.zeros(sequences, self.num_kv_heads, self.head_dim, rows=rows, dtype=k.dtype, device=k.device)
+        if "q" not in self.shift.targets:
+            return start
+        return replace(start, q=k.new_zeros(sequences, rows, self.num_heads, self.head_dim))
+
+    def _past(self, state: AttentionState, packed: bool) -> tuple[Tensor, Tensor, Places]:
+        """The cached keys and values that can still be seen, with their places; all in one row for a pack."""
+        k, v = state.k, state.v
+        if self.sliding_window is not None:  # a roll-back brings this many older ones into the window
+            first = max(0, k.shape[1] - (self.sliding_window - 1 + state.max_rollback))
+            k, v = k[:, first:], v[:, first:]
+        places = cached_places(state.seen, k.shape[1], packed)
+        return (k.flatten(0, 1).unsqueeze(0), v.flatten(0, 1).unsqueeze(0), places) if packed else (k, v, places)
+
+    def _bias(self, queries: Places, keys: Places, dtype: torch.dtype) -> Tensor:
+        """What softmax is told about each pair: (L, 1, T, K) booleans, or with ALiBi (L, H, T, K) terms to add."""
+        seen_LTK = visible(queries, keys, self.sliding_window).unsqueeze(1)
+        if self.position_encoding != "alibi":
+            return seen_LTK
+        compute = torch.promote_types(dtype, torch.float32)
+        slope_H11 = torch.tensor(alibi_slopes(self.num_heads), dtype=compute, device=seen_LTK.device)[:, None, None]
+        distance_LTK = (queries.rank.unsqueeze(2) - keys.rank.unsqueeze(1)).unsqueeze(1)
+        return torch.where(seen_LTK, -slope_H11 * distance_LTK, -torch.inf).to(dtype)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+        """(B, T, H, D), (B, K, G, D), (B, K, G, D) -> (B, T, H * D); causal without a bias."""
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        grouped = self.num_kv_heads < self.num_heads
+        if grouped and bias is not None:  # kernels that take a bias do not take grouped heads
+            k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for x in (k, v))
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=bias,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=bias is None,
+            enable_gqa=grouped and bias is None,
+        )
+        return out.transpose(1, 2).flatten(2)
+
+    def _check(self, x: Tensor, positions: Tensor | None) -> None:
+        if x.ndim != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(f"x must be (batch, positions, {self.embed_dim}), got {tuple(x.shape)}")
+        if positions is None:
+            return
+        if self.position_encoding != "rope":
+            raise ValueError(f'positions must be None with position_encoding="{self.position_encoding}"')
+        if positions.shape != x.shape[:2] or positions.device != x.device:
+            raise ValueError(
+                f"positions must be {tuple(x.shape[:2])} on {x.device}, "
+                f"got {tuple(positions.shape)} on {positions.device}"
+            )
+
+    def _checked(self, state: AttentionState, sequences: int, k: Tensor) -> AttentionState:
+        if not isinstance(state, AttentionState):
+            raise TypeError(f"state must be an AttentionState or None, got {type(state).__name__}")
+        if state.sequences != sequences:
+            raise ValueError(f"state must be of {sequences} sequences, got one of {state.sequences}")
+        if state.k.shape[2:] != k.shape[2:] or state.k.dtype != k.dtype or state.k.device != k.device:
+            raise ValueError(
+                f"state.k must be ({sequences}, keys, {self.num_kv_heads}, {self.head_dim}) {k.dtype} on {k.device}, "
+                f"got {tuple(state.k.shape)} {state.k.dtype} on {state.k.device}"
+            )
+        if self.shift.targets and state.shift is None:
+            raise ValueError("state.shift is None, but this layer shifts: pass on the state that this layer returned")
+        return state.unpack()
+
+
+def _normalise(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """In the dtype of the gain, which autocast leaves in float32; rounded to that of x."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)

@@ -1,0 +1,160 @@
+"""Where tokens stand and who sees whom: counting, visibility, rotary embedding, ALiBi.
+
+Shapes: B batch, T positions, K keys, S sequences, H query heads, D head size. L is B, or 1 where all rows are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Places:
+    """The place of every token in its sequence.
+
+    Attributes:
+        document: (L, T), the sequence of the pack, or the document of the row, that holds the token.
+        rank: (L, T), how many tokens of its document stand before it, those of earlier calls included; -1 on padding.
+    """
+
+    document: Tensor
+    rank: Tensor
+
+    def followed_by(self, later: Places) -> Places:
+        """These tokens, and after them those."""
+        return Places(torch.cat([self.document, later.document], dim=1), torch.cat([self.rank, later.rank], dim=1))
+
+
+def count_tokens(
+    batch: int,
+    length: int,
+    device: torch.device,
+    *,
+    seen: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Places, Tensor]:
+    """Place the tokens of this call.
+
+    Args:
+        batch: B.
+        length: T.
+        device: where to count.
+        seen: (S,), the tokens that each sequence has seen before; None for none.
+        cu_seqlens, seq_idx, mask: as in `kvshift.kv_shift`; at most one of the first two.
+
+    Returns:
+        Their places and the new `seen`. With `seq_idx` that is of the last document of each row.
+    """
+    order_T = torch.arange(length, device=device)
+    if seen is None and cu_seqlens is None and seq_idx is None and mask is None:
+        rank_LT = order_T.unsqueeze(0)
+        return Places(torch.zeros_like(rank_LT), rank_LT), torch.full((batch,), length, device=device)
+
+    real_BT = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
+    before_BT = real_BT.cumsum(1) - real_BT.long()  # real tokens of this call that stand before
+    total_B = real_BT.sum(1)
+    if cu_seqlens is not None:
+        bound = cu_seqlens.long()
+        document_T = torch.searchsorted(bound[1:].contiguous(), order_T, right=True)
+        before_bound = torch.cat([before_BT[0], total_B])[bound]  # (S + 1,)
+        seen_S = torch.zeros_like(bound[1:]) if seen is None else seen
+        rank_BT = before_BT + (seen_S - before_bound[:-1])[document_T]
+        return (
+            Places(document_T.unsqueeze(0), torch.where(real_BT, rank_BT, -1)),
+            seen_S + before_bound.diff(),
+        )
+
+    seen_B = torch.zeros_like(total_B) if seen is None else seen
+    document_BT, first_BT = torch.zeros_like(before_BT), torch.zeros_like(before_BT)
+    if seq_idx is not None:
+        none_B1 = torch.full((batch, 1), -1, device=device)
+        last_real_BT = torch.where(real_BT, order_T, -1).cummax(1).values
+        last_before_BT = torch.cat([none_B1, last_real_BT], dim=1)[:, :length]
+        changed_BT = real_BT & (last_before_BT >= 0) & (seq_idx != seq_idx.gather(1, last_before_BT.clamp(min=0)))
+        document_BT = changed_BT.cumsum(1)
+        first_BT = torch.where(changed_BT, before_BT, 0).cummax(1).values
+    # Only the first document of a row goes on from earlier calls.
+    rank_BT = before_BT - first_BT + torch.where(document_BT == 0, seen_B.unsqueeze(1), 0)
+    zero_B1 = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    last_document_B = torch.cat([zero_B1, document_BT], dim=1).amax(1)
+    last_first_B = torch.cat([zero_B1, first_BT], dim=1).amax(1)
+    seen_after = total_B - last_first_B + torch.where(last_document_B == 0, seen_B, 0)
+    return Places(document_BT, torch.where(real_BT, rank_BT, -1)), seen_after
+
+
+def cached_places(seen: Tensor, length: int, packed: bool) -> Places:
+    """Places of the last `length` tokens of every sequence; those before a sequence began have a rank below 0.
+
+    Args:
+        seen: (S,), tokens of each sequence.
+        length: N.
+        packed: give them in one row, sequence after sequence, (1, S * N); otherwise (S, N).
+    """
+    rank_SN = seen.unsqueeze(1) + torch.arange(-length, 0, device=seen.device)
+    if not packed:
+        return Places(torch.zeros_like(rank_SN), rank_SN)
+    document_SN = torch.arange(seen.shape[0], device=seen.device).unsqueeze(1).expand_as(rank_SN)
+    return Places(document_SN.reshape(1, -1), rank_SN.reshape(1, -1))
+
+
+def visible(queries: Places, keys: Places, window: int | None) -> Tensor:
+    """Which key each query attends to: (L, T, K) booleans.
+
+        keys of its own document with  rank_q - window < rank_k <= rank_q
+
+    A query that is padding attends to everything: softmax over nothing is NaN on some devices. Its output is dropped.
+    """
+    q_rank_LT1, k_rank_L1K = queries.rank.unsqueeze(2), keys.rank.unsqueeze(1)
+    seen_LTK = (queries.document.unsqueeze(2) == keys.document.unsqueeze(1)) & (k_rank_L1K >= 0)
+    seen_LTK = seen_LTK & (k_rank_L1K <= q_rank_LT1)
+    if window is not None:
+        seen_LTK = seen_LTK & (k_rank_L1K > q_rank_LT1 - window)
+    return seen_LTK | (q_rank_LT1 < 0)
+
+
+def rotary_table(positions: Tensor, size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of  positions * base^(-2i / D),  i = 0 .. D/2 - 1.
+
+    Args:
+        positions: (L, T), integers or real numbers.
+        size: D, even.
+        base: 10,000 in RoFormer and Llama.
+        dtype: of what is to be rotated; the table is in fp32, or fp64 for fp64.
+
+    Returns:
+        Two tensors (L, T, 1, D/2).
+    """
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    frequency = 1.0 / base ** (torch.arange(0, size, 2, device=positions.device).to(compute) / size)
+    angle = (positions.to(compute).unsqueeze(-1) * frequency).unsqueeze(2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pair (x[i], x[i + D/2]) by the i-th angle (Llama's split-half form); rounded once to the dtype of x."""
+    cos, sin = table
+    x1, x2 = x_BTHD.chunk(2, dim=-1)
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x_BTHD.dtype)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Slopes of ALiBi, one for each query head.
+
+        2^(-8 (h + 1) / H),  h = 0 .. H - 1,  if H is a power of two
+
+    Otherwise those of the largest power of two below H, followed by every other one (the first, the third ...) of
+    twice that power.
+
+    Source:
+        Press, Smith, Lewis: Train Short, Test Long, ICLR 2022, and the code that they published with it.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    between = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
+    return slopes + between[: heads - power]
