@@ -133,9 +133,10 @@ class KVShift(nn.Module):
             return q, k, v, None
         where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
         alpha, beta, gamma = self._mix("k"), self._mix("v"), self._mix("q")
+        hold = alpha
         if alpha is None and beta is None:  # the state holds keys all the same, so that it has one shape
-            alpha = torch.eye(1, self.window, device=k.device).expand(k.shape[2], -1)
-        k_hat, v_hat, new = kv_shift(k, v, alpha, beta, state=state, **where)
+            hold = torch.eye(1, self.window, device=k.device).expand(k.shape[2], -1)
+        k_hat, v_hat, new = kv_shift(k, v, hold, beta, state=state, **where)
         if gamma is None:
             return q, k_hat, v_hat, new
         if q.shape[:3] != (*k.shape[:2], gamma.shape[0]):
@@ -147,7 +148,7 @@ class KVShift(nn.Module):
             raise ValueError("state holds no queries, but this layer shifts them: pass on the state it returned")
         past, max_rows = (None, None) if state is None else (state.q, state.max_rows)
         q_hat, q_rows = shift_tokens(q, gamma, history=past, max_rows=max_rows, **where)
-        return q_hat, k_hat, v_hat, ShiftState(new.k, new.v, new.max_rows, q_rows)
+        return q_hat, k if alpha is None else k_hat, v_hat, ShiftState(new.k, new.v, new.max_rows, q_rows)
 
     def extra_repr(self) -> str:
         return f"targets={self.targets}, window={self.window}, constraint={self.constraint!r}, init={self.init!r}"
