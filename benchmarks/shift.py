@@ -5,7 +5,7 @@
 operator: forward and backward of one tensor (B, T, G, D), as a multiple of one `copy_` of it into memory that is
     there already. The floor is 2.5: five passes over the tensor (read x, write y; read g and x, write their
     gradient) against the copy's two.
-training: a whole step (forward, backward, AdamW) of a small Llama with shift, as a multiple of the same without.
+training: a whole step (forward, backward, AdamW) of a small Llama, as a multiple of transformers' own.
 decoding: a token of greedy generation with a cache, likewise.
 
 Contestants take turns within each round; the table gives the median over rounds and the range between the quartiles.
@@ -126,20 +126,26 @@ def operator(rounds: int) -> list[dict]:
     return rows
 
 
-def small_llama(targets: tuple[str, ...]) -> torch.nn.Module:
+def small_llamas() -> dict[str, torch.nn.Module]:
+    """Transformers' own Llama and ours, in one size."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
+    size = {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 1024,
+    }
     torch.manual_seed(0)
-    config = KVShiftLlamaConfig(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=1024,
-        shift_targets=targets,
-    )
-    return KVShiftLlamaForCausalLM(config)
+    return {
+        "transformers' Llama": LlamaForCausalLM(LlamaConfig(**size)),
+        "without shift": KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**size, shift_targets=())),
+        "kv shift": KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**size)),
+    }
 
 
 def training(rounds: int) -> list[dict]:
@@ -157,8 +163,9 @@ def training(rounds: int) -> list[dict]:
 
         return step
 
-    contestants = {"vanilla": step_of(small_llama(())), "kv shift": step_of(small_llama(("k", "v")))}
-    return [{"part": "training", "shape": (8, 512), **row} for row in ratios(measure(contestants, rounds), "vanilla")]
+    contestants = {name: step_of(model) for name, model in small_llamas().items()}
+    rows = ratios(measure(contestants, rounds), "transformers' Llama")
+    return [{"part": "training", "shape": (8, 512), **row} for row in rows]
 
 
 def decoding(rounds: int) -> list[dict]:
@@ -171,8 +178,8 @@ def decoding(rounds: int) -> list[dict]:
             prompt, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0
         )
 
-    contestants = {"vanilla": generation(small_llama(())), "kv shift": generation(small_llama(("k", "v")))}
-    rows = ratios(measure(contestants, rounds), "vanilla")
+    contestants = {name: generation(model) for name, model in small_llamas().items()}
+    rows = ratios(measure(contestants, rounds), "transformers' Llama")
     return [{"part": "decoding", "shape": (1, tokens), **row, "ms": row["ms"] / tokens} for row in rows]
 
 

@@ -87,6 +87,8 @@ class KVShift(nn.Module):
             if target in targets:
                 parameter = nn.Parameter(torch.empty(cast(int, heads), width, dtype=torch.float32, device=device))
             self.register_parameter(name, parameter)
+        self._is_plain = self.targets == ("k", "v") and window == 2 and constraint == "free"
+        self._columns: tuple[Tensor, ...] = ()
         self.register_load_state_dict_pre_hook(_load_in_float32)
         self.reset_parameters()
 
@@ -131,6 +133,8 @@ class KVShift(nn.Module):
         if not self.targets:
             _check_boundaries(k, cu_seqlens, seq_idx, mask)
             return q, k, v, None
+        if cu_seqlens is None and seq_idx is None and mask is None and self._is_next_token(k, v, state):
+            return q, *self._shift_next_token(k, v, cast(ShiftState, state))
         where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
         alpha, beta, gamma = self._mix("k"), self._mix("v"), self._mix("q")
         hold = alpha
@@ -150,14 +154,43 @@ class KVShift(nn.Module):
         q_hat, q_rows = shift_tokens(q, gamma, history=past, max_rows=max_rows, **where)
         return q_hat, k if alpha is None else k_hat, v_hat, ShiftState(new.k, new.v, new.max_rows, q_rows)
 
+    def _is_next_token(self, k: Tensor, v: Tensor, state: ShiftState | None) -> bool:
+        """Whether this is decoding in its plain form: one token onto one row, float32, the paper's method."""
+        return (
+            self._is_plain
+            and isinstance(state, ShiftState)
+            and state.max_rows == 1  # and so T = R = 1, if the shapes are equal
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and k.dtype is v.dtype is state.k.dtype is state.v.dtype is torch.float32
+            and k.shape == state.k.shape
+            and v.shape == state.v.shape
+            and type(self._parameters["alpha"]) is nn.Parameter
+        )
+
+    def _shift_next_token(self, k: Tensor, v: Tensor, state: ShiftState) -> tuple[Tensor, Tensor, ShiftState]:
+        """`kv_shift` in the fewest calls.
+
+        Decoding a small model is bound by the number of its calls, not by the bytes it moves. The columns of the
+        coefficients are views, so they follow every change in place; they are made anew where the memory is another.
+        """
+        alpha, beta = cast(Tensor, self._parameters["alpha"]), cast(Tensor, self._parameters["beta"])
+        columns = self._columns
+        if not columns or columns[0].data_ptr() != alpha.data_ptr() or columns[2].data_ptr() != beta.data_ptr():
+            columns = self._columns = (*alpha.detach().split(1, dim=1), *beta.detach().split(1, dim=1))
+        alpha_now, alpha_before, beta_now, beta_before = columns
+        k_hat = torch.mul(k, alpha_now).addcmul_(state.k, alpha_before)
+        v_hat = torch.mul(v, beta_now).addcmul_(state.v, beta_before)
+        return k_hat, v_hat, ShiftState(k, v, 1)
+
     def extra_repr(self) -> str:
         return f"targets={self.targets}, window={self.window}, constraint={self.constraint!r}, init={self.init!r}"
 
     def _mix(self, target: Target) -> Tensor | None:
         """The coefficients in force for one target, (heads, W)."""
         parameter = getattr(self, _COEFFICIENT[target])
-        if parameter is None:
-            return None
+        if parameter is None or (self.constraint == "free" and type(parameter) is nn.Parameter):
+            return parameter
         if hasattr(parameter, "to_local"):  # sharded like the heads by tensor parallelism: this rank's part
             parameter = parameter.to_local()
         if self.constraint == "gate":

@@ -10,7 +10,7 @@ forward, one backward, nothing kept for backward but the inputs, no temporary la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -86,52 +86,91 @@ class _Slices(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, mix, history = ctx.saved_tensors
-        length, lags = x.shape[1], mix.shape[1] - 1
         weights = _weights(mix, x)
-        dtype = weights[0].dtype
-        partial_sums = []
+        dtype, lags = weights[0].dtype, len(weights) - 1
+        partial_sums = []  # (W, G, D) for each block
 
         def block(start: int, end: int, out: Tensor | None) -> Tensor:
-            g = grad_y[:, start : end + lags].to(dtype)
-            g = torch.nn.functional.pad(g, (0, 0, 0, 0, 0, end - start + lags - g.shape[1]))
-            n, x_window = end - start, _window(x, history, start, end, lags)
-            partial_sums.append(
-                torch.stack([(g[:, :n] * x_window[:, lags - lag :][:, :n]).sum((0, 1)) for lag in range(lags + 1)])
-            )
-            return _mix_slices([g[:, lag : lag + n] for lag in range(lags + 1)], weights, out)
+            g = grad_y[:, start : end + lags].to(dtype)  # the last block has nothing to look ahead to
+            x_window = x[:, max(0, start - lags) : end].to(dtype)
+            grad_block = torch.mul(g[:, : end - start], weights[0], out=out)
+            for lag, weight in enumerate(weights[1:], 1):
+                later = g[:, lag : lag + end - start]
+                grad_block[:, : later.shape[1]].addcmul_(later, weight)
+            sums = [torch.zeros_like(weights[0]) for _ in weights]
+            for lag, span, source in _spans(x_window, history, start, end, lags):
+                sums[lag] = sums[lag] + (g[:, span] * source).sum((0, 1))
+            partial_sums.append(torch.stack(sums))
+            return grad_block
 
-        grad_x = _in_blocks(x, block, dtype)
-        grad_mix = torch.stack(partial_sums).sum((0, 3)).t().to(mix.dtype)
-        # A row of history is read like a row of x that stands before the first position.
-        g = torch.nn.functional.pad(grad_y[:, :lags].to(dtype), (0, 0, 0, 0, lags, max(0, lags - length)))
-        newest = _mix_slices([g[:, lag : lag + lags] for lag in range(lags + 1)], weights, None)
+        if torch.compiler.is_compiling():
+            g = grad_y.to(dtype)
+            sums = [(g * _earlier(x, history, lag)).sum(3).sum((0, 1)) for lag in range(lags + 1)]
+            grad_mix = torch.stack(sums, dim=1)
+            grad_x = _mix_terms([_later(grad_y, lag) for lag in range(lags + 1)], weights).to(x.dtype)
+        else:
+            grad_x = _in_blocks(x, block, dtype)
+            grad_mix = torch.stack(partial_sums).sum((0, 3)).t()
+        # Rows of history are read like positions before the first.
+        g = torch.nn.functional.pad(grad_y[:, :lags], (0, 0, 0, 0, lags, max(0, lags - x.shape[1])))
+        newest = _mix_terms([g[:, lag : lag + lags] for lag in range(lags + 1)], weights)
         grad_history = torch.nn.functional.pad(newest, (0, 0, 0, 0, history.shape[1] - lags, 0))
-        return grad_x, grad_mix, grad_history.to(history.dtype)
+        return grad_x, grad_mix.to(mix.dtype), grad_history.to(history.dtype)
 
 
 def _slices_forward(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
     weights = _weights(mix, x)
-    lags = len(weights) - 1
-
-    if x.shape[1] == 1:  # one token: every lag is a row of history, and nothing needs joining
-        rows = history.shape[1]
+    dtype, lags, rows = weights[0].dtype, len(weights) - 1, history.shape[1]
+    if x.shape[1] == 1:  # one token: every lag is a row of history
         past = [history if rows == 1 else history[:, rows - lag : rows - lag + 1] for lag in range(1, lags + 1)]
-        return _mix_slices([x, *past], weights, None).to(x.dtype)
+        y = _mix_terms([x, *past], weights)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
+    if torch.compiler.is_compiling():
+        return _mix_terms([_earlier(x, history, lag) for lag in range(lags + 1)], weights).to(x.dtype)
 
     def block(start: int, end: int, out: Tensor | None) -> Tensor:
-        x_window = _window(x, history, start, end, lags).to(weights[0].dtype)
-        return _mix_slices(
-            [x_window[:, lags - lag : lags - lag + end - start] for lag in range(lags + 1)], weights, out
-        )
+        x_window = x[:, max(0, start - lags) : end].to(dtype)
+        y = torch.mul(x_window[:, start - end :], weights[0], out=out)
+        for lag, span, source in _spans(x_window, history, start, end, lags):
+            if lag:
+                y[:, span].addcmul_(source.to(dtype), weights[lag])
+        return y
 
-    return _in_blocks(x, block, weights[0].dtype)
+    return _in_blocks(x, block, dtype)
 
 
-def _window(x: Tensor, history: Tensor, start: int, end: int, lags: int) -> Tensor:
-    """Positions start - lags .. end - 1; those before 0 are history."""
-    if start >= lags:
-        return x[:, start - lags : end]
-    return torch.cat([history[:, history.shape[1] - lags + start :], x[:, :end]], dim=1)
+def _spans(x_window: Tensor, history: Tensor, start: int, end: int, lags: int) -> Iterator[tuple[int, slice, Tensor]]:
+    """Where the positions start .. end - 1 find their rows: (lag, positions of the block, rows they read).
+
+    Args:
+        x_window: the positions max(0, start - lags) .. end - 1.
+    """
+    before, rows = min(start, lags), history.shape[1]
+    for lag in range(lags + 1):
+        first = max(start, lag)  # positions before this one read history
+        if start < lag:
+            stop = min(end, lag)
+            yield lag, slice(0, stop - start), history[:, rows - lag + start : rows - lag + stop]
+        if first < end:
+            offset = before + first - start - lag
+            yield lag, slice(first - start, end - start), x_window[:, offset : offset + end - first]
+
+
+def _earlier(x: Tensor, history: Tensor, lag: int) -> Tensor:
+    """x[t - lag], for a compiler to fuse with what is done to it."""
+    if lag == 0:
+        return x
+    t = torch.arange(x.shape[1], device=x.device)
+    past = history[:, (t + history.shape[1] - lag).clamp(max=history.shape[1] - 1)]
+    return torch.where((t >= lag)[:, None, None], x[:, (t - lag).clamp(min=0)], past)
+
+
+def _later(x: Tensor, lag: int) -> Tensor:
+    """x[t + lag], and zero beyond the end, for a compiler."""
+    if lag == 0:
+        return x
+    t = torch.arange(x.shape[1], device=x.device) + lag
+    return torch.where((t < x.shape[1])[:, None, None], x[:, t.clamp(max=x.shape[1] - 1)], 0)
 
 
 class _Gather(torch.autograd.Function):
@@ -164,13 +203,12 @@ class _Gather(torch.autograd.Function):
                 )
             )
             readers_of_x = readers[:, slots + start : slots + end]
-            later = [_pick(grad_y, readers_of_x[:, :, lag]).to(dtype) for lag in range(1, len(weights))]
-            return _mix_slices([g, *later], weights, out)
+            later = [_pick(grad_y, readers_of_x[:, :, lag]) for lag in range(1, len(weights))]
+            return _mix_terms([g, *later], weights, out)
 
         grad_x = _in_blocks(x, block, dtype)
         grad_mix = torch.stack(partial_sums).sum((0, 3)).t().to(mix.dtype)
-        terms = [_pick(grad_y, readers[:, :slots, lag]).to(dtype) for lag in range(len(weights))]
-        grad_past = _mix_slices(terms, weights, None)
+        grad_past = _mix_terms([_pick(grad_y, readers[:, :slots, lag]) for lag in range(len(weights))], weights)
         return grad_x, grad_mix, grad_past.to(history.dtype).reshape(history.shape), None, None
 
 
@@ -182,7 +220,7 @@ def _gather_forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor) ->
         rows = sources[:, start:end]
         now = torch.where(rows[:, :, 0, None, None] >= 0, x[:, start:end], 0)
         terms = [now, *(_rows(x, past, rows[:, :, lag]) for lag in range(1, len(weights)))]
-        return _mix_slices([term.to(weights[0].dtype) for term in terms], weights, out)
+        return _mix_terms(terms, weights, out)
 
     return _in_blocks(x, block, weights[0].dtype)
 
@@ -217,15 +255,16 @@ def _weights(mix_GW: Tensor, x: Tensor) -> list[Tensor]:
     return list(mix_GW1.unbind(1))
 
 
-def _mix_slices(terms: list[Tensor], weights: list[Tensor], out: Tensor | None) -> Tensor:
-    """The sum of terms[j] * weights[j], in `out` where one is given."""
-    if out is None:
-        dtype = weights[0].dtype
-        terms = [term if term.dtype == dtype else term.to(dtype) for term in terms]
-    total = torch.mul(terms[0], weights[0], out=out)
+def _mix_terms(terms: list[Tensor], weights: list[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum of terms[j] * weights[j] in the dtype of the weights, in `out` where one is given."""
+    total = torch.mul(_cast(terms[0], weights[0]), weights[0], out=out)
     for term, weight in zip(terms[1:], weights[1:], strict=True):
-        total.addcmul_(term, weight)
+        total.addcmul_(_cast(term, weight), weight)
     return total
+
+
+def _cast(x: Tensor, like: Tensor) -> Tensor:
+    return x if x.dtype == like.dtype else x.to(like.dtype)  # `to` is a call even where it does nothing
 
 
 def _in_blocks(x: Tensor, block: Callable[[int, int, Tensor | None], Tensor], dtype: torch.dtype) -> Tensor:
