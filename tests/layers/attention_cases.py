@@ -1,0 +1,50 @@
+"""Layers, inputs and tolerances that the tests of `KVShiftAttention` share. Sizes are distinct."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvshift import KVShiftAttention
+
+B, T, E, D = 3, 11, 37, 10
+MHA, GQA = (5, 5), (6, 2)
+
+# Every option at least once, in few combinations.
+VARIED = {
+    "rope": {},
+    "alibi-gqa": {"position_encoding": "alibi", "heads": GQA, "qk_norm": True, "bias": True},
+    "none-window": {"position_encoding": "none", "sliding_window": 4, "shift_targets": ("q", "k", "v")},
+    "rope-gqa-window-lags": {"heads": GQA, "sliding_window": 3, "shift_window": 3, "qk_norm": True},
+    "alibi-keys-lags": {"position_encoding": "alibi", "shift_targets": ("k",), "shift_window": 4, "bias": True},
+    "rope-gate-queries": {"shift_constraint": "gate", "shift_targets": ("q", "v"), "rope_base": 100.0},
+    "plain-window": {"shift_targets": (), "sliding_window": 2, "heads": GQA},
+    "plain": {"shift_targets": (), "bias": True},
+}
+
+
+def make(heads: tuple[int, int] = MHA, *, seed: int = 0, dtype: torch.dtype = torch.float64, **options):
+    """A layer in eval mode whose every parameter is random, gains and biases included."""
+    layer = KVShiftAttention(E, *heads, head_dim=D, dtype=dtype, **options).eval()
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            start = torch.randn(parameter.shape, generator=rng, dtype=torch.float64)
+            parameter.copy_(start / E**0.5 if name.endswith("proj.weight") else 1 + start / 4)
+    return layer
+
+
+def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, E, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    """fp64 to 1e-12; smaller dtypes to the rounding of the layer's sums, on the scale of the result.
+
+    An output has passed through four sums (projection, scores, values, output) of at most N = 60 products: the D
+    numbers of six heads. The errors of N roundings, half a unit each, add up to sqrt(N) / 2 units.
+    """
+    scale = float(expected.detach().abs().max()) if expected.numel() else 0.0
+    units = 4 * (6 * D) ** 0.5 / 2 * torch.finfo(expected.dtype).eps
+    bound = 1e-12 * max(1.0, scale) if expected.dtype == torch.float64 else units * scale
+    torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
