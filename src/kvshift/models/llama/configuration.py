@@ -25,10 +25,7 @@ class KVShiftLlamaConfig(LlamaConfig):
         shift_init: "uniform" (the paper's, for training from scratch) or "identity" (a pretrained model computes what
             it did before).
         qk_norm: RMSNorm over each query and key head, after the shift and before the rotary embedding.
-        sliding_window: each token attends to this many tokens, itself included; None for all.
-
-    `layer_types` follows from these fields and is not set by hand: it tells transformers' caches that every layer
-    keeps the last raw keys and values beside the shifted ones.
+        sliding_window: each token attends to this many tokens, itself included; 2 or more, or None for all.
     """
 
     model_type = "kvshift_llama"
@@ -46,23 +43,31 @@ class KVShiftLlamaConfig(LlamaConfig):
     shift_init: str = "uniform"
     qk_norm: bool = False
     sliding_window: int | None = None
-    layer_types: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
         check_shift_options(
             self.shift_targets, self.shift_window, self.shift_constraint, self.shift_init, prefix="shift_"
         )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window must be at least 1, or None, got {self.sliding_window}")
         self.shift_targets = list(self.shift_targets)
-        sliding = self.sliding_window is not None
-        if self.shift_targets:
-            layer_type = "hybrid_sliding" if sliding else "hybrid"
-        else:
-            layer_type = "sliding_attention" if sliding else "full_attention"
-        self.layer_types = [layer_type] * self.num_hidden_layers
+        window = self.sliding_window
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 2):
+            raise ValueError(f"sliding_window must be an integer of at least 2, or None; got {window!r}")
+        layer_types = kwargs.pop("layer_types", None)
+        if layer_types is not None and layer_types != self.layer_types:
+            raise ValueError(
+                f"layer_types must be left out or {self.layer_types}, as the other fields have it; got {layer_types!r}"
+            )
         super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Tells transformers' caches that every layer keeps the last raw keys and values beside the shifted ones."""
+        if self.shift_targets:
+            layer_type = "hybrid" if self.sliding_window is None else "hybrid_sliding"
+        else:
+            layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
+        return [layer_type] * self.num_hidden_layers
 
     def _refuse_misspelt(self, unknown: dict[str, Any]) -> None:
         """Transformers keeps unknown fields as attributes; one that looks like a known field is a mistake."""

@@ -1,0 +1,139 @@
+"""What must hold of a model, as functions: the tests run them on sound models, `test_mutants.py` on broken ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+
+from .reference import reference_greedy, reference_logits
+from .tiny import left_padded, random_tokens, right_padded
+
+# Llama's norms and rotary angles are in float32, in a float64 model too; logits here are of size 1 to 8.
+ATOL = 3e-5
+
+
+def logits_of(model: KVShiftLlamaForCausalLM, ids: Tensor, **inputs: Any) -> Tensor:
+    with torch.no_grad():
+        return model(ids, **inputs).logits
+
+
+def reference_of(model: KVShiftLlamaForCausalLM, row: Tensor) -> Tensor:
+    """Logits (T, V) of one row by the reference."""
+    with torch.no_grad():
+        return reference_logits(model.state_dict(), model.config, row.tolist())
+
+
+def new_tokens_of(model: KVShiftLlamaForCausalLM, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """What greedy `generate` adds to the prompts, (B, new tokens)."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = {"do_sample": False, "max_new_tokens": 7, **options}
+    return model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
+
+
+def assert_greedy(model: KVShiftLlamaForCausalLM, rows: Sequence[Tensor], generated: Tensor) -> None:
+    """Each row got the tokens that the reference gives it alone."""
+    for row, got in zip(rows, generated.tolist(), strict=True):
+        expected = reference_greedy(model.state_dict(), model.config, row.tolist(), len(got))
+        assert got == expected, f"prompt of {len(row)} tokens: generated {got}, reference {expected}"
+
+
+def assert_next(
+    model: KVShiftLlamaForCausalLM, rows: Sequence[Tensor], cache: Cache, next_ids: Tensor, **inputs
+) -> None:
+    """`cache` stands where these rows end: one more token gives the reference's logits."""
+    got = logits_of(model, next_ids, past_key_values=cache, **inputs)[:, -1]
+    for row, token, logits in zip(rows, next_ids, got, strict=True):
+        torch.testing.assert_close(logits, reference_of(model, torch.cat([row, token]))[-1], rtol=0, atol=ATOL)
+
+
+def check_forward(model: KVShiftLlamaForCausalLM, length: int = 23) -> None:
+    ids = random_tokens(2, length)
+    logits = logits_of(model, ids)
+    for row, got in zip(ids, logits, strict=True):
+        torch.testing.assert_close(got, reference_of(model, row), rtol=0, atol=ATOL)
+
+
+def check_decoding(model: KVShiftLlamaForCausalLM, **options: Any) -> None:
+    for length in (1, 2, 5, 13):
+        ids = random_tokens(1, length, seed=length)
+        assert_greedy(model, ids, new_tokens_of(model, ids, **options))
+
+
+def check_left_padding(model: KVShiftLlamaForCausalLM, **options: Any) -> None:
+    """Also in prefill alone: the first real token sees nothing of the padding."""
+    rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
+    ids, mask = left_padded(rows)
+    assert_greedy(model, rows, new_tokens_of(model, ids, mask, **options))
+
+
+def check_right_padding(model: KVShiftLlamaForCausalLM, cache: Cache | None = None) -> None:
+    """Padding behind a row does not reach the tokens that go on from it."""
+    rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
+    ids, mask = right_padded(rows)
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = logits_of(model, ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    for row, got in zip(rows, logits, strict=True):
+        torch.testing.assert_close(got[: len(row)], reference_of(model, row), rtol=0, atol=ATOL)
+    lengths = mask.sum(1, keepdim=True)
+    for step in range(3):
+        token = random_tokens(len(rows), 1, seed=50 + step)
+        mask = torch.cat([mask, torch.ones_like(token)], dim=1)
+        assert_next(model, rows, cache, token, attention_mask=mask, position_ids=lengths + step)
+        rows = [torch.cat([row, new]) for row, new in zip(rows, token, strict=True)]
+
+
+def check_beams(model: KVShiftLlamaForCausalLM, **options: Any) -> None:
+    """Beam search finds the same with a cache as without, all returned beams of a left-padded batch."""
+    ids, mask = left_padded([random_tokens(length, seed=length) for length in (3, 9)])
+    beams = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 8}
+    expected = new_tokens_of(model, ids, mask, use_cache=False, **beams)
+    torch.testing.assert_close(new_tokens_of(model, ids, mask, **beams, **options), expected, rtol=0, atol=0)
+
+
+def check_chunked_prefill(model: KVShiftLlamaForCausalLM, **options: Any) -> None:
+    """The prompt in chunks of 1, 4 and 8, of which some hold padding alone, and some begin in the middle of a row."""
+    for size in (1, 4, 8):
+        check_left_padding(model, prefill_chunk_size=size, **options)
+
+
+def check_splits(model: KVShiftLlamaForCausalLM, length: int = 9, atol: float = 1e-12, **inputs: Any) -> None:
+    """A row in two pieces is the row whole, wherever it is cut; and so is the row token by token."""
+    ids = random_tokens(1, length)
+    whole = logits_of(model, ids)
+    for sizes in [(cut, length - cut) for cut in range(1, length)] + [(1,) * length, (1, 3, 1, 2, length - 7)]:
+        cache = DynamicCache(config=model.config)
+        pieces = [logits_of(model, piece, past_key_values=cache, **inputs) for piece in ids.split(sizes, dim=1)]
+        torch.testing.assert_close(
+            torch.cat(pieces, dim=1), whole, rtol=0, atol=atol, msg=lambda m, s=sizes: f"{s}: {m}"
+        )
+
+
+def check_crop(model: KVShiftLlamaForCausalLM) -> None:
+    """Tokens taken back were never there, for every number of them within what was recorded."""
+    kept, drafted, token = random_tokens(1, 6), random_tokens(1, 5, seed=1), random_tokens(1, 1, seed=2)
+    for n in range(drafted.shape[1] + 1):
+        cache = DynamicCache(config=model.config)
+        logits_of(model, kept, past_key_values=cache)
+        cache.activate_past_recording()
+        logits_of(model, drafted, past_key_values=cache)
+        cache.crop(-n)
+        row = torch.cat([kept, drafted[:, : drafted.shape[1] - n]], dim=1)
+        assert cache.get_seq_length() == row.shape[1]
+        assert_next(model, row, cache, token)
+
+
+def check_documents(model: KVShiftLlamaForCausalLM, atol: float = ATOL) -> None:
+    """Documents packed into one row give what each gives alone."""
+    documents = [random_tokens(length, seed=length) for length in (5, 1, 7, 2)]
+    ids = torch.cat(documents).unsqueeze(0)
+    positions = torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0)
+    packed = logits_of(model, ids, position_ids=positions, use_cache=False)[0]
+    for document, got in zip(documents, packed.split([len(document) for document in documents]), strict=True):
+        torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=atol)

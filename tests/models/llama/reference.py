@@ -1,0 +1,113 @@
+"""Llama with KV shift from the formulas: one row, no cache, no batch, no transformers. All else is compared with it.
+
+Shapes: T positions, H query heads, G KV heads, D head size, E model width, V vocabulary, W window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def reference_logits(weights: Mapping[str, Tensor], config: Any, tokens: Sequence[int]) -> Tensor:
+    """Logits (T, V) of one document, in the dtype of the weights; differentiable.
+
+    Args:
+        weights: a state dict under the names of a checkpoint.
+        config: anything with the fields of `KVShiftLlamaConfig`.
+        tokens: the document.
+    """
+    x_TE = weights["model.embed_tokens.weight"][torch.tensor(list(tokens))]
+    for i in range(config.num_hidden_layers):
+        prefix = f"model.layers.{i}."
+        layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        x_TE = x_TE + _attention(layer, config, _rms_norm(x_TE, layer["input_layernorm.weight"], config))
+        x_TE = x_TE + _mlp(layer, _rms_norm(x_TE, layer["post_attention_layernorm.weight"], config))
+    x_TE = _rms_norm(x_TE, weights["model.norm.weight"], config)
+    head = weights["model.embed_tokens.weight"] if config.tie_word_embeddings else weights["lm_head.weight"]
+    return x_TE @ head.T
+
+
+@torch.no_grad()
+def reference_greedy(weights: Mapping[str, Tensor], config: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    """The `new_tokens` likeliest tokens after the prompt, each found by starting from nothing."""
+    tokens = list(prompt)
+    for _ in range(new_tokens):
+        tokens.append(int(reference_logits(weights, config, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def _attention(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor) -> Tensor:
+    length, size = x_TE.shape[0], config.head_dim
+
+    def project(letter: str) -> Tensor:
+        return _linear(layer, f"self_attn.{letter}_proj", x_TE).view(length, -1, size)
+
+    q_THD = _shift(project("q"), _coefficients(layer, config, "gamma"))
+    k_TGD = _shift(project("k"), _coefficients(layer, config, "alpha"))
+    v_TGD = _shift(project("v"), _coefficients(layer, config, "beta"))
+    if config.qk_norm:
+        q_THD = _rms_norm(q_THD, layer["self_attn.q_norm.weight"], config)
+        k_TGD = _rms_norm(k_TGD, layer["self_attn.k_norm.weight"], config)
+    base = config.rope_parameters["rope_theta"]
+    q_THD, k_TGD = _rotate(q_THD, base), _rotate(k_TGD, base)
+
+    group = q_THD.shape[1] // k_TGD.shape[1]  # query heads that share a KV head stand side by side
+    k_THD, v_THD = k_TGD.repeat_interleave(group, dim=1), v_TGD.repeat_interleave(group, dim=1)
+    rows = []
+    for t in range(length):
+        first = 0 if config.sliding_window is None else max(0, t + 1 - config.sliding_window)
+        scores = torch.einsum("hd,thd->ht", q_THD[t], k_THD[first : t + 1]) / math.sqrt(size)
+        rows.append(torch.einsum("ht,thd->hd", scores.softmax(1), v_THD[first : t + 1]).flatten())
+    return _linear(layer, "self_attn.o_proj", torch.stack(rows))
+
+
+def _coefficients(layer: Mapping[str, Tensor], config: Any, name: str) -> Tensor | None:
+    """(heads, W), or None where that target is not shifted."""
+    parameter = layer.get(f"self_attn.shift.{name}")
+    if parameter is None:
+        return None
+    if config.shift_constraint == "gate":
+        return torch.cat([parameter.sigmoid(), 1 - parameter.sigmoid()], dim=1)
+    return parameter.clamp(0, 1) if config.shift_constraint == "clamp" else parameter
+
+
+def _shift(x_TGD: Tensor, mix_GW: Tensor | None) -> Tensor:
+    """y[t] = mix[0] * x[t] + mix[1] * x[t-1] + ..., and nothing before the first."""
+    if mix_GW is None:
+        return x_TGD
+    mix_WG1 = mix_GW.T.unsqueeze(2)
+    return torch.stack(
+        [
+            sum(mix_WG1[lag] * x_TGD[t - lag] for lag in range(mix_WG1.shape[0]) if t - lag >= 0)
+            for t in range(x_TGD.shape[0])
+        ]
+    )
+
+
+def _rotate(x_TGD: Tensor, base: float) -> Tensor:
+    """Position t turns element i of the first half and of the second by the angle t / base^(2i / D)."""
+    length, _, size = x_TGD.shape
+    frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angle = torch.arange(length, dtype=torch.float64)[:, None, None] * frequency
+    cos, sin = angle.cos().to(x_TGD.dtype), angle.sin().to(x_TGD.dtype)
+    first, second = x_TGD[..., : size // 2], x_TGD[..., size // 2 :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _mlp(layer: Mapping[str, Tensor], x_TE: Tensor) -> Tensor:
+    gate = _linear(layer, "mlp.gate_proj", x_TE)
+    return _linear(layer, "mlp.down_proj", gate * gate.sigmoid() * _linear(layer, "mlp.up_proj", x_TE))
+
+
+def _linear(layer: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    y = x @ layer[f"{name}.weight"].T
+    return y + layer[f"{name}.bias"] if f"{name}.bias" in layer else y
+
+
+def _rms_norm(x: Tensor, weight: Tensor, config: Any) -> Tensor:
+    return weight * x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()

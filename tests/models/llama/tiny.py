@@ -1,0 +1,78 @@
+"""A model small enough to run hundreds of times, with weights so large that a wrong state changes its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from kvshift import KVShift
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+
+PAD = 1  # embeds to something, unlike the row that `nn.Embedding(padding_idx=...)` keeps at zero
+
+# 7 per head in hidden_size (Llama asks for a multiple of the heads) and a head size of 10 tell all axes apart.
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 42,
+    "intermediate_size": 29,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "max_position_embeddings": 128,
+    "attention_bias": True,
+    "bos_token_id": 2,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def tiny_config(**options: Any) -> KVShiftLlamaConfig:
+    return KVShiftLlamaConfig(**{**SIZES, **options})
+
+
+def tiny_model(
+    dtype: torch.dtype = torch.float32, seed: int = 0, attention: str = "sdpa", **options: Any
+) -> KVShiftLlamaForCausalLM:
+    """A model of these configuration options with random weights of standard deviation 0.3, in evaluation mode."""
+    model = AutoModelForCausalLM.from_config(tiny_config(**options), attn_implementation=attention)
+    randomize(model, seed)
+    model.generation_config.pad_token_id = PAD  # of generate alone: the embedding knows of no padding
+    return model.to(dtype).eval()
+
+
+@torch.no_grad()
+def randomize(model: nn.Module, seed: int = 0) -> None:
+    """Weights and biases ~ N(0, 0.3), norms ~ N(1, 0.3), coefficients ~ U(-1, 1): unequal in every head."""
+    generator = torch.Generator().manual_seed(seed)
+    coefficients = {id(p) for m in model.modules() if isinstance(m, KVShift) for p in m.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in coefficients:
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) * 2 - 1)
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + ("norm" in name))
+
+
+def random_tokens(*shape: int, seed: int = 0) -> Tensor:
+    """Tokens other than the padding."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(2, SIZES["vocab_size"], shape, generator=generator)
+
+
+def left_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
+    """Rows of unequal length as one batch, padded on the left, and its attention mask."""
+    length = max(len(row) for row in rows)
+    ids = torch.stack([nn.functional.pad(row, (length - len(row), 0), value=pad) for row in rows])
+    mask = torch.stack([nn.functional.pad(torch.ones_like(row), (length - len(row), 0)) for row in rows])
+    return ids, mask
+
+
+def right_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
+    """Rows of unequal length as one batch, padded on the right, and its attention mask."""
+    length = max(len(row) for row in rows)
+    ids = torch.stack([nn.functional.pad(row, (0, length - len(row)), value=pad) for row in rows])
+    mask = torch.stack([nn.functional.pad(torch.ones_like(row), (0, length - len(row))) for row in rows])
+    return ids, mask
