@@ -65,9 +65,7 @@ def ratios(seconds: dict[str, list[float]], baseline: str) -> list[dict[str, flo
     rows = []
     for name, values in seconds.items():
         low, middle, high = statistics.quantiles(values, n=4)
-        rows.append(
-            {"name": name, "ms": middle * 1e3, "ratio": middle / base, "low": low / base, "high": high / base}
-        )
+        rows.append({"name": name, "ms": middle * 1e3, "ratio": middle / base, "low": low / base, "high": high / base})
     return rows
 
 
@@ -121,7 +119,9 @@ def operator(rounds: int) -> list[dict]:
                     function, coefficients = formulations[name], mix if "kv_shift" in name else mix_low
                     y = function(x, coefficients)
                     row["worst error"] = float(((y - expected).abs() / (expected.abs() + 1)).max())
-                    row["MiB saved"] = bytes_saved(lambda f=function, c=coefficients: f(x, c), (x, coefficients)) / 2**20
+                    row["MiB saved"] = (
+                        bytes_saved(lambda f=function, c=coefficients: f(x, c), (x, coefficients)) / 2**20
+                    )
                 rows.append({"part": "operator", "shape": shape, "dtype": str(dtype).removeprefix("torch."), **row})
     return rows
 
@@ -197,10 +197,18 @@ def table(rows: list[dict]) -> str:
 
 
 def hardware() -> dict[str, object]:
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    ) if Path("/proc/cpuinfo").exists() else platform.processor()
+    cpu = (
+        next(
+            (
+                line.split(":")[1].strip()
+                for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if "model name" in line
+            ),
+            platform.processor(),
+        )
+        if Path("/proc/cpuinfo").exists()
+        else platform.processor()
+    )
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "cpu": cpu,

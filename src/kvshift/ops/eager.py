@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from kvshift.ops.plan import ShiftPlan
 
-# Elements of a block.
+# Elements of a block: large enough that calls cost little, small enough that its temporaries stay in the cache.
 _BLOCK = 2**19
 
 
@@ -88,7 +88,8 @@ class _Slices(torch.autograd.Function):
         x, mix, history = ctx.saved_tensors
         weights = _weights(mix, x)
         dtype, lags = weights[0].dtype, len(weights) - 1
-        partial_sums = []  # (W, G, D) for each block
+        partial_sums: list[list[Tensor]] = [[] for _ in weights]  # by lag: (G, D) of each span
+        products = torch.empty(0, dtype=dtype, device=x.device)  # one room for all blocks: new pages cost more
 
         def block(start: int, end: int, out: Tensor | None) -> Tensor:
             g = grad_y[:, start : end + lags].to(dtype)  # the last block has nothing to look ahead to
@@ -97,10 +98,9 @@ class _Slices(torch.autograd.Function):
             for lag, weight in enumerate(weights[1:], 1):
                 later = g[:, lag : lag + end - start]
                 grad_block[:, : later.shape[1]].addcmul_(later, weight)
-            sums = [torch.zeros_like(weights[0]) for _ in weights]
             for lag, span, source in _spans(x_window, history, start, end, lags):
-                sums[lag] = sums[lag] + (g[:, span] * source).sum((0, 1))
-            partial_sums.append(torch.stack(sums))
+                product = torch.mul(g[:, span], source.to(dtype), out=products.resize_(source.shape))
+                partial_sums[lag].append(product.sum((0, 1)))
             return grad_block
 
         if torch.compiler.is_compiling():
@@ -110,7 +110,7 @@ class _Slices(torch.autograd.Function):
             grad_x = _mix_terms([_later(grad_y, lag) for lag in range(lags + 1)], weights).to(x.dtype)
         else:
             grad_x = _in_blocks(x, block, dtype)
-            grad_mix = torch.stack(partial_sums).sum((0, 3)).t()
+            grad_mix = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
         # Rows of history are read like positions before the first.
         g = torch.nn.functional.pad(grad_y[:, :lags], (0, 0, 0, 0, lags, max(0, lags - x.shape[1])))
         newest = _mix_terms([g[:, lag : lag + lags] for lag in range(lags + 1)], weights)
