@@ -129,6 +129,11 @@ class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer
         super().__init__(sliding_window=sliding_window)
         self.window = window
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        visible = self.sliding_window - 1 + key_states.shape[-2]  # transformers 5.16 returns all that it recorded
+        return keys[:, :, -visible:], values[:, :, -visible:]
+
 
 class _StaticShiftCacheLayer(ShiftCacheLayer):
     """The rows stay at one address, which compiled decoding and CUDA graphs ask for."""
@@ -197,6 +202,8 @@ def adopt_cache(cache: Cache, config: KVShiftLlamaConfig) -> None:
     """
     if not config.shift_targets:
         return
+    if cache.layers and len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(f"past_key_values has {len(cache.layers)} layers, this model has {config.num_hidden_layers}")
     if cache.layers and all(isinstance(layer, ShiftCacheLayer) for layer in cache.layers):
         if cache.layers[0].window != config.shift_window:
             raise ValueError(
@@ -211,14 +218,36 @@ def adopt_cache(cache: Cache, config: KVShiftLlamaConfig) -> None:
     if not cache.layers:
         cache.layers.extend(DynamicCache(config=config).layers)
         cache.layer_class_to_replicate = None
-    if len(cache.layers) != config.num_hidden_layers:
-        raise ValueError(f"past_key_values has {len(cache.layers)} layers, this model has {config.num_hidden_layers}")
     if any(layer.is_initialized for layer in cache.layers):
         raise ValueError(
             "past_key_values already holds tokens, but not their raw keys and values, which cannot be recovered; "
             "start with an empty cache, such as DynamicCache(config=model.config)"
         )
     cache.layers[:] = [_with_shift(layer, config.shift_window) for layer in cache.layers]
+
+
+def check_recording(
+    cache: Cache, real_BT: Tensor | None, attention_mask: Tensor | None, seq_idx: Tensor | None
+) -> None:
+    """Refuse what a cache that records its past could not take back by positions, as `crop` does.
+
+    Args:
+        cache: adopted.
+        real_BT: which of this call's tokens are real; None if all are.
+        attention_mask: of all tokens so far, (B, length); looked at only if `real_BT` is given.
+        seq_idx: documents of this call's tokens; None if every row is one.
+    """
+    if not any(isinstance(layer, ShiftCacheLayer) and layer.record_past for layer in cache.layers):
+        return
+    if seq_idx is not None:
+        raise ValueError("a cache that records its past for `crop` cannot hold several documents in a row")
+    if real_BT is not None and isinstance(attention_mask, Tensor):
+        begun = attention_mask.cumsum(1)[:, -real_BT.shape[1] :] > 0
+        if (begun & ~real_BT).any():
+            raise ValueError(
+                "attention_mask must be padded on the left for a cache that records its past for `crop`; it has "
+                "padding after a token"
+            )
 
 
 def _with_shift(layer: Any, window: int) -> ShiftCacheLayer:
@@ -242,4 +271,5 @@ def _with_shift(layer: Any, window: int) -> ShiftCacheLayer:
 def _tensors(state: ShiftState | None) -> list[tuple[str, Tensor]]:
     if state is None:
         return []
-    return [(name, rows) for name in ("k", "v", "q") if (rows := getattr(state, name)) is not None]
+    named = [("k", state.k), ("v", state.v), ("q", state.q)]
+    return [(name, rows) for name, rows in named if rows is not None]

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaModel,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
+    LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
@@ -31,7 +32,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
 from kvshift.models.llama.boundaries import document_index, padding_mask
-from kvshift.models.llama.cache import ShiftCacheLayer, adopt_cache
+from kvshift.models.llama.cache import ShiftCacheLayer, adopt_cache, check_recording
 from kvshift.models.llama.configuration import KVShiftLlamaConfig
 
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")  # what a name may begin with, kernels' included
@@ -43,6 +44,7 @@ class KVShiftLlamaAttention(LlamaAttention):
     def __init__(self, config: KVShiftLlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.sliding_window = config.sliding_window
+        self.qk_norm = config.qk_norm  # read at every token: an attribute of the module costs less than the config's
         self.shift = KVShift(
             config.num_key_value_heads,
             num_heads=config.num_attention_heads,
@@ -71,8 +73,9 @@ class KVShiftLlamaAttention(LlamaAttention):
         key = self.k_proj(hidden_states).view(heads)
         value = self.v_proj(hidden_states).view(heads)
 
-        query, key, value = self._shift(query, key, value, past_key_values, shift_mask, shift_seq_idx)
-        if self.config.qk_norm:
+        if self.shift.targets:
+            query, key, value = self._shift(query, key, value, past_key_values, shift_mask, shift_seq_idx)
+        if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
@@ -98,37 +101,19 @@ class KVShiftLlamaAttention(LlamaAttention):
     def _shift(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, mask: Tensor | None, seq_idx: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if cache is None or not self.shift.targets:
+        if cache is None:
             q, k, v, _ = self.shift(q, k, v, seq_idx=seq_idx, mask=mask)
             return q, k, v
         layer: ShiftCacheLayer = cache.layers[self.layer_idx]
-        if layer.record_past:
-            q, k, v = _left_padding_as_zeros(q, k, v, mask, seq_idx)
-            mask = seq_idx = None
+        if layer.record_past and mask is not None:
+            # Padding on the left can as well be zeros: then one raw row is kept for every position, as `crop` counts.
+            padding = ~mask[:, :, None, None]
+            q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+            mask = None
         state = layer.read_shift(q, k, v, with_queries="q" in self.shift.targets)
         q, k, v, state = self.shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask)
         layer.write_shift(state)
         return q, k, v
-
-
-def _left_padding_as_zeros(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seq_idx: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as the mask where padding stands on the left, and it keeps one raw row for every position.
-
-    A cache that records its past can then be cropped by positions, as transformers does.
-    """
-    if seq_idx is not None:
-        raise ValueError("a cache that records its past for `crop` cannot hold several documents in a row")
-    if mask is None:
-        return q, k, v
-    if (mask[:, :-1] & ~mask[:, 1:]).any():
-        raise ValueError(
-            "attention_mask must be padded on the left for a cache that records its past for `crop`; "
-            "it has padding after a token"
-        )
-    padding = ~mask[:, :, None, None]
-    return q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
 
 
 class KVShiftLlamaDecoderLayer(LlamaDecoderLayer):
@@ -161,8 +146,14 @@ class KVShiftLlamaModel(KVShiftLlamaPreTrainedModel, LlamaModel):
     """The decoder without a head; see `transformers.LlamaModel`."""
 
     def __init__(self, config: KVShiftLlamaConfig) -> None:
-        super().__init__(config)
+        super(LlamaModel, self).__init__(config)  # not Llama's own: its layers would take memory and be thrown away
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(KVShiftLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
         self.post_init()
 
     @merge_with_config_defaults
@@ -215,6 +206,8 @@ class KVShiftLlamaModel(KVShiftLlamaPreTrainedModel, LlamaModel):
             cu_seq_lens=cu_seq_lens_q,
             position_ids=given_position_ids,
         )
+        if past_key_values is not None:
+            check_recording(past_key_values, masks["padding"], attention_mask, shift_seq_idx)
         if cu_seq_lens_q is not None:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
 
@@ -237,7 +230,8 @@ class KVShiftLlamaModel(KVShiftLlamaPreTrainedModel, LlamaModel):
     def _refuse_unknown_attention(self) -> None:
         """Servers with attention and caches of their own would drop the state of the shift without a word."""
         name = self.config._attn_implementation
-        if not name.startswith(_ATTENTION) and "/" not in name:  # a slash: an attention kernel from the hub
+        from_hub = "/" in name and not name.startswith("paged|")
+        if not name.startswith(_ATTENTION) and not from_hub:
             raise ValueError(
                 f"attn_implementation must be one of {', '.join(_ATTENTION)}, or a kernel from the hub, got {name!r}: "
                 "its cache does not carry the raw keys and values"
@@ -248,8 +242,10 @@ class KVShiftLlamaForCausalLM(KVShiftLlamaPreTrainedModel, LlamaForCausalLM):
     """Llama with KV shift and a language-modelling head; see `transformers.LlamaForCausalLM`."""
 
     def __init__(self, config: KVShiftLlamaConfig) -> None:
-        super().__init__(config)
+        super(LlamaForCausalLM, self).__init__(config)  # not Llama's own, as above
         self.model = KVShiftLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @staticmethod

@@ -1,0 +1,240 @@
+"""The cache as an object: whatever is done to its keys and values is done to the raw rows of the shift too."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from kvshift import ShiftState
+from kvshift.models.llama import adopt_cache
+from kvshift.models.llama.cache import ShiftCacheLayer
+
+from .checks import assert_next, check_crop, check_splits, logits_of
+from .tiny import left_padded, random_tokens, tiny_config, tiny_model
+
+VARIANTS = {
+    "paper": {},
+    "queries too, window 4": {"shift_targets": ["q", "k", "v"], "shift_window": 4},
+    "sliding window": {"sliding_window": 5, "shift_window": 3},
+    "no shift": {"shift_targets": []},
+}
+every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def filled(model, row: torch.Tensor, *, recording: bool = False) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    adopt_cache(cache, model.config)
+    if recording:
+        cache.activate_past_recording()
+    logits_of(model, row, past_key_values=cache)
+    return cache
+
+
+@every_variant
+def test_pieces_of_a_row_equal_the_row_in_float64(options: dict):
+    check_splits(tiny_model(torch.float64, **options))
+
+
+@every_variant
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_pieces_of_a_row_equal_the_row_in_float32(options: dict, attention: str):
+    check_splits(tiny_model(attention=attention, **options), atol=2e-5)
+
+
+@every_variant
+def test_pieces_of_left_padded_rows_equal_the_rows(options: dict):
+    """Cuts inside the padding, at its end and behind it; a piece may hold nothing but padding."""
+    model = tiny_model(torch.float64, **options)
+    rows = [random_tokens(length, seed=length) for length in (2, 8, 5)]
+    ids, mask = left_padded(rows)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = logits_of(model, ids, attention_mask=mask, position_ids=positions)
+    for sizes in [(cut, 8 - cut) for cut in range(1, 8)] + [(1,) * 8, (2, 1, 1, 4)]:
+        cache, pieces, end = DynamicCache(config=model.config), [], 0
+        for piece in ids.split(sizes, dim=1):
+            start, end = end, end + piece.shape[1]
+            inputs = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+            pieces.append(logits_of(model, piece, past_key_values=cache, **inputs))
+        got = torch.cat(pieces, dim=1)
+        torch.testing.assert_close(got[mask.bool()], whole[mask.bool()], rtol=0, atol=1e-11)
+
+
+@every_variant
+@pytest.mark.parametrize("by_hand", [DynamicCache, lambda: None], ids=["DynamicCache()", "use_cache=True"])
+def test_a_cache_without_configuration_is_made_fit(options: dict, by_hand):
+    model, row = tiny_model(torch.float64, **options), random_tokens(1, 8)
+    with torch.no_grad():
+        cache = model(row, past_key_values=by_hand(), use_cache=True).past_key_values
+    assert_next(model, row, cache, random_tokens(1, 1, seed=3))
+
+
+@pytest.mark.parametrize("options", [VARIANTS[name] for name in VARIANTS if name != "no shift"], ids=str)
+def test_reset_begins_anew(options: dict):
+    """(Without shift the layers are transformers' own, which before version 5.17 kept their length.)"""
+    model = tiny_model(torch.float64, **options)
+    cache = filled(model, random_tokens(2, 8))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    row = random_tokens(1, 4, seed=1)  # of another batch size, too
+    logits_of(model, row, past_key_values=cache)
+    assert_next(model, row, cache, random_tokens(1, 1, seed=3))
+
+
+@every_variant
+def test_a_prefix_serves_several_continuations(options: dict):
+    model, prefix = tiny_model(torch.float64, **options), random_tokens(1, 8)
+    cache = filled(model, prefix)
+    for seed in range(3):
+        tail = random_tokens(1, 2, seed=seed)
+        branch = copy.deepcopy(cache)
+        logits_of(model, tail, past_key_values=branch)
+        assert_next(model, torch.cat([prefix, tail], dim=1), branch, random_tokens(1, 1, seed=9))
+    assert_next(model, prefix, cache, random_tokens(1, 1, seed=9))
+
+
+@every_variant
+def test_rows_can_be_repeated(options: dict):
+    model, rows = tiny_model(torch.float64, **options), random_tokens(2, 8)
+    cache = filled(model, rows)
+    cache.batch_repeat_interleave(3)
+    assert_next(model, rows.repeat_interleave(3, dim=0), cache, random_tokens(6, 1, seed=3))
+
+
+@every_variant
+@pytest.mark.parametrize("indices", [[2, 0], [1], [0, 0, 2, 1], [True, False, True]], ids=str)
+def test_rows_can_be_selected(options: dict, indices: list):
+    model, rows = tiny_model(torch.float64, **options), random_tokens(3, 8)
+    cache = filled(model, rows)
+    cache.batch_select_indices(torch.tensor(indices))
+    kept = rows[torch.tensor(indices)]
+    assert_next(model, kept, cache, random_tokens(len(kept), 1, seed=3))
+
+
+@every_variant
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_beams_can_be_reordered(options: dict, static: bool):
+    model, rows, order = tiny_model(torch.float64, **options), random_tokens(3, 8), torch.tensor([2, 0, 0])
+    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+    logits_of(model, rows, past_key_values=cache)
+    cache.reorder_cache(order)
+    assert_next(model, rows[order], cache, random_tokens(3, 1, seed=3))
+
+
+def test_an_empty_cache_can_be_repeated_selected_and_reordered():
+    model, row = tiny_model(torch.float64), random_tokens(1, 4)
+    cache = DynamicCache(config=model.config)
+    adopt_cache(cache, model.config)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.reorder_cache(torch.tensor([0]))
+    cache.crop(0)
+    logits_of(model, row, past_key_values=cache)
+    assert_next(model, row, cache, random_tokens(1, 1, seed=3))
+
+
+@every_variant
+def test_cropped_tokens_were_never_there(options: dict):
+    check_crop(tiny_model(torch.float64, **options))
+
+
+@every_variant
+def test_crop_in_a_left_padded_batch(options: dict):
+    model = tiny_model(torch.float64, **options)
+    rows = [random_tokens(length, seed=length) for length in (2, 8, 5)]
+    ids, mask = left_padded(rows)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    adopt_cache(cache, model.config)
+    cache.activate_past_recording()
+    logits_of(model, ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    cache.crop(-1)
+    inputs = {"attention_mask": mask, "position_ids": positions[:, -1:]}
+    assert_next(model, [row[:-1] for row in rows], cache, random_tokens(3, 1, seed=9), **inputs)
+
+
+@every_variant
+def test_crop_to_empty_begins_anew(options: dict):
+    model = tiny_model(torch.float64, **options)
+    cache = filled(model, random_tokens(1, 4, seed=5), recording=True)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 0
+    row = random_tokens(1, 6)
+    logits_of(model, row, past_key_values=cache)
+    assert_next(model, row, cache, random_tokens(1, 1, seed=3))
+
+
+def test_crop_zero_is_always_possible_and_ends_the_record():
+    model, row = tiny_model(torch.float64), random_tokens(1, 8)
+    for recording in (False, True):
+        cache = filled(model, row, recording=recording)
+        cache.crop(0)
+        assert all(layer.shift_state.rows == 1 for layer in cache.layers)
+        assert_next(model, row, cache, random_tokens(1, 1, seed=3))
+
+
+def test_crop_without_a_record_explains_itself_and_changes_nothing():
+    model, row = tiny_model(torch.float64), random_tokens(1, 8)
+    cache = filled(model, row)
+    with pytest.raises(RuntimeError, match=r"cannot crop 1 tokens.*activate_past_recording"):
+        cache.crop(-1)
+    assert_next(model, row, cache, random_tokens(1, 1, seed=3))
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"shift_window": 4}], ids=str)
+def test_crop_deeper_than_the_record_raises_and_never_zeroes(options: dict):
+    model, row = tiny_model(torch.float64, **options), random_tokens(1, 8)
+    cache = filled(model, row[:, :6])
+    cache.activate_past_recording()
+    logits_of(model, row[:, 6:], past_key_values=cache)
+    with pytest.raises(RuntimeError, match=r"cannot crop 3 tokens"):
+        cache.crop(-3)
+    cache.crop(-1)  # which ends the record
+    with pytest.raises(RuntimeError, match=r"cannot crop 1 tokens"):
+        cache.crop(-1)
+    assert_next(model, row[:, :7], cache, random_tokens(1, 1, seed=3))
+
+
+def test_crop_takes_back_no_more_than_there_is_and_no_final_length():
+    cache = filled(tiny_model(), random_tokens(1, 4), recording=True)
+    with pytest.raises(ValueError, match=r"cannot crop 5 tokens from a cache of 4"):
+        cache.crop(-5)
+    with pytest.raises(ValueError, match=r"tokens_to_remove must be 0 or negative, got 3"):
+        cache.crop(3)
+
+
+def test_static_caches_refuse_what_they_cannot_do():
+    model = tiny_model()
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    logits_of(model, random_tokens(2, 5), past_key_values=cache)
+    for operation in (
+        lambda: cache.crop(-1),
+        cache.activate_past_recording,
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.batch_select_indices(torch.tensor([0])),
+    ):
+        with pytest.raises(NotImplementedError, match=r"a static cache .*use a DynamicCache"):
+            operation()
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("sliding", [None, 5])
+def test_every_layer_holds_the_last_raw_rows(static: bool, sliding: int | None):
+    model = tiny_model(sliding_window=sliding, shift_window=3)
+    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+    raw = []
+    model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda module, inputs, output: raw.append(output))
+    logits_of(model, random_tokens(2, 7), past_key_values=cache)
+    assert all(isinstance(layer, ShiftCacheLayer) for layer in cache.layers)
+    state = cache.layers[1].shift_state
+    assert isinstance(state, ShiftState)
+    torch.testing.assert_close(state.k, raw[0].view(2, 7, 3, 10)[:, -2:], rtol=0, atol=0)
+
+
+def test_an_adopted_cache_is_left_alone():
+    config = tiny_config()
+    cache = DynamicCache(config=config)
+    adopt_cache(cache, config)
+    layers = list(cache.layers)
+    adopt_cache(cache, config)
+    assert all(new is old for new, old in zip(cache.layers, layers, strict=True))

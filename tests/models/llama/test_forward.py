@@ -1,0 +1,220 @@
+"""Logits: equal to the reference in every variant, and to transformers' own Llama where nothing is shifted."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
+
+from .checks import ATOL, check_forward, logits_of, reference_of
+from .reference import reference_logits
+from .tiny import PAD, SIZES, left_padded, random_tokens, randomize, right_padded, tiny_model
+
+VARIANTS = {
+    "k and v": {},
+    "k": {"shift_targets": ["k"]},
+    "v": {"shift_targets": ["v"]},
+    "q": {"shift_targets": ["q"]},
+    "q and v": {"shift_targets": ("v", "q")},
+    "q, k and v": {"shift_targets": ["q", "k", "v"]},
+    "none": {"shift_targets": []},
+    "window 3": {"shift_window": 3},
+    "window 4, q, k and v": {"shift_window": 4, "shift_targets": ["q", "k", "v"]},
+    "gate": {"shift_constraint": "gate"},
+    "clamp": {"shift_constraint": "clamp", "shift_window": 3},
+    "qk_norm": {"qk_norm": True},
+    "qk_norm after a shifted q": {"qk_norm": True, "shift_targets": ["q", "k", "v"]},
+    "sliding window": {"sliding_window": 5},
+    "sliding window, qk_norm, window 3": {"sliding_window": 5, "qk_norm": True, "shift_window": 3},
+    "sliding window without shift": {"sliding_window": 5, "shift_targets": []},
+    "no biases": {"attention_bias": False},
+    "tied embeddings": {"tie_word_embeddings": True},
+    "RoPE base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    "MHA": {"num_key_value_heads": 6},
+    "MQA": {"num_key_value_heads": 1},
+    "padding token in the vocabulary": {"pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_every_variant_equals_the_reference(options: dict, attention: str):
+    check_forward(tiny_model(attention=attention, **options))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_rows_shorter_than_the_window_equal_the_reference(length: int):
+    check_forward(tiny_model(shift_window=4, sliding_window=3), length)
+
+
+def test_inputs_embeds_are_as_good_as_input_ids():
+    model, ids = tiny_model(), random_tokens(2, 7)
+    embeds = model.get_input_embeddings()(ids).detach()
+    torch.testing.assert_close(logits_of(model, None, inputs_embeds=embeds), logits_of(model, ids), rtol=0, atol=0)
+    for inputs in ({}, {"input_ids": ids, "inputs_embeds": embeds}):
+        with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+            model(**inputs)
+
+
+def test_gradients_of_all_parameters_equal_the_reference():
+    model = tiny_model(torch.float64, shift_targets=["q", "k", "v"], shift_window=3, qk_norm=True, sliding_window=7)
+    ids = random_tokens(1, 11)
+    upstream = torch.randn(11, 61, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (model(ids, use_cache=False).logits[0] * upstream).sum().backward()
+    weights = {name: tensor.clone().requires_grad_() for name, tensor in model.state_dict().items()}
+    (reference_logits(weights, model.config, ids[0].tolist()) * upstream).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, weights[name].grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_no_token_depends_on_a_later_one_and_each_on_all_before():
+    model = tiny_model(torch.float64)
+    embeds = model.get_input_embeddings()(random_tokens(1, 6)).detach().requires_grad_()
+    for t in range(6):
+        (gradient,) = torch.autograd.grad(model(inputs_embeds=embeds, use_cache=False).logits[0, t].sum(), embeds)
+        seen = gradient[0].abs().sum(1)
+        assert (seen[: t + 1] > 0).all()
+        assert (seen[t + 1 :] == 0).all()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("pad", [left_padded, right_padded])
+@pytest.mark.parametrize("cached", [False, True])
+def test_padding_and_its_content_do_not_matter(pad, attention: str, cached: bool):
+    model = tiny_model(attention=attention, shift_window=3)
+    rows = [random_tokens(length, seed=length) for length in (4, 9, 1)]
+    ids, mask = pad(rows)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = logits_of(model, ids, attention_mask=mask, position_ids=positions, use_cache=cached)
+    for row, real, got in zip(rows, mask.bool(), logits, strict=True):
+        torch.testing.assert_close(got[real], reference_of(model, row), rtol=0, atol=ATOL)
+    other = torch.where(mask.bool(), ids, PAD + 40)
+    changed = logits_of(model, other, attention_mask=mask, position_ids=positions, use_cache=cached)
+    torch.testing.assert_close(changed[mask.bool()], logits[mask.bool()], rtol=0, atol=0)
+
+
+def test_padding_is_found_without_position_ids_too():
+    model = tiny_model()
+    rows = [random_tokens(length, seed=length) for length in (4, 9)]
+    ids, mask = right_padded(rows)
+    for row, got in zip(rows, logits_of(model, ids, attention_mask=mask), strict=True):
+        torch.testing.assert_close(got[: len(row)], reference_of(model, row), rtol=0, atol=ATOL)
+
+
+def test_a_mask_of_ones_changes_no_bit():
+    model, ids = tiny_model(attention="sdpa"), random_tokens(2, 7)
+    for mask in (torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool)):
+        torch.testing.assert_close(logits_of(model, ids, attention_mask=mask), logits_of(model, ids), rtol=0, atol=0)
+
+
+def test_a_custom_four_dimensional_mask_goes_to_attention_as_it_is():
+    model, ids = tiny_model(), random_tokens(1, 7)
+    causal = torch.full((7, 7), torch.finfo(torch.float32).min).triu(1)[None, None]
+    torch.testing.assert_close(logits_of(model, ids, attention_mask=causal), logits_of(model, ids), rtol=0, atol=ATOL)
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers sets it
+@pytest.mark.filterwarnings(
+    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
+)  # torch
+@pytest.mark.slow
+def test_flex_attention_equals_the_reference():
+    """Flex attention is compiled, so this is one model with all that its masks can hold: a window and padding."""
+    model = tiny_model(attention="flex_attention", head_dim=16, sliding_window=5, qk_norm=True)
+    rows = [random_tokens(length, seed=length) for length in (9, 4)]
+    ids, mask = left_padded(rows)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = logits_of(model, ids, attention_mask=mask, position_ids=positions)
+    for row, real, got in zip(rows, mask.bool(), logits, strict=True):
+        torch.testing.assert_close(got[real], reference_of(model, row), rtol=0, atol=ATOL)
+
+
+def llama_pair(**options) -> tuple[LlamaForCausalLM, KVShiftLlamaForCausalLM]:
+    """Transformers' Llama, and ours without targets, of the same weights."""
+    llama = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, **options}), attn_implementation="sdpa").eval()
+    randomize(llama)
+    ours = tiny_model(attention="sdpa", shift_targets=[], **options)
+    ours.load_state_dict(llama.state_dict())
+    return llama, ours
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_bias": False, "mlp_bias": True}, {"tie_word_embeddings": True}])
+def test_without_targets_it_is_llama_bit_for_bit(options: dict):
+    llama, ours = llama_pair(**options)
+    ids, mask = left_padded([random_tokens(11), random_tokens(5)])
+    for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}, {"input_ids": ids, "labels": ids}):
+        expected, got = llama(**inputs), ours(**inputs)
+        torch.testing.assert_close(got.logits, expected.logits, rtol=0, atol=0)
+        if "labels" in inputs:
+            torch.testing.assert_close(got.loss, expected.loss, rtol=0, atol=0)
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": PAD}
+    torch.testing.assert_close(ours.generate(ids, **options), llama.generate(ids, **options), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("targets", [["k", "v"], ["q", "k", "v"]])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_llama_checkpoint_loads_with_its_function_unchanged(tmp_path, targets: list[str], tied: bool):
+    llama, _ = llama_pair(tie_word_embeddings=tied)
+    llama.save_pretrained(tmp_path)
+    config = KVShiftLlamaConfig(
+        **{**SIZES, "tie_word_embeddings": tied}, shift_targets=targets, shift_window=3, shift_init="identity"
+    )
+    ours, loading = KVShiftLlamaForCausalLM.from_pretrained(
+        tmp_path, config=config, attn_implementation="sdpa", output_loading_info=True
+    )
+    names = {"q": "gamma", "k": "alpha", "v": "beta"}
+    assert set(loading["missing_keys"]) == {
+        f"model.layers.{i}.self_attn.shift.{names[target]}" for i in range(2) for target in targets
+    }
+    assert not loading["unexpected_keys"]
+    assert not loading["mismatched_keys"]
+    ids, mask = left_padded([random_tokens(11), random_tokens(5)])
+    for inputs in ({}, {"attention_mask": mask}):
+        torch.testing.assert_close(logits_of(ours, ids, **inputs), logits_of(llama, ids, **inputs), rtol=0, atol=0)
+
+
+def test_the_base_model_gives_the_hidden_states_of_the_whole():
+    model, ids = tiny_model(), random_tokens(2, 7)
+    base = KVShiftLlamaModel(copy.deepcopy(model.config)).eval()
+    base.load_state_dict(model.model.state_dict())
+    with torch.no_grad():
+        hidden = base(ids).last_hidden_state
+        torch.testing.assert_close(model.lm_head(hidden), model(ids).logits, rtol=0, atol=0)
+
+
+def test_hidden_states_and_attention_weights_can_be_recorded():
+    model, ids = tiny_model(attention="eager"), random_tokens(2, 7)
+    with torch.no_grad():
+        outputs = model(ids, output_hidden_states=True, output_attentions=True)
+    assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, 7, 42)] * 3
+    assert [tuple(weights.shape) for weights in outputs.attentions] == [(2, 6, 7, 7)] * 2
+    torch.testing.assert_close(model.lm_head(outputs.hidden_states[-1]), outputs.logits, rtol=0, atol=0)
+
+
+def test_the_callers_tensors_are_not_edited():
+    model = tiny_model()
+    ids, mask = left_padded([random_tokens(7), random_tokens(3)])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    with torch.no_grad():
+        model(**given)
+    for name, tensor in given.items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+
+
+def test_layers_are_built_once(monkeypatch):
+    """Llama's own layers are not built first and thrown away: at 19 billion parameters that would not fit."""
+    built = []
+    original = torch.nn.Linear.__init__
+    monkeypatch.setattr(
+        torch.nn.Linear, "__init__", lambda self, *a, **k: (built.append(1), original(self, *a, **k))[1]
+    )
+    model = tiny_model()
+    linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    replaced = 4 * model.config.num_hidden_layers  # the projections of a layer, one layer at a time
+    assert len(built) <= linears + replaced

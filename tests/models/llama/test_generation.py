@@ -1,0 +1,177 @@
+"""`generate`: cached = not cached = each row alone by the reference, for greedy, beam and sampled decoding."""
+
+import pytest
+import torch
+from transformers import DynamicCache, set_seed
+
+from .checks import (
+    assert_greedy,
+    assert_next,
+    check_beams,
+    check_chunked_prefill,
+    check_decoding,
+    check_left_padding,
+    check_right_padding,
+    new_tokens_of,
+)
+from .reference import reference_greedy
+from .tiny import left_padded, random_tokens, right_padded, tiny_model
+
+VARIANTS = {
+    "paper": {},
+    "queries too, window 4": {"shift_targets": ["q", "k", "v"], "shift_window": 4},
+    "values alone": {"shift_targets": ["v"]},
+    "sliding window, qk_norm": {"sliding_window": 5, "qk_norm": True, "shift_window": 3},
+    "no shift": {"shift_targets": []},
+    "no shift, sliding window": {"shift_targets": [], "sliding_window": 5},
+}
+every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(torch.float64, attention="sdpa")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_prompts_of_every_length_decode_as_the_reference(attention: str):
+    model = tiny_model(torch.float64, attention=attention, sliding_window=16)
+    for length in range(1, 34):
+        prompt = random_tokens(1, length, seed=length)
+        cached = new_tokens_of(model, prompt, max_new_tokens=4)
+        assert_greedy(model, prompt, cached)
+        torch.testing.assert_close(new_tokens_of(model, prompt, max_new_tokens=4, use_cache=False), cached)
+
+
+@every_variant
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_greedy_decoding(options: dict, use_cache: bool):
+    model = tiny_model(torch.float64, **options)
+    check_decoding(model, use_cache=use_cache)
+    check_left_padding(model, use_cache=use_cache)
+
+
+def test_greedy_tokens_depend_on_the_coefficients(model):
+    """Otherwise the tests of this file would see nothing."""
+    prompt = random_tokens(11)
+    weights = model.state_dict()
+    without = {name: tensor for name, tensor in weights.items() if ".shift." not in name}
+    assert reference_greedy(weights, model.config, prompt.tolist(), 7) != reference_greedy(
+        without, model.config, prompt.tolist(), 7
+    )
+
+
+@every_variant
+@pytest.mark.parametrize("implementation", [None, "static"])
+def test_prefill_in_chunks(options: dict, implementation: str | None):
+    check_chunked_prefill(tiny_model(torch.float64, **options), cache_implementation=implementation)
+
+
+@every_variant
+def test_beam_search(options: dict):
+    model = tiny_model(torch.float64, **options)
+    check_beams(model)
+    check_beams(model, cache_implementation="static")
+
+
+def test_beams_change_places_in_the_test_above(model, monkeypatch):
+    """Otherwise a cache that is not reordered would pass."""
+    moved = []
+    original = DynamicCache.reorder_cache
+
+    def reorder_cache(self, beam_idx):
+        moved.append(not torch.equal(beam_idx, torch.arange(len(beam_idx))))
+        original(self, beam_idx)
+
+    monkeypatch.setattr(DynamicCache, "reorder_cache", reorder_cache)
+    check_beams(model)
+    assert sum(moved) > 2
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["plain", "beams"])
+def test_sampling_draws_the_same_with_and_without_cache(model, options: dict):
+    ids, mask = left_padded([random_tokens(length, seed=length) for length in (3, 9)])
+    options = {"num_return_sequences": 3, "do_sample": True, "temperature": 1.5, "max_new_tokens": 9, **options}
+    drawn = []
+    for extra in ({}, {"use_cache": False}, {"cache_implementation": "static"}, {"prefill_chunk_size": 2}):
+        set_seed(5)
+        drawn.append(new_tokens_of(model, ids, mask, **options, **extra))
+    assert len({tuple(row) for row in drawn[0].tolist()}) > 2  # the draws differ, so they say something
+    for other in drawn[1:]:
+        torch.testing.assert_close(other, drawn[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pad", [0, 1, 17, 60])
+def test_the_id_of_the_padding_does_not_matter(model, pad: int):
+    rows = [random_tokens(length, seed=length) for length in (3, 9, 1)]
+    ids, mask = left_padded(rows, pad)
+    assert_greedy(model, rows, new_tokens_of(model, ids, mask, pad_token_id=pad))
+
+
+def test_rows_that_end_early_are_padded_and_leave_the_others_alone(model):
+    """After its end-of-sequence token a row goes on with padding that the mask counts as real: its own affair."""
+    rows = [random_tokens(length, seed=length) for length in (3, 9, 5)]
+    free = [reference_greedy(model.state_dict(), model.config, row.tolist(), 9) for row in rows]
+    eos = free[0][2]
+    ids, mask = left_padded(rows)
+    generated = new_tokens_of(model, ids, mask, max_new_tokens=9, eos_token_id=eos, pad_token_id=0).tolist()
+    for got, expected in zip(generated, free, strict=True):
+        end = expected.index(eos) + 1 if eos in expected else len(expected)
+        assert got[:end] == expected[:end]
+        assert set(got[end:]) <= {0}
+    assert generated[0][3] == 0
+
+
+def test_embeddings_as_prompt(model):
+    prompt = random_tokens(1, 6)
+    embeds = model.get_input_embeddings()(prompt).detach()
+    generated = model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=5)
+    assert_greedy(model, prompt, generated)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"shift_window": 4, "shift_targets": ["q", "k", "v"]}], ids=["paper", "window 4"]
+)
+def test_right_padded_rows_go_on_from_their_last_token(options: dict):
+    """(With a sliding window transformers counts the padding as tokens of the window, for every model.)"""
+    check_right_padding(tiny_model(torch.float64, **options))
+
+
+def test_a_neighbour_padded_on_the_right_does_no_harm(model):
+    """The padded row itself is lost, and transformers warns: for any model it reads the first new token off the
+    padding and numbers the next ones from there. `check_right_padding` shows what to pass instead."""
+    rows = [random_tokens(length, seed=length) for length in (3, 9)]
+    generated = new_tokens_of(model, *right_padded(rows))
+    assert_greedy(model, rows[1:], generated[1:])
+
+
+@every_variant
+def test_a_conversation_continues_in_one_cache(options: dict):
+    model = tiny_model(torch.float64, **options)
+    cache, history = DynamicCache(config=model.config), random_tokens(1, 5)
+    for turn in range(3):
+        answer = new_tokens_of(model, history, past_key_values=cache, max_new_tokens=4)
+        assert_greedy(model, history, answer)
+        history = torch.cat([history, answer, random_tokens(1, 3, seed=turn)], dim=1)
+
+
+def test_a_batch_continues_with_padding_between_its_turns(model):
+    """Each turn is padded on the left, so padding stands in the middle of the rows."""
+    cache, rows = DynamicCache(config=model.config), [torch.empty(0, dtype=torch.long)] * 2
+    ids = mask = torch.empty(2, 0, dtype=torch.long)
+    for turn, lengths in enumerate([(3, 6), (5, 2), (1, 4)]):
+        said = [random_tokens(length, seed=10 * turn + length) for length in lengths]
+        turn_ids, turn_mask = left_padded(said)
+        ids, mask = torch.cat([ids, turn_ids], dim=1), torch.cat([mask, turn_mask], dim=1)
+        rows = [torch.cat([row, words]) for row, words in zip(rows, said, strict=True)]
+        answer = new_tokens_of(model, ids, mask, past_key_values=cache, max_new_tokens=4)
+        assert_greedy(model, rows, answer)
+        ids, mask = torch.cat([ids, answer], dim=1), torch.cat([mask, torch.ones_like(answer)], dim=1)
+        rows = [torch.cat([row, words]) for row, words in zip(rows, answer, strict=True)]
+
+
+def test_generate_hands_back_a_cache_to_go_on_with(model):
+    prompt = random_tokens(1, 6)
+    result = model.generate(prompt, do_sample=False, max_new_tokens=4, return_dict_in_generate=True)
+    row = result.sequences[:, :-1]  # the last token was not fed
+    assert_next(model, row, result.past_key_values, result.sequences[:, -1:])

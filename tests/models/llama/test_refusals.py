@@ -1,0 +1,153 @@
+"""What cannot be right is refused before it is begun, with the reason."""
+
+import pytest
+import torch
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
+from transformers.cache_utils import QuantizedLayer
+
+from kvshift.models.llama import KVShiftLlamaConfig, adopt_cache
+
+from .checks import logits_of, new_tokens_of
+from .tiny import SIZES, left_padded, random_tokens, right_padded, tiny_model
+
+
+@pytest.fixture
+def model():
+    return tiny_model()
+
+
+@pytest.fixture
+def no_forward(model, monkeypatch):
+    """Fails a test in which the model is run."""
+
+    def forward(*args, **kwargs):
+        raise AssertionError("refused too late: the model ran")
+
+    monkeypatch.setattr(type(model.model), "forward", forward)
+
+
+def test_a_cache_that_holds_tokens_of_plain_llama(model):
+    llama = LlamaForCausalLM(LlamaConfig(**SIZES))
+    cache = llama(random_tokens(1, 5)).past_key_values
+    with pytest.raises(ValueError, match=r"already holds tokens, but not their raw keys and values"):
+        model(random_tokens(1, 1), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"already holds tokens"):
+        new_tokens_of(model, random_tokens(1, 6), past_key_values=cache)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_cache_of_the_wrong_number_of_layers(model, layers: int):
+    config = KVShiftLlamaConfig(**{**SIZES, "num_hidden_layers": layers})
+    for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=8)):
+        with pytest.raises(ValueError, match=f"past_key_values has {layers} layers, this model has 2"):
+            model(random_tokens(1, 5), past_key_values=cache)
+        adopt_cache(cache, config)
+        with pytest.raises(ValueError, match=f"past_key_values has {layers} layers, this model has 2"):
+            model(random_tokens(1, 5), past_key_values=cache)
+
+
+def test_a_cache_of_another_shift(model):
+    cache = DynamicCache()
+    logits_of(tiny_model(shift_window=3), random_tokens(1, 5), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"made for shift_window=3, this model has shift_window=2"):
+        model(random_tokens(1, 1), past_key_values=cache)
+    cache = DynamicCache()
+    logits_of(model, random_tokens(1, 5), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"state holds no queries"):
+        tiny_model(shift_targets=["q", "k"])(random_tokens(1, 1), past_key_values=cache)
+
+
+@pytest.mark.usefixtures("no_forward")
+def test_offloaded_caches(model):
+    for implementation in ("offloaded", "offloaded_static"):
+        with pytest.raises(ValueError, match=r"offloaded to the CPU"):
+            new_tokens_of(model, random_tokens(1, 5), cache_implementation=implementation)
+    with pytest.raises(ValueError, match=r"offloaded to the CPU"):
+        new_tokens_of(model, random_tokens(1, 5), past_key_values=DynamicCache(config=model.config, offloading=True))
+
+
+@pytest.mark.usefixtures("no_forward")
+def test_quantized_caches(model):
+    """Transformers itself names the layer type, or the missing backend where neither is installed."""
+    with pytest.raises((ValueError, ImportError)):
+        new_tokens_of(model, random_tokens(1, 5), cache_implementation="quantized")
+
+
+def test_quantized_caches_by_hand(model):
+    cache = object.__new__(QuantizedCache)  # a backend for its layers need not be installed
+    Cache.__init__(cache, layers=[])
+    with pytest.raises(ValueError, match=r"past_key_values is a QuantizedCache"):
+        model(random_tokens(1, 5), past_key_values=cache)
+
+
+def test_quantized_layers_by_hand(model):
+    class Quantized(QuantizedLayer):
+        def _quantize(self, tensor, axis):
+            return tensor
+
+        def _dequantize(self, tensor):
+            return tensor
+
+    cache = DynamicCache(config=model.config)
+    cache.layers = [Quantized(), Quantized()]
+    with pytest.raises(ValueError, match=r"past_key_values has a Quantized, which cannot carry raw keys and values"):
+        model(random_tokens(1, 5), past_key_values=cache)
+
+
+@pytest.mark.usefixtures("no_forward")
+def test_continuous_batching(model):
+    prompts = [[3, 4, 5], [6, 7]]
+    for begin in (
+        lambda: model.generate_batch(prompts),
+        lambda: model.init_continuous_batching(),
+        lambda: model.continuous_batching_context_manager(),
+        lambda: model.generate(random_tokens(1, 5), cache_implementation="paged"),
+    ):
+        with pytest.raises(NotImplementedError, match=r"continuous batching .* does not carry the raw keys"):
+            begin()
+
+
+@pytest.mark.parametrize("name", ["vllm", "paged|sdpa", "paged|eager", "paged|kernels-community/attn", "tgi"])
+def test_attention_of_servers(model, name: str):
+    model.config._attn_implementation_internal = name
+    with pytest.raises(ValueError, match=r"attn_implementation must be one of eager, sdpa, .* got"):
+        model(random_tokens(1, 5))
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention", "flash_attention_2", "kernels-community/attn"])
+def test_attention_of_transformers_is_not_refused(model, name: str):
+    model.config._attn_implementation_internal = name
+    model.model._refuse_unknown_attention()
+
+
+def recording_cache(model) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    adopt_cache(cache, model.config)
+    cache.activate_past_recording()
+    return cache
+
+
+def test_a_recording_cache_refuses_padding_behind_a_token(model):
+    """`crop` counts positions, and would take back padding instead of tokens."""
+    ids, mask = right_padded([random_tokens(3), random_tokens(7)])
+    with pytest.raises(ValueError, match=r"attention_mask must be padded on the left .* padding after a token"):
+        model(ids, attention_mask=mask, past_key_values=recording_cache(model))
+    cache = recording_cache(model)
+    model(random_tokens(2, 4), past_key_values=cache)
+    ids, mask = left_padded([random_tokens(3), random_tokens(7)])
+    mask = torch.cat([torch.ones(2, 4, dtype=mask.dtype), mask], dim=1)  # behind tokens of the turn before
+    with pytest.raises(ValueError, match=r"padding after a token"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_a_recording_cache_refuses_packed_documents(model):
+    for inputs in ({"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, {"seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}):
+        with pytest.raises(ValueError, match=r"cannot hold several documents in a row"):
+            model(random_tokens(1, 5), past_key_values=recording_cache(model), **inputs)
+
+
+def test_malformed_documents(model):
+    with pytest.raises(ValueError, match=r"seq_idx must be \(1, 5\) like input_ids, got \(1, 4\)"):
+        model(random_tokens(1, 5), seq_idx=torch.zeros(1, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q needs all sequences packed into one row, got a batch of 2"):
+        model(random_tokens(2, 5), cu_seq_lens_q=torch.tensor([0, 2, 5]))

@@ -1,0 +1,122 @@
+"""Static caches, and decoding compiled over them."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, LlamaConfig, StaticCache
+
+from .checks import (
+    assert_greedy,
+    assert_next,
+    check_beams,
+    check_decoding,
+    check_left_padding,
+    check_right_padding,
+    logits_of,
+    new_tokens_of,
+)
+from .tiny import left_padded, random_tokens, tiny_model
+
+VARIANTS = {
+    "paper": {},
+    "queries too, window 4": {"shift_targets": ["q", "k", "v"], "shift_window": 4},
+    "sliding window": {"sliding_window": 5, "qk_norm": True},  # shorter than the prompts: see create_masks_for_generate
+    "no shift": {"shift_targets": []},
+}
+every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+@every_variant
+def test_greedy_decoding(options: dict):
+    model = tiny_model(torch.float64, **options)
+    check_decoding(model, cache_implementation="static")
+    check_left_padding(model, cache_implementation="static")
+
+
+@every_variant
+def test_beam_search_in_a_left_padded_batch(options: dict):
+    check_beams(tiny_model(torch.float64, **options), cache_implementation="static")
+
+
+def test_right_padding():
+    model = tiny_model(torch.float64, shift_window=3)
+    check_right_padding(model, StaticCache(config=model.config, max_cache_len=32))
+
+
+@every_variant
+def test_a_cache_passed_by_hand_in_pieces(options: dict):
+    model, row = tiny_model(torch.float64, **options), random_tokens(1, 12)
+    whole = logits_of(model, row)
+    for sizes in [(12,), (1,) * 12, (3, 1, 8), (7, 4, 1)]:
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        pieces = [logits_of(model, piece, past_key_values=cache) for piece in row.split(sizes, dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=1e-12)
+
+
+@every_variant
+def test_reset_and_reuse_keep_the_tensors_in_place(options: dict):
+    model = tiny_model(torch.float64, **options)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    addresses = set()
+    for seed in range(3):
+        row = random_tokens(1, 9, seed=seed)
+        logits_of(model, row, past_key_values=cache)
+        assert_next(model, row, cache, random_tokens(1, 1, seed=9))
+        if model.config.shift_targets:
+            addresses |= {cache.layers[0].shift_state.k.data_ptr(), cache.layers[0].shift_state.v.data_ptr()}
+        cache.reset()
+    assert len(addresses) in (0, 2)
+
+
+def test_a_static_cache_for_stock_llama_is_taken_too():
+    model, row = tiny_model(torch.float64), random_tokens(1, 9)
+    llama = LlamaConfig(num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3, hidden_size=42, head_dim=10)
+    cache = StaticCache(config=llama, max_cache_len=32)
+    logits_of(model, row, past_key_values=cache)
+    assert_next(model, row, cache, random_tokens(1, 1, seed=9))
+
+
+def graphs_of_compiled_decoding(**options: Any) -> int:
+    """Generate twice, check the tokens, and count the graphs that decoding was compiled into; a break is an error."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model(torch.float64, **options)
+    compile_config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
+    compile_config._compile_all_devices = True  # otherwise generate compiles on accelerators alone
+    inputs = {"cache_implementation": "static", "compile_config": compile_config, "max_new_tokens": 6}
+    for seed in range(2):
+        rows = [random_tokens(length, seed=seed) for length in (7, 9)]
+        assert_greedy(model, rows, new_tokens_of(model, *left_padded(rows), **inputs))
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"shift_window": 4, "shift_targets": ["q", "k", "v"]}], ids=["paper", "window 4"]
+)
+def test_generate_compiles_all_steps_of_all_calls_into_one_graph(options: dict):
+    assert graphs_of_compiled_decoding(**options) == 1
+
+
+@pytest.mark.slow
+def test_a_sliding_window_compiles_as_often_as_without_shift():
+    """Transformers counts tokens by a Python integer there: a graph for each, until it is taken as dynamic."""
+    options = {"sliding_window": 12}
+    assert graphs_of_compiled_decoding(**options) == graphs_of_compiled_decoding(**options, shift_targets=[])
+
+
+@pytest.mark.slow
+def test_the_default_compiler_gives_the_same_tokens():
+    torch._dynamo.reset()
+    model, row = tiny_model(torch.float64), random_tokens(1, 8)
+    step = torch.compile(model.forward, fullgraph=True, dynamic=False)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    token = logits_of(model, row, past_key_values=cache)[:, -1:].argmax(-1)
+    generated = [token]
+    for _ in range(5):
+        with torch.no_grad():
+            token = step(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        generated.append(token)
+    assert_greedy(model, row, torch.cat(generated, dim=1))
