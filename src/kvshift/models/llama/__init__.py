@@ -5,15 +5,18 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from kvshift.models.llama.cache import adopt_cache
 from kvshift.models.llama.configuration import KVShiftLlamaConfig
 from kvshift.models.llama.modeling import KVShiftLlamaForCausalLM, KVShiftLlamaModel, KVShiftLlamaPreTrainedModel
+from kvshift.models.llama.sizes import SIZES, size_config
 
 AutoConfig.register(KVShiftLlamaConfig.model_type, KVShiftLlamaConfig, exist_ok=True)
 AutoModel.register(KVShiftLlamaConfig, KVShiftLlamaModel, exist_ok=True)
 AutoModelForCausalLM.register(KVShiftLlamaConfig, KVShiftLlamaForCausalLM, exist_ok=True)
 
 __all__ = [
+    "SIZES",
     "KVShiftLlamaConfig",
     "KVShiftLlamaForCausalLM",
     "KVShiftLlamaModel",
     "KVShiftLlamaPreTrainedModel",
     "adopt_cache",
+    "size_config",
 ]
