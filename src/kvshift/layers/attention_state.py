@@ -18,8 +18,9 @@ from kvshift.ops import ShiftState
 class AttentionState:
     """The cache of one `KVShiftAttention` layer for S sequences.
 
-    Sequences are flushed right: the last `min(N, seen)` keys of each are real, what stands before is padding. So
-    sequences of any lengths go on together. Every method moves all parts at once and returns a new state.
+    Sequences are flushed right: the newest keys stand last, and columns from before a sequence began are padding. So
+    sequences of any lengths go on together. A layer with a sliding window drops keys that no later token can reach.
+    Every method moves all parts at once and returns a new state.
 
     Attributes:
         k: keys, shifted, normalised and rotated, (S, N, G, D).
@@ -64,8 +65,10 @@ class AttentionState:
             indices: (n,) integers, or (S,) booleans.
         """
         index = torch.as_tensor(indices, device=self.seen.device)
-        if index.ndim != 1 or index.is_floating_point():
-            raise ValueError(f"indices must be (n,) integers or booleans, got {index.dtype} of {tuple(index.shape)}")
+        if index.ndim != 1:
+            raise ValueError(f"indices must have one dimension, got shape {tuple(index.shape)}")
+        if index.is_floating_point():
+            raise TypeError(f"indices must be integers or booleans, got {index.dtype}")
         if index.dtype == torch.bool:
             if index.shape[0] != self.sequences:
                 raise ValueError(f"boolean indices must have length {self.sequences}, got {index.shape[0]}")
@@ -75,7 +78,7 @@ class AttentionState:
     def reorder(self, beam_indices: Tensor | Sequence[int]) -> AttentionState:
         """Row i continues row `beam_indices[i]`, as in beam search; (S,) integers."""
         order = torch.as_tensor(beam_indices)
-        if order.shape != (self.sequences,) or order.dtype == torch.bool:
+        if order.shape != (self.sequences,) or order.dtype == torch.bool or order.is_floating_point():
             raise ValueError(
                 f"beam_indices must be {self.sequences} integers, one for each sequence, "
                 f"got {order.dtype} of {tuple(order.shape)}"

@@ -1,0 +1,445 @@
+"""Several calls of the layer: pieces, padding, packs, and the methods of the state that passes between them."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from kvshift import AttentionState, KVShiftAttention
+from kvshift.ops import ShiftState
+from tests.layers.attention_cases import GQA, VARIED, B, D, E, T, close, make, tokens
+
+
+def run(layer, *calls):
+    """Feed the pieces one after another; each is x, or (x, arguments)."""
+    outs, state = [], None
+    for call in calls:
+        x, arguments = call if isinstance(call, tuple) else (call, {})
+        out, state = layer(x, state=state, **arguments)
+        outs.append(out)
+    return outs, state
+
+
+def close_states(layer: KVShiftAttention, actual: AttentionState, expected: AttentionState) -> None:
+    """Equal in all that later calls can see, however many columns each has before."""
+    actual, expected = actual.unpack(), expected.unpack()
+    assert actual.seen.tolist() == expected.seen.tolist()
+    reach = T * T if layer.sliding_window is None else layer.sliding_window - 1 + layer.max_rollback
+    for s, seen in enumerate(expected.seen.tolist()):
+        shared = min(seen, reach, actual.k.shape[1], expected.k.shape[1])
+        for name in ("k", "v"):
+            a, e = getattr(actual, name)[s], getattr(expected, name)[s]
+            close(a[a.shape[0] - shared :], e[e.shape[0] - shared :])
+    if expected.shift is None:
+        assert actual.shift is None
+        return
+    for name in ("k", "v", "q"):
+        a, e = getattr(actual.shift, name), getattr(expected.shift, name)
+        assert (a is None) == (e is None)
+        if e is not None:
+            rows = min(a.shape[1], e.shape[1])
+            close(a[:, a.shape[1] - rows :], e[:, e.shape[1] - rows :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@torch.no_grad()
+def test_every_split_equals_the_whole(options, dtype):
+    layer = make(dtype=dtype, **options)
+    x = tokens(B, T, dtype=dtype)
+    whole, last = layer(x)
+    for sizes in [*([i, T - i] for i in range(T + 1)), [2, 0, 5, 4], [1] * T]:
+        outs, state = run(layer, *x.split(sizes, dim=1))
+        close(torch.cat(outs, dim=1), whole)
+        close_states(layer, state, last)
+
+
+@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+def test_gradients_pass_through_the_state(options):
+    layer = make(**options)
+    x, weights = tokens(B, T).requires_grad_(), tokens(B, T, seed=1)
+    wanted = [x, *layer.parameters()]
+    whole = torch.autograd.grad((layer(x)[0] * weights).sum(), wanted)
+    outs, _ = run(layer, *x.split([4, 1, 6], dim=1))
+    pieces = torch.autograd.grad((torch.cat(outs, dim=1) * weights).sum(), wanted)
+    for actual, expected in zip(pieces, whole, strict=True):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@torch.no_grad()
+def test_rows_of_any_padding_go_on_as_if_alone(options):
+    """A prompt padded on the left, on the right and in between, one token, a ragged chunk, and two more tokens."""
+    layer = make(**options)
+    prompt = torch.tensor(
+        [[0, 0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0, 1], [1] * 7, [0] * 7], dtype=torch.bool
+    )
+    ragged = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 1, 1]], dtype=torch.bool)
+    rows = prompt.shape[0]
+    masks = [prompt, torch.ones(rows, 1, dtype=torch.bool), ragged, torch.ones(rows, 2, dtype=torch.bool)]
+    pieces = [tokens(rows, mask.shape[1], seed=i) for i, mask in enumerate(masks)]
+    noisy = [torch.where(mask.unsqueeze(2), x, torch.nan) for x, mask in zip(pieces, masks, strict=True)]
+    outs, state = run(
+        layer, (noisy[0], {"mask": prompt}), noisy[1], (noisy[2], {"mask": ragged}), (noisy[3], {"mask": masks[3]})
+    )
+    out, mask = torch.cat(outs, dim=1), torch.cat(masks, dim=1)
+    assert not out[~mask].any()
+    for b in range(rows):
+        alone, alone_state = layer(torch.cat(pieces, dim=1)[b : b + 1, mask[b]])
+        close(out[b, mask[b]], alone[0])
+        close_states(layer, state.select([b]), alone_state)
+
+
+@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@torch.no_grad()
+def test_left_and_right_padding_leave_the_same_state(options):
+    layer = make(**options)
+    lengths = torch.tensor([7, 2, 5])
+    rows = [tokens(int(n), seed=i) for i, n in enumerate(lengths)]
+    right = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    left = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    real = torch.arange(7) < lengths.unsqueeze(1)
+    _, from_right = layer(right, mask=real)
+    _, from_left = layer(left, mask=real.flip(1))
+    close_states(layer, from_left, from_right)
+    token = tokens(3, 1, seed=9)
+    close(layer(token, state=from_left)[0], layer(token, state=from_right)[0])
+
+
+@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@torch.no_grad()
+def test_packs_and_batches_continue_each_other(options):
+    """Four sequences, one of them empty at first: pack, batch, pack with padding, batch, pack."""
+    layer = make(**options)
+    parts = [[3, 1, 2, 0, 4], [0, 1, 0, 2, 1], [1, 1, 5, 0, 2], [4, 1, 3, 2, 1]]  # tokens of each sequence in each call
+    sequences = [tokens(sum(lengths), seed=s).split(lengths) for s, lengths in enumerate(parts)]
+    outs = [[] for _ in parts]
+    state = None
+    for call in range(5):
+        pieces = [sequence[call] for sequence in sequences]
+        lengths = [piece.shape[0] for piece in pieces]
+        if call in (1, 3):  # as a batch
+            x = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+            mask = torch.arange(x.shape[1]) < torch.tensor(lengths).unsqueeze(1)
+            out, state = layer(x, mask=mask if call == 3 else None, state=state)
+            got = [row[: lengths[s]] for s, row in enumerate(out)]
+        else:  # as a pack, in the third call with a padded position behind every sequence
+            pads = 1 if call == 2 else 0
+            x = torch.cat([torch.cat([piece, torch.full((pads, E), torch.nan)]) for piece in pieces]).unsqueeze(0)
+            mask = ~x.isnan().any(2)
+            bounds = torch.tensor([0, *itertools.accumulate(n + pads for n in lengths)], dtype=torch.int32)
+            out, state = layer(x, mask=mask if pads else None, cu_seqlens=bounds, state=state)
+            got = [row[: lengths[s]] for s, row in enumerate(out[0].split([n + pads for n in lengths]))]
+        for s, rows in enumerate(got):
+            outs[s].append(rows)
+    for s, sequence in enumerate(sequences):
+        alone, alone_state = layer(torch.cat(sequence).unsqueeze(0))
+        close(torch.cat(outs[s]), alone[0])
+        close_states(layer, state.select([s]), alone_state)
+
+
+@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@torch.no_grad()
+def test_the_last_document_of_a_row_goes_on(options):
+    layer = make(**options)
+    x, y, z = tokens(B, 5), tokens(B, 4, seed=1), tokens(B, 3, seed=2)
+    seq_idx = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [3, 2, 2, 2, 1]])
+    more = torch.tensor([[6, 6, 6, 6], [6, 6, 6, 7], [6, 7, 8, 8]])  # the first of them is the one before, gone on
+    outs, state = run(layer, (x, {"seq_idx": seq_idx}), (y, {"seq_idx": more}), z)
+    joined = torch.cat([x, y, z], dim=1)
+    documents = [[12], [2, 6, 4], [1, 3, 2, 1, 5]]
+    for b, lengths in enumerate(documents):
+        expected, states = zip(*(layer(part) for part in joined[b : b + 1].split(lengths, dim=1)), strict=True)
+        close(torch.cat(outs, dim=1)[b : b + 1], torch.cat(expected, dim=1))
+        close_states(layer, state.select([b]), states[-1])
+
+
+@torch.no_grad()
+def test_the_state_of_a_pack_keeps_sequences_apart():
+    """Whatever stands in one sequence, not a bit of another changes when the pack is continued as a batch."""
+    layer = make(GQA, dtype=torch.float32)
+    bounds, token = torch.tensor([0, 2, 7]), tokens(2, 1, seed=5, dtype=torch.float32)
+    results = []
+    for changed in (False, True):
+        x = tokens(1, 7, dtype=torch.float32)
+        if changed:
+            x[:, 1] = -50
+        _, state = layer(x, cu_seqlens=bounds)
+        results.append(layer(token, state=state)[0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert not torch.equal(results[0][0], results[1][0])
+    unpacked = state.unpack()
+    assert unpacked.packed is None
+    assert unpacked.k.shape == (2, 5, 2, D)
+    assert not unpacked.k[0, :3].any()
+    assert unpacked.unpack() is unpacked
+
+
+@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@torch.no_grad()
+def test_select_and_reorder_move_everything(options):
+    layer = make(**options)
+    x, y = tokens(B, T), tokens(5, 2, seed=1)
+    _, state = layer(x)
+    for indices in ([2, 0, 0, 1, 2], torch.tensor([1, 1, 1, 1, 1], dtype=torch.int32)):
+        picked = state.select(indices)
+        close(layer(y, state=picked)[0], layer(torch.cat([x[indices], y], dim=1))[0][:, T:])
+    kept = torch.tensor([True, False, True])
+    close(layer(y[:2], state=state.select(kept))[0], layer(torch.cat([x[kept], y[:2]], dim=1))[0][:, T:])
+    order = [2, 0, 1]
+    close(layer(y[:3], state=state.reorder(order))[0], layer(torch.cat([x[order], y[:3]], dim=1))[0][:, T:])
+
+
+@torch.no_grad()
+def test_select_and_reorder_of_a_pack():
+    layer = make(GQA, shift_targets=("q", "k", "v"))
+    x, y = tokens(1, 9), tokens(2, 1, seed=1)
+    _, state = layer(x, cu_seqlens=torch.tensor([0, 6, 9]))
+    first, second = (layer(part)[1] for part in x.split([6, 3], dim=1))
+    expected = torch.cat([layer(y[:1], state=second)[0], layer(y[1:], state=first)[0]])
+    close(layer(y, state=state.reorder([1, 0]))[0], expected)
+    close(layer(y, state=state.select(torch.tensor([1, 0])))[0], expected)
+
+
+@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@torch.no_grad()
+def test_reset_starts_anew(options):
+    layer = make(max_rollback=3, **options)
+    x = tokens(2, T)
+    _, state = layer(x)
+    _, packed = layer(x[:1], cu_seqlens=torch.tensor([0, 5, T]))
+    for used in (state, state.crop(2), packed):
+        fresh = used.reset()
+        assert fresh.seen.tolist() == [0, 0]
+        assert fresh.rollback == 3
+        out, after = layer(x, state=fresh)
+        expected, expected_after = layer(x)
+        close(out, expected)
+        close_states(layer, after, expected_after)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@torch.no_grad()
+def test_decoding_with_rejected_drafts_equals_plain_decoding(options, padded):
+    """Up to five tokens are fed, the last of them wrong; these are rolled back, and the right ones fed next."""
+    layer = make(max_rollback=4, **options)
+    x, start = tokens(B, 29), 5
+    mask = torch.arange(start) >= torch.tensor([[0], [3], [4]]) if padded else torch.ones(B, start, dtype=torch.bool)
+    prompt = torch.where(mask.unsqueeze(2), x[:, :start], torch.nan)
+    _, state = layer(prompt, mask=mask) if padded else layer(prompt)
+    rng = torch.Generator().manual_seed(0)
+    outs, done = [], start
+    while done < x.shape[1]:
+        fed = min(int(torch.randint(1, 6, (), generator=rng)), x.shape[1] - done)
+        wrong = int(torch.randint(0, fed, (), generator=rng))
+        right = fed - wrong
+        draft = torch.cat([x[:, done : done + right], tokens(B, wrong, seed=done)], dim=1)
+        before = state.rollback
+        out, state = layer(draft, state=state)
+        state = state.crop(wrong)
+        assert state.rollback == min(4, before + fed) - wrong
+        outs.append(out[:, :right])
+        done += right
+    for b in range(B):
+        alone, alone_state = layer(torch.cat([x[b : b + 1, :start][:, mask[b]], x[b : b + 1, start:]], dim=1))
+        close(torch.cat(outs, dim=1)[b], alone[0, start - x.shape[1] :])
+        close_states(layer, state.select([b]), alone_state)
+
+
+@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@torch.no_grad()
+def test_crop_reaches_back_over_several_calls_and_a_pack(options):
+    layer = make(max_rollback=3, **options)
+    x, y = tokens(2, 8), tokens(2, 3, seed=1)
+    expected = torch.cat(
+        [layer(torch.cat([row[:, :5], y[b : b + 1]], dim=1))[0][:, 5:] for b, row in enumerate(x.split(1))]
+    )
+    _, state = run(layer, x[:, :4], *x[:, 4:].split(1, dim=1))
+    close(layer(y, state=state.crop(1).crop(2))[0], expected)
+    _, state = layer(x.flatten(0, 1).unsqueeze(0), cu_seqlens=torch.tensor([0, 8, 16]))
+    close(layer(y, state=state.crop(3))[0], expected)
+
+
+@torch.no_grad()
+def test_crop_of_more_than_a_row_has_seen_leaves_it_not_begun():
+    layer = make(GQA, max_rollback=4)
+    x, y = tokens(2, 6), tokens(2, 5, seed=1)
+    _, state = layer(x, mask=torch.arange(6) < torch.tensor([[6], [2]]))
+    state = state.crop(4)
+    assert state.seen.tolist() == [2, 0]
+    out, _ = layer(y, state=state)
+    close(out[:1], layer(torch.cat([x[:1, :2], y[:1]], dim=1))[0][:, 2:])
+    close(out[1:], layer(y[1:])[0])
+
+
+@pytest.mark.parametrize("targets", [(), ("k", "v")], ids=["plain", "shifted"])
+@torch.no_grad()
+def test_crop_beyond_the_history_is_refused(targets):
+    layer = make(max_rollback=3, shift_targets=targets, shift_window=3)
+    _, state = layer(tokens(B, T))
+    with pytest.raises(
+        ValueError, match=r"cannot crop 4 tokens: this state can take back 3; .* max_rollback=4 or more"
+    ):
+        state.crop(4)
+    cropped = state.crop(2)
+    with pytest.raises(
+        ValueError, match=r"cannot crop 2 tokens: this state can take back 1; .* max_rollback=4 or more"
+    ):
+        cropped.crop(2)
+    _, refilled = layer(tokens(B, 1), state=cropped)
+    refilled.crop(2)
+    # A row of a padded chunk may have got no token at all.
+    _, ragged = layer(tokens(B, 2), state=cropped, mask=torch.ones(B, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match="cannot crop 2 tokens"):
+        ragged.crop(2)
+    with pytest.raises(ValueError, match="tokens must be 0 or more, got -1"):
+        state.crop(-1)
+    with pytest.raises(ValueError, match="cannot crop 1 tokens: this state can take back 0"):
+        make()(tokens(B, T))[1].crop(1)
+
+
+@pytest.mark.parametrize("max_rollback", [0, 2])
+@torch.no_grad()
+def test_the_cache_of_a_sliding_window_stays_bounded(max_rollback):
+    layer = make(GQA, sliding_window=3, max_rollback=max_rollback)
+    _, state = layer(tokens(B, T))
+    for i in range(3):
+        _, state = layer(tokens(B, 1, seed=i), state=state)
+        assert state.k.shape[1] == 3 + max_rollback
+    assert state.seen.tolist() == [T + 3] * B
+
+
+@torch.no_grad()
+def test_a_window_of_one_sees_its_own_token_alone():
+    layer = make(sliding_window=1, shift_targets=())
+    x = tokens(B, T)
+    outs, _ = run(layer, *x.split(1, dim=1))
+    close(torch.cat(outs, dim=1), layer.o_proj(layer.v_proj(x)))
+
+
+@torch.no_grad()
+def test_no_state_is_edited():
+    layer = make(GQA, max_rollback=2, shift_targets=("q", "k", "v"))
+    x = tokens(B, T)
+    _, state = layer(x)
+    before = [part.clone() for part in parts(state)]
+    layer(x, state=state)
+    _, later = layer(x[:, :1], state=state, mask=torch.ones(B, 1, dtype=torch.bool))
+    for made in (
+        later,
+        state.crop(1),
+        state.select([1]),
+        state.reorder([2, 1, 0]),
+        state.reset(),
+    ):
+        for part in parts(made):
+            part.fill_(7)
+    for part, copy in zip(parts(state), before, strict=True):
+        assert torch.equal(part, copy)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.k = state.v
+
+
+def parts(state: AttentionState) -> list[torch.Tensor]:
+    return [state.k, state.v, state.seen, state.shift.k, state.shift.v, state.shift.q]
+
+
+def test_detach_cuts_the_gradient():
+    layer = make(shift_targets=("q", "k", "v"))
+    x, y = tokens(B, T).requires_grad_(), tokens(B, 2, seed=1).requires_grad_()
+    _, state = layer(x)
+    out, _ = layer(y, state=state.detach())
+    before, now = torch.autograd.grad(out.sum(), [x, y], allow_unused=True)
+    assert before is None
+    assert now.any()
+    close(out, layer(y, state=state)[0])
+
+
+@torch.no_grad()
+def test_to_casts_all_but_the_counts():
+    layer = make(GQA, dtype=torch.float32)
+    _, state = layer(tokens(B, T, dtype=torch.float32))
+    cast = state.to(torch.float64)
+    assert {cast.k.dtype, cast.v.dtype, cast.shift.k.dtype, cast.shift.v.dtype} == {torch.float64}
+    assert cast.seen.dtype == torch.int64
+    token = tokens(B, 1, seed=1)
+    close(layer.double()(token, state=cast)[0].float(), layer.float()(token.float(), state=state)[0])
+    assert cast.to("meta").k.device.type == cast.to("meta").seen.device.type == "meta"
+
+
+@pytest.mark.parametrize("targets", [("k", "v"), ("q",)], ids="".join)
+@torch.no_grad()
+def test_the_suite_sees_a_wrong_state(targets):
+    """Each way to lose the previous token changes the next output: these tests could not pass without it."""
+    layer = make(shift_targets=targets, max_rollback=2)
+    x, token = tokens(B, T), tokens(B, 1, seed=1)
+    _, state = layer(x)
+    right, _ = layer(token, state=state)
+    order = [1, 2, 0]
+    replace = dataclasses.replace
+    wrong = {
+        "zeros": replace(state, shift=state.shift.reset()),
+        "not reordered": replace(state.reorder(order), shift=state.shift).reorder([2, 0, 1]),
+        "not cropped": replace(layer(x[:, :2], state=state)[1].crop(2), shift=layer(x[:, :2], state=state)[1].shift),
+        "not counted": replace(state, seen=state.seen - 1),
+    }
+    for name, mutant in wrong.items():
+        out, _ = layer(token, state=mutant)
+        assert (out - right).abs().amax((1, 2)).min() > 1e-3, name
+
+
+@pytest.mark.parametrize("sequences", [2, 4])
+def test_a_state_of_other_sequences_is_refused(sequences):
+    layer = make()
+    _, state = layer(tokens(B, T))
+    with pytest.raises(ValueError, match=f"state must be of {sequences} sequences, got one of 3"):
+        layer(tokens(sequences, 1), state=state)
+    with pytest.raises(ValueError, match=f"state must be of {sequences} sequences, got one of 3"):
+        layer(tokens(1, 9), cu_seqlens=torch.tensor([0] * sequences + [9]), state=state)
+
+
+def test_a_state_of_another_layer_is_refused():
+    _, state = make()(tokens(B, T))
+    with pytest.raises(
+        ValueError, match=r"state.k must be \(3, keys, 2, 10\) torch.float64 on cpu, got \(3, 11, 5, 10\)"
+    ):
+        make(GQA)(tokens(B, 1), state=state)
+    with pytest.raises(ValueError, match=r"state.k must be .* torch.float32 on cpu, got .* torch.float64"):
+        make(dtype=torch.float32)(tokens(B, 1, dtype=torch.float32), state=state)
+    with pytest.raises(ValueError, match=r"state\.shift is None, but this layer shifts"):
+        make()(tokens(B, 1), state=make(shift_targets=())(tokens(B, T))[1])
+    with pytest.raises(ValueError, match="state holds no queries"):
+        make(shift_targets=("q", "k"))(tokens(B, 1), state=state)
+    with pytest.raises(ValueError, match=r"state\.k must be \(3, rows, 5, 10\) with rows >= 2"):
+        make(shift_window=3)(tokens(B, 1), state=state)
+    with pytest.raises(TypeError, match="state must be an AttentionState or None, got ShiftState"):
+        make()(tokens(B, 1), state=state.shift)
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "message"),
+    [
+        ("select", [[0]], r"indices must have one dimension, got shape \(1, 1\)"),
+        ("select", torch.tensor([True]), "boolean indices must have length 3, got 1"),
+        ("reorder", [0, 1], "beam_indices must be 3 integers, one for each sequence"),
+        ("reorder", torch.ones(3, dtype=torch.bool), r"beam_indices must be 3 integers, .* got torch\.bool"),
+        ("reorder", torch.ones(3), r"beam_indices must be 3 integers, .* got torch\.float32"),
+    ],
+)
+def test_bad_indices(method, argument, message):
+    _, state = make()(tokens(B, T))
+    with pytest.raises(ValueError, match=message):
+        getattr(state, method)(argument)
+    with pytest.raises(TypeError, match=r"indices must be integers or booleans, got torch\.float32"):
+        state.select([0.5])
+
+
+@torch.no_grad()
+def test_the_state_keeps_raw_rows_for_the_window_and_the_roll_back():
+    layer = make(GQA, shift_window=3, max_rollback=4)
+    _, state = layer(tokens(B, T))
+    assert isinstance(state.shift, ShiftState)
+    assert (state.shift.rows, state.shift.max_rows, state.rollback, state.max_rollback) == (6, 6, 4, 4)
+    close(state.shift.k.flatten(2), layer.k_proj(tokens(B, T))[:, -6:])

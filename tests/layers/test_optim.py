@@ -1,0 +1,132 @@
+"""Parameter groups: what decays, what does not, and at which rate the coefficients learn."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from kvshift import KVShift, KVShiftAttention, clamp_after_step, param_groups
+
+E, V = 12, 17
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, two attention layers that share their shift, a norm and biases."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(V, E)
+        self.layers = nn.ModuleList(KVShiftAttention(E, 3, head_dim=2, bias=True, **options) for _ in range(2))
+        self.norm = nn.LayerNorm(E)
+        self.head = nn.Linear(E, V, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return self.head(self.norm(x))
+
+
+def names(model: nn.Module, groups: list[dict]) -> dict[str, set[str]]:
+    by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {group["name"]: {by_id[id(parameter)] for parameter in group["params"]} for group in groups}
+
+
+def test_every_parameter_is_in_one_group():
+    model = Tied(qk_norm=True, shift_targets=("q", "k", "v"))
+    groups = param_groups(model, lr=0.5)
+    found = names(model, groups)
+    everything = {name for name, _ in model.named_parameters()}
+    shift = {name for name in everything if ".shift." in name}
+    vectors = {name for name in everything if name.endswith("bias") or "norm" in name}
+    assert len(shift) == 6
+    assert found == {"decay": everything - shift - vectors, "no_decay": vectors, "shift": shift}
+    assert "embed.weight" in found["decay"]
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))  # tied weights once
+    assert [(g["name"], g["lr"], g["weight_decay"]) for g in groups] == [
+        ("decay", 0.5, 0.1),
+        ("no_decay", 0.5, 0.0),
+        ("shift", 0.5, 0.0),
+    ]
+
+
+def test_shared_coefficients_come_once():
+    model = Tied()
+    model.layers[1].shift = model.layers[0].shift
+    assert names(model, param_groups(model, lr=1.0))["shift"] == {"layers.0.shift.alpha", "layers.0.shift.beta"}
+
+
+def test_learning_rates_and_decay():
+    groups = param_groups(Tied(), lr=0.25, weight_decay=0.5, shift_lr_multiplier=8.0)
+    assert {g["name"]: (g["lr"], g["weight_decay"]) for g in groups} == {
+        "decay": (0.25, 0.5),
+        "no_decay": (0.25, 0.0),
+        "shift": (2.0, 0.0),
+    }
+
+
+def test_frozen_parameters_and_empty_groups_are_left_out():
+    model = Tied().requires_grad_(False)
+    assert param_groups(model, lr=1.0) == []
+    model.layers[1].shift.beta.requires_grad_(True)
+    assert names(model, param_groups(model, lr=1.0)) == {"shift": {"layers.1.shift.beta"}}
+    linear = nn.Linear(2, 3)
+    assert names(linear, param_groups(linear, lr=1.0)) == {"decay": {"weight"}, "no_decay": {"bias"}}
+
+
+def test_a_layer_alone_and_a_gate():
+    shift = KVShift(3, constraint="gate")
+    assert names(shift, param_groups(shift, lr=1.0)) == {"shift": {"alpha", "beta"}}
+
+
+def test_the_groups_survive_a_cast_and_the_compiler():
+    model = torch.compile(Tied().bfloat16())
+    assert len(names(model, param_groups(model, lr=1.0))["shift"]) == 4
+
+
+def test_decay_leaves_the_coefficients():
+    """A step on zero gradients shows decay and nothing else."""
+    model = Tied(shift_init="identity")
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(param_groups(model, lr=0.5, weight_decay=0.25))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.state_dict().items():
+        factor = 1.0 if ".shift." in name or "norm" in name or name.endswith("bias") else 1 - 0.5 * 0.25
+        assert torch.equal(parameter, before[name] * factor), name
+
+
+@pytest.mark.parametrize("constraint", ["free", "gate", "clamp"])
+def test_a_bfloat16_model_learns_its_coefficients_and_twice_the_same(constraint):
+    def train():
+        torch.manual_seed(0)
+        model = Tied(shift_constraint=constraint).bfloat16()
+        start = copy.deepcopy(model.state_dict())
+        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-4))
+        if constraint == "clamp":
+            clamp_after_step(optimizer, model)
+        for _ in range(23):
+            tokens = torch.randint(V, (5, 7))
+            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return start, model.state_dict()
+
+    start, trained = train()
+    _, again = train()
+    for name, parameter in trained.items():
+        assert torch.equal(parameter, again[name]), name
+        if ".shift." in name:
+            assert parameter.dtype == torch.float32
+            assert (parameter != start[name]).all(), name
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "shift_lr_multiplier"])
+@pytest.mark.parametrize("value", [-0.5, float("nan")])
+def test_bad_numbers(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be 0 or more, got {value}"):
+        param_groups(Tied(), **{"lr": 1.0, name: value})
