@@ -250,7 +250,7 @@ def _weights(mix_GW: Tensor, x: Tensor) -> list[Tensor]:
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     mix_GW1 = (mix_GW if mix_GW.dtype == dtype else mix_GW.to(dtype)).unsqueeze(2)
-    if x.shape[1] > 16 and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and x.shape[1] > 16:
         mix_GW1 = mix_GW1.expand(-1, -1, x.shape[3]).transpose(0, 1).contiguous().transpose(0, 1)
     return list(mix_GW1.unbind(1))
 

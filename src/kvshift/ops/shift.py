@@ -238,7 +238,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, positions: int) -> None:
     valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == positions) & (cu_seqlens.diff() >= 0).all()
     message = f"cu_seqlens must rise from 0 to {positions}, the positions of the pack, without falling"
     if cu_seqlens.device.type != "cpu":
-        torch._assert_async(valid, message)  # no wait for the device
+        torch.ops.aten._assert_async.msg(valid, message)  # no wait for the device
     elif not valid:
         raise ValueError(f"{message}; got {cu_seqlens.tolist()}")
 

@@ -157,3 +157,7 @@ class ShiftState:
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> ShiftState:
         return ShiftState(fn(self.k), fn(self.v), self.max_rows, None if self.q is None else fn(self.q))
+
+
+# A pytree, so that an exported program can take and return it.
+torch.export.register_dataclass(ShiftState)
