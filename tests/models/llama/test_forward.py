@@ -117,10 +117,9 @@ def test_a_custom_four_dimensional_mask_goes_to_attention_as_it_is():
     torch.testing.assert_close(logits_of(model, ids, attention_mask=causal), logits_of(model, ids), rtol=0, atol=ATOL)
 
 
-@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers sets it
-@pytest.mark.filterwarnings(
-    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
-)  # torch
+# Both warnings are between transformers and torch.
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 @pytest.mark.slow
 def test_flex_attention_equals_the_reference():
     """Flex attention is compiled, so this is one model with all that its masks can hold: a window and padding."""

@@ -1,0 +1,80 @@
+"""LoRA by PEFT: it changes the projections, and so stands inside the shift."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from .checks import ATOL, check_decoding, logits_of, new_tokens_of, reference_of
+from .tiny import random_tokens, tiny_model
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def adapted(**options) -> PeftModel:
+    """An adapter with random weights: PEFT's own start changes nothing."""
+    model = get_peft_model(tiny_model(shift_window=3), LoraConfig(r=2, target_modules=TARGETS, **options))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.eval()
+
+
+def test_the_adapter_stands_inside_the_shift():
+    """With the adapter merged into the projections the reference, which shifts after them, gives the same."""
+    model, ids = adapted(), random_tokens(1, 11)
+    logits = logits_of(model, ids)
+    assert (logits - logits_of(tiny_model(shift_window=3), ids)).abs().max() > 1  # it does something
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits_of(merged, ids), logits, rtol=0, atol=ATOL)
+    torch.testing.assert_close(reference_of(merged, ids[0]), logits[0], rtol=0, atol=ATOL)
+    check_decoding(merged.double())
+
+
+def test_cached_generation_with_an_unmerged_adapter():
+    model = adapted().double()
+    for length in (1, 2, 9):
+        prompt = random_tokens(1, length)
+        cached, uncached = (new_tokens_of(model, prompt, use_cache=use) for use in (True, False))
+        torch.testing.assert_close(cached, uncached, rtol=0, atol=0)
+
+
+def test_training_moves_the_adapter_alone():
+    model, ids = adapted().train(), random_tokens(2, 9)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == ("lora_" not in name), name
+
+
+def test_coefficients_can_be_trained_beside_the_adapter(tmp_path):
+    model, ids = adapted(modules_to_save=["shift"]).train(), random_tokens(2, 9)
+    trained = {name: p.clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert sum(".shift." in name for name in trained) == 4
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert name not in trained or not torch.equal(parameter, trained[name]), name
+    model.eval().save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_model(shift_window=3), tmp_path).eval()
+    torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids), rtol=0, atol=0)
+    prompt = random_tokens(1, 5)
+    cached, uncached = (new_tokens_of(loaded.double(), prompt, use_cache=use) for use in (True, False))
+    torch.testing.assert_close(cached, uncached, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_saved_and_loaded(tmp_path, dtype: torch.dtype):
+    model, ids = adapted().to(dtype), random_tokens(1, 9)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    base = tiny_model(dtype, shift_window=3)
+    loaded = PeftModel.from_pretrained(base, tmp_path, autocast_adapter_dtype=False).to(dtype).eval()
+    torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids), rtol=0, atol=0)
+    assert base.model.layers[0].self_attn.shift.alpha.dtype == torch.float32

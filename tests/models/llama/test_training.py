@@ -1,0 +1,221 @@
+"""Training: checkpointing, Trainer, bfloat16, the same bits from the same seed, and the compiler."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainingArguments, set_seed
+
+from kvshift import KVShift, param_groups
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+
+from .tiny import left_padded, random_tokens, tiny_config, tiny_model
+
+# The word of transformers 5.23, and of those before.
+CHECKPOINTING = next(
+    word for word in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, word)
+)
+VARIANTS = {
+    "paper": {},
+    "queries too, window 4": {"shift_targets": ["q", "k", "v"], "shift_window": 4, "qk_norm": True},
+    "gate": {"shift_constraint": "gate", "sliding_window": 5},
+}
+every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def batches() -> dict[str, dict[str, Tensor]]:
+    ids = random_tokens(2, 9)
+    padded, mask = left_padded([random_tokens(9), random_tokens(4)])
+    return {
+        "whole rows": {"input_ids": ids},
+        "padded rows": {"input_ids": padded, "attention_mask": mask},
+        "packed rows": {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])},
+    }
+
+
+def gradients_of(model: KVShiftLlamaForCausalLM, batch: dict[str, Tensor], **inputs: Any) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    model(**batch, labels=batch["input_ids"], **inputs).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+@every_variant
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("batch", batches().values(), ids=batches().keys())
+def test_gradient_checkpointing_changes_no_bit(options: dict, reentrant: bool, batch: dict):
+    model = tiny_model(**options).train()
+    expected = gradients_of(model, batch, use_cache=False)
+    enable = getattr(model, f"{CHECKPOINTING}_enable")
+    enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()  # without which reentrant checkpoints have no gradient
+    calls = []
+    model.model.layers[0].self_attn.shift.register_forward_hook(lambda *_: calls.append(1))
+    assert_equal(gradients_of(model, batch), expected, rtol=0, atol=0)
+    assert len(calls) == 2  # once forward, once again backward
+
+
+@every_variant
+def test_a_cache_that_nobody_asked_for_does_not_change_training(options: dict):
+    """`use_cache` is on by default in a configuration."""
+    model = tiny_model(**options).train()
+    batch = batches()["padded rows"]
+    assert_equal(gradients_of(model, batch), gradients_of(model, batch, use_cache=False), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "batch"), [("paper", "whole rows"), ("queries too, window 4", "packed rows"), ("gate", "padded rows")]
+)
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # torch's own
+def test_a_compiled_step_has_no_graph_break(options: str, batch: str):
+    torch._dynamo.reset()
+    model, inputs = tiny_model(**VARIANTS[options]).train(), batches()[batch]
+    expected = gradients_of(model, inputs, use_cache=False)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    model.zero_grad(set_to_none=True)
+    compiled(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
+    got = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_equal(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def trained(tmp_path, steps: int, *, resume: bool = False, **arguments: Any) -> KVShiftLlamaForCausalLM:
+    """A few steps of transformers' Trainer, on always the same random rows."""
+    set_seed(11)
+    model = KVShiftLlamaForCausalLM(tiny_config(shift_window=3))
+    rows = [{"input_ids": row, "labels": row} for row in random_tokens(16, 12)]
+    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, shift_lr_multiplier=3.0))
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=11,
+        **arguments,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, constant))
+    trainer.train(resume_from_checkpoint=resume)
+    return model
+
+
+def test_trainer_moves_the_coefficients_saves_and_resumes(tmp_path):
+    set_seed(11)
+    start = KVShiftLlamaForCausalLM(tiny_config(shift_window=3)).state_dict()
+    whole = trained(tmp_path / "whole", 4).state_dict()
+    for name, tensor in whole.items():
+        assert not torch.equal(tensor, start[name]), f"{name} did not move"
+    trained(tmp_path / "parts", 2)
+    assert_equal(trained(tmp_path / "parts", 4, resume=True).state_dict(), whole, rtol=0, atol=0)
+    loaded = KVShiftLlamaForCausalLM.from_pretrained(tmp_path / "parts" / "checkpoint-4").state_dict()
+    assert_equal(loaded, whole, rtol=0, atol=0)
+
+
+def test_trainer_with_checkpointing_and_bfloat16(tmp_path):
+    model = trained(tmp_path, 2, bf16=True, **{CHECKPOINTING: True})
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_the_same_seed_gives_the_same_bits():
+    def train() -> dict[str, Tensor]:
+        set_seed(3)
+        model = KVShiftLlamaForCausalLM(tiny_config(shift_targets=["q", "k", "v"])).train()
+        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2))
+        for batch in [*batches().values()] * 2:
+            model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    assert_equal(train(), train(), rtol=0, atol=0)
+
+
+def test_start_values_follow_the_seed_and_the_configuration():
+    def coefficients(seed: int, **options: Any) -> dict[str, Tensor]:
+        set_seed(seed)
+        model = KVShiftLlamaForCausalLM(tiny_config(**options))
+        return {name: tensor for name, tensor in model.state_dict().items() if ".shift." in name}
+
+    assert_equal(coefficients(1), coefficients(1), rtol=0, atol=0)
+    for (name, one), other in zip(coefficients(1).items(), coefficients(2).values(), strict=True):
+        assert not torch.equal(one, other), name
+        torch.testing.assert_close(one.sum(1), torch.ones(3))  # uniform: all but the last drawn, the last 1 - their sum
+        assert one.min() > 0
+    for tensor in coefficients(1, shift_init="identity", shift_window=3).values():
+        assert tensor.tolist() == [[1.0, 0.0, 0.0]] * 3
+
+
+def test_parameter_groups_know_the_coefficients():
+    model = tiny_model(shift_targets=["q", "k", "v"])
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = {group["name"]: group for group in param_groups(model, lr=1e-3, weight_decay=0.1)}
+    shift = {names[id(parameter)] for parameter in groups["shift"]["params"]}
+    assert shift == {name for name in names.values() if ".shift." in name}
+    assert len(shift) == 6
+    assert groups["shift"]["weight_decay"] == 0.0
+    assert sum(len(group["params"]) for group in groups.values()) == len(names)
+
+
+class TestBfloat16:
+    def model(self) -> KVShiftLlamaForCausalLM:
+        return tiny_model(torch.bfloat16, shift_window=3)
+
+    def assert_dtypes(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == (torch.float32 if ".shift." in name else torch.bfloat16), name
+
+    def test_coefficients_stay_float32(self, tmp_path):
+        model = self.model()
+        self.assert_dtypes(model)
+        self.assert_dtypes(model.to(torch.bfloat16))
+        self.assert_dtypes(model.bfloat16())
+        exact = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.save_pretrained(tmp_path)
+        for dtype in ("bfloat16", torch.bfloat16, "auto"):
+            loaded = KVShiftLlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+            self.assert_dtypes(loaded)
+            assert_equal(loaded.state_dict(), exact, rtol=0, atol=0)
+
+    def test_a_float32_checkpoint_loaded_in_bfloat16_keeps_its_coefficients(self, tmp_path):
+        model = tiny_model()
+        model.save_pretrained(tmp_path)
+        loaded = KVShiftLlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        self.assert_dtypes(loaded)
+        for name, module in loaded.named_modules():
+            if isinstance(module, KVShift):
+                torch.testing.assert_close(module.alpha, model.get_submodule(name).alpha, rtol=0, atol=0)
+
+    def test_a_hundred_small_steps_move_the_coefficients(self):
+        model = self.model().train()
+        before = {name: tensor.clone() for name, tensor in model.named_parameters() if ".shift." in name}
+        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-6))
+        ids = random_tokens(2, 9)
+        for _ in range(100):
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            if name in before:
+                moved = (parameter - before[name]).abs()
+                assert (moved > 1e-6).all(), name
+                assert (moved < 2e-4).all(), name  # so little that in bfloat16 most would not have moved at all
+
+    def test_pieces_of_a_row_are_as_near_to_float32_as_the_row(self):
+        model, ids = self.model(), random_tokens(1, 9)
+        with torch.no_grad():
+            exact = tiny_model(shift_window=3)(ids).logits
+            whole = model(ids).logits.float()
+            cache = model(ids[:, :5], use_cache=True).past_key_values
+            rest = model(ids[:, 5:], past_key_values=cache).logits.float()
+        rounding = (whole - exact).abs().max()
+        assert rounding < 0.5
+        assert (rest - whole[:, 5:]).abs().max() <= rounding
