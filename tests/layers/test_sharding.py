@@ -1,0 +1,46 @@
+"""Sharded by FSDP2, the coefficients stay float32 parameters of their own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.layers.attention_cases import GQA, B, T, close, make, tokens
+
+# Queries that are not shifted come back as they are, a view of the projection; nothing edits them.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_bfloat16_model_is_sharded_in_two_groups(mesh):
+    layer = make(GQA, dtype=torch.bfloat16)
+    x = tokens(B, T, dtype=torch.bfloat16)
+    expected, _ = layer(x)
+    fully_shard(layer.shift, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    fully_shard(layer, mesh=mesh)
+    out, _ = layer(x)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert {p.grad.dtype for p in layer.shift.parameters()} == {torch.float32}
+    assert set(layer.state_dict()) == set(make(GQA).state_dict())
+
+
+def test_mixed_precision_of_a_float32_model(mesh):
+    layer = make(GQA, dtype=torch.float32)
+    x = tokens(B, T, dtype=torch.float32)
+    expected = layer.bfloat16()(x.bfloat16())[0]
+    layer = make(GQA, dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(layer.shift, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    fully_shard(layer, mesh=mesh, mp_policy=policy)
+    out, _ = layer(x)
+    close(out, expected)
+    out.sum().backward()
+    assert {p.dtype for p in layer.parameters()} == {p.grad.dtype for p in layer.parameters()} == {torch.float32}
