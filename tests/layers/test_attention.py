@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvshift import KVShiftAttention
-from kvshift.layers.positions import alibi_slopes, rotary_table, rotate
+from kvshift.layers.positions import alibi_slopes, cached_places, count_tokens, rotary_table, rotate, visible
 from tests.layers.attention_cases import GQA, MHA, VARIED, B, D, E, T, close, make, tokens
 from tests.layers.attention_reference import reference_attention
 
@@ -250,6 +250,24 @@ def test_counted_positions_are_the_default():
     mask = MASKS["between"]
     real = mask.cumsum(1) - 1
     assert torch.equal(layer(x, positions=real, mask=mask)[0], layer(x, mask=mask)[0])
+
+
+def test_who_sees_whom():
+    """Cached: one padded column and ranks 0, 1. New: padding, rank 2, padding, rank 3."""
+    past = cached_places(torch.tensor([2]), 3, packed=False)
+    new, seen = count_tokens(
+        1, 4, torch.device("cpu"), seen=torch.tensor([2]), mask=torch.tensor([[False, True, False, True]])
+    )
+    assert seen.tolist() == [4]
+    keys = past.followed_by(new)
+    assert keys.rank.tolist() == [[-1, 0, 1, -1, 2, -1, 3]]
+    everything = [True] * 7  # padding sees something, or its softmax would be NaN on some devices
+    assert visible(new, keys, None).long().tolist() == [
+        [everything, [0, 1, 1, 0, 1, 0, 0], everything, [0, 1, 1, 0, 1, 0, 1]]
+    ]
+    assert visible(new, keys, 2).long().tolist() == [
+        [everything, [0, 0, 1, 0, 1, 0, 0], everything, [0, 0, 0, 0, 1, 0, 1]]
+    ]
 
 
 def test_slopes_of_alibi():

@@ -156,6 +156,31 @@ def test_the_last_document_of_a_row_goes_on(options):
 
 
 @torch.no_grad()
+def test_the_number_of_padding_before_a_document_does_not_begin_one():
+    layer = make(GQA)
+    x, y = tokens(1, 3), tokens(1, 4, seed=1)
+    _, state = layer(x)
+    mask, seq_idx = torch.tensor([[False, True, True, True]]), torch.tensor([[5, 2, 2, 2]])
+    out, after = layer(y, mask=mask, seq_idx=seq_idx, state=state)
+    expected, expected_after = layer(torch.cat([x, y[:, 1:]], dim=1))
+    close(out[:, 1:], expected[:, 3:])
+    close_states(layer, after, expected_after)
+
+
+@torch.no_grad()
+def test_documents_that_have_ended_leave_the_cache():
+    """Zeros stand in their place, so that not even a NaN among them could reach a later token."""
+    layer = make(shift_targets=())
+    x = tokens(1, T)
+    x[:, 3] = torch.nan
+    _, state = layer(x, seq_idx=(torch.arange(T) > 6).long().unsqueeze(0))
+    assert state.seen.tolist() == [4]
+    assert not state.k[:, : T - 4].any()
+    assert not state.v[:, : T - 4].any()
+    close(layer(x[:, :1], state=state)[0], layer(torch.cat([x[:, 7:], x[:, :1]], dim=1))[0][:, 4:])
+
+
+@torch.no_grad()
 def test_the_state_of_a_pack_keeps_sequences_apart():
     """Whatever stands in one sequence, not a bit of another changes when the pack is continued as a batch."""
     layer = make(GQA, dtype=torch.float32)
