@@ -295,8 +295,22 @@ def test_state_moves_with_the_queries():
         assert torch.equal(piece, both[:, T:])
 
 
+@torch.no_grad()
+def test_the_backend_asked_for_is_used_in_decoding_too(monkeypatch):
+    q, k, v = qkv(length=1)
+    shift = layer()
+    *_, state = shift(q, k, v)
+    with pytest.raises(ValueError, match=r"backend must be one of .* got 'trition'"):
+        shift(q, k, v, state=state, backend="trition")
+    used = []
+    monkeypatch.setattr("kvshift.layers.shift.kv_shift", lambda *a, **options: used.append(options) or kv_shift(*a))
+    shift(q, k, v, state=state, backend="reference")
+    assert used[0]["backend"] == "reference"
+
+
 def change_in_place(shift):
-    shift.alpha.mul_(3), shift.beta.mul_(5)
+    shift.alpha.mul_(3)
+    shift.beta.mul_(5)
 
 
 @pytest.mark.parametrize(

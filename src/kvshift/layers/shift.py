@@ -133,7 +133,8 @@ class KVShift(nn.Module):
         if not self.targets:
             _check_boundaries(k, cu_seqlens, seq_idx, mask)
             return q, k, v, None
-        if cu_seqlens is None and seq_idx is None and mask is None and self._is_next_token(k, v, state):
+        unbounded = cu_seqlens is None and seq_idx is None and mask is None
+        if unbounded and backend == "auto" and self._is_next_token(k, v, state):
             return q, *self._shift_next_token(k, v, cast(ShiftState, state))
         where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
         alpha, beta, gamma = self._mix("k"), self._mix("v"), self._mix("q")
