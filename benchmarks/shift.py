@@ -14,6 +14,9 @@ Contestants take turns within each round; the table gives the median over rounds
 from __future__ import annotations
 
 import argparse
+import ctypes
+import functools
+import itertools
 import json
 import os
 import platform
@@ -22,6 +25,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +34,8 @@ from torch import Tensor
 from kvshift.ops import shift_tokens
 
 SHAPES = ((4, 2048, 4, 128), (8, 1024, 16, 64))
+
+Function = Callable[[Tensor, Tensor], Tensor]
 
 
 def appendix_m(x: Tensor, mix: Tensor) -> Tensor:
@@ -60,7 +66,7 @@ def measure(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[s
     return seconds
 
 
-def ratios(seconds: dict[str, list[float]], baseline: str) -> list[dict[str, float | str]]:
+def ratios(seconds: dict[str, list[float]], baseline: str) -> list[dict[str, Any]]:
     base = statistics.median(seconds[baseline])
     rows = []
     for name, values in seconds.items():
@@ -69,60 +75,53 @@ def ratios(seconds: dict[str, list[float]], baseline: str) -> list[dict[str, flo
     return rows
 
 
-def bytes_saved(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> int:
+def bytes_saved(function: Function, *inputs: Tensor) -> int:
     """Bytes kept for backward beyond the inputs."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    total = 0
+    storages = {tensor.untyped_storage().data_ptr(): 0 for tensor in inputs}
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal total
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            known.add(storage.data_ptr())
-            total += storage.nbytes()
+        storages.setdefault(storage.data_ptr(), storage.nbytes())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return total
+        function(*inputs)
+    return sum(storages.values())
 
 
 def operator(rounds: int) -> list[dict]:
-    compiled = torch.compile(ours, dynamic=False)
-    formulations = {
-        "appendix M": appendix_m,
-        "pad, multiply, add": pad_multiply_add,
-        "kv_shift": ours,
-        "kv_shift, compiled": compiled,
-    }
+    plain = {"appendix M": appendix_m, "pad, multiply, add": pad_multiply_add}
+    own = {"kv_shift": ours, "kv_shift, compiled": torch.compile(ours, dynamic=False)}
     rows = []
-    for shape in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16):
-            torch.manual_seed(0)
-            x = torch.randn(shape).to(dtype).requires_grad_()
-            grad, target = torch.randn(shape).to(dtype), torch.empty(shape, dtype=dtype)
-            # The plain formulations compute in the dtype of their inputs; theirs are cast, ours stay in float32.
-            mix = torch.rand(shape[2], 2).requires_grad_()
-            mix_low = mix.detach().to(dtype).requires_grad_()
+    for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16)):
+        rows += operator_at(shape, dtype, plain, own, rounds)
+    return rows
 
-            def both(function: Callable, coefficients: Tensor, x: Tensor = x, grad: Tensor = grad) -> None:
-                torch.autograd.grad(function(x, coefficients), (x, coefficients), grad)
 
-            contestants: dict[str, Callable[[], object]] = {"copy_": lambda t=target, x=x: t.copy_(x.detach())}
-            for name, function in formulations.items():
-                coefficients = mix if "kv_shift" in name else mix_low
-                contestants[name] = lambda f=function, c=coefficients: both(f, c)
-            expected = pad_multiply_add(x.double(), mix.double())
-            for row in ratios(measure(contestants, rounds), "copy_"):
-                name = row["name"]
-                if name != "copy_":
-                    function, coefficients = formulations[name], mix if "kv_shift" in name else mix_low
-                    y = function(x, coefficients)
-                    row["worst error"] = float(((y - expected).abs() / (expected.abs() + 1)).max())
-                    row["MiB saved"] = (
-                        bytes_saved(lambda f=function, c=coefficients: f(x, c), (x, coefficients)) / 2**20
-                    )
-                rows.append({"part": "operator", "shape": shape, "dtype": str(dtype).removeprefix("torch."), **row})
+def operator_at(
+    shape: tuple[int, ...], dtype: torch.dtype, plain: dict[str, Function], own: dict[str, Function], rounds: int
+) -> list[dict]:
+    torch.manual_seed(0)
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    grad, target = torch.randn(shape).to(dtype), torch.empty(shape, dtype=dtype)
+    mix = torch.rand(shape[2], 2).requires_grad_()
+    # The plain formulations compute in the dtype of their inputs, so theirs are cast; ours stay in float32.
+    mixes = dict.fromkeys(plain, mix.detach().to(dtype).requires_grad_()) | dict.fromkeys(own, mix)
+    functions = {**plain, **own}
+
+    def both(name: str) -> None:
+        torch.autograd.grad(functions[name](x, mixes[name]), (x, mixes[name]), grad)
+
+    contestants: dict[str, Callable[[], object]] = {"copy_": lambda: target.copy_(x.detach())}
+    contestants |= {name: functools.partial(both, name) for name in functions}
+    rows = ratios(measure(contestants, rounds), "copy_")
+    expected = pad_multiply_add(x.detach().double(), mix.detach().double())
+    for row in rows:
+        row |= {"part": "operator", "shape": shape, "dtype": str(dtype).removeprefix("torch.")}
+        if (name := row["name"]) in functions:
+            y = functions[name](x, mixes[name]).detach()
+            row["worst error"] = float(((y - expected).abs() / (expected.abs() + 1)).max())
+            row["MiB saved"] = bytes_saved(functions[name], x, mixes[name]) / 2**20
     return rows
 
 
@@ -197,21 +196,12 @@ def table(rows: list[dict]) -> str:
 
 
 def hardware() -> dict[str, object]:
-    cpu = (
-        next(
-            (
-                line.split(":")[1].strip()
-                for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if "model name" in line
-            ),
-            platform.processor(),
-        )
-        if Path("/proc/cpuinfo").exists()
-        else platform.processor()
-    )
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        "cpu": cpu,
+        "cpu": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -220,25 +210,41 @@ def hardware() -> dict[str, object]:
     }
 
 
+def keep_memory() -> bool:
+    """Have the C library keep freed memory, as the allocators do that PyTorch recommends for a CPU.
+
+    glibc hands large blocks back to the system at once, and taking new pages then costs more than what is measured.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # not glibc
+        return False
+    trim_threshold, mmap_threshold = -1, -3
+    return bool(mallopt(mmap_threshold, 2**30) and mallopt(trim_threshold, 2**31 - 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="measurements of each contestant (default: 30)")
     parser.add_argument("--only", default="operator,training,decoding", help="parts to run, separated by commas")
+    parser.add_argument("--system-malloc", action="store_true", help="leave the allocator of the C library as it is")
     parser.add_argument("--output", type=Path, help="append the rows to this file as JSON lines")
     arguments = parser.parse_args()
+    kept = not arguments.system_malloc and keep_memory()
     parts = {"operator": operator, "training": training, "decoding": decoding}
     rows = []
     for part in arguments.only.split(","):
         if part not in parts:
             parser.error(f"--only must name parts out of {', '.join(parts)}; got {part!r}")
         rows += parts[part](arguments.rounds)
+    machine = {**hardware(), "memory kept": kept}
     print(table(rows))
-    print(json.dumps(hardware()))
+    print(json.dumps(machine))
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         with arguments.output.open("a") as file:
             for row in rows:
-                file.write(json.dumps({**row, "hardware": hardware()}) + "\n")
+                file.write(json.dumps({**row, "hardware": machine}) + "\n")
 
 
 if __name__ == "__main__":

@@ -40,8 +40,9 @@ def shift_eager(
     Returns:
         y like x, and the next history.
     """
-    if x.shape[0] * x.shape[1] == 0:
-        return torch.empty_like(x), history
+    if x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
+        y = x if mix is None else _mix_terms([x], _weights(mix, x)[:1]).to(x.dtype)
+        return y, _newest(x, history, max_rows) if plan is None else history.clone()
     if plan is None:
         return (x if mix is None else _shift_slices(x, mix, history)), _newest(x, history, max_rows)
     next_history = _rows(x, _by_batch(history, x), plan.tails).reshape(history.shape)
@@ -49,11 +50,14 @@ def shift_eager(
 
 
 def _newest(x: Tensor, history: Tensor, rows: int) -> Tensor:
-    """The last rows of history and x together."""
+    """The last rows of history and x together, in memory of their own.
+
+    A view would keep all of x alive, and follow when the caller fills the same x with the next token.
+    """
     length = x.shape[1]
     if length < rows:
         return torch.cat([history, x], dim=1)[:, -rows:]
-    return x if length == rows else x[:, length - rows :].clone()  # a view would keep all of x in memory
+    return x[:, length - rows :].clone()
 
 
 def _tracked(*inputs: Tensor) -> bool:
@@ -227,7 +231,7 @@ def _gather_forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor) ->
 
 def _by_batch(history: Tensor, x: Tensor) -> Tensor:
     """(S, R, ...) as (B, Q, ...): the sequences of a pack one after another, those of batch rows as they are."""
-    return history.reshape(x.shape[0], -1, *history.shape[2:]) if x.shape[0] else history
+    return history.reshape(x.shape[0], history.shape[0] // x.shape[0] * history.shape[1], *history.shape[2:])
 
 
 def _rows(x: Tensor, past: Tensor, index: Tensor) -> Tensor:
@@ -273,8 +277,11 @@ def _in_blocks(x: Tensor, block: Callable[[int, int, Tensor | None], Tensor], dt
     A compiler and a GPU are given the whole at once.
     """
     batch, length, heads, size = x.shape
+    # Asked in this order, a compiler makes no assumption about the length.
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return block(0, length, None).to(x.dtype)
     step = max(1, _BLOCK // max(1, batch * heads * size))
-    if length <= step or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if length <= step:
         return block(0, length, None).to(x.dtype)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for start in range(0, length, step):

@@ -66,7 +66,8 @@ def shift_reference(
             rows[b, t] = y.to(x.dtype)
         next_history.append(torch.stack(seen[len(seen) - keep :]))
 
+    new_history = torch.stack(next_history) if next_history else history.new_zeros(0, keep, *history.shape[2:])
     if mix is None:
-        return x, torch.stack(next_history)
+        return x, new_history
     y = [rows[b, t] for b in range(x.shape[0]) for t in range(x.shape[1])]
-    return torch.stack(y).reshape(x.shape) if y else torch.empty_like(x), torch.stack(next_history)
+    return torch.stack(y).reshape(x.shape) if y else x.clone(), new_history

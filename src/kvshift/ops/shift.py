@@ -90,6 +90,11 @@ def kv_shift(
     elif isinstance(state, ShiftState):
         _check_history("state.k", state.k, k, sequences, window)
         _check_history("state.v", state.v, v, sequences, window)
+        if not state.k.shape[1] == state.v.shape[1] <= state.max_rows:
+            raise ValueError(
+                f"state must hold as many keys as values, max_rows at most; got {state.k.shape[1]} rows of keys and "
+                f"{state.v.shape[1]} of values with max_rows = {state.max_rows}"
+            )
         past, max_rows = (state.k, state.v), state.max_rows
     else:
         raise TypeError(f"state must be a ShiftState or None, got {type(state).__name__}")
@@ -212,6 +217,9 @@ def _check_mix(name: str, mix: Tensor, x: Tensor) -> None:
 def _check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> int:
     """Returns S, the number of sequences that have a state."""
     batch, positions = x.shape[:2]
+    for name, tensor in (("cu_seqlens", cu_seqlens), ("seq_idx", seq_idx), ("mask", mask)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
     for name, tensor in (("seq_idx", seq_idx), ("mask", mask)):
         if tensor is not None and (tensor.shape != x.shape[:2] or tensor.device != x.device):
             raise ValueError(f"{name} must be ({batch}, {positions}) on {x.device}; {_say(**{name: tensor})}")
@@ -227,7 +235,7 @@ def _check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | No
         raise ValueError(f"with cu_seqlens the batch must be 1 row that holds all sequences, got {batch} rows")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens must be of dtype torch.int32 or torch.int64; {_say(cu_seqlens=cu_seqlens)}")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.device != x.device:
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens must be (sequences + 1,) on {x.device}; {_say(cu_seqlens=cu_seqlens)}")
     if not torch.compiler.is_compiling():
         _check_cu_seqlens(cu_seqlens, positions)
@@ -245,6 +253,8 @@ def _check_cu_seqlens(cu_seqlens: Tensor, positions: int) -> None:
 
 def _check_history(name: str, history: Tensor, x: Tensor, sequences: int, window: int) -> None:
     expected = (sequences, *x.shape[2:])
+    if not isinstance(history, Tensor):
+        raise TypeError(f"{name} must be a tensor (sequences, rows, heads, head size), got {type(history).__name__}")
     if history.ndim != 4 or (history.shape[0], *history.shape[2:]) != expected or history.shape[1] < window - 1:
         raise ValueError(
             f"{name} must be ({sequences}, rows, {x.shape[2]}, {x.shape[3]}) with rows >= {window - 1}, "

@@ -223,7 +223,8 @@ def adopt_cache(cache: Cache, config: KVShiftLlamaConfig) -> None:
             "past_key_values already holds tokens, but not their raw keys and values, which cannot be recovered; "
             "start with an empty cache, such as DynamicCache(config=model.config)"
         )
-    cache.layers[:] = [_with_shift(layer, config.shift_window) for layer in cache.layers]
+    layers: list[Any] = cache.layers
+    layers[:] = [_with_shift(layer, config.shift_window) for layer in layers]
 
 
 def check_recording(

@@ -30,11 +30,14 @@ class KVShiftLlamaConfig(LlamaConfig):
 
     model_type = "kvshift_llama"
     base_model_tp_plan: ClassVar[dict[str, str]] = {
-        **LlamaConfig.base_model_tp_plan,
+        **(LlamaConfig.base_model_tp_plan or {}),
         # Coefficients are sharded like the heads they belong to.
         "layers.*.self_attn.shift.alpha": "colwise",
         "layers.*.self_attn.shift.beta": "colwise",
         "layers.*.self_attn.shift.gamma": "colwise",
+        # All heads share one norm, and every rank sees the gradient of its own heads alone.
+        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     }
 
     shift_targets: list[str] | tuple[str, ...] = ("k", "v")

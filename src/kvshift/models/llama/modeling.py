@@ -7,7 +7,7 @@ ones beside the shifted (`cache.py`); padding and documents reach the shift thro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class KVShiftLlamaAttention(LlamaAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         shift_mask: Tensor | None = None,
@@ -104,7 +104,7 @@ class KVShiftLlamaAttention(LlamaAttention):
         if cache is None:
             q, k, v, _ = self.shift(q, k, v, seq_idx=seq_idx, mask=mask)
             return q, k, v
-        layer: ShiftCacheLayer = cache.layers[self.layer_idx]
+        layer = cast(ShiftCacheLayer, cache.layers[self.layer_idx])
         if layer.record_past and mask is not None:
             # Padding on the left can as well be zeros: then one raw row is kept for every position, as `crop` counts.
             padding = ~mask[:, :, None, None]
@@ -229,7 +229,7 @@ class KVShiftLlamaModel(KVShiftLlamaPreTrainedModel, LlamaModel):
 
     def _refuse_unknown_attention(self) -> None:
         """Servers with attention and caches of their own would drop the state of the shift without a word."""
-        name = self.config._attn_implementation
+        name = str(self.config._attn_implementation)
         from_hub = "/" in name and not name.startswith("paged|")
         if not name.startswith(_ATTENTION) and not from_hub:
             raise ValueError(
