@@ -351,6 +351,21 @@ def test_compiled_without_graph_breaks(where):
             close(compiled(token, state=compiled_state.detach())[0], layer(token, state=state)[0])
 
 
+@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@torch.no_grad()
+def test_exported_prefill_and_decoding(options):
+    layer = make(dtype=torch.float32, **options)
+    x, token = tokens(B, T, dtype=torch.float32), tokens(B, 1, seed=1, dtype=torch.float32)
+    # 7: the compiler takes lengths at which two sizes agree, such as length 2 here, for cases of their own
+    prefill = torch.export.export(layer, (x,), dynamic_shapes={"x": {1: torch.export.Dim("length", min=7)}})
+    longer = tokens(B, T + 6, seed=2, dtype=torch.float32)
+    out, state = prefill.module()(longer)
+    expected, expected_state = layer(longer)
+    close(out, expected)
+    decode = torch.export.export(layer, (token,), {"state": state})
+    close(decode.module()(token, state=state)[0], layer(token, state=expected_state)[0])
+
+
 @pytest.mark.parametrize(
     ("options", "extra"),
     [

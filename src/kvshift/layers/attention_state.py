@@ -150,6 +150,10 @@ class AttentionState:
         )
 
 
+# A pytree, so that an exported program can take and return it.
+torch.export.register_dataclass(AttentionState)
+
+
 def flush_right(k: Tensor, v: Tensor, keep_SN: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Move the kept keys and values of each sequence to the end, in their order; zeros before them.
 
