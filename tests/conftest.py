@@ -1,0 +1,23 @@
+"""Settings that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+# The same examples on every run. To hunt for new ones: pytest --hypothesis-profile=search
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=5000, print_blob=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def memory_that_nobody_wrote_is_nan() -> Iterator[None]:
+    """What `torch.empty` returns, so that an output left unwritten is seen; operations without fixed order raise."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,156 @@
+"""Calls of the operator to test: random ones, with any strides, and what comes out of them.
+
+Shapes: B batch, T positions, S sequences, R rows of history, G KV heads, D head size, W window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvshift.ops import ShiftState, kv_shift
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+LAYOUTS = ("plain", "fused", "heads first", "every other")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `kv_shift`, and the gradients that come back to its four results."""
+
+    k: Tensor
+    v: Tensor
+    alpha: Tensor
+    beta: Tensor
+    state: ShiftState | None = None
+    cu_seqlens: Tensor | None = None
+    seq_idx: Tensor | None = None
+    mask: Tensor | None = None
+    grads: tuple[Tensor, ...] = ()
+
+    @property
+    def window(self) -> int:
+        return self.alpha.shape[1]
+
+    def call(self, backend: str) -> tuple[Tensor, Tensor, ShiftState]:
+        return kv_shift(
+            self.k,
+            self.v,
+            self.alpha,
+            self.beta,
+            state=self.state,
+            cu_seqlens=self.cu_seqlens,
+            seq_idx=self.seq_idx,
+            mask=self.mask,
+            backend=backend,
+        )
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Case:
+        """The same call with `fn` applied to every tensor of numbers."""
+        state = self.state and ShiftState(fn(self.state.k), fn(self.state.v), self.state.max_rows)
+        k, v, alpha, beta = map(fn, (self.k, self.v, self.alpha, self.beta))
+        return replace(self, k=k, v=v, alpha=alpha, beta=beta, state=state, grads=tuple(map(fn, self.grads)))
+
+
+def random_case(
+    seed: int,
+    batch: int = 2,
+    positions: int = 11,
+    *,
+    heads: int = 3,
+    k_dim: int = 7,
+    v_dim: int = 5,
+    window: int = 2,
+    dtype: torch.dtype = torch.float32,
+    mix_dtype: torch.dtype = torch.float32,
+    rows: int | None = None,
+    lengths: Sequence[int] | None = None,
+    seq_idx: Sequence[Sequence[int]] | None = None,
+    mask: Sequence[Sequence[int]] | None = None,
+    layout: str = "plain",
+    grad_layout: str = "plain",
+) -> Case:
+    """Normal numbers of `dtype`; a state of `rows` rows, or none; `lengths` pack that many sequences into one row."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    if lengths is not None:
+        batch, positions = 1, sum(lengths)
+    sequences = batch if lengths is None else len(lengths)
+    k, v = normal(batch, positions, heads, k_dim), normal(batch, positions, heads, v_dim)
+    state = None
+    if rows is not None:
+        state = ShiftState(normal(sequences, rows, heads, k_dim), normal(sequences, rows, heads, v_dim), rows)
+    kept = window - 1 if rows is None else rows
+    grads = [
+        spread(normal(1), x.shape) if grad_layout == "expanded" else lay_out(normal(*x.shape), grad_layout)
+        for x in (k, v, k.new_empty(sequences, kept, heads, k_dim), v.new_empty(sequences, kept, heads, v_dim))
+    ]
+    return Case(
+        lay_out(k, layout),
+        lay_out(v, layout),
+        normal(heads, window, dtype=mix_dtype),
+        normal(heads, window, dtype=mix_dtype),
+        state,
+        None if lengths is None else boundaries(lengths),
+        None if seq_idx is None else torch.tensor(seq_idx, dtype=torch.long).reshape(batch, positions),
+        None if mask is None else torch.tensor(mask, dtype=torch.bool).reshape(batch, positions),
+        tuple(grads),
+    )
+
+
+def boundaries(lengths: Sequence[int]) -> Tensor:
+    """The `cu_seqlens` of sequences of these lengths."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers with other strides; the memory between them holds NaN."""
+    if layout == "plain":
+        return x
+    if layout == "heads first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "every other":
+        wide = x.new_full((x.shape[0], 2 * x.shape[1], *x.shape[2:]), torch.nan)
+        wide[:, ::2] = x
+        return wide[:, ::2]
+    assert layout == "fused"  # a slice of one projection to queries, keys and values
+    width = x.shape[2] * x.shape[3]
+    wide = x.new_full((*x.shape[:2], 3 + width + 2), torch.nan)
+    wide[..., 3 : 3 + width] = x.flatten(2)
+    return wide[..., 3 : 3 + width].unflatten(2, x.shape[2:])
+
+
+def spread(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """One number seen everywhere, with strides of zero: what `.sum()` sends back."""
+    return x.reshape(()).expand(shape)
+
+
+def outcome(case: Case, backend: str, *, through_state: bool = True) -> dict[str, Tensor]:
+    """Everything that a call gives, by name: results, new state, and the gradients of all inputs.
+
+    Args:
+        through_state: let gradients come back through the new state as well.
+    """
+    case = case.map(lambda x: x.detach())
+    leaves = {"k": case.k, "v": case.v, "alpha": case.alpha, "beta": case.beta}
+    if case.state is not None:
+        leaves |= {"state.k": case.state.k, "state.v": case.state.v}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    k_hat, v_hat, new_state = case.call(backend)
+    results = {"k_hat": k_hat, "v_hat": v_hat, "new_state.k": new_state.k, "new_state.v": new_state.v}
+    weighted = list(zip(results.values(), case.grads, strict=True))[: 4 if through_state else 2]
+    outputs = [(y, g) for y, g in weighted if y.requires_grad]  # no token, no graph
+    gradients = {f"gradient of {name}": torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    if outputs:
+        inputs = list(leaves.values())
+        ys, gs = zip(*outputs, strict=True)
+        given = torch.autograd.grad(ys, inputs, gs, allow_unused=True, materialize_grads=True)
+        gradients = dict(zip(gradients, given, strict=True))
+    return {name: x.detach() for name, x in (results | gradients).items()}

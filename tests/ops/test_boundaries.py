@@ -1,0 +1,131 @@
+"""Nothing crosses a document boundary, and nothing leaves the padding: neither forward nor in any gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .cases import DTYPES, random_case
+from .checks import (
+    LENGTHS,
+    check_documents_do_not_touch,
+    check_gradient_of_one_result_reaches,
+    check_pack_is_its_sequences,
+    check_padding_is_as_if_absent,
+)
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+rows = pytest.mark.parametrize("rows", [None, 4], ids=["fresh", "state"])
+contents = pytest.mark.parametrize("content", [-29.0, torch.nan, torch.inf], ids=str)
+MASKS = {
+    "left": [[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]],
+    "right": [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0, 0]],
+    "both": [[0, 1, 1, 1, 1, 1, 0], [0, 0, 0, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0]],
+    "holes": [[1, 0, 1, 1, 0, 0, 1], [0, 1, 0, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0, 1]],
+    "nothing real": [[0, 0, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0]],
+}
+masks = pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+
+
+def spans_of(lengths: list[int]) -> list[slice]:
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+@dtypes
+@rows
+@contents
+@pytest.mark.parametrize("window", [2, 4])
+def test_the_end_of_one_sequence_of_a_pack_reaches_no_other(dtype, rows, content, window, backend):
+    case = random_case(2, lengths=LENGTHS, window=window, rows=rows, dtype=dtype)
+    check_documents_do_not_touch(case, backend, spans_of(LENGTHS), content)
+
+
+@dtypes
+@rows
+@contents
+@pytest.mark.parametrize("window", [2, 4])
+def test_the_end_of_one_numbered_document_reaches_no_other(dtype, rows, content, window, backend):
+    numbers = [number for number, length in enumerate(LENGTHS) for _ in range(length)]
+    case = random_case(3, 2, len(numbers), seq_idx=[numbers, numbers], window=window, rows=rows, dtype=dtype)
+    check_documents_do_not_touch(case, backend, spans_of(LENGTHS), content)
+
+
+@rows
+@pytest.mark.parametrize("window", [2, 3])
+@pytest.mark.parametrize("mask", [None, [[1, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0]]], ids=["no padding", "padding"])
+def test_a_pack_is_its_sequences_one_by_one(rows, window, mask, backend):
+    case = random_case(5, lengths=LENGTHS, window=window, rows=rows, mask=mask)
+    check_pack_is_its_sequences(case, backend, LENGTHS)
+
+
+@given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6), window=st.integers(2, 4))
+def test_search_for_a_pack_that_differs_from_its_sequences(lengths, window):
+    case = random_case(7, lengths=lengths, window=window, rows=window, heads=2, k_dim=3, v_dim=1)
+    check_pack_is_its_sequences(case, "eager", lengths)
+
+
+def test_as_many_sequences_as_the_longest_has_tokens(backend):
+    """Sizes that agree by chance decide nothing: 3 sequences, one of 3 tokens; then 3 of one token each."""
+    for lengths in ([3, 1, 2], [1, 1, 1], [3]):
+        check_pack_is_its_sequences(random_case(11, lengths=lengths, rows=1), backend, lengths)
+
+
+def test_the_two_ways_to_name_documents_agree(backend):
+    case = random_case(13, lengths=LENGTHS)
+    numbers = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).unsqueeze(0)
+    numbered = replace(case, cu_seqlens=None, seq_idx=numbers)
+    for packed, by_number in zip(case.call(backend)[:2], numbered.call(backend)[:2], strict=True):
+        assert torch.equal(packed, by_number)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32], ids=str)
+def test_document_numbers_may_be_of_any_integer_dtype(dtype, backend):
+    case = random_case(17, 1, 5, seq_idx=[[3, 3, -7, 5, 5]])
+    assert case.seq_idx.dtype == torch.int64
+    assert torch.equal(replace(case, seq_idx=case.seq_idx.to(dtype)).call(backend)[0], case.call(backend)[0])
+
+
+@masks
+@rows
+@pytest.mark.parametrize("pad", [0.0, 31.0, torch.nan, torch.inf], ids=str)
+def test_padding_is_as_if_absent(masks, rows, pad, backend):
+    check_padding_is_as_if_absent(backend, masks, rows, pad)
+
+
+@given(
+    masks=st.integers(0, 5).flatmap(
+        lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=2, max_size=2)
+    ),
+    rows=st.sampled_from([None, 1, 3]),
+)
+def test_search_for_padding_that_matters(masks, rows):
+    check_padding_is_as_if_absent("eager", masks, rows, torch.nan)
+
+
+def test_a_mask_without_padding_changes_no_bit(backend):
+    case = random_case(19, 2, 5, rows=1)
+    masked = replace(case, mask=torch.ones(2, 5, dtype=torch.bool))
+    for x, y in zip(case.call(backend)[:2], masked.call(backend)[:2], strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("window", [2, 3, 4])
+def test_a_token_reaches_as_far_as_the_window_and_no_token_before_it(window, backend):
+    check_gradient_of_one_result_reaches(random_case(23, positions=7, window=window), backend)
+
+
+def test_causality_within_documents(backend):
+    """Three documents of two tokens: the second of each reads the first, and that is all."""
+    case = random_case(29, lengths=[2, 2, 2])
+    for t in range(6):
+        picked = torch.zeros_like(case.k)
+        picked[:, t] = 1
+        k = case.k.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(replace(case, k=k).call(backend)[0], k, picked)
+        reached = (gradient != 0).all(3).all(2)[0].tolist()
+        assert reached == [s == t or (s == t - 1 and t % 2 == 1) for s in range(6)]

@@ -1,0 +1,118 @@
+"""Small cases whose every number is worked out here by hand: what the reference itself is held against."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvshift.ops import ShiftState, kv_shift, shift_tokens
+
+from .checks import check_hand_worked_values
+
+TEN = torch.tensor([[1.0, 10.0]])  # now once, the token before ten times
+BOTH = torch.tensor([[1.0, 0.0]])
+
+
+def column(*numbers: float) -> Tensor:
+    """A row of tokens with one head of one number."""
+    return torch.tensor(numbers, dtype=torch.float32).reshape(1, -1, 1, 1)
+
+
+def test_every_result_and_gradient(backend):
+    check_hand_worked_values(backend)
+
+
+def test_the_paper_window_of_two(backend):
+    k_hat, v_hat, state = kv_shift(column(1, 2, 3), column(4, 5, 6), TEN, BOTH, backend=backend)
+    assert k_hat.flatten().tolist() == [1, 12, 23]
+    assert v_hat.flatten().tolist() == [4, 5, 6]
+    assert (state.k.item(), state.v.item(), state.max_rows) == (3, 6, 1)
+
+
+def test_one_token_after_another_is_the_same_formula(backend):
+    state, seen = None, []
+    for number in (1.0, 2.0, 3.0):
+        k_hat, _, state = kv_shift(column(number), column(0), TEN, BOTH, state=state, backend=backend)
+        seen.append(k_hat.item())
+    assert seen == [1, 12, 23]
+
+
+def test_each_head_has_its_own_coefficients(backend):
+    k = torch.tensor([[[1.0, 1.0], [2.0, 2.0]]]).unsqueeze(3)
+    mix = torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
+    k_hat, v_hat, _ = kv_shift(k, k, mix, mix.flip(1), backend=backend)
+    assert k_hat.squeeze().tolist() == [[1, 100], [12, 1200]]
+    assert v_hat.squeeze().tolist() == [[10, 1000], [21, 2100]]
+
+
+def test_documents_begin_anew(backend):
+    """Lengths 2, 0, 1, 2; each has a state of its own: 7, 8, 9, 6."""
+    state = ShiftState(torch.tensor([7.0, 8, 9, 6]).reshape(4, 1, 1, 1), torch.zeros(4, 1, 1, 1), 1)
+    k, v = column(1, 2, 3, 4, 5), column(0, 0, 0, 0, 0)
+    bounds = torch.tensor([0, 2, 2, 3, 5], dtype=torch.int32)
+    k_hat, _, _ = kv_shift(k, v, TEN, BOTH, cu_seqlens=bounds, backend=backend)
+    assert k_hat.flatten().tolist() == [1, 12, 3, 4, 45]
+    k_hat, _, new_state = kv_shift(k, v, TEN, BOTH, state=state, cu_seqlens=bounds, backend=backend)
+    assert k_hat.flatten().tolist() == [71, 12, 93, 64, 45]
+    assert new_state.k.flatten().tolist() == [2, 8, 3, 5]  # the empty one passes its state through
+
+
+def test_documents_by_number(backend):
+    """Only the first document of a row goes on from the state; the state is the last document's."""
+    state = ShiftState(column(8, 7), column(0, 0), 2)
+    numbers = torch.tensor([[4, 4, 9, 4]])  # a number seen before is a new document all the same
+    k_hat, _, new_state = kv_shift(
+        column(1, 2, 3, 5), column(0, 0, 0, 0), TEN, BOTH, state=state, seq_idx=numbers, backend=backend
+    )
+    assert k_hat.flatten().tolist() == [71, 12, 3, 5]
+    assert new_state.k.flatten().tolist() == [0, 5]
+
+
+def test_padding_is_skipped(backend):
+    """The token before is the one before that is real; the state is of the last real ones."""
+    mask = torch.tensor([[False, True, False, True, False]])
+    k_hat, _, state = kv_shift(column(50, 1, 60, 2, 70), column(0, 0, 0, 0, 0), TEN, BOTH, mask=mask, backend=backend)
+    assert k_hat.flatten().tolist() == [0, 1, 0, 12, 0]
+    assert state.k.item() == 2
+
+
+def test_a_row_of_padding_alone_keeps_its_state(backend):
+    state = ShiftState(column(8, 7), column(4, 3), 2)
+    mask = torch.zeros(1, 3, dtype=torch.bool)
+    k_hat, _, new_state = kv_shift(column(1, 2, 3), column(1, 2, 3), TEN, BOTH, state=state, mask=mask, backend=backend)
+    assert k_hat.flatten().tolist() == [0, 0, 0]
+    assert (new_state.k.flatten().tolist(), new_state.v.flatten().tolist()) == ([8, 7], [4, 3])
+
+
+@pytest.mark.parametrize("missing", ["alpha", "beta"])
+def test_without_coefficients_a_tensor_passes_as_it_is(missing, backend):
+    k, v = column(1, 2), column(3, 4)
+    mix = {"alpha": TEN, "beta": TEN, missing: None}
+    k_hat, v_hat, state = kv_shift(k, v, **mix, backend=backend)
+    passed, shifted = (k_hat, v_hat) if missing == "alpha" else (v_hat, k_hat)
+    assert passed is (k if missing == "alpha" else v)
+    assert shifted.flatten().tolist() == ([3, 34] if missing == "alpha" else [1, 12])
+    assert (state.k.item(), state.v.item()) == (2, 4)
+
+
+def test_one_tensor_alone(backend):
+    """`shift_tokens`, with two rows of history kept of three that could be."""
+    x_hat, history = shift_tokens(column(1, 2), TEN, history=column(5), max_rows=2, backend=backend)
+    assert x_hat.flatten().tolist() == [51, 12]
+    assert history.flatten().tolist() == [1, 2]
+    x_hat, history = shift_tokens(column(1, 2), TEN, backend=backend)
+    assert x_hat.flatten().tolist() == [1, 12]
+    assert history.flatten().tolist() == [2]
+    x_hat, history = shift_tokens(column(1), TEN, history=column(5), max_rows=3, backend=backend)
+    assert history.flatten().tolist() == [5, 1]
+
+
+def test_history_grows_to_its_limit(backend):
+    """After a crop, rows come back one for each token."""
+    state, held = ShiftState.zeros(1, 1, 1, rows=3).crop(2), []
+    for number in (1.0, 2.0, 3.0):
+        _, _, state = kv_shift(column(number), column(-number), TEN, TEN, state=state, backend=backend)
+        held.append(state.k.flatten().tolist())
+    assert held == [[0, 1], [0, 1, 2], [1, 2, 3]]
+    assert state.v.flatten().tolist() == [-1, -2, -3]

@@ -1,0 +1,185 @@
+"""Every backend gives the exact result, rounded once: forward, and the gradient of every input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from kvshift.ops import BACKENDS, ShiftState, eager
+
+from .cases import DTYPES, LAYOUTS, Case, outcome, random_case
+from .rounding import assert_within_one_rounding
+from .strategies import cases
+
+MODES: dict[str, dict] = {
+    "plain": {},
+    "state": {"rows": 4},
+    "window 3": {"window": 3},
+    "window 4, state": {"window": 4, "rows": 5},
+    "pack": {"lengths": [3, 0, 1, 7]},
+    "pack, state": {"lengths": [0, 3, 1, 7, 0], "rows": 2},
+    "pack, state, padding": {"lengths": [2, 0, 3], "rows": 2, "mask": [[0, 1, 1, 0, 1]]},
+    "documents": {"seq_idx": [[0, 0, 1, 2, 2, 2, 5], [3, 3, 3, 3, 3, 3, 3]], "positions": 7},
+    "documents, state, padding": {
+        "seq_idx": [[0, 0, 0, 1, 2], [4, 4, 4, 3, 3]],
+        "mask": [[0, 1, 1, 1, 0], [1, 0, 1, 1, 1]],
+        "positions": 5,
+        "rows": 3,
+    },
+    "padding": {"mask": [[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]], "positions": 5},
+    "padding, state, window 3": {
+        "mask": [[0, 1, 0, 1, 1], [0, 0, 0, 0, 0]],
+        "positions": 5,
+        "rows": 3,
+        "window": 3,
+    },
+}
+modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@modes
+@dtypes
+@pytest.mark.parametrize("through_state", [False, True], ids=["outputs", "outputs and state"])
+def test_results_and_gradients_are_exact_but_for_one_rounding(mode, dtype, through_state, backend):
+    assert_within_one_rounding(random_case(2, dtype=dtype, **mode), backend, through_state=through_state)
+
+
+@dtypes
+@pytest.mark.parametrize("mix_dtype", DTYPES, ids=str)
+def test_coefficients_may_have_a_dtype_of_their_own(dtype, mix_dtype):
+    case = random_case(3, dtype=dtype, mix_dtype=mix_dtype, rows=1)
+    assert_within_one_rounding(case, "eager", through_state=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grad_layout", [*LAYOUTS, "expanded"])
+@pytest.mark.parametrize("mode", [MODES["state"], MODES["pack, state"]], ids=["rows", "pack"])
+@pytest.mark.parametrize("block", [2**19, 100], ids=["one block", "many"])
+def test_strides_change_no_bit_but_the_order_of_the_coefficients_sum(layout, grad_layout, mode, block, monkeypatch):
+    case = random_case(5, layout=layout, grad_layout=grad_layout, **mode)
+    expected = outcome(case.map(lambda x: x.clone(memory_format=torch.contiguous_format)), "eager")
+    monkeypatch.setattr(eager, "_BLOCK", block)
+    for name, result in outcome(case, "eager").items():
+        if name not in ("gradient of alpha", "gradient of beta"):
+            assert torch.equal(result, expected[name]), name
+    assert_within_one_rounding(case, "eager", through_state=True)
+
+
+@settings(max_examples=150)
+@given(case=cases())
+def test_search_for_a_call_that_differs_from_the_reference(case):
+    assert_within_one_rounding(case, "eager", through_state=True)
+
+
+@settings(max_examples=100)
+@given(case=cases())
+def test_search_for_a_call_whose_blocks_differ_from_the_reference(case):
+    """Blocks of one to three positions: their borders fall everywhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager, "_BLOCK", 32)
+        assert_within_one_rounding(case, "eager", through_state=True)
+
+
+@modes
+@dtypes
+@pytest.mark.parametrize("block", [1, 50, 100])
+def test_blocks_change_no_bit_but_the_order_of_the_coefficients_sum(mode, dtype, block, monkeypatch):
+    case = random_case(7, dtype=dtype, **mode)
+    whole = outcome(case, "eager")
+    monkeypatch.setattr(eager, "_BLOCK", block)
+    for name, result in outcome(case, "eager").items():
+        if name not in ("gradient of alpha", "gradient of beta"):
+            assert torch.equal(result, whole[name]), name
+    assert_within_one_rounding(case, "eager", through_state=True)
+
+
+@modes
+def test_gradcheck(mode, backend):
+    """Derivatives against finite differences in fp64, of every element of every result by that of every input."""
+    case = random_case(11, heads=2, k_dim=2, v_dim=1, dtype=torch.float64, mix_dtype=torch.float64, **mode)
+
+    def results(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        state = ShiftState(*rows, case.state.max_rows) if rows else None
+        call = Case(k, v, alpha, beta, state, case.cu_seqlens, case.seq_idx, case.mask)
+        k_hat, v_hat, new_state = call.call(backend)
+        return k_hat, v_hat, new_state.k, new_state.v
+
+    rows = () if case.state is None else (case.state.k, case.state.v)
+    inputs = [x.requires_grad_() for x in (case.k, case.v, case.alpha, case.beta, *rows)]
+    assert torch.autograd.gradcheck(results, inputs)
+
+
+@pytest.mark.parametrize("trained", ["k", "v", "alpha", "beta", "state.k", "state.v"])
+def test_a_single_input_may_need_its_gradient_alone(trained):
+    """Coefficients alone, for one, where the rest of a model is frozen."""
+    case = random_case(13, rows=1)
+    leaves = {"k": case.k, "v": case.v, "alpha": case.alpha, "beta": case.beta}
+    leaves |= {"state.k": case.state.k, "state.v": case.state.v}
+    expected = outcome(case, "eager")[f"gradient of {trained}"]
+    leaves[trained].requires_grad_()
+    k_hat, v_hat, new_state = case.call("eager")
+    results = (k_hat, v_hat, new_state.k, new_state.v)
+    pairs = [(y, g) for y, g in zip(results, case.grads, strict=True) if y.requires_grad]
+    torch.autograd.backward(*zip(*pairs, strict=True))
+    assert torch.equal(leaves[trained].grad, expected)
+    assert all(x.grad is None for name, x in leaves.items() if name != trained)
+
+
+def test_coefficients_of_a_long_row_keep_their_precision():
+    """A running sum in fp32 would be off by 1e-4 here; a tree of sums is not."""
+    positions = 100_003
+    x = torch.full((1, positions, 1, 3), 0.1)
+    mix = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    k_hat, _, _ = Case(x, x, mix, mix.detach()).call("eager")
+    (gradient,) = torch.autograd.grad(k_hat, mix, x)
+    square = float(x[0, 0, 0, 0].double()) ** 2
+    exact = torch.tensor([[3 * positions * square, 3 * (positions - 1) * square]])
+    torch.testing.assert_close(gradient, exact, rtol=1e-6, atol=0)
+
+
+def test_what_lies_between_may_exceed_the_dtype():
+    """Products that fp16 cannot hold cancel in the fp32 sum; a result that it cannot hold is infinite."""
+    k = torch.tensor([60000.0, 60000.0, 30000.0], dtype=torch.float16).reshape(1, 3, 1, 1)
+    mix = torch.tensor([[1.5, -1.0]])
+    k_hat, v_hat, _ = Case(k, k, mix, mix.neg()).call("eager")
+    assert k_hat.flatten().tolist() == [torch.inf, 30000.0, -15000.0]
+    assert v_hat.flatten().tolist() == [-torch.inf, -30000.0, 15000.0]
+
+
+@dtypes
+def test_the_smallest_numbers_survive(dtype):
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    k = torch.tensor([smallest, 3 * smallest], dtype=dtype).reshape(1, 2, 1, 1)
+    assert k.count_nonzero() == 2
+    mix = torch.tensor([[1.0, 1.0]])
+    k_hat, v_hat, _ = Case(k, -k, mix, mix).call("eager")
+    assert torch.equal(k_hat.flatten(), torch.tensor([smallest, 4 * smallest], dtype=dtype))
+    assert torch.equal(v_hat, -k_hat)
+
+
+@modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_and_matmul_precision_change_no_bit(mode, dtype):
+    """The arithmetic is in fp32 whatever a model lets its matrix products do, backward too."""
+    case = random_case(19, dtype=dtype, **mode)
+    expected = outcome(case, "eager")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            results = outcome(case, "eager")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for name, result in results.items():
+        assert torch.equal(result, expected[name]), name
+        assert result.dtype == expected[name].dtype, name
+
+
+def test_auto_is_eager_on_the_cpu():
+    assert BACKENDS[:2] == ("auto", "eager")
+    case = random_case(17, rows=1)
+    for name, result in outcome(case, "auto").items():
+        assert torch.equal(result, outcome(case, "eager")[name]), name
