@@ -18,7 +18,7 @@ from kvshift.layers.attention_state import AttentionState, flush_right
 from kvshift.layers.positions import Places, alibi_slopes, cached_places, count_tokens, rotary_table, rotate, visible
 from kvshift.layers.shift import Constraint, Init, KVShift, Target, check_shift_options
 from kvshift.ops import ShiftState
-from kvshift.ops.shift import _check_boundaries
+from kvshift.ops.shift import check_boundaries
 
 PositionEncoding = Literal["rope", "alibi", "none"]
 
@@ -170,7 +170,7 @@ class KVShiftAttention(nn.Module):
         """
         self._check(x, positions)
         where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
-        sequences = _check_boundaries(x, **where)
+        sequences = check_boundaries(x, **where)
         bounded = any(tensor is not None for tensor in where.values())
         if mask is not None:
             x = torch.where(mask.unsqueeze(2), x, 0)

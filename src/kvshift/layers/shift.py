@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kvshift.ops import ShiftState, kv_shift, shift_tokens
-from kvshift.ops.shift import _check_boundaries
+from kvshift.ops.shift import check_boundaries
 
 Target = Literal["q", "k", "v"]
 Constraint = Literal["free", "gate", "clamp"]
@@ -131,7 +131,7 @@ class KVShift(nn.Module):
             q, k, v and the new state (None if `targets` is empty).
         """
         if not self.targets:
-            _check_boundaries(k, cu_seqlens, seq_idx, mask)
+            check_boundaries(k, cu_seqlens, seq_idx, mask)
             return q, k, v, None
         unbounded = cu_seqlens is None and seq_idx is None and mask is None
         if unbounded and backend == "auto" and self._is_next_token(k, v, state):

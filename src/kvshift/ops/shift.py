@@ -61,7 +61,7 @@ def kv_shift(
         backend: "auto", "eager" (PyTorch operations) or "reference" (Python loops, to compare with).
 
     Returns:
-        k_hat like k, v_hat like v, and the new state.
+        k_hat like k, v_hat like v, and the new state, which may share memory with k and v: do not edit them in place.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, device or shape; the message names it.
@@ -82,7 +82,7 @@ def kv_shift(
         _check_mix("beta", beta, v)
         if alpha is not None and alpha.shape != beta.shape:
             raise ValueError(f"alpha and beta must have the same shape; {_say(alpha=alpha, beta=beta)}")
-    sequences = _check_boundaries(k, cu_seqlens, seq_idx, mask)
+    sequences = check_boundaries(k, cu_seqlens, seq_idx, mask)
     window = _window(alpha, beta)
 
     if state is None:
@@ -132,7 +132,7 @@ def shift_tokens(
     """
     _check_input("x", x)
     _check_mix("mix", mix, x)
-    sequences = _check_boundaries(x, cu_seqlens, seq_idx, mask)
+    sequences = check_boundaries(x, cu_seqlens, seq_idx, mask)
     window = mix.shape[1]
     if history is not None:
         _check_history("history", history, x, sequences, window)
@@ -214,7 +214,7 @@ def _check_mix(name: str, mix: Tensor, x: Tensor) -> None:
         raise ValueError(f"{name} must be of a floating-point dtype on {x.device}; {_say(**{name: mix})}")
 
 
-def _check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> int:
+def check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> int:
     """Returns S, the number of sequences that have a state."""
     batch, positions = x.shape[:2]
     for name, tensor in (("cu_seqlens", cu_seqlens), ("seq_idx", seq_idx), ("mask", mask)):
