@@ -66,10 +66,19 @@ def check_decoding(model: KVShiftLlamaForCausalLM, **options: Any) -> None:
 
 
 def check_left_padding(model: KVShiftLlamaForCausalLM, **options: Any) -> None:
-    """Also in prefill alone: the first real token sees nothing of the padding."""
+    """Each row of a left-padded batch gets its own tokens."""
     rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
     ids, mask = left_padded(rows)
     assert_greedy(model, rows, new_tokens_of(model, ids, mask, **options))
+
+
+def check_padding_without_positions(model: KVShiftLlamaForCausalLM) -> None:
+    """The mask alone tells the padding; rotary angles are relative, so that positions may as well begin in it."""
+    rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
+    for ids, mask in (left_padded(rows), right_padded(rows)):
+        logits = logits_of(model, ids, attention_mask=mask)
+        for row, real, got in zip(rows, mask.bool(), logits, strict=True):
+            torch.testing.assert_close(got[real], reference_of(model, row), rtol=0, atol=ATOL)
 
 
 def check_right_padding(model: KVShiftLlamaForCausalLM, cache: Cache | None = None) -> None:
@@ -127,6 +136,21 @@ def check_crop(model: KVShiftLlamaForCausalLM) -> None:
         row = torch.cat([kept, drafted[:, : drafted.shape[1] - n]], dim=1)
         assert cache.get_seq_length() == row.shape[1]
         assert_next(model, row, cache, token)
+
+
+def check_selection(model: KVShiftLlamaForCausalLM) -> None:
+    """Rows of a cache can be repeated, selected and reordered, as custom decoding loops do."""
+    rows = random_tokens(3, 8)
+    moves = {
+        "batch_repeat_interleave": (2, torch.tensor([0, 0, 1, 1, 2, 2])),
+        "batch_select_indices": (torch.tensor([2, 0, 0, 1]), torch.tensor([2, 0, 0, 1])),
+        "reorder_cache": (torch.tensor([2, 0, 0]), torch.tensor([2, 0, 0])),
+    }
+    for move, (argument, order) in moves.items():
+        cache = DynamicCache(config=model.config)
+        logits_of(model, rows, past_key_values=cache)
+        getattr(cache, move)(argument)
+        assert_next(model, rows[order], cache, random_tokens(len(order), 1, seed=3))
 
 
 def check_documents(model: KVShiftLlamaForCausalLM, atol: float = ATOL) -> None:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
 
-from .checks import ATOL, check_forward, logits_of, reference_of
+from .checks import ATOL, check_forward, check_padding_without_positions, logits_of, reference_of
 from .reference import reference_logits
 from .tiny import PAD, SIZES, left_padded, random_tokens, randomize, right_padded, tiny_model
 
@@ -98,11 +98,7 @@ def test_padding_and_its_content_do_not_matter(pad, attention: str, cached: bool
 
 
 def test_padding_is_found_without_position_ids_too():
-    model = tiny_model()
-    rows = [random_tokens(length, seed=length) for length in (4, 9)]
-    ids, mask = right_padded(rows)
-    for row, got in zip(rows, logits_of(model, ids, attention_mask=mask), strict=True):
-        torch.testing.assert_close(got[: len(row)], reference_of(model, row), rtol=0, atol=ATOL)
+    check_padding_without_positions(tiny_model())
 
 
 def test_a_mask_of_ones_changes_no_bit():

@@ -1,0 +1,192 @@
+"""Negative controls: the suite must fail on a model with a fault. Each fault was, or could well have been, real."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvshift import KVShift, ShiftState
+from kvshift.models.llama import modeling
+from kvshift.models.llama.cache import ShiftCacheLayer, _StaticShiftCacheLayer
+
+from .checks import (
+    check_beams,
+    check_chunked_prefill,
+    check_crop,
+    check_decoding,
+    check_documents,
+    check_forward,
+    check_left_padding,
+    check_padding_without_positions,
+    check_right_padding,
+    check_selection,
+    check_splits,
+)
+from .tiny import tiny_model
+
+read_shift = ShiftCacheLayer.read_shift
+write_shift = ShiftCacheLayer.write_shift
+
+
+def zeros_like(state: ShiftState) -> ShiftState:
+    q = None if state.q is None else torch.zeros_like(state.q)
+    return ShiftState(torch.zeros_like(state.k), torch.zeros_like(state.v), state.max_rows, q)
+
+
+def no_stored_state(patch: pytest.MonkeyPatch) -> None:
+    """Every call begins a sequence."""
+    patch.setattr(ShiftCacheLayer, "read_shift", lambda self, *a, **k: zeros_like(read_shift(self, *a, **k)))
+
+
+def prefill_from_zeros(patch: pytest.MonkeyPatch) -> None:
+    """A call of several tokens begins a sequence; only single tokens go on from the state."""
+
+    def read(self: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> ShiftState:
+        state = read_shift(self, q, k, v, **options)
+        return zeros_like(state) if k.shape[1] > 1 else state
+
+    patch.setattr(ShiftCacheLayer, "read_shift", read)
+
+
+def decoding_from_zeros(patch: pytest.MonkeyPatch) -> None:
+    """A single token begins a sequence."""
+
+    def read(self: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> ShiftState:
+        state = read_shift(self, q, k, v, **options)
+        return zeros_like(state) if k.shape[1] == 1 else state
+
+    patch.setattr(ShiftCacheLayer, "read_shift", read)
+
+
+def state_written_once(patch: pytest.MonkeyPatch) -> None:
+    """The state stays that of the prompt."""
+
+    def write(self: ShiftCacheLayer, state: ShiftState) -> None:
+        if self.shift_state is None:
+            write_shift(self, state)
+
+    patch.setattr(ShiftCacheLayer, "write_shift", write)
+
+
+def static_state_not_overwritten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_StaticShiftCacheLayer, "_overwrite", lambda self, state: None)
+
+
+def no_padding_mask(patch: pytest.MonkeyPatch) -> None:
+    """The mask reaches attention alone."""
+    patch.setattr(modeling, "padding_mask", lambda attention_mask, positions: None)
+
+
+def padding_mask_of_the_first_columns(patch: pytest.MonkeyPatch) -> None:
+    """Of the whole mask the beginning is taken, not the end."""
+    patch.setattr(modeling, "padding_mask", lambda mask, positions: None if mask is None else mask[:, :positions] != 0)
+
+
+def state_at_the_padded_end(patch: pytest.MonkeyPatch) -> None:
+    """The state is the last column, padding or not."""
+    forward = KVShift.forward
+
+    def shift(self: KVShift, q: Tensor, k: Tensor, v: Tensor, **where: object) -> tuple:
+        *shifted, _ = forward(self, q, k, v, **where)
+        return *shifted, ShiftState(k[:, -1:], v[:, -1:], 1)
+
+    patch.setattr(KVShift, "forward", shift)
+
+
+def state_not_moved(patch: pytest.MonkeyPatch) -> None:
+    """Keys and values of a beam go to another place, its state does not."""
+
+    def stay(self: ShiftCacheLayer, indices: Tensor) -> None:
+        state, n = self.shift_state, len(indices)
+        if state is not None and n != state.sequences:
+            self.shift_state = state.select([i % state.sequences for i in range(n)])
+
+    patch.setattr(ShiftCacheLayer, "_select_shift", stay)
+    patch.setattr(_StaticShiftCacheLayer, "_select_shift", stay)
+
+
+def crop_keeps_the_newest_row(patch: pytest.MonkeyPatch) -> None:
+    """Drafts are taken back from the keys; the state stays behind the last draft."""
+    patch.setattr(ShiftState, "crop", lambda self, tokens, *, window: self)
+
+
+def crop_one_row_too_deep(patch: pytest.MonkeyPatch) -> None:
+    crop = ShiftState.crop
+    patch.setattr(ShiftState, "crop", lambda self, tokens, *, window: crop(self, tokens + (tokens > 0), window=window))
+
+
+def documents_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(modeling, "document_index", lambda *a, **k: None)
+
+
+def documents_begin_one_too_late(patch: pytest.MonkeyPatch) -> None:
+    index = modeling.document_index
+
+    def late(*args: object, **options: object) -> Tensor | None:
+        found = index(*args, **options)
+        return None if found is None else found.roll(1, 1)
+
+    patch.setattr(modeling, "document_index", late)
+
+
+def keys_mixed_like_values(patch: pytest.MonkeyPatch) -> None:
+    mix = KVShift._mix
+    patch.setattr(KVShift, "_mix", lambda self, target: mix(self, "v" if target == "k" else target))
+
+
+def lags_turned_round(patch: pytest.MonkeyPatch) -> None:
+    mix = KVShift._mix
+    patch.setattr(KVShift, "_mix", lambda self, target: None if target == "q" else mix(self, target).flip(1))
+
+
+def heads_turned_round(patch: pytest.MonkeyPatch) -> None:
+    mix = KVShift._mix
+    patch.setattr(KVShift, "_mix", lambda self, target: None if target == "q" else mix(self, target).flip(0))
+
+
+static = {"cache_implementation": "static"}
+MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], list[Callable]] = {
+    no_stored_state: [
+        check_decoding,
+        partial(check_decoding, **static),
+        check_left_padding,
+        check_chunked_prefill,
+        check_splits,
+        check_beams,
+        check_crop,
+        check_selection,
+    ],
+    prefill_from_zeros: [check_chunked_prefill, partial(check_chunked_prefill, **static), check_splits, check_crop],
+    decoding_from_zeros: [check_decoding, check_splits, check_beams, check_crop],
+    state_written_once: [check_decoding, check_chunked_prefill, check_splits, check_beams],
+    static_state_not_overwritten: [partial(check_decoding, **static), partial(check_beams, **static)],
+    no_padding_mask: [check_padding_without_positions, check_right_padding, check_chunked_prefill],
+    padding_mask_of_the_first_columns: [check_chunked_prefill],
+    state_at_the_padded_end: [check_right_padding],
+    state_not_moved: [check_beams, partial(check_beams, **static), check_selection],
+    crop_keeps_the_newest_row: [check_crop],
+    crop_one_row_too_deep: [check_crop],
+    documents_ignored: [check_documents],
+    documents_begin_one_too_late: [check_documents],
+    keys_mixed_like_values: [check_forward, check_decoding],
+    lags_turned_round: [check_forward, check_decoding],
+    heads_turned_round: [check_forward, check_decoding],
+}
+CASES = [(mutant, check) for mutant, checks in MUTANTS.items() for check in checks]
+
+
+def name_of(check: Callable) -> str:
+    return f"{check.func.__name__}(static)" if isinstance(check, partial) else check.__name__
+
+
+@pytest.mark.parametrize(
+    ("mutant", "check"), CASES, ids=[f"{mutant.__name__}-{name_of(check)}" for mutant, check in CASES]
+)
+def test_the_suite_sees(mutant: Callable[[pytest.MonkeyPatch], None], check: Callable, monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model(torch.float64)
+    check(model)
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(model)
