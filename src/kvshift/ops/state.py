@@ -23,7 +23,8 @@ class ShiftState:
         k: raw keys, (S, R, G, Dk), the newest row last. Rows from before a sequence began are zero.
         v: raw values, (S, R, G, Dv).
         max_rows: how many rows to keep. A window of W needs W - 1; every row beyond lets `crop` take one more
-            token back. `crop` lowers R, and later calls of the operator fill it up to `max_rows` again.
+            token back. `crop` lowers R, and later calls of the operator fill it up to `max_rows` again; only those
+            with boundaries or padding leave R as it is: how far each sequence grew is data, a shape is not.
         q: raw queries, (S, R, H, D), kept only by layers that shift queries too.
     """
 
@@ -68,7 +69,7 @@ class ShiftState:
         """Keep the given sequences, in that order; an index may come more than once.
 
         Args:
-            indices: (n,) integers, or (S,) booleans.
+            indices: (n,) integers, or (S,) booleans. None of them gives the state of no sequence.
         """
         index = torch.as_tensor(indices, device=self.k.device)
         if index.ndim != 1:
@@ -77,7 +78,7 @@ class ShiftState:
             if index.shape[0] != self.sequences:
                 raise ValueError(f"boolean indices must have length {self.sequences}, got {index.shape[0]}")
             index = index.nonzero().squeeze(1)
-        elif index.is_floating_point():
+        elif index.is_floating_point() and index.numel():  # an empty list has no dtype of its own
             raise TypeError(f"indices must be integers or booleans, got {index.dtype}")
         return self._map(lambda x: x.index_select(0, index.to(x.device, torch.long)))
 
@@ -99,10 +100,13 @@ class ShiftState:
             window: the W of the operator that goes on from here; it needs W - 1 rows.
 
         Raises:
-            ValueError: the history is too short. Keep a longer one: `max_rows = window - 1 + tokens`.
+            ValueError: a number is out of range, or the history is too short. Keep a longer one:
+                `max_rows = window - 1 + tokens`.
         """
         if tokens < 0:
             raise ValueError(f"tokens must be 0 or more, got {tokens}")
+        if window < 2:
+            raise ValueError(f"window must be 2 or more, got {window}")
         left = self.rows - tokens
         if left < window - 1:
             raise ValueError(
@@ -148,6 +152,10 @@ class ShiftState:
                 raise ValueError(
                     f"states must hold the same number of rows: states[0] has {first.rows} of {first.max_rows}, "
                     f"states[{i}] has {state.rows} of {state.max_rows}"
+                )
+            if state.k.dtype != first.k.dtype:
+                raise ValueError(
+                    f"states must be of one dtype: states[0] is {first.k.dtype}, states[{i}] is {state.k.dtype}"
                 )
             if (state.q is None) != (first.q is None):
                 raise ValueError(f"states must all carry queries or none: states[0] and states[{i}] differ")

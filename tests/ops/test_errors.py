@@ -1,0 +1,327 @@
+"""Every bad argument is refused with a message that names it, says what it is, and what it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvshift.ops import BACKENDS, ShiftState, kv_shift, shift_tokens
+
+from .cases import Case, random_case
+
+ROWS = random_case(2, rows=2)  # (2, 11, 3, 7) and (2, 11, 3, 5)
+PACK = random_case(3, lengths=[2, 0, 3], rows=2)
+
+
+def bounds(*numbers: int) -> dict[str, torch.Tensor]:
+    return {"cu_seqlens": torch.tensor(numbers, dtype=torch.int32)}
+
+
+def state(k: tuple[int, ...], v: tuple[int, ...], max_rows: int = 2, **kwargs) -> dict[str, ShiftState]:
+    return {"state": ShiftState(torch.zeros(k, **kwargs), torch.zeros(v, **kwargs), max_rows)}
+
+
+meta = ROWS.map(lambda x: x.to("meta"))
+BAD: dict[str, tuple[Case, dict, type[Exception], str]] = {
+    "k is a list": (ROWS, {"k": [1.0]}, TypeError, r"k must be a tensor .*, got list"),
+    "k of 3 dimensions": (ROWS, {"k": ROWS.k[0]}, ValueError, r"k must have 4 dimensions .*; k is \(11, 3, 7\)"),
+    "v of 5 dimensions": (
+        ROWS,
+        {"v": ROWS.v[None]},
+        ValueError,
+        r"v must have 4 dimensions .*; v is \(1, 2, 11, 3, 5\)",
+    ),
+    "integer k": (ROWS, {"k": ROWS.k.long()}, TypeError, r"k must be of a floating-point dtype; k is .* torch.int64"),
+    "complex v": (
+        ROWS,
+        {"v": ROWS.v.cfloat()},
+        TypeError,
+        r"v must be of a floating-point dtype; v is .* torch.complex64",
+    ),
+    "rows of v": (ROWS, {"v": ROWS.v[:1]}, ValueError, r"v must match k in batch.* v is \(1, 11, 3, 5\)"),
+    "positions of v": (ROWS, {"v": ROWS.v[:, :7]}, ValueError, r"v must match k in .*positions.* v is \(2, 7, 3, 5\)"),
+    "heads of v": (ROWS, {"v": ROWS.v[:, :, :2]}, ValueError, r"v must match k in .*heads.* v is \(2, 11, 2, 5\)"),
+    "dtype of v": (ROWS, {"v": ROWS.v.half()}, ValueError, r"v must match k in .*dtype.* v is .* torch.float16"),
+    "device of v": (ROWS, {"v": meta.v}, ValueError, r"v must match k in .*device.* v is .* on meta"),
+    "no coefficients": (ROWS, {"alpha": None, "beta": None}, ValueError, r"alpha and beta are both None"),
+    "alpha is a number": (ROWS, {"alpha": 0.5}, TypeError, r"alpha must be a tensor \(heads, window\), got float"),
+    "alpha of 1 dimension": (
+        ROWS,
+        {"alpha": ROWS.alpha[:, 0]},
+        ValueError,
+        r"alpha must be \(heads, window\) with 3 heads",
+    ),
+    "heads of alpha": (
+        ROWS,
+        {"alpha": ROWS.alpha[:2]},
+        ValueError,
+        r"alpha must be .* with 3 heads .*; alpha is \(2, 2\)",
+    ),
+    "alpha transposed": (
+        ROWS,
+        {"alpha": ROWS.alpha.t()},
+        ValueError,
+        r"alpha must be .* with 3 heads .*; alpha is \(2, 3\)",
+    ),
+    "window of 1": (ROWS, {"beta": ROWS.beta[:, :1]}, ValueError, r"beta must be .* window >= 2; beta is \(3, 1\)"),
+    "integer alpha": (ROWS, {"alpha": ROWS.alpha.int()}, ValueError, r"alpha must be of a floating-point dtype on cpu"),
+    "device of beta": (ROWS, {"beta": meta.beta}, ValueError, r"beta must be .* on cpu; beta is .* on meta"),
+    "two windows": (
+        ROWS,
+        {"beta": torch.zeros(3, 3)},
+        ValueError,
+        r"alpha and beta must have the same shape; .*\(3, 3\)",
+    ),
+    "state is a tuple": (
+        ROWS,
+        {"state": (ROWS.k, ROWS.v)},
+        TypeError,
+        r"state must be a ShiftState or None, got tuple",
+    ),
+    "state of lists": (
+        ROWS,
+        {"state": ShiftState([0.0], [0.0], 1)},
+        TypeError,
+        r"state.k must be a tensor .*, got list",
+    ),
+    "rows of state": (
+        ROWS,
+        state((3, 2, 3, 7), (3, 2, 3, 5)),
+        ValueError,
+        r"state.k must be \(2, rows, 3, 7\).*\(3, 2, 3, 7\)",
+    ),
+    "heads of state": (ROWS, state((2, 2, 2, 7), (2, 2, 2, 5)), ValueError, r"state.k must be \(2, rows, 3, 7\)"),
+    "size of state": (
+        ROWS,
+        state((2, 2, 3, 7), (2, 2, 3, 7)),
+        ValueError,
+        r"state.v must be \(2, rows, 3, 5\).*\(2, 2, 3, 7\)",
+    ),
+    "flat state": (ROWS, state((2, 3, 7), (2, 3, 5)), ValueError, r"state.k must be \(2, rows, 3, 7\)"),
+    "short state": (
+        replace(ROWS, alpha=torch.zeros(3, 4), beta=torch.zeros(3, 4)),
+        state((2, 2, 3, 7), (2, 2, 3, 5)),
+        ValueError,
+        r"state.k must be \(2, rows, 3, 7\) with rows >= 3, the window less one; state.k is \(2, 2, 3, 7\)",
+    ),
+    "dtype of state": (
+        ROWS,
+        state((2, 2, 3, 7), (2, 2, 3, 5), dtype=torch.float64),
+        ValueError,
+        r"state.k must be torch.float32 on cpu; state.k is .* torch.float64",
+    ),
+    "device of state": (
+        ROWS,
+        state((2, 2, 3, 7), (2, 2, 3, 5), device="meta"),
+        ValueError,
+        r"state.k must be .* on cpu;.* meta",
+    ),
+    "more keys than values": (
+        ROWS,
+        state((2, 2, 3, 7), (2, 1, 3, 5)),
+        ValueError,
+        r"state .* got 2 rows of keys and 1 of values",
+    ),
+    "more rows than kept": (
+        ROWS,
+        state((2, 3, 3, 7), (2, 3, 3, 5)),
+        ValueError,
+        r"state .* got 3 rows .* max_rows = 2",
+    ),
+    "mask is a list": (ROWS, {"mask": [[True] * 11] * 2}, TypeError, r"mask must be a tensor or None, got list"),
+    "mask of floats": (
+        ROWS,
+        {"mask": torch.ones(2, 11)},
+        TypeError,
+        r"mask must be of dtype torch.bool, .* torch.float32",
+    ),
+    "mask of integers": (ROWS, {"mask": torch.ones(2, 11).long()}, TypeError, r"mask must be of dtype torch.bool"),
+    "shape of mask": (
+        ROWS,
+        {"mask": torch.ones(2, 10).bool()},
+        ValueError,
+        r"mask must be \(2, 11\) .*; mask is \(2, 10\)",
+    ),
+    "mask of 4 dimensions": (ROWS, {"mask": torch.ones(2, 1, 11, 11).bool()}, ValueError, r"mask must be \(2, 11\)"),
+    "device of mask": (
+        ROWS,
+        {"mask": torch.ones(2, 11).bool().to("meta")},
+        ValueError,
+        r"mask must be .* on cpu; .* on meta",
+    ),
+    "seq_idx is a list": (ROWS, {"seq_idx": [0] * 11}, TypeError, r"seq_idx must be a tensor or None, got list"),
+    "shape of seq_idx": (
+        ROWS,
+        {"seq_idx": torch.zeros(11).long()},
+        ValueError,
+        r"seq_idx must be \(2, 11\) .*; seq_idx is \(11,\)",
+    ),
+    "seq_idx of floats": (
+        ROWS,
+        {"seq_idx": torch.zeros(2, 11)},
+        TypeError,
+        r"seq_idx must be of an integer dtype; .* torch.float32",
+    ),
+    "seq_idx of booleans": (
+        ROWS,
+        {"seq_idx": torch.zeros(2, 11).bool()},
+        TypeError,
+        r"seq_idx must be of an integer dtype",
+    ),
+    "documents named twice": (
+        PACK,
+        {"seq_idx": torch.zeros(1, 5).long()},
+        ValueError,
+        r"cu_seqlens and seq_idx both name the documents: give one",
+    ),
+    "cu_seqlens is a list": (
+        PACK,
+        {"cu_seqlens": [0, 2, 2, 5]},
+        TypeError,
+        r"cu_seqlens must be a tensor or None, got list",
+    ),
+    "cu_seqlens of floats": (
+        PACK,
+        {"cu_seqlens": torch.tensor([0.0, 5.0])},
+        TypeError,
+        r"cu_seqlens must be of dtype torch.int32",
+    ),
+    "cu_seqlens of 2 dimensions": (
+        PACK,
+        {"cu_seqlens": PACK.cu_seqlens[None]},
+        ValueError,
+        r"cu_seqlens must be \(sequences \+ 1,\)",
+    ),
+    "cu_seqlens of nothing": (
+        PACK,
+        bounds(),
+        ValueError,
+        r"cu_seqlens must be \(sequences \+ 1,\) .* cu_seqlens is \(0,\)",
+    ),
+    "device of cu_seqlens": (
+        PACK,
+        {"cu_seqlens": PACK.cu_seqlens.to("meta")},
+        ValueError,
+        r"cu_seqlens must be .* on cpu.* on meta",
+    ),
+    "cu_seqlens that fall": (
+        PACK,
+        bounds(0, 3, 2, 5),
+        ValueError,
+        r"cu_seqlens must rise from 0 to 5, .*; got \[0, 3, 2, 5\]",
+    ),
+    "cu_seqlens from 1": (
+        PACK,
+        bounds(1, 2, 2, 5),
+        ValueError,
+        r"cu_seqlens must rise from 0 to 5, .*; got \[1, 2, 2, 5\]",
+    ),
+    "cu_seqlens too short": (
+        PACK,
+        bounds(0, 2, 2, 4),
+        ValueError,
+        r"cu_seqlens must rise from 0 to 5, .*; got \[0, 2, 2, 4\]",
+    ),
+    "cu_seqlens too long": (
+        PACK,
+        bounds(0, 2, 2, 6),
+        ValueError,
+        r"cu_seqlens must rise from 0 to 5, .*; got \[0, 2, 2, 6\]",
+    ),
+    "cu_seqlens without state": (
+        PACK,
+        bounds(0, 5),
+        ValueError,
+        r"state.k must be \(1, rows, 3, 7\).*; state.k is \(3, 2, 3, 7\)",
+    ),
+    "a pack of two rows": (ROWS, bounds(0, 11), ValueError, r"with cu_seqlens the batch must be 1 row .*, got 2 rows"),
+}
+
+
+@pytest.mark.parametrize(("case", "bad", "error", "message"), BAD.values(), ids=BAD)
+def test_a_bad_argument_is_named(case, bad, error, message, backend):
+    with pytest.raises(error, match=message):
+        replace(case, **bad).call(backend)
+
+
+@pytest.mark.parametrize("positions", [1, 11])
+def test_an_unknown_backend_is_named(positions):
+    case = random_case(5, positions=positions, rows=1)
+    with pytest.raises(ValueError, match=f"backend must be one of {', '.join(map(repr, BACKENDS))}; got 'trition'"):
+        case.call("trition")
+
+
+def test_boundaries_on_a_device_without_data_are_accepted():
+    """There is nothing to look at on the meta device: shapes alone are checked."""
+    case = PACK.map(lambda x: x.to("meta"))
+    k_hat, v_hat, new_state = replace(case, cu_seqlens=PACK.cu_seqlens.to("meta")).call("eager")
+    assert (k_hat.shape, v_hat.shape) == (case.k.shape, case.v.shape)
+    assert (new_state.k.shape, new_state.v.shape) == (case.state.k.shape, case.state.v.shape)
+    assert {x.device.type for x in (k_hat, v_hat, new_state.k, new_state.v)} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ({"x": ROWS.k[0]}, ValueError, r"x must have 4 dimensions"),
+        ({"mix": ROWS.alpha[:2]}, ValueError, r"mix must be \(heads, window\) with 3 heads"),
+        ({"history": ROWS.k[:, :0]}, ValueError, r"history must be \(2, rows, 3, 7\) with rows >= 1"),
+        ({"history": ROWS.k.half()}, ValueError, r"history must be torch.float32 on cpu; history is .* torch.float16"),
+        ({"history": ROWS.k, "max_rows": 3}, ValueError, r"max_rows must be at least the rows of history, 11; got 3"),
+        ({"max_rows": 0}, ValueError, r"max_rows must be at least the rows of history, 1; got 0"),
+        ({"backend": "cuda"}, ValueError, r"backend must be one of .*; got 'cuda'"),
+        ({"cu_seqlens": PACK.cu_seqlens}, ValueError, r"with cu_seqlens the batch must be 1 row"),
+        ({"mask": ROWS.k[..., 0, 0]}, TypeError, r"mask must be of dtype torch.bool"),
+    ],
+    ids=["x", "mix", "short history", "dtype", "max_rows", "no rows", "backend", "cu_seqlens", "mask"],
+)
+def test_a_bad_argument_of_shift_tokens_is_named(bad, error, message):
+    with pytest.raises(error, match=message):
+        shift_tokens(**{"x": ROWS.k, "mix": ROWS.alpha, **bad})
+
+
+STATE = ShiftState.zeros(3, 5, 7, rows=2)
+
+
+BAD_STATE: dict[str, tuple[Callable, type[Exception], str]] = {
+    "no rows": (lambda: ShiftState.zeros(3, 5, 7, rows=0), ValueError, r"rows must be at least 1 .*, got 0"),
+    "table": (lambda: STATE.select([[0]]), ValueError, r"indices must have one dimension, got shape \(1, 1\)"),
+    "floats": (lambda: STATE.select([0.0]), TypeError, r"indices must be integers or booleans, got torch.float32"),
+    "few booleans": (lambda: STATE.select([True, False]), ValueError, r"boolean indices must have length 3, got 2"),
+    "unknown row": (lambda: STATE.select([3]), IndexError, r"out of range"),
+    "few beams": (lambda: STATE.reorder([0, 1]), ValueError, r"beam_indices must be 3 integers, .* of shape \(2,\)"),
+    "boolean beams": (lambda: STATE.reorder([True] * 3), ValueError, r"beam_indices must be 3 integers, .*torch.bool"),
+    "negative crop": (lambda: STATE.crop(-1), ValueError, r"tokens must be 0 or more, got -1"),
+    "no window": (lambda: STATE.crop(0, window=1), ValueError, r"window must be 2 or more, got 1"),
+    "negative window": (lambda: STATE.crop(3, window=-5), ValueError, r"window must be 2 or more, got -5"),
+    "deep crop": (lambda: STATE.crop(2), ValueError, r"cannot crop 2 tokens: the state holds 2 rows"),
+    "sizes": (lambda: STATE.split([1, 1]), RuntimeError, r"sum exactly to 3"),
+    "no states": (lambda: ShiftState.stack([]), ValueError, r"states must hold at least one ShiftState"),
+    "rows": (
+        lambda: ShiftState.stack([STATE, STATE.crop(1)]),
+        ValueError,
+        r"states\[0\] has 2 of 2, states\[1\] has 1",
+    ),
+    "dtypes": (lambda: ShiftState.stack([STATE, STATE.to(torch.half)]), ValueError, r"states\[1\] is torch.float16"),
+    "queries": (
+        lambda: ShiftState.stack([STATE, replace(STATE, q=STATE.k)]),
+        ValueError,
+        r"states must all carry queries or none: states\[0\] and states\[1\] differ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD_STATE.values(), ids=BAD_STATE)
+def test_a_bad_argument_of_a_state_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_results_unpack_in_one_order_whatever_was_asked_for():
+    """Always three, always those three."""
+    for case in (ROWS, PACK, replace(ROWS, state=None), replace(ROWS, beta=None)):
+        results = kv_shift(case.k, case.v, case.alpha, case.beta, state=case.state, cu_seqlens=case.cu_seqlens)
+        assert [type(x) for x in results] == [torch.Tensor, torch.Tensor, ShiftState]

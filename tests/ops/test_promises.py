@@ -1,0 +1,190 @@
+"""Exactness, determinism, memory, and that nobody's tensors are edited."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvshift.ops import eager, kv_shift
+from kvshift.ops.plan import plan_shift
+
+from .cases import DTYPES, outcome, random_case
+from .checks import LENGTHS, check_identity_returns_every_bit, check_inputs_are_left_alone
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+MODES: dict[str, dict] = {
+    "plain": {},
+    "window 4": {"window": 4},
+    "state": {"rows": 3},
+    "one token": {"positions": 1, "rows": 1},
+    "pack": {"lengths": LENGTHS, "rows": 2},
+    "documents": {"seq_idx": [[0, 0, 1, 1, 1]] * 2, "positions": 5},
+    "padding": {"mask": [[0, 1, 1, 0, 1], [1, 1, 1, 1, 0]], "positions": 5, "rows": 2},
+}
+modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+@dtypes
+@modes
+def test_identity_coefficients_return_keys_and_values_bit_for_bit(dtype, mode, backend):
+    check_identity_returns_every_bit(random_case(2, dtype=dtype, **mode), backend)
+
+
+def test_identity_coefficients_lose_the_sign_of_a_zero_and_spread_what_is_not_finite(backend):
+    """What bit for bit leaves out: 1 * -0.0 + 0 * 3 is +0.0, which equals -0.0; and 0 * inf is NaN."""
+    k = torch.tensor([3.0, -0.0, torch.inf, 7.0]).reshape(1, 4, 1, 1)
+    identity = torch.tensor([[1.0, 0.0]])
+    k_hat, _, _ = kv_shift(k, k, identity, identity, backend=backend)
+    assert k_hat.flatten()[:3].tolist() == [3, 0, torch.inf]
+    assert not k_hat.flatten()[1].signbit()
+    assert k_hat.flatten()[3].isnan()
+
+
+@dtypes
+@modes
+def test_callers_tensors_are_theirs(dtype, mode, backend):
+    check_inputs_are_left_alone(random_case(3, dtype=dtype, **mode), backend)
+
+
+@pytest.mark.parametrize("positions", [0, 1, 2, 3])
+def test_a_state_shares_no_memory_with_what_it_was_made_from(positions, backend):
+    """However many tokens come in, fewer than the rows kept, as many, or more."""
+    case = random_case(5, positions=positions, rows=2)
+    check_inputs_are_left_alone(case, backend)
+    _, _, state = case.call(backend)
+    given = {x.untyped_storage().data_ptr() for x in (case.k, case.v, case.state.k, case.state.v) if x.numel()}
+    for x in (state.k, state.v):
+        assert x.untyped_storage().data_ptr() not in given
+        assert x.untyped_storage().nbytes() < 2 * x.nbytes, "a state keeps little more than its rows"
+
+
+def test_editing_a_result_edits_no_input(backend):
+    case = random_case(7, rows=2)
+    inputs = (case.k, case.v, case.alpha, case.beta, case.state.k, case.state.v)
+    before = [x.clone() for x in inputs]
+    k_hat, v_hat, state = case.call(backend)
+    for x in (k_hat, v_hat, state.k, state.v):
+        x.fill_(torch.nan)
+    for x, y in zip(inputs, before, strict=True):
+        assert torch.equal(x, y)
+
+
+@modes
+def test_memory_kept_for_backward_is_the_inputs_and_the_plan(mode):
+    """Of the size of k nothing but k, of the size of v nothing but v; with boundaries, some integers for each token."""
+    case = random_case(11, **mode)
+    inputs = {"k": case.k, "v": case.v, "alpha": case.alpha, "beta": case.beta}
+    if case.state is not None:
+        inputs |= {"state.k": case.state.k, "state.v": case.state.v}
+    for x in inputs.values():
+        x.requires_grad_()
+    addresses = {x.data_ptr(): name for name, x in inputs.items()}
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        k_hat, v_hat, _ = case.call("eager")
+    tokens = case.k.shape[0] * case.k.shape[1]
+    names = []
+    for x in kept:
+        if x.dtype == torch.float32 and x.data_ptr() in addresses:
+            names.append(addresses[x.data_ptr()])
+        elif x.dtype == torch.float32:  # zeros before the first token
+            assert x.numel() < tokens * 3 * 5
+            assert not x.any()
+        else:  # the plan and the rows of the next state: W and R integers for each token or sequence
+            assert x.dtype in (torch.int64, torch.bool)
+            assert x.numel() <= (tokens + 3 * len(LENGTHS)) * case.window
+    assert sorted(names) == sorted(inputs)
+    assert k_hat.grad_fn is not None
+    assert v_hat.grad_fn is not None
+
+
+def test_without_gradients_nothing_is_kept():
+    case = random_case(13)
+    case.alpha.requires_grad_()
+    kept: list[Tensor] = []
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        k_hat, _, _ = case.call("eager")
+    assert not kept
+    assert not k_hat.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [{"batch": 3, "positions": 331}, {"lengths": [301, 1, 0, 691]}], ids=["rows", "pack"])
+def test_the_same_bits_on_every_run(dtype, shape, monkeypatch):
+    """Gradients of the coefficients are sums over all tokens: with two threads and many blocks, in one order."""
+    monkeypatch.setattr(eager, "_BLOCK", 2**14)
+    case = random_case(17, heads=5, k_dim=67, v_dim=61, rows=1, dtype=dtype, **shape)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first = outcome(case, "eager")
+        for _ in range(5):
+            for name, result in outcome(case, "eager").items():
+                assert torch.equal(result, first[name]), name
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_there_is_no_second_derivative():
+    case = random_case(19)
+    k = case.k.requires_grad_()
+    (gradient,) = torch.autograd.grad(case.call("eager")[0].square().sum(), k, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("missing", ["alpha", "beta"])
+@modes
+def test_a_tensor_without_coefficients_has_its_history_kept_all_the_same(missing, mode, backend):
+    case = random_case(23, **mode)
+    without = replace(case, **{missing: None})
+    *both, state = case.call(backend)
+    *results, new_state = kv_shift(
+        case.k,
+        case.v,
+        without.alpha,
+        without.beta,
+        state=case.state,
+        cu_seqlens=case.cu_seqlens,
+        seq_idx=case.seq_idx,
+        mask=case.mask,
+        backend=backend,
+    )
+    passed, shifted = (0, 1) if missing == "alpha" else (1, 0)
+    assert results[passed] is (case.k, case.v)[passed]
+    assert torch.equal(results[shifted], both[shifted])
+    assert torch.equal(new_state.k, state.k)
+    assert torch.equal(new_state.v, state.v)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("padded", [False, True], ids=["", "mask"])
+def test_rows_of_nothing(shape, padded, backend):
+    case = random_case(29, *shape, rows=2)
+    if padded:
+        case = replace(case, mask=torch.ones(shape, dtype=torch.bool))
+    k_hat, v_hat, state = case.call(backend)
+    assert k_hat.shape == case.k.shape
+    assert v_hat.shape == case.v.shape
+    assert torch.equal(state.k, case.state.k)
+    assert torch.equal(state.v, case.state.v)
+    for name, result in outcome(case, backend).items():
+        if name in ("gradient of alpha", "gradient of beta"):
+            assert not result.any()
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
+def test_packs_of_nothing(lengths, backend):
+    case = random_case(31, lengths=lengths, rows=1)
+    k_hat, _, state = case.call(backend)
+    assert k_hat.shape == (1, 0, 3, 7)
+    assert torch.equal(state.k, case.state.k)
+
+
+def test_a_plan_counts_in_64_bits():
+    """Rows of history come before tokens: with many sequences their numbers pass 2^31 before the tokens' do."""
+    plan = plan_shift(1, 3, 2, 1, torch.device("cpu"), cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32))
+    assert {x.dtype for x in vars(plan).values()} == {torch.int64}
