@@ -2,15 +2,17 @@
 
 import copy
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 from kvshift import ShiftState
 from kvshift.models.llama import adopt_cache
 from kvshift.models.llama.cache import ShiftCacheLayer
 
-from .checks import assert_next, check_crop, check_selection, check_splits, logits_of
+from .checks import ATOL, assert_next, check_crop, check_selection, check_splits, logits_of, reference_of
 from .tiny import left_padded, random_tokens, tiny_config, tiny_model
 
 VARIANTS = {
@@ -58,6 +60,39 @@ def test_pieces_of_left_padded_rows_equal_the_rows(options: dict):
             pieces.append(logits_of(model, piece, past_key_values=cache, **inputs))
         got = torch.cat(pieces, dim=1)
         torch.testing.assert_close(got[mask.bool()], whole[mask.bool()], rtol=0, atol=1e-11)
+
+
+@hypothesis.given(
+    options=st.sampled_from(list(VARIANTS.values())),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 5), min_size=9, max_size=9),
+    recorded=st.lists(st.integers(0, 3), min_size=9, max_size=9),
+)
+@hypothesis.settings(max_examples=60)
+def test_any_pieces_of_any_rows_with_drafts_in_between(
+    options: dict, lengths: list[int], sizes: list[int], recorded: list[int]
+):
+    """After every piece some tokens are drafted and taken back; each row still is as the reference has it."""
+    model = tiny_model(torch.float64, **options)
+    rows = [random_tokens(length, seed=length) for length in lengths]
+    ids, mask = left_padded(rows)
+    cache = DynamicCache(config=model.config)
+    adopt_cache(cache, model.config)
+    cache.activate_past_recording()
+    pieces, end = [], 0
+    for size, drafts in zip(sizes, recorded, strict=True):
+        start, end = end, min(end + size, max(lengths))
+        if start == end:
+            break
+        pieces.append(logits_of(model, ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache))
+        cache.crop(0)
+        if drafts:
+            draft_mask = torch.cat([mask[:, :end], torch.ones(len(rows), drafts, dtype=mask.dtype)], dim=1)
+            draft = random_tokens(len(rows), drafts, seed=end)
+            logits_of(model, draft, attention_mask=draft_mask, past_key_values=cache)
+            cache.crop(-drafts)
+    for row, real, got in zip(rows, mask[:, :end].bool(), torch.cat(pieces, dim=1), strict=True):
+        torch.testing.assert_close(got[real], reference_of(model, row)[: int(real.sum())], rtol=0, atol=ATOL)
 
 
 @every_variant

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, DynamicCache
+from transformers import DataCollatorWithFlattening, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import ATOL, check_documents, logits_of, reference_of
 from .reference import reference_logits
-from .tiny import left_padded, random_tokens, tiny_model
+from .tiny import SIZES, left_padded, random_tokens, tiny_model
 
 LENGTHS = (5, 1, 7, 2)
 VARIANTS = {
@@ -162,6 +162,30 @@ def test_the_shift_heeds_documents_where_attention_does_not(keys: list[str], use
         for got, expected in zip((keys_of_pack, values_of_pack), attended[0], strict=True):
             torch.testing.assert_close(got[:, :, start:end], expected, rtol=0, atol=1e-12)
         start = end
+
+
+def test_attention_is_handed_what_llama_hands_it_and_the_window(monkeypatch):
+    """Flash attention reads the boundaries; nothing of the shift reaches a kernel that might not know it."""
+    handed = {}
+    find = ALL_ATTENTION_FUNCTIONS.get_interface
+
+    def get_interface(name: str, default: Any) -> Any:
+        def attention(module, *args: Any, **kwargs: Any) -> Any:
+            handed[type(module)] = kwargs
+            return find(name, default)(module, *args, **kwargs)
+
+        return attention
+
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", get_interface)
+    ours, llama = tiny_model(sliding_window=6), LlamaForCausalLM(LlamaConfig(**SIZES))
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": [3, 4, 5]}, {"input_ids": [6, 7]}])
+    for model in (ours, llama):
+        model(**batch, use_cache=False)
+    ours, llamas = handed.values()
+    assert ours.keys() == llamas.keys() | {"sliding_window"}
+    assert ours["sliding_window"] == 6
+    assert {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"} <= ours.keys()
+    torch.testing.assert_close(ours["cu_seq_lens_q"], llamas["cu_seq_lens_q"], rtol=0, atol=0)
 
 
 def test_a_pack_goes_on_with_its_last_document(attended: list):

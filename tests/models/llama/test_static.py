@@ -77,7 +77,7 @@ def test_a_static_cache_for_stock_llama_is_taken_too():
     assert_next(model, row, cache, random_tokens(1, 1, seed=9))
 
 
-def graphs_of_compiled_decoding(**options: Any) -> int:
+def graphs_of_compiled_decoding(prefill_chunk_size: int | None = None, **options: Any) -> int:
     """Generate twice, check the tokens, and count the graphs that decoding was compiled into; a break is an error."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -85,6 +85,7 @@ def graphs_of_compiled_decoding(**options: Any) -> int:
     compile_config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
     compile_config._compile_all_devices = True  # otherwise generate compiles on accelerators alone
     inputs = {"cache_implementation": "static", "compile_config": compile_config, "max_new_tokens": 6}
+    inputs["prefill_chunk_size"] = prefill_chunk_size
     for seed in range(2):
         rows = [random_tokens(length, seed=seed) for length in (7, 9)]
         assert_greedy(model, rows, new_tokens_of(model, *left_padded(rows), **inputs))
@@ -101,9 +102,12 @@ def test_generate_compiles_all_steps_of_all_calls_into_one_graph(options: dict):
 
 
 @pytest.mark.slow
-def test_a_sliding_window_compiles_as_often_as_without_shift():
-    """Transformers counts tokens by a Python integer there: a graph for each, until it is taken as dynamic."""
-    options = {"sliding_window": 12}
+@pytest.mark.parametrize("options", [{"sliding_window": 12}, {"prefill_chunk_size": 4}], ids=str)
+def test_it_compiles_as_often_as_without_shift(options: dict):
+    """Transformers counts the tokens of a window by a Python integer: a graph for each, until it is taken as dynamic.
+
+    Prefill in chunks is compiled too, and so is the first write into the cache.
+    """
     assert graphs_of_compiled_decoding(**options) == graphs_of_compiled_decoding(**options, shift_targets=[])
 
 
