@@ -128,7 +128,8 @@ class KVShift(nn.Module):
             state, cu_seqlens, seq_idx, mask, backend: as in `kvshift.kv_shift`.
 
         Returns:
-            q, k, v and the new state (None if `targets` is empty).
+            q, k, v and the new state (None if `targets` is empty). The state may share memory with k and v as they
+            came in: do not fill the same tensors with the next token.
         """
         if not self.targets:
             check_boundaries(k, cu_seqlens, seq_idx, mask)

@@ -61,7 +61,7 @@ def kv_shift(
         backend: "auto", "eager" (PyTorch operations) or "reference" (Python loops, to compare with).
 
     Returns:
-        k_hat like k, v_hat like v, and the new state, which may share memory with k and v: do not edit them in place.
+        k_hat like k, v_hat like v, and the new state, which shares no memory with k and v.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, device or shape; the message names it.
