@@ -35,8 +35,8 @@ class Case:
     def window(self) -> int:
         return self.alpha.shape[1]
 
-    def call(self, backend: str) -> tuple[Tensor, Tensor, ShiftState]:
-        return kv_shift(
+    def call(self, backend: str, op: Callable = kv_shift) -> tuple[Tensor, Tensor, ShiftState]:
+        return op(
             self.k,
             self.v,
             self.alpha,
@@ -131,11 +131,12 @@ def spread(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x.reshape(()).expand(shape)
 
 
-def outcome(case: Case, backend: str, *, through_state: bool = True) -> dict[str, Tensor]:
+def outcome(case: Case, backend: str, *, through_state: bool = True, op: Callable = kv_shift) -> dict[str, Tensor]:
     """Everything that a call gives, by name: results, new state, and the gradients of all inputs.
 
     Args:
         through_state: let gradients come back through the new state as well.
+        op: `kv_shift`, or what a compiler made of it.
     """
     case = case.map(lambda x: x.detach())
     leaves = {"k": case.k, "v": case.v, "alpha": case.alpha, "beta": case.beta}
@@ -143,7 +144,7 @@ def outcome(case: Case, backend: str, *, through_state: bool = True) -> dict[str
         leaves |= {"state.k": case.state.k, "state.v": case.state.v}
     for leaf in leaves.values():
         leaf.requires_grad_()
-    k_hat, v_hat, new_state = case.call(backend)
+    k_hat, v_hat, new_state = case.call(backend, op)
     results = {"k_hat": k_hat, "v_hat": v_hat, "new_state.k": new_state.k, "new_state.v": new_state.v}
     weighted = list(zip(results.values(), case.grads, strict=True))[: 4 if through_state else 2]
     outputs = [(y, g) for y, g in weighted if y.requires_grad]  # no token, no graph

@@ -12,13 +12,17 @@ values of everything.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from kvshift.ops import kv_shift
 
 from .cases import Case, outcome
 
 
-def assert_within_one_rounding(case: Case, backend: str, *, through_state: bool) -> None:
+def assert_within_one_rounding(case: Case, backend: str, *, through_state: bool, op: Callable = kv_shift) -> None:
     """Compare every result and every gradient with the exact one, element by element.
 
     A gradient that comes back through the new state is added by autograd to the one through the output, in the dtype
@@ -28,7 +32,7 @@ def assert_within_one_rounding(case: Case, backend: str, *, through_state: bool)
     wide = case.map(lambda x: x.to(compute).double().contiguous())
     exact = outcome(wide, "reference", through_state=through_state)
     sizes = outcome(wide.map(torch.abs), "reference", through_state=through_state)
-    results = outcome(case, backend, through_state=through_state)
+    results = outcome(case, backend, through_state=through_state, op=op)
     assert results.keys() == exact.keys()
     for name, result in results.items():
         if backend == "reference" and compute != case.k.dtype and name.startswith("gradient"):

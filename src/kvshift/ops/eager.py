@@ -54,7 +54,11 @@ def _newest(x: Tensor, history: Tensor, rows: int) -> Tensor:
 
     A view would keep all of x alive, and follow when the caller fills the same x with the next token.
     """
-    length = x.shape[1]
+    length, held = x.shape[1], history.shape[1]
+    if torch.compiler.is_compiling() and held == rows:  # one program, however many of the rows are new
+        t = torch.arange(length - rows, length, device=x.device)
+        past = history[:, (t + held).clamp(max=held - 1)]
+        return torch.where((t >= 0)[:, None, None], x[:, t.clamp(min=0)], past)
     if length < rows:
         return torch.cat([history, x], dim=1)[:, -rows:]
     return x[:, length - rows :].clone()
@@ -116,8 +120,8 @@ class _Slices(torch.autograd.Function):
             grad_x = _in_blocks(x, block, dtype)
             grad_mix = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
         # Rows of history are read like positions before the first.
-        g = torch.nn.functional.pad(grad_y[:, :lags], (0, 0, 0, 0, lags, max(0, lags - x.shape[1])))
-        newest = _mix_terms([g[:, lag : lag + lags] for lag in range(lags + 1)], weights)
+        before = torch.arange(-lags, 0, device=x.device)
+        newest = _mix_terms([_at(grad_y, before + lag) for lag in range(1, lags + 1)], weights[1:])
         grad_history = torch.nn.functional.pad(newest, (0, 0, 0, 0, history.shape[1] - lags, 0))
         return grad_x, grad_mix.to(mix.dtype), grad_history.to(history.dtype)
 
@@ -171,10 +175,13 @@ def _earlier(x: Tensor, history: Tensor, lag: int) -> Tensor:
 
 def _later(x: Tensor, lag: int) -> Tensor:
     """x[t + lag], and zero beyond the end, for a compiler."""
-    if lag == 0:
-        return x
-    t = torch.arange(x.shape[1], device=x.device) + lag
-    return torch.where((t < x.shape[1])[:, None, None], x[:, t.clamp(max=x.shape[1] - 1)], 0)
+    return x if lag == 0 else _at(x, torch.arange(lag, lag + x.shape[1], device=x.device))
+
+
+def _at(x: Tensor, t: Tensor) -> Tensor:
+    """x[:, t], and zero where there is no such position; no slice, whose bounds a compiler would remember."""
+    is_position = (t >= 0) & (t < x.shape[1])
+    return torch.where(is_position[:, None, None], x[:, t.clamp(min=0, max=x.shape[1] - 1)], 0)
 
 
 class _Gather(torch.autograd.Function):

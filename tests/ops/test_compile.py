@@ -1,0 +1,159 @@
+"""`torch.compile` and `torch.export`: one graph without breaks, for any number of tokens, with the same results."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
+
+from kvshift.ops import ShiftState, kv_shift
+
+from .cases import Case, outcome, random_case
+from .checks import assert_same_state
+from .rounding import assert_within_one_rounding
+
+# torch.compile makes an instance of each autograd function that it traces.
+pytestmark = pytest.mark.filterwarnings(r"ignore:<class 'torch\.autograd\.function\.Function'>:DeprecationWarning")
+
+# Sizes that differ from each other: a compiler takes equal ones for the same number.
+POSITIONS = (7, 2, 13, 31)
+MODES: dict[str, Callable[[int], Case]] = {
+    "plain": lambda t: random_case(t, 3, t, heads=5, k_dim=11, v_dim=17),
+    "state, window 3": lambda t: random_case(t, 3, t, heads=5, k_dim=11, v_dim=17, window=3, rows=6),
+    "pack, state": lambda t: random_case(t, lengths=[1, 0, t - 1, 0], heads=5, k_dim=11, v_dim=17, rows=2),
+    "documents, state": lambda t: random_case(
+        t, 3, t, heads=5, k_dim=11, v_dim=17, rows=2, seq_idx=[sorted([0, 1] * t)[:t], [4] * t, list(range(t))]
+    ),
+    "padding, state": lambda t: random_case(
+        t,
+        3,
+        t,
+        heads=5,
+        k_dim=11,
+        v_dim=17,
+        rows=2,
+        mask=[[0] + [1] * (t - 1), [1, 0] + [1] * (t - 2), [1] + [0] * (t - 1)],
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):
+    """Forward and backward; fewer tokens than rows of history too."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(kv_shift, backend=counter, fullgraph=True, dynamic=True)
+    for positions in POSITIONS:
+        assert_within_one_rounding(mode(positions), "auto", through_state=True, op=compiled)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("mode", ["state, window 3", "padding, state"])
+def test_one_compiled_graph_infers_from_any_number_of_tokens(mode):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(kv_shift, backend=counter, fullgraph=True, dynamic=True)
+    for positions in POSITIONS:
+        case = MODES[mode](positions)
+        results, expected = case.call("auto", compiled), case.call("eager")
+        torch.testing.assert_close(results[:2], expected[:2], rtol=1e-6, atol=1e-6)
+        assert_same_state(results[2], expected[2])
+    assert counter.frame_count == 1
+
+
+def test_compiled_decoding_is_compiled_once():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(kv_shift, backend=counter, fullgraph=True, dynamic=False)
+    case = random_case(2, 2, 7, rows=1)
+    k_hat, v_hat, new_state = case.call("eager")
+    state = case.state
+    for t in range(7):
+        token = replace(case, k=case.k[:, t : t + 1].clone(), v=case.v[:, t : t + 1].clone(), state=state)
+        k_t, v_t, state = token.call("auto", compiled)
+        assert torch.equal(k_t[:, 0], k_hat[:, t])
+        assert torch.equal(v_t[:, 0], v_hat[:, t])
+    assert_same_state(state, new_state)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler of torch.compile for the CPU")
+def test_compiled_machine_code_rounds_once():
+    case = random_case(3, 3, 31, heads=5, k_dim=11, v_dim=17, rows=2, dtype=torch.bfloat16)
+    compiled = torch.compile(kv_shift, fullgraph=True, dynamic=True)
+    assert_within_one_rounding(case, "auto", through_state=True, op=compiled)
+
+
+class Shift(nn.Module):
+    """As a model calls the operator: the coefficients are its own."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.alpha, self.beta = nn.Parameter(case.alpha), nn.Parameter(case.beta)
+
+    def forward(
+        self, k: Tensor, v: Tensor, state: ShiftState | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, ShiftState]:
+        return kv_shift(k, v, self.alpha, self.beta, state=state, mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("masked", "rows", "strict"),
+    [(False, None, False), (False, 4, False), (True, None, False), (True, 4, False), (True, 4, True)],
+    ids=["plain", "state", "mask", "mask, state", "mask, state, strict"],
+)
+def test_an_exported_program_takes_any_number_of_tokens(masked, rows, strict):
+    def a_case(batch: int, positions: int) -> Case:
+        mask = [[1] * (positions - b % positions) + [0] * (b % positions) for b in range(batch)] if masked else None
+        return random_case(positions, batch, positions, window=3, rows=rows, mask=mask)
+
+    example = a_case(3, 11)
+    module = Shift(example)
+    batch, positions = Dim("batch", min=2, max=64), Dim("positions", min=2, max=4096)
+    tokens = {0: batch, 1: positions}
+    state = None if rows is None else [{0: batch}, {0: batch}, None]
+    program = torch.export.export(
+        module,
+        (example.k, example.v, example.state, example.mask),
+        dynamic_shapes=(tokens, tokens, state, tokens if masked else None),
+        strict=strict,
+    )
+    for size in ((2, 2), (3, 11), (5, 4), (7, 101)):
+        case = a_case(*size)
+        results = program.module()(case.k, case.v, case.state, case.mask)
+        expected = module(case.k, case.v, case.state, case.mask)
+        assert torch.equal(results[0], expected[0])
+        assert torch.equal(results[1], expected[1])
+        assert_same_state(results[2], expected[2])
+
+
+def test_a_state_is_a_pytree():
+    """Which is how programs that were exported take it and give it back."""
+    state = random_case(5, rows=2).state
+    leaves, structure = torch.utils._pytree.tree_flatten(state)
+    assert leaves[0] is state.k
+    assert leaves[1] is state.v
+    assert_same_state(torch.utils._pytree.tree_unflatten(leaves, structure), state)
+
+
+def test_outcomes_of_fake_tensors_have_the_shapes_of_real_ones():
+    """Planning tools run models on tensors without data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    case = random_case(7, rows=2)
+    real = outcome(case, "eager")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = outcome(case.map(mode.from_tensor), "eager")
+        for name, x in fake.items():
+            assert (x.shape, x.dtype) == (real[name].shape, real[name].dtype), name
