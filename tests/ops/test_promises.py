@@ -111,18 +111,17 @@ def test_without_gradients_nothing_is_kept():
     assert not k_hat.requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [{"batch": 3, "positions": 331}, {"lengths": [301, 1, 0, 691]}], ids=["rows", "pack"])
-def test_the_same_bits_on_every_run(dtype, shape, monkeypatch):
-    """Gradients of the coefficients are sums over all tokens: with two threads and many blocks, in one order."""
-    monkeypatch.setattr(eager, "_BLOCK", 2**14)
-    case = random_case(17, heads=5, k_dim=67, v_dim=61, rows=1, dtype=dtype, **shape)
+@pytest.mark.parametrize("shape", [{"batch": 3, "positions": 149}, {"lengths": [301, 1, 0, 139]}], ids=["rows", "pack"])
+def test_the_same_bits_on_every_run(shape, monkeypatch):
+    """Gradients of the coefficients are sums over all tokens: in one order, also with two threads in each block."""
+    monkeypatch.setattr(eager, "_BLOCK", 2**17)
+    case = random_case(17, heads=5, k_dim=67, v_dim=61, rows=1, **shape)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        first = outcome(case, "eager")
-        for _ in range(5):
-            for name, result in outcome(case, "eager").items():
+        first = outcome(case, "eager", through_state=False)
+        for _ in range(3):
+            for name, result in outcome(case, "eager", through_state=False).items():
                 assert torch.equal(result, first[name]), name
     finally:
         torch.set_num_threads(threads)

@@ -85,7 +85,7 @@ def test_a_cut_between_numbered_documents_with_a_fresh_state(window, backend):
         assert torch.equal(tail_state.k, state.k)
 
 
-@settings(max_examples=150)
+@settings(max_examples=400)
 @given(case=cases(), data=st.data())
 def test_search_for_cuts_that_matter(case, data):
     if case.seq_idx is not None:
@@ -108,7 +108,7 @@ def test_long_rows_in_blocks_and_threads(dtype, dims):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(eager, "_BLOCK", 64 * 5 * 211)
             check_pieces_are_the_whole(case, "eager", [1, 2, 17, 18, 512, 1030])
-            check_pieces_are_the_whole(case, "eager", range(1, 1031))
+            check_pieces_are_the_whole(case, "eager", range(1, 1031, 3))
     finally:
         torch.set_num_threads(threads)
 
