@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from kvshift.ops import BACKENDS, ShiftState, eager
@@ -68,13 +68,11 @@ def test_strides_change_no_bit_but_the_order_of_the_coefficients_sum(layout, gra
     assert_within_one_rounding(case, "eager", through_state=True)
 
 
-@settings(max_examples=400)
 @given(case=cases())
 def test_search_for_a_call_that_differs_from_the_reference(case):
     assert_within_one_rounding(case, "eager", through_state=True)
 
 
-@settings(max_examples=400)
 @given(case=cases())
 def test_search_for_a_call_whose_blocks_differ_from_the_reference(case):
     """Blocks of one to three positions: their borders fall everywhere."""
