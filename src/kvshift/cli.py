@@ -1,0 +1,79 @@
+"""The command line: `kvshift COMMAND [OPTIONS]`.
+
+A command is a frozen dataclass of options, which tyro reads from the command line, and a function of it. Both are
+imported when the command is chosen: transformers takes seconds to import, and `kvshift --help` should not.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import kvshift
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class _Command:
+    summary: str
+    module: str
+    options: str  # the dataclass in `module`
+    function: str  # options -> None; raises LabError on what the user can mend
+
+
+_COMMANDS = {
+    "compare": _Command("Train twins, with and without KV shift", "kvshift.lab.compare", "CompareConfig", "compare"),
+    "train": _Command("Train a language model on text", "kvshift.lab.training", "TrainConfig", "train"),
+    "generate": _Command(
+        "Continue prompts with a trained model", "kvshift.lab.generation", "GenerateConfig", "generate"
+    ),
+    "plan": _Command("Say what a run will cost", "kvshift.lab.planning", "PlanConfig", "plan"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `kvshift` on `arguments` (default: those of the process); returns the exit code.
+
+    0: done. 1: a fault of ours, with its traceback. 2: bad options or input. 3: the run failed while it ran.
+    4: the run folder is in use.
+    """
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if name == "--version":
+        print(kvshift.__version__)
+        return 0
+    if name not in _COMMANDS:
+        print(f"kvshift: no command {name!r}; there are: {', '.join(_COMMANDS)}", file=sys.stderr)
+        return 2
+    return _run(name, rest)
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    command = _COMMANDS[name]
+    try:
+        import tyro
+    except ModuleNotFoundError as error:
+        print(f"kvshift {name}: needs the package {error.name!r}: pip install 'kvshift[lab]'", file=sys.stderr)
+        return 2
+
+    from kvshift.lab.errors import LabError
+
+    module = import_module(command.module)
+    options = tyro.cli(
+        getattr(module, command.options), prog=f"kvshift {name}", description=command.summary, args=arguments
+    )
+    try:
+        getattr(module, command.function)(options)
+    except LabError as error:
+        print(f"kvshift {name}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _overview() -> str:
+    width = max(map(len, _COMMANDS), default=0)
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in _COMMANDS.items()]
+    return "\n".join(["usage: kvshift COMMAND [OPTIONS]", "", *lines, "", "kvshift COMMAND --help lists the options."])

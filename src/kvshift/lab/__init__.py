@@ -1,0 +1,1 @@
+"""Experiments: data, training, comparison with vanilla attention. Needs `pip install 'kvshift[lab]'`."""

@@ -1,0 +1,13 @@
+"""What a command tells its user when it cannot go on: a message, and the code the process exits with."""
+
+__all__ = ["LabError"]
+
+
+class LabError(Exception):
+    """A fault that the user can mend. The message names what it is about, what was found and what was expected.
+
+    The command line prints the message without a traceback and exits with `exit_code`:
+    2 for bad input, 3 for a run that failed while it ran, 4 for a run folder that is in use.
+    """
+
+    exit_code = 2
