@@ -1,0 +1,229 @@
+"""What `kvshift train` is told: frozen dataclasses, which are also its command line and the config.json of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from kvshift.lab.data import DataConfig
+from kvshift.lab.errors import LabError
+
+__all__ = ["ModelConfig", "OptimizerConfig", "TrainConfig", "config_hash", "differences", "from_json", "to_json"]
+
+# What may differ between a run and its continuation, for it changes no number that is computed.
+_FREE = ("out", "report_to", "progress", "keep_checkpoints", "data_workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Llama with KV shift. Fields left at None come from `size` or `config`, else from the value named last."""
+
+    size: str | None = None
+    """One of the paper's: 0.2B, 1.5B, 2.9B, 6.7B, 13B, 19B."""
+    config: Path | None = None
+    """A JSON file with the fields of KVShiftLlamaConfig, such as the config.json of a saved model."""
+    hidden_size: int | None = None
+    """Model width E; 128."""
+    num_hidden_layers: int | None = None
+    """Layers; 2."""
+    num_attention_heads: int | None = None
+    """Query heads H; 4."""
+    num_key_value_heads: int | None = None
+    """KV heads G; as many as query heads."""
+    intermediate_size: int | None = None
+    """MLP width F; 8/3 of hidden_size, rounded up to a multiple of 32."""
+    vocab_size: int | None = None
+    """Rows of the embedding; as many as the tokenizer has tokens. Never less."""
+    tie_word_embeddings: bool | None = None
+    """One matrix for embedding and output; no."""
+    qk_norm: bool | None = None
+    """RMSNorm over each query and key head; no."""
+    sliding_window: int | None = None
+    """Tokens that a token attends to, itself included; all."""
+    rope_theta: float | None = None
+    """Base of the rotary embedding; 10000."""
+    shift_targets: tuple[Literal["q", "k", "v"], ...] | None = None
+    """What the layers shift; k v. With no value after it: nothing, the vanilla model."""
+    shift_window: int | None = None
+    """Tokens mixed, the current one included; 2."""
+    shift_constraint: Literal["free", "gate", "clamp"] | None = None
+    """free: any numbers. gate: sigmoid(a) and 1 - sigmoid(a). clamp: within [0, 1]. Default: free."""
+    shift_init: Literal["uniform", "identity"] | None = None
+    """uniform: U(0, 1), summing to 1. identity: (1, 0), no shift at first. Default: uniform."""
+    freeze_shift: bool = False
+    """Keep the coefficients at their start values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate."""
+
+    learning_rate: float = 2e-3
+    """Highest learning rate."""
+    schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    """After the linear warm-up: constant; cosine, to min_lr_ratio at the last step; wsd (warm-up, stable, decay):
+    constant, then linear to min_lr_ratio over the last decay_fraction of all steps."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; None: a tenth of all steps, 1000 at most."""
+    decay_fraction: float = 0.2
+    """wsd only: part of all steps that decay."""
+    min_lr_ratio: float = 0.0
+    """cosine and wsd: last learning rate, as a part of the highest."""
+    beta1: float = 0.9
+    """AdamW: decay of the mean of gradients, per step."""
+    beta2: float = 0.95
+    """AdamW: decay of the mean of squared gradients, per step."""
+    epsilon: float = 1e-8
+    """AdamW: added to the root of the mean of squared gradients."""
+    weight_decay: float = 0.1
+    """Of matrices and embeddings; norms, biases and shift coefficients do not decay."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this norm over all parameters; 0: never."""
+    shift_lr_multiplier: float = 1.0
+    """The coefficients learn at this multiple of the learning rate."""
+
+    def check(self, steps: int) -> None:
+        """Raise a LabError that names the field, its value, and what it may be."""
+        for name in ("learning_rate", "epsilon"):
+            _require(getattr(self, name) > 0, f"optimizer.{name}", getattr(self, name), "more than 0")
+        for name in ("weight_decay", "clip_norm", "shift_lr_multiplier"):
+            _require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "0 or more")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "at least 0, less than 1")
+        for name in ("decay_fraction", "min_lr_ratio"):
+            _require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "between 0 and 1")
+        warmup = self.warmup_steps
+        _require(warmup is None or 0 <= warmup, "optimizer.warmup_steps", warmup, "0 or more, or None")
+        if self.schedule == "wsd":
+            room = steps - round(steps * self.decay_fraction)
+            _require(
+                warmup is None or warmup <= room, "optimizer.warmup_steps", warmup, f"{room} at most, before the decay"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. The same command, given again, continues a run that was stopped."""
+
+    out: Path
+    """Folder of the run; made where it is missing."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    steps: int = 300
+    """Optimizer steps in all."""
+    batch_size: int = 16
+    """Rows (sequences) in one forward pass of one device."""
+    tokens_per_step: int | None = None
+    """Tokens in one optimizer step over all devices; where that is more than batch_size x sequence_length x devices,
+    gradients are accumulated. None: exactly that product."""
+    seed: int = 0
+    """Of the weights, the coefficients and the order of the data: each has a generator of its own."""
+    eval_every: int = 50
+    """Steps between evaluations on the validation rows; there is one after the last step in any case."""
+    eval_rows: int | None = None
+    """Rows of an evaluation, the first ones; None: all."""
+    save_every: int = 100
+    """Steps between checkpoints; there is one after the last step in any case."""
+    keep_checkpoints: int = 2
+    """Newest whole checkpoints that are kept."""
+    log_every: int = 10
+    """Steps between lines of training metrics, each a mean over these steps."""
+    report_to: tuple[str, ...] = ("tensorboard",)
+    """Trackers besides metrics.jsonl, by transformers' names: tensorboard (into OUT/tensorboard), wandb, mlflow ..."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    gradient_checkpointing: bool = False
+    """Compute the activations of a layer anew in its backward pass: less memory, about a third more time."""
+    bf16: Literal["auto", "yes", "no"] = "auto"
+    """Matrix products in bfloat16, weights in float32; auto: on GPUs that have it, and never on a CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
+    data_workers: int = 0
+    """Processes that read training rows ahead; 0: the training process itself."""
+    progress: bool = True
+    """Show a bar, where stderr is a terminal."""
+
+    def check(self) -> None:
+        """Raise a LabError that names the field, its value, and what it may be."""
+        for name in ("steps", "batch_size", "eval_every", "save_every", "keep_checkpoints", "log_every"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        for name in ("tokens_per_step", "eval_rows"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "1 or more, or None")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
+        _require(self.data_workers >= 0, "data_workers", self.data_workers, "0 or more")
+        if self.data.streaming:
+            _require(self.data_workers <= 1, "data_workers", self.data_workers, "0 or 1 with data.streaming")
+        self.optimizer.check(self.steps)
+
+    def accumulation(self, devices: int) -> int:
+        """Forward passes of each device in one optimizer step."""
+        at_once = self.batch_size * self.data.sequence_length * devices
+        tokens = self.tokens_per_step or at_once
+        if tokens % at_once:
+            raise LabError(
+                f"tokens_per_step is {tokens}, which is no whole multiple of {at_once} = batch_size "
+                f"{self.batch_size} x data.sequence_length {self.data.sequence_length} x {devices} device(s)"
+            )
+        return tokens // at_once
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of warm-up, also where the option leaves them open."""
+        given = self.optimizer.warmup_steps
+        return min(self.steps // 10, 1000) if given is None else given
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits over all that decides the numbers of a run; `config` as `to_json` gives it."""
+    decisive = {name: value for name, value in config.items() if name not in _FREE}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """One line for each field whose value decides the numbers of a run and is not the same in both."""
+    lines = []
+    for name in sorted({*old, *new} - ({*_FREE} if not prefix else set())):
+        before, now = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            lines += differences(before, now, f"{prefix}{name}.")
+        elif before != now:
+            lines.append(f"{prefix}{name}: {before!r} there, {now!r} here")
+    return lines
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """The fields of a config as what JSON holds: paths become strings, tuples lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def from_json(cls: type, values: Mapping[str, Any], where: str = "") -> Any:
+    """The inverse of `to_json`; a field that `cls` does not have is an error."""
+    hints = get_type_hints(cls)
+    unknown = [name for name in values if name not in hints]
+    if unknown:
+        raise LabError(f"unknown field {where}{unknown[0]}; known: {', '.join(hints)}")
+    return cls(**{name: _revive(hints[name], value, f"{where}{name}.") for name, value in values.items()})
+
+
+def _revive(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_json(hint, value, where)
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
+        return tuple(value)
+    if isinstance(value, str) and Path in kinds and str not in kinds:
+        return Path(value)
+    return value
+
+
+def _require(holds: bool, name: str, value: Any, what: str) -> None:
+    if not holds:
+        raise LabError(f"{name} must be {what}, got {value!r}")

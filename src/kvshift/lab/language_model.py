@@ -1,0 +1,131 @@
+"""From the options of a run to its model: which Llama, and with which weights it starts."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import set_seed
+
+from kvshift.lab.config import ModelConfig
+from kvshift.lab.errors import LabError
+from kvshift.layers import KVShift
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.llama.sizes import SIZES
+
+__all__ = ["build_model", "llama_config", "shift_layers"]
+
+_SHIFT_STREAM = 0x51F7  # keeps the seed of the coefficients apart from that of the weights
+
+
+def llama_config(options: ModelConfig, *, vocab_size: int, sequence_length: int) -> KVShiftLlamaConfig:
+    """The configuration of the model that `options` describe.
+
+    Args:
+        options: of the run.
+        vocab_size: tokens of the tokenizer.
+        sequence_length: of the training rows.
+    """
+    base = _base(options)
+    given = {
+        field.name: getattr(options, field.name)
+        for field in fields(ModelConfig)
+        if field.name not in ("size", "config", "freeze_shift", "rope_theta")
+    }
+    base |= {name: value for name, value in given.items() if value is not None}
+    if options.rope_theta is not None:
+        base["rope_parameters"] = {"rope_type": "default", "rope_theta": options.rope_theta}
+    base.setdefault("vocab_size", vocab_size)
+    if base["vocab_size"] < vocab_size:
+        raise LabError(
+            f"model.vocab_size is {base['vocab_size']}, but the tokenizer has {vocab_size} tokens: "
+            "the model needs at least as many, or the data another tokenizer"
+        )
+    base["max_position_embeddings"] = max(base.get("max_position_embeddings", 0), sequence_length)
+    # Generation must not stop at, or pad with, numbers that belong to another tokenizer.
+    base |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True}
+    try:
+        config = KVShiftLlamaConfig(**base)
+    except Exception as error:  # transformers' strict dataclasses raise classes of their own
+        raise LabError(f"the options under model do not make a model: {error}") from error
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if "head_dim" not in base and config.hidden_size % heads:
+        raise LabError(
+            f"model.hidden_size must be a multiple of num_attention_heads, got {config.hidden_size} and {heads}"
+        )
+    if heads % kv_heads:
+        raise LabError(
+            f"model.num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}"
+        )
+    return config
+
+
+def build_model(config: KVShiftLlamaConfig, *, seed: int, freeze_shift: bool = False) -> KVShiftLlamaForCausalLM:
+    """A model with float32 start values, of which those that a vanilla twin has too do not depend on the shift.
+
+    The weights are drawn for the model without shift and then taken over; the coefficients have a generator of
+    their own. So twins that differ in `shift_*` alone start, for one seed, with the same bits.
+    """
+    set_seed(seed)
+    model = KVShiftLlamaForCausalLM(_without_shift(config))
+    if config.shift_targets:
+        vanilla = model.state_dict()
+        model = KVShiftLlamaForCausalLM(config)
+        load = model.load_state_dict(vanilla, strict=False, assign=True)
+        model.tie_weights()
+        unexpected = load.unexpected_keys + [name for name in load.missing_keys if ".shift." not in name]
+        if unexpected:
+            raise AssertionError(f"twins differ beyond the shift: {unexpected}")
+        generator = torch.Generator().manual_seed(seed ^ (_SHIFT_STREAM << 32))
+        for layer in shift_layers(model):
+            layer.reset_parameters(generator)
+            layer.requires_grad_(not freeze_shift)
+    return model
+
+
+def shift_layers(model: torch.nn.Module) -> list[KVShift]:
+    """The `KVShift` of each layer that shifts anything, in order."""
+    return [module for module in model.modules() if isinstance(module, KVShift) and module.targets]
+
+
+def _base(options: ModelConfig) -> dict[str, Any]:
+    if options.size is not None and options.config is not None:
+        raise LabError(f"model.size ({options.size}) and model.config ({options.config}) cannot both be given")
+    if options.size is not None:
+        if options.size not in SIZES:
+            raise LabError(f"model.size must be one of {', '.join(SIZES)}, got {options.size!r}")
+        return dict(SIZES[options.size])
+    if options.config is not None:
+        return _read(options.config)
+    width = options.hidden_size or 128
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": -(-width * 8 // (3 * 32)) * 32,
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LabError(f"model.config: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise LabError(f"model.config: {path} must hold a JSON object, got {type(values).__name__}")
+    kind = values.pop("model_type", KVShiftLlamaConfig.model_type)
+    if kind not in ("llama", KVShiftLlamaConfig.model_type):
+        raise LabError(f"model.config: {path} is of model_type {kind!r}; expected llama or kvshift_llama")
+    for of_weights in ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"):
+        values.pop(of_weights, None)
+    return values
+
+
+def _without_shift(config: KVShiftLlamaConfig) -> KVShiftLlamaConfig:
+    vanilla = deepcopy(config)
+    vanilla.shift_targets = []
+    return vanilla
