@@ -1,0 +1,1 @@
+"""Reads result files: statistics, tables, plots, reports. Nothing here trains or loads a model."""

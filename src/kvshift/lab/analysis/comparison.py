@@ -1,0 +1,188 @@
+"""Twins with and without KV shift, set side by side: one summary of numbers, and one table of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvshift.lab.analysis.runs import Run
+from kvshift.lab.analysis.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
+from kvshift.lab.errors import LabError
+
+__all__ = ["Pair", "as_markdown", "as_text", "explanation", "summarize", "table"]
+
+_SIDES = ("vanilla", "shifted")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two finished runs with one seed, equal in everything but the shift."""
+
+    seed: int
+    vanilla: Run
+    shifted: Run
+
+    @property
+    def sides(self) -> dict[str, Run]:
+        """The runs by the keys of the summary."""
+        return dict(zip(_SIDES, (self.vanilla, self.shifted), strict=True))
+
+
+def summarize(pairs: Sequence[Pair], step_time: dict[str, Any] | None = None) -> dict[str, Any]:
+    """All numbers of a comparison, ready for JSON. Differences are shifted minus vanilla, ratios shifted to vanilla.
+
+    Args:
+        pairs: one for each seed.
+        step_time: what `kvshift.lab.step_time` measured, handed through.
+    """
+    seeds = [_of_one_seed(pair) for pair in pairs]
+    by_row = None
+    if len(seeds) == 1:
+        by_row = Estimate(**seeds[0]["difference"])
+    first = pairs[0]
+    names = {side: run.name for side, run in first.sides.items()}
+    found = verdict(
+        [seed["difference"]["mean"] for seed in seeds], rows=by_row, names=(names["shifted"], names["vanilla"])
+    )
+    memory = {side: _mean(pair.sides[side].result["peak_memory_bytes"] for pair in pairs) for side in _SIDES}
+    return {
+        "names": names,
+        "verdict": asdict(found),
+        "validation_rows": len(first.vanilla.result["eval_losses_per_row"]),
+        "loss": {side: asdict(mean_of([seed["loss"][side]["mean"] for seed in seeds])) for side in _SIDES},
+        "seeds": seeds,
+        "step_time": step_time,
+        "peak_memory": {**memory, "ratio": memory["shifted"] / memory["vanilla"]},
+        "parameters": {side: run.result["parameters"] for side, run in first.sides.items()},
+        "shift_parameters": first.shifted.result["shift_parameters"],
+    }
+
+
+def _of_one_seed(pair: Pair) -> dict[str, Any]:
+    rows = {side: run.result["eval_losses_per_row"] for side, run in pair.sides.items()}
+    if len(rows["vanilla"]) != len(rows["shifted"]):
+        raise LabError(
+            f"{pair.shifted.folder}: {len(rows['shifted'])} validation rows, but {len(rows['vanilla'])} in "
+            f"{pair.vanilla.folder}; runs are compared on the same rows"
+        )
+    loss = {side: _final_loss(run) for side, run in pair.sides.items()}
+    by_row = paired_difference(rows["shifted"], rows["vanilla"])
+    # The difference of the two reported losses, so that the numbers of a line add up; its error is that of the rows.
+    difference = Estimate(loss["shifted"].mean - loss["vanilla"].mean, by_row.stderr, by_row.n)
+    target = loss["vanilla"].mean
+    reach = {
+        unit: {
+            # Where its run ended, though its curve may have dipped below its final loss before.
+            "vanilla": pair.vanilla.series("eval", unit)[0][-1],
+            "shifted": _reached(pair.shifted, unit, target),
+        }
+        for unit in ("step", "tokens")
+    }
+    return {
+        "seed": pair.seed,
+        "loss": {side: asdict(estimate) for side, estimate in loss.items()},
+        "difference": asdict(difference),
+        "reach": reach,
+    }
+
+
+def _reached(run: Run, unit: str, target: float) -> float | None:
+    where, losses = run.series("eval", unit, "loss")
+    return first_reached(where, losses, target)
+
+
+def _final_loss(run: Run) -> Estimate:
+    losses, errors, rows = run.series("eval", "loss", "loss_stderr", "rows")
+    if not losses:
+        raise LabError(f"{run.folder}: metrics.jsonl holds no evaluation")
+    return Estimate(losses[-1], errors[-1], int(rows[-1]))
+
+
+def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The lines of the comparison: what, vanilla, shifted, and how they differ. The first line is the heading."""
+    names, seeds = summary["names"], summary["seeds"]
+    rows: list[tuple[str, ...]] = [("", names["vanilla"], names["shifted"], "difference or ratio")]
+    for seed in seeds:
+        label = "validation loss" if len(seeds) == 1 else f"validation loss, seed {seed['seed']}"
+        rows.append(
+            (label, *(_plus_minus(seed["loss"][side]) for side in _SIDES), _plus_minus(seed["difference"], "+"))
+        )
+    loss = {side: Estimate(**summary["loss"][side]) for side in _SIDES}
+    if len(seeds) > 1:
+        found = summary["verdict"]
+        difference = f"{found['difference']:+.4f}"
+        if found["low"] is not None:
+            difference += f" (95 %: {found['low']:+.4f} to {found['high']:+.4f})"
+        rows.append((f"mean of {len(seeds)} seeds", *(_plus_minus(asdict(loss[side])) for side in _SIDES), difference))
+    else:
+        loss = {side: Estimate(**seeds[0]["loss"][side]) for side in _SIDES}
+    rows.append(_perplexity(loss))
+    rows += [_reach(seeds, unit, label, names["vanilla"]) for unit, label in (("step", "steps"), ("tokens", "tokens"))]
+    if (step := summary["step_time"]) is not None:
+        milliseconds = (f"{step['milliseconds'][side]:.0f} ms" for side in _SIDES)
+        ratio = f"× {step['ratio']:.3f} (quartiles {step['low']:.3f} to {step['high']:.3f})"
+        rows.append(("time of a step", *milliseconds, ratio))
+    memory = summary["peak_memory"]
+    rows.append(("peak memory", *(f"{memory[side] / 2**20:,.0f} MiB" for side in _SIDES), f"× {memory['ratio']:.3f}"))
+    count = summary["parameters"]
+    rows.append(("parameters", *(f"{count[side]:,}" for side in _SIDES), f"{count['shifted'] - count['vanilla']:+,}"))
+    return rows
+
+
+def _perplexity(loss: dict[str, Estimate]) -> tuple[str, ...]:
+    cells = []
+    for estimate in loss.values():
+        value = math.exp(estimate.mean)
+        cells.append(f"{value:.2f}" if estimate.stderr is None else f"{value:.2f} ± {value * estimate.stderr:.2f}")
+    return ("perplexity", cells[0], cells[1], f"× {math.exp(loss['shifted'].mean - loss['vanilla'].mean):.4f}")
+
+
+def _reach(seeds: list[dict[str, Any]], unit: str, label: str, vanilla: str) -> tuple[str, ...]:
+    theirs = [seed["reach"][unit]["vanilla"] for seed in seeds]
+    ours = [seed["reach"][unit]["shifted"] for seed in seeds]
+    title = f"{label} to {vanilla}'s final loss"
+    reached = [value for value in ours if value is not None]
+    if len(reached) < len(ours):
+        missed = "not reached" if len(ours) == 1 else f"not reached by {len(ours) - len(reached)} of {len(ours)} seeds"
+        return (title, f"{_mean(theirs):,.0f}", missed, "")
+    ratio = _mean(one / other for one, other in zip(reached, theirs, strict=True))
+    return (title, f"{_mean(theirs):,.0f}", f"{_mean(reached):,.0f}", f"× {ratio:.2f}")
+
+
+def _plus_minus(estimate: dict[str, Any], sign: str = "") -> str:
+    value = f"{estimate['mean']:{sign}.4f}"
+    return value if estimate["stderr"] is None else f"{value} ± {estimate['stderr']:.4f}"
+
+
+def _mean(values: Any) -> float:
+    return mean_of(list(values)).mean
+
+
+def explanation(summary: dict[str, Any]) -> str:
+    """What the signs in the table stand for."""
+    rows = f"± is one standard error over the {summary['validation_rows']} rows of the validation set"
+    if len(summary["seeds"]) == 1:
+        return f"{rows}; of the difference, paired by row."
+    return (
+        f"In the lines of single seeds {rows} (of the difference, paired by row); "
+        "in those of the mean, over seeds. Steps and tokens are means over seeds."
+    )
+
+
+def as_text(rows: Sequence[Sequence[str]]) -> str:
+    """The table in columns, for a terminal."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first, *others = row
+        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def as_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """The table in Markdown."""
+    heading, *others = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([heading, "|---|" + "---:|" * (len(rows[0]) - 1), *others])

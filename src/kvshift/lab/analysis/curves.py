@@ -1,0 +1,142 @@
+"""Loss curves and learned coefficients, drawn from run folders and nothing else."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvshift.lab.analysis.runs import Run, read_run
+from kvshift.lab.analysis.statistics import t_interval
+from kvshift.lab.errors import LabError
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot_coefficients", "plot_curves", "save_figure"]
+
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by the colour-blind (Okabe and Ito)
+_SYMBOLS = {"alpha": "α", "beta": "β", "gamma": "γ"}
+_OF = {"alpha": "keys", "beta": "values", "gamma": "queries"}
+
+
+def plot_curves(folders: Sequence[Path]) -> Figure:
+    """Loss over tokens of finished runs; for vanilla and one other model with the same seeds, their difference too.
+
+    Pale lines are training losses, dots the evaluations; each seed has its own line.
+    """
+    from matplotlib.figure import Figure
+
+    runs = [read_run(folder) for folder in folders]
+    if not runs:
+        raise LabError("folders must name at least one finished run, got none")
+    by_name: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        by_name.setdefault(run.name, {})[run.config["seed"]] = run
+    others = [name for name in by_name if name != "vanilla"]
+    paired = "vanilla" in by_name and len(others) == 1 and by_name["vanilla"].keys() == by_name[others[0]].keys()
+
+    figure = Figure(figsize=(10, 4.2) if paired else (6, 4.2), layout="constrained")
+    losses = figure.add_subplot(1, 2 if paired else 1, 1)
+    _draw_losses(losses, by_name)
+    if paired:
+        differences = figure.add_subplot(1, 2, 2, sharex=losses)
+        _draw_differences(differences, by_name["vanilla"], by_name[others[0]], others[0])
+    return figure
+
+
+def _draw_losses(axes: Axes, by_name: Mapping[str, Mapping[int, Run]]) -> None:
+    lowest, highest = [], []
+    for color, (name, seeds) in zip(_COLORS, by_name.items(), strict=False):
+        for number, run in enumerate(seeds.values()):
+            axes.plot(*run.series("train", "tokens", "loss"), color=color, alpha=0.25, linewidth=0.8)
+            tokens, loss = run.series("eval", "tokens", "loss")
+            axes.plot(tokens, loss, "o-", color=color, markersize=2.5, linewidth=1.2, label="" if number else name)
+            lowest.append(min(loss))
+            highest.append(loss[min(1, len(loss) - 1)])
+    # The first steps fall so far that the rest would be a flat line: the axis begins at the second evaluation.
+    space = max(0.1 * (max(highest) - min(lowest)), 0.02)
+    axes.set_ylim(min(lowest) - space, max(highest) + space)
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title="Validation loss (pale: training loss)")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+
+
+def _draw_differences(axes: Axes, vanilla: Mapping[int, Run], shifted: Mapping[int, Run], name: str) -> None:
+    columns: dict[float, list[float]] = {}
+    for seed, run in shifted.items():
+        theirs = dict(zip(*vanilla[seed].series("eval", "tokens", "loss"), strict=True))
+        ours = zip(*run.series("eval", "tokens", "loss"), strict=True)
+        points = [(tokens, loss - theirs[tokens]) for tokens, loss in ours if tokens in theirs]
+        axes.plot(*zip(*points, strict=True), color=_COLORS[1], alpha=0.4 if len(shifted) > 1 else 1, linewidth=1)
+        for tokens, difference in points:
+            columns.setdefault(tokens, []).append(difference)
+    whole = {tokens: values for tokens, values in columns.items() if len(values) == len(shifted) > 1}
+    if whole:
+        low, high = zip(*(t_interval(values) for values in whole.values()), strict=True)
+        mean = [statistics.fmean(values) for values in whole.values()]
+        axes.plot(list(whole), mean, color=_COLORS[1], linewidth=2, label="mean over seeds")
+        axes.fill_between(list(whole), low, high, color=_COLORS[1], alpha=0.15, linewidth=0, label="95 % interval")
+        axes.legend(frameon=False)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xlabel="tokens", ylabel="difference (nats per token)", title=f"Validation loss, {name} minus vanilla")
+    axes.grid(alpha=0.25)
+
+
+def plot_coefficients(folder: Path) -> Figure | None:
+    """The learned coefficients of a finished run: a panel for each, layers down, heads across. None for vanilla."""
+    from matplotlib.figure import Figure
+
+    layers = read_run(folder).coefficients()
+    panels = [
+        (
+            f"${_SYMBOLS[name]}_{lag + 1}$: {_OF[name]}, {_lag(lag)}",
+            [[head[lag] for head in layer[name]] for layer in layers],
+        )
+        for name in (layers[0] if layers else ())
+        for lag in range(len(layers[0][name][0]))
+    ]
+    if not panels:
+        return None
+    heads = max(len(values[0]) for _, values in panels)
+    figure = Figure(
+        figsize=(len(panels) * max(2.4, 0.5 * heads + 1), max(2.2, 0.5 * len(layers) + 1.4)), layout="constrained"
+    )
+    # One scale for all, with 0 in its middle: a red and a blue cell pull in opposite directions.
+    limit = max(1.0, *(abs(value) for _, values in panels for row in values for value in row))
+    image, all_axes = None, []
+    for number, (title, values) in enumerate(panels, start=1):
+        axes = figure.add_subplot(1, len(panels), number)
+        image = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+        axes.set(title=title, xlabel="head", xticks=range(len(values[0])), yticks=range(len(layers)))
+        axes.title.set_fontsize(9)
+        if number == 1:
+            axes.set_ylabel("layer")
+        if len(layers) * heads <= 64:
+            for row, line in enumerate(values):
+                for column, value in enumerate(line):
+                    shade = "white" if abs(value) > 0.6 * limit else "black"
+                    axes.text(
+                        column, row, f"{round(value, 2) + 0.0:.2f}", ha="center", va="center", fontsize=7, color=shade
+                    )
+        all_axes.append(axes)
+    if image is not None:
+        figure.colorbar(image, ax=all_axes)
+    return figure
+
+
+def _lag(lag: int) -> str:
+    return ("current token", "token before")[lag] if lag < 2 else f"{lag} tokens before"
+
+
+def save_figure(figure: Figure, stem: Path) -> list[Path]:
+    """Write STEM.png and STEM.svg; the same figure gives the same bytes."""
+    import matplotlib
+
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    with matplotlib.rc_context({"svg.hashsalt": "kvshift"}):
+        figure.savefig(paths[0], dpi=150, metadata={"Software": None})
+        figure.savefig(paths[1], metadata={"Date": None})
+    return paths

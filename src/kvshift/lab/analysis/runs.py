@@ -1,0 +1,94 @@
+"""What `kvshift train` left in a run folder, read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvshift.lab.errors import LabError
+
+__all__ = ["Run", "is_finished", "read_json", "read_run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        config: the whole TrainConfig as JSON.
+        model: configuration of the trained model.
+        environment: commit, versions, hardware, command line, when started.
+        metrics: the lines of metrics.jsonl: losses, evaluations, coefficients.
+        result: the final numbers.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    model: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    result: dict[str, Any]
+
+    @property
+    def shift_targets(self) -> tuple[str, ...]:
+        """Which of "q", "k", "v" the model shifts."""
+        return tuple(self.model["shift_targets"])
+
+    @property
+    def name(self) -> str:
+        """What tables and plots call the model."""
+        return f"{''.join(self.shift_targets).upper()}-shift" if self.shift_targets else "vanilla"
+
+    def series(self, kind: str, *fields: str) -> tuple[list[float], ...]:
+        """The named fields of all lines of one kind, in order: `series("eval", "step", "loss")`."""
+        lines = [line for line in self.metrics if line["kind"] == kind]
+        return tuple([line[field] for line in lines] for field in fields)
+
+    def coefficients(self) -> list[dict[str, Any]]:
+        """The last learned coefficients: for each layer {"alpha": (heads, W), "beta": (heads, W)}, as lists."""
+        lines = [line for line in self.metrics if line["kind"] == "coefficients"]
+        latest = {line["layer"]: line for line in lines if line["step"] == lines[-1]["step"]}
+        names = ("alpha", "beta", "gamma")
+        return [{name: latest[layer][name] for name in names if latest[layer].get(name)} for layer in sorted(latest)]
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether training ended there; `result.json` is written last of all."""
+    return (folder / "result.json").is_file()
+
+
+def read_run(folder: Path) -> Run:
+    """Read a finished run; raises LabError where a file is missing or broken."""
+    if not is_finished(folder):
+        raise LabError(f"{folder}: no finished run (it has no result.json)")
+    return Run(
+        folder,
+        read_json(folder / "config.json"),
+        read_json(folder / "model" / "config.json"),
+        read_json(folder / "environment.json"),
+        list(_lines(folder / "metrics.jsonl")),
+        read_json(folder / "result.json"),
+    )
+
+
+def read_json(path: Path) -> Any:
+    """The JSON in a file; raises LabError that names the file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LabError(f"{path}: cannot be read: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise LabError(f"{path}: cannot be read: {error}") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise LabError(f"{path}:{number}: not a line of JSON: {error}") from error

@@ -1,0 +1,164 @@
+"""The summary and the table of twins, on run folders with numbers made up by a formula."""
+
+import json
+import math
+
+import pytest
+
+from kvshift.lab.analysis.comparison import as_markdown, as_text, explanation, summarize, table
+from kvshift.lab.analysis.report import read_pair
+from kvshift.lab.analysis.runs import read_run
+from kvshift.lab.errors import LabError
+
+from .run_folders import write_pair, write_run
+
+STEP_TIME = {"milliseconds": {"vanilla": 31.0, "shifted": 37.0}, "ratio": 1.19, "low": 1.17, "high": 1.23}
+
+
+def cells(rows, label):
+    (row,) = [row for row in rows if row[0] == label]
+    return row[1:]
+
+
+def test_one_seed(tmp_path):
+    write_pair(tmp_path, gain=0.1)
+    summary = summarize([read_pair(tmp_path, 0)], STEP_TIME)
+    left = math.exp(-3)
+    assert summary["seeds"][0]["difference"]["mean"] == pytest.approx(-0.1 * (1 - left), rel=1e-12)
+    # The rows differ by that, and by the difference of two sines.
+    spread = [0.001 * (math.sin(7 * row * 1.1) - math.sin(7 * row)) for row in range(7)]
+    mean = sum(spread) / 7
+    stderr = math.sqrt(sum((value - mean) ** 2 for value in spread) / 6 / 7)
+    assert summary["seeds"][0]["difference"]["stderr"] == pytest.approx(stderr, rel=1e-6)
+    # Between steps 50 and 60 the line is straight: 2 + 3 left - 0.1 (1 - left) comes down to 2 + 3 exp(-3).
+    at_50, at_60 = (3 * math.exp(-step / 20) - 0.1 * (1 - math.exp(-step / 20)) for step in (50, 60))
+    crossing = 50 + 10 * (at_50 - 3 * left) / (at_50 - at_60)
+    assert summary["seeds"][0]["reach"]["step"] == {"vanilla": 60, "shifted": pytest.approx(crossing, rel=1e-12)}
+    assert summary["seeds"][0]["reach"]["tokens"]["shifted"] == pytest.approx(352 * crossing, rel=1e-12)
+    assert summary["verdict"]["outcome"] == "undecided"
+    assert summary["parameters"] == {"vanilla": 5003, "shifted": 5027}
+    assert summary["shift_parameters"] == 24
+    json.dumps(summary, allow_nan=False)
+
+
+def test_table_of_one_seed(tmp_path):
+    write_pair(tmp_path, gain=0.1)
+    summary = summarize([read_pair(tmp_path, 0)], STEP_TIME)
+    rows = table(summary)
+    assert rows[0] == ("", "vanilla", "KV-shift", "difference or ratio")
+    loss = 2 + 3 * math.exp(-3)
+    assert cells(rows, "validation loss")[:2] == (f"{loss:.4f} ± 0.0130", "2.0543 ± 0.0130")
+    assert cells(rows, "validation loss")[2].startswith("-0.0950 ± 0.000")
+    assert cells(rows, "perplexity") == (
+        f"{math.exp(loss):.2f} ± {math.exp(loss) * 0.013:.2f}",
+        "7.80 ± 0.10",
+        "× 0.9094",
+    )
+    assert cells(rows, "steps to vanilla's final loss") == ("60", "51", "× 0.84")
+    assert cells(rows, "tokens to vanilla's final loss") == ("21,120", "17,779", "× 0.84")
+    assert cells(rows, "time of a step") == ("31 ms", "37 ms", "× 1.190 (quartiles 1.170 to 1.230)")
+    assert cells(rows, "peak memory") == ("500 MiB", "505 MiB", "× 1.010")
+    assert cells(rows, "parameters") == ("5,003", "5,027", "+24")
+    assert "7 rows" in explanation(summary)
+
+
+def test_several_seeds(tmp_path):
+    for seed, gain in enumerate((0.1, 0.11, 0.12)):
+        write_pair(tmp_path, seed=seed, gain=gain)
+    summary = summarize([read_pair(tmp_path, seed) for seed in range(3)])
+    differences = [seed["difference"]["mean"] for seed in summary["seeds"]]
+    assert summary["verdict"]["difference"] == pytest.approx(sum(differences) / 3)
+    assert summary["verdict"]["outcome"] == "lower"
+    rows = table(summary)
+    assert len(cells(rows, "validation loss, seed 2")) == 3
+    assert cells(rows, "mean of 3 seeds") == (
+        "2.1494 ± 0.0000",
+        "2.0448 ± 0.0055",
+        "-0.1045 (95 %: -0.1281 to -0.0809)",
+    )
+    assert not [row for row in rows if row[0] == "time of a step"]  # not measured
+
+
+def test_seeds_that_do_not_vary_have_no_interval_in_the_table(tmp_path):
+    for seed in range(2):
+        write_pair(tmp_path, seed=seed, gain=0.1)
+    rows = table(summarize([read_pair(tmp_path, seed) for seed in range(2)]))
+    assert cells(rows, "mean of 2 seeds")[2] == "-0.0950"
+
+
+def test_a_loss_that_is_not_reached(tmp_path):
+    for seed, gain in enumerate((-0.1, 0.1)):
+        write_pair(tmp_path, seed=seed, gain=gain)
+    summary = summarize([read_pair(tmp_path, 0)])
+    assert summary["seeds"][0]["reach"]["step"]["shifted"] is None
+    assert cells(table(summary), "steps to vanilla's final loss") == ("60", "not reached", "")
+    both = table(summarize([read_pair(tmp_path, seed) for seed in range(2)]))
+    assert cells(both, "tokens to vanilla's final loss")[1] == "not reached by 1 of 2 seeds"
+
+
+def test_steps_are_counted_to_the_end_of_vanilla_even_if_it_dipped_before(tmp_path):
+    vanilla, _ = write_pair(tmp_path, gain=0.1)
+    lines = [json.loads(line) for line in (vanilla / "metrics.jsonl").read_text().splitlines()]
+    final = [line for line in lines if line["kind"] == "eval"][-1]
+    for line in lines:
+        if line["kind"] == "eval" and line["step"] == 40:
+            line["loss"] = final["loss"] - 0.01
+    (vanilla / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert summarize([read_pair(tmp_path, 0)])["seeds"][0]["reach"]["step"]["vanilla"] == 60
+
+
+def test_runs_on_other_rows_are_not_compared(tmp_path):
+    write_run(tmp_path / "seed-0" / "vanilla", shift_targets=(), rows=5)
+    write_run(tmp_path / "seed-0" / "kvshift", rows=7)
+    with pytest.raises(LabError, match="7 validation rows, but 5"):
+        summarize([read_pair(tmp_path, 0)])
+
+
+def test_a_run_without_evaluation(tmp_path):
+    vanilla, _ = write_pair(tmp_path)
+    (vanilla / "metrics.jsonl").write_text("")
+    with pytest.raises(LabError, match=r"metrics\.jsonl holds no evaluation"):
+        summarize([read_pair(tmp_path, 0)])
+
+
+def test_text_and_markdown():
+    rows = [("", "vanilla", "KV-shift", "difference"), ("loss", "3.25", "3.125", "-0.125")]
+    assert as_text(rows).splitlines() == [
+        "      vanilla  KV-shift  difference",
+        "-----------------------------------",
+        "loss     3.25     3.125      -0.125",
+    ]
+    assert as_markdown(rows).splitlines() == [
+        "|  | vanilla | KV-shift | difference |",
+        "|---|---:|---:|---:|",
+        "| loss | 3.25 | 3.125 | -0.125 |",
+    ]
+
+
+@pytest.mark.parametrize("targets", [("k",), ("v",), ("q", "k", "v"), ()])
+def test_names(tmp_path, targets):
+    run = read_run(write_run(tmp_path / "run", shift_targets=targets))
+    assert run.name == {"k": "K-shift", "v": "V-shift", "qkv": "QKV-shift", "": "vanilla"}["".join(targets)]
+
+
+def test_run_folders_that_cannot_be_read(tmp_path):
+    with pytest.raises(LabError, match=r"no finished run \(it has no result\.json\)"):
+        read_run(tmp_path)
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"kind":"train"}\n{"kind":\n')
+    with pytest.raises(LabError, match=r"metrics\.jsonl:2: not a line of JSON"):
+        read_run(folder)
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(LabError, match=r"metrics\.jsonl: cannot be read"):
+        read_run(folder)
+    (folder / "environment.json").write_text("{")
+    with pytest.raises(LabError, match=r"environment\.json: cannot be read"):
+        read_run(folder)
+
+
+def test_the_last_coefficients_count(tmp_path):
+    run = read_run(write_run(tmp_path / "run", heads=3, layers=2))
+    layers = run.coefficients()
+    assert [sorted(layer) for layer in layers] == [["alpha", "beta"]] * 2
+    assert layers[1]["alpha"] == [[pytest.approx(0.51 + 0.1 * head), -0.25] for head in range(3)]
+    assert read_run(write_run(tmp_path / "vanilla", shift_targets=())).coefficients() == []

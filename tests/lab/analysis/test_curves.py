@@ -1,0 +1,86 @@
+"""What the plots hold; how they look is for eyes."""
+
+import pytest
+
+from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, save_figure
+from kvshift.lab.errors import LabError
+
+from .run_folders import write_pair, write_run
+
+
+def lines_of(axes, style):
+    return [line for line in axes.lines if line.get_marker() == style]
+
+
+def test_curves_of_one_pair(tmp_path):
+    folders = write_pair(tmp_path, gain=0.1)
+    losses, differences = plot_curves(folders).axes
+    vanilla, shifted = lines_of(losses, "o")
+    assert [vanilla.get_label(), shifted.get_label()] == ["vanilla", "KV-shift"]
+    assert list(vanilla.get_xdata()) == [3520, 7040, 10560, 14080, 17600, 21120]
+    assert len(lines_of(losses, "None")) == 2  # training losses
+    (difference, zero) = differences.lines
+    assert list(difference.get_ydata()) == pytest.approx(shifted.get_ydata() - vanilla.get_ydata())
+    assert list(zero.get_ydata()) == [0, 0]
+    low, high = losses.get_ylim()
+    assert low < min(shifted.get_ydata())
+    assert high > vanilla.get_ydata()[1]
+    assert {text.get_text() for text in losses.get_legend().get_texts()} == {"vanilla", "KV-shift"}
+
+
+def test_curves_of_several_seeds_have_an_interval(tmp_path):
+    folders = [folder for seed in range(3) for folder in write_pair(tmp_path, seed=seed, gain=0.1 + 0.01 * seed)]
+    losses, differences = plot_curves(folders).axes
+    assert len(lines_of(losses, "o")) == 6
+    assert len(losses.get_legend().get_texts()) == 2  # each name once
+    assert {text.get_text() for text in differences.get_legend().get_texts()} == {"mean over seeds", "95 % interval"}
+    means = next(line for line in differences.lines if line.get_label() == "mean over seeds").get_ydata()
+    singles = [line.get_ydata() for line in differences.lines[:3]]
+    assert list(means) == pytest.approx([sum(column) / 3 for column in zip(*singles, strict=True)])
+
+
+def test_without_twins_there_is_no_difference_to_draw(tmp_path):
+    assert len(plot_curves([write_run(tmp_path / "alone")]).axes) == 1
+    uneven = [*write_pair(tmp_path / "out"), write_run(tmp_path / "more", seed=1)]
+    assert len(plot_curves(uneven).axes) == 1
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(LabError, match="at least one finished run"):
+        plot_curves([])
+    with pytest.raises(LabError, match="no finished run"):
+        plot_curves([tmp_path])
+
+
+def test_coefficients_have_a_panel_each(tmp_path):
+    *panels, _colorbar = plot_coefficients(write_run(tmp_path / "run", heads=3, layers=2)).axes
+    assert [axes.get_title() for axes in panels] == [
+        "$α_1$: keys, current token",
+        "$α_2$: keys, token before",
+        "$β_1$: values, current token",
+        "$β_2$: values, token before",
+    ]
+    values = panels[1].images[0].get_array()
+    assert values.shape == (2, 3)  # layers down, heads across
+    assert values.tolist() == [[0.0] * 3, [-0.25] * 3]
+    assert "-0.00" not in {text.get_text() for text in panels[1].texts}
+    assert {tuple(axes.images[0].get_clim()) for axes in panels} == {(-1.0, 1.0)}
+
+
+def test_large_grids_have_no_numbers_in_their_cells(tmp_path):
+    *panels, _ = plot_coefficients(write_run(tmp_path / "run", heads=13, layers=5)).axes
+    assert not any(axes.texts for axes in panels)
+
+
+def test_vanilla_has_no_coefficients(tmp_path):
+    assert plot_coefficients(write_run(tmp_path / "run", shift_targets=())) is None
+
+
+def test_files_are_the_same_bytes_each_time(tmp_path):
+    folders = write_pair(tmp_path / "out")
+    first = [path.read_bytes() for path in save_figure(plot_curves(folders), tmp_path / "curves")]
+    paths = save_figure(plot_curves(folders), tmp_path / "curves")
+    assert [path.name for path in paths] == ["curves.png", "curves.svg"]
+    assert [path.read_bytes() for path in paths] == first
+    assert first[0].startswith(b"\x89PNG")
+    assert b"<svg" in first[1]

@@ -1,0 +1,95 @@
+"""The files a comparison ends with."""
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+from kvshift.lab.analysis.report import write_report
+
+from .run_folders import write_pair
+
+STEP_TIME = {"milliseconds": {"vanilla": 31.0, "shifted": 37.0}, "ratio": 1.19, "low": 1.17, "high": 1.23}
+SAMPLES = {
+    "prompt": "ROMEO:",
+    "seed": 0,
+    "temperature": 0.8,
+    "texts": {"vanilla": "<b>What</b> & light", "KV-shift": "But soft"},
+}
+
+
+class Page(HTMLParser):
+    """Collects the text, and all that a browser would fetch."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.words, self.fetched, self.tags = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.fetched += [value for name, value in attributes if name in ("src", "href", "srcset", "data")]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def written(out, seeds):
+    for seed in seeds:
+        write_pair(out, seed=seed, gain=0.1 + 0.01 * seed)
+    (out / "step_time.json").write_text(json.dumps(STEP_TIME))
+    (out / "samples.json").write_text(json.dumps(SAMPLES))
+    return write_report(out, seeds)
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path):
+    written(tmp_path, [0, 1])
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert len(page.fetched) == 3  # the curves, and the coefficients of each seed
+    for source in page.fetched:
+        head, code = source.split(",", 1)
+        assert head == "data:image/svg+xml;base64"
+        ElementTree.fromstring(base64.b64decode(code))  # whole, well-formed
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert "url(" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_says_what_the_files_say(tmp_path):
+    summary = written(tmp_path, [0, 1])
+    words = " ".join("".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).words).split())
+    assert summary["verdict"]["text"] in words
+    for expected in (
+        "× 1.190 (quartiles 1.170 to 1.230)",
+        "<b>What</b> & light",  # text, not markup
+        "But soft",
+        "kvshift train --seed 1",
+        str(tmp_path.resolve() / "seed-1" / "kvshift"),
+        '"hidden_size": 53',
+        '"cpu": "<a CPU>"',
+    ):
+        assert expected in words
+
+
+def test_summary_and_table_are_written(tmp_path):
+    summary = written(tmp_path, [0])
+    assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    text = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert re.search(r"^\| validation loss \| 2\.1494 ± 0\.0130 \|", text, re.MULTILINE)
+    assert text.rstrip().endswith(summary["verdict"]["text"] + ".")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"curves.png", "curves.svg", "coefficients-seed-0.png", "coefficients-seed-0.svg"} <= names
+
+
+def test_it_is_drawn_without_samples_and_step_time(tmp_path):
+    write_pair(tmp_path)
+    assert write_report(tmp_path, [0])["step_time"] is None
+    assert "A sample of each" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_drawn_twice_it_is_the_same_bytes(tmp_path):
+    written(tmp_path, [0])
+    files = ("report.html", "summary.json", "table.md", "curves.svg", "curves.png")
+    first = {name: (tmp_path / name).read_bytes() for name in files}
+    write_report(tmp_path, [0])
+    assert {name: (tmp_path / name).read_bytes() for name in files} == first

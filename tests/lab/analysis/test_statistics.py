@@ -1,0 +1,135 @@
+"""Means, intervals and the words that may be said of them."""
+
+import math
+
+import numpy as np
+import pytest
+
+from kvshift.lab.analysis.statistics import Estimate, first_reached, mean_of, paired_difference, t_interval, verdict
+
+
+def test_mean_and_standard_error_worked_by_hand():
+    # deviations -3, -1, 4: 26 / 2 = 13 is the variance
+    assert mean_of([2.0, 4.0, 9.0]) == Estimate(5.0, pytest.approx(math.sqrt(13 / 3), rel=1e-15), 3)
+    assert mean_of([7.0]) == Estimate(7.0, None, 1)
+
+
+def test_pairing_removes_what_both_share():
+    theirs = [3.0, 5.0, 11.0]
+    assert paired_difference([2.0, 4.0, 10.0], theirs) == Estimate(-1.0, 0.0, 3)
+    assert paired_difference([2.5, 4.0, 10.5], theirs).mean == pytest.approx(-2 / 3, rel=1e-15)
+
+
+def test_interval_worked_by_hand():
+    # t(0.975, 2) = 4.30265..., standard error 1 / sqrt(3)
+    low, high = t_interval([1.0, 2.0, 3.0])
+    assert (low, high) == pytest.approx((2 - 4.302652729911275 / math.sqrt(3), 2 + 4.302652729911275 / math.sqrt(3)))
+    narrow = t_interval([1.0, 2.0, 3.0], confidence=0.5)
+    assert low < narrow[0] < narrow[1] < high
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_interval_covers_the_truth_as_often_as_it_says(seeds):
+    truth, trials = -0.016, 20_000
+    draws = np.random.default_rng(7).normal(truth, 0.01, size=(trials, seeds))
+    # One row's interval in closed form for all rows at once; the function itself on some of them.
+    half = (t_interval([0.0, 1.0] if seeds == 2 else list(range(seeds)))[1] - (seeds - 1) / 2) / (
+        np.std(np.arange(seeds), ddof=1)
+    )
+    low, high = draws.mean(1) - half * draws.std(1, ddof=1), draws.mean(1) + half * draws.std(1, ddof=1)
+    for row in range(0, trials, 2000):
+        assert t_interval(list(draws[row])) == pytest.approx((low[row], high[row]))
+    coverage = np.mean((low <= truth) & (truth <= high))
+    assert abs(coverage - 0.95) < 4 * math.sqrt(0.95 * 0.05 / trials)
+
+
+@pytest.mark.parametrize("function", [mean_of, t_interval, verdict])
+@pytest.mark.parametrize(
+    ("values", "message"), [([], "at least 1"), ([1.0, math.nan], "finite"), ([math.inf], "finite")]
+)
+def test_values_that_cannot_be_averaged(function, values, message):
+    with pytest.raises(ValueError, match=message):
+        function(values)
+
+
+def test_arguments_that_make_no_sense():
+    with pytest.raises(ValueError, match="at least 2 values, got 1"):
+        t_interval([1.0])
+    with pytest.raises(ValueError, match="confidence must lie between 0 and 1, got 95"):
+        t_interval([1.0, 2.0], confidence=95)
+    with pytest.raises(ValueError, match="as many values on both sides, got 2 and 1"):
+        paired_difference([1.0, 2.0], [1.0])
+
+
+def test_lower_is_said_where_the_interval_leaves_zero_out():
+    found = verdict([-0.015, -0.016, -0.017])
+    assert found.outcome == "lower"
+    assert found.text == "KV-shift lower by 0.0160 (95 % interval 0.0135 to 0.0185, 3 seeds)"
+    assert (found.low, found.high) == pytest.approx((-0.0184841, -0.0135159), abs=1e-7)
+
+
+def test_higher_is_said_as_plainly():
+    found = verdict([0.015, 0.016, 0.017])
+    assert found.outcome == "higher"
+    assert found.text == "vanilla lower by 0.0160 (95 % interval 0.0135 to 0.0185, 3 seeds)"
+
+
+def test_nothing_is_claimed_where_the_interval_holds_zero():
+    found = verdict([-0.016, -0.002])  # the half width is 12.7 standard errors
+    assert found.outcome == "no difference shown"
+    assert found.text == (
+        "no difference shown: KV-shift minus vanilla is -0.0090 (95 % interval -0.0979 to +0.0799, 2 seeds)"
+    )
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_interval_that_touches_zero_shows_nothing(monkeypatch, sign):
+    interval = sorted((0.0, sign * 0.02))
+    monkeypatch.setattr("kvshift.lab.analysis.statistics.t_interval", lambda values: tuple(interval))
+    assert verdict([sign * 0.005, sign * 0.015]).outcome == "no difference shown"
+
+
+def test_an_end_near_zero_is_not_rounded_to_it(monkeypatch):
+    monkeypatch.setattr("kvshift.lab.analysis.statistics.t_interval", lambda values: (-0.02, -0.0000123))
+    assert verdict([-0.005, -0.015]).text == (
+        "KV-shift lower by 0.010000 (95 % interval 0.000012 to 0.020000, 2 seeds)"
+    )
+
+
+def test_one_seed_says_what_one_seed_shows():
+    found = verdict([-0.0160], rows=Estimate(-0.0160, 0.0011, 41))
+    assert (found.outcome, found.low, found.high) == ("undecided", None, None)
+    assert found.text == (
+        "one pair of runs: validation loss of KV-shift minus vanilla is -0.0160, standard error over 41 validation "
+        "rows 0.0011. How much another seed changes this is unknown; --seeds 3 or more measures it"
+    )
+    assert "standard error" not in verdict([-0.0160]).text
+    assert "standard error" not in verdict([-0.0160], rows=Estimate(-0.0160, None, 1)).text
+
+
+def test_equal_twins_show_no_difference():
+    assert verdict([0.0, 0.0, 0.0]).outcome == "no difference shown"
+    assert verdict([0.0]).outcome == "undecided"
+
+
+def test_seeds_that_do_not_vary_are_no_evidence():
+    found = verdict([-0.016, -0.016, -0.016])
+    assert (found.outcome, found.low, found.high) == ("undecided", None, None)
+    assert "not separate runs" in found.text
+
+
+@pytest.mark.parametrize(
+    ("losses", "target", "expected"),
+    [
+        ([5.0, 4.0, 3.0], 3.5, 25.0),
+        ([5.0, 4.0, 3.0], 4.0, 20.0),
+        ([5.0, 4.0, 3.0], 2.9, None),
+        ([5.0, 4.0, 3.0], 6.0, 10.0),
+        ([5.0, 3.0, 4.0], 3.5, 17.5),  # the first time, though it rises again
+        ([5.0, 4.5, 4.6, 4.4], 4.45, 37.5),
+    ],
+)
+def test_where_a_curve_first_comes_down_to_a_loss(losses, target, expected):
+    steps = [10 * (i + 1) for i in range(len(losses))]
+    reached = first_reached(steps, losses, target)
+    assert reached == (None if expected is None else pytest.approx(expected))
