@@ -1,0 +1,74 @@
+"""What a run reads: the options of its text, its tokenizer and its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from kvshift.lab.errors import LabError
+
+__all__ = ["DataConfig", "check_data_config"]
+
+# A byte-level BPE starts from the 256 bytes; the end-of-text token comes on top.
+SMALLEST_VOCABULARY = 257
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Text, the tokenizer that turns it into tokens, and the rows that these are packed into."""
+
+    corpus: str = "tinyshakespeare"
+    """The text: a bundled corpus by name (tinyshakespeare); a file, a folder or a quoted glob of .txt, .jsonl and
+    .parquet files, each also as .gz, .xz or .zst; or a hub dataset "owner/name", such as HuggingFaceFW/fineweb-edu."""
+
+    hub_config: str | None = None
+    """Configuration of the hub dataset, such as sample-10BT."""
+
+    split: str = "train"
+    """Split of the hub dataset to train on."""
+
+    streaming: bool = False
+    """Read the text while training, instead of downloading, tokenizing and caching all of it before."""
+
+    text_column: str = "text"
+    """Column that holds the text, in .jsonl and .parquet files and hub datasets. A row is one document."""
+
+    validation: str | None = None
+    """Text to validate on: a file, folder or glob, or, with a hub dataset, one of its splits. None: the last
+    `validation_fraction` of the corpus; when streaming, its first 1000 documents."""
+
+    validation_fraction: float = 0.1
+    """Share of the corpus held out where `validation` is not given, between 0 and 1: of its documents, or, where that
+    is less than one document, of its characters."""
+
+    tokenizer: str | None = None
+    """Tokenizer to use, a folder or a name on the hub. None: train a byte-level BPE on the training text."""
+
+    vocab_size: int = 1024
+    """Tokens in the vocabulary of the BPE to be trained, the 256 bytes and <|endoftext|> included."""
+
+    sequence_length: int = 256
+    """Tokens in a row."""
+
+    packing: Literal["concat", "documents"] = "concat"
+    """How documents share a row. concat: shift and attention cross from one to the next, as in the paper; documents:
+    each sees itself alone."""
+
+
+def check_data_config(config: DataConfig) -> None:
+    """Raise `LabError` for values that are wrong whatever the text."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == "":
+            raise LabError(f"{field.name} must not be empty")
+    if config.sequence_length < 2:
+        raise LabError(f"sequence_length must be 2 or more (a token and its successor), got {config.sequence_length}")
+    if not 0 < config.validation_fraction < 1:
+        raise LabError(f"validation_fraction must lie between 0 and 1, both excluded, got {config.validation_fraction}")
+    if config.packing not in ("concat", "documents"):
+        raise LabError(f"packing must be concat or documents, got {config.packing!r}")
+    if config.tokenizer is None and config.vocab_size < SMALLEST_VOCABULARY:
+        raise LabError(
+            f"vocab_size must be {SMALLEST_VOCABULARY} or more (256 bytes and <|endoftext|>), got {config.vocab_size}"
+        )

@@ -1,0 +1,162 @@
+"""Documents in local files: .txt, .jsonl and .parquet, plain or compressed.
+
+Hugging Face datasets has loaders for the three formats; they are not used, since in datasets 5.2 they read a truncated
+.zst file as a shorter one, refuse .parquet.gz, name neither file nor line of malformed JSON, and change line ends.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kvshift.lab.errors import LabError
+
+__all__ = ["FORMATS", "FileStamp", "find_files", "is_data_file", "read_files"]
+
+FORMATS = (".txt", ".jsonl", ".parquet")
+_COMPRESSIONS = (".gz", ".xz", ".zst")
+
+# Path, bytes, time of change in ns: what tells whether a file is still the one that was read before.
+FileStamp = tuple[str, int, int]
+
+
+def is_data_file(path: Path) -> bool:
+    """Whether the name ends in a known format, with or without a compression."""
+    return _format(path) is not None
+
+
+def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
+    """The files that `pattern` stands for, sorted by path: a file, a folder (searched at every depth) or a glob.
+
+    Raises:
+        LabError: there is none, or a file that was named or matched is of no known format; `option` is named.
+    """
+    path = Path(pattern).expanduser()
+    known = f"known are {', '.join(FORMATS)}, each also with {', '.join(_COMPRESSIONS)}"
+    if path.is_dir():
+        found = [file for file in sorted(path.rglob("*")) if file.is_file() and is_data_file(file)]
+        if not found:
+            raise LabError(f"{option}: the folder {pattern} holds no file of a known format; {known}")
+    elif path.exists():
+        found = [path]
+    else:
+        found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+        if not found:
+            raise LabError(f"{option}: no such file or folder, and no file matches: {pattern}")
+    for file in found:
+        if not is_data_file(file):
+            raise LabError(f"{option}: {file} is of no known format; {known}")
+    stats = [(str(file.resolve()), file.stat()) for file in found]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def read_files(files: tuple[FileStamp, ...], column: str) -> Iterator[dict[str, Any]]:
+    """One {"text": str} a document: a .txt file, or a row of a .jsonl or .parquet file.
+
+    Text is taken as it is, line ends included; a byte order mark at the start of a file is dropped. A null is "".
+
+    Raises:
+        LabError: a file cannot be read or is damaged, or `column` is not there or holds no text; the file is named,
+            and the line or byte.
+    """
+    for name, *_ in files:
+        path = Path(name)
+        read = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}[_format(path) or ""]
+        try:
+            for text in read(path, column):
+                yield {"text": text}
+        # EOFError, LZMAError: a compressed file that ends early or is damaged; OSError covers gzip and zstd
+        except (OSError, EOFError, lzma.LZMAError, pa.ArrowException) as error:
+            raise LabError(f"cannot read {path}: {error or type(error).__name__}") from error
+
+
+def _read_txt(path: Path, column: str) -> Iterator[str]:
+    with _open(path) as file:
+        content = file.read()
+    try:
+        yield content.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        found = content[error.start]
+        raise LabError(f"{path}: not UTF-8: byte {error.start} is 0x{found:02x} ({error.reason})") from None
+
+
+def _read_jsonl(path: Path, column: str) -> Iterator[str]:
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise LabError(f"{where}: not UTF-8: byte {error.start} of the line ({error.reason})") from None
+            except json.JSONDecodeError as error:
+                raise LabError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+            except RecursionError:
+                raise LabError(f"{where}: JSON nested too deeply") from None
+            if not isinstance(row, dict):
+                raise LabError(f"{where}: must be a JSON object, got {type(row).__name__}")
+            if column not in row:
+                raise _no_column(where, column, list(row))
+            text = row[column]
+            if text is None:
+                text = ""
+            if not isinstance(text, str):
+                raise LabError(f"{where}: text_column {column!r} must hold text, got {type(text).__name__}")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise LabError(f"{where}: half a surrogate pair at character {error.start} of the text") from None
+            yield text
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[str]:
+    with _open(path) as stream:
+        # A parquet file is read from its end: a compressed one has to be decompressed in memory, whole.
+        source = stream if path.suffix == ".parquet" else io.BytesIO(stream.read())
+        file = pq.ParquetFile(source)
+        schema = file.schema_arrow
+        if column not in schema.names:
+            raise _no_column(str(path), column, schema.names)
+        kind = schema.field(column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise LabError(f"{path}: text_column {column!r} must hold text, got {kind}")
+        for batch in file.iter_batches(batch_size=1000, columns=[column]):
+            try:
+                texts = batch.column(0).to_pylist()
+            except UnicodeDecodeError as error:
+                raise LabError(f"{path}: text_column {column!r} holds text that is not UTF-8: {error}") from None
+            for text in texts:
+                yield text or ""
+
+
+def _no_column(where: str, column: str, existing: list[str]) -> LabError:
+    return LabError(f"{where}: no text_column {column!r}; there are: {', '.join(existing) or 'none'}")
+
+
+def _format(path: Path) -> str | None:
+    name = path.with_suffix("") if path.suffix in _COMPRESSIONS else path
+    return name.suffix if name.suffix in FORMATS else None
+
+
+def _open(path: Path) -> io.BufferedIOBase:
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    if path.suffix == ".xz":
+        return lzma.open(path)
+    if path.suffix == ".zst":
+        # Not the package zstandard, which takes a truncated file for a whole one.
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))  # pyright: ignore[reportArgumentType]
+    return path.open("rb")

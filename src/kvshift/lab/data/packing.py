@@ -1,0 +1,208 @@
+"""Documents to rows of tokens.
+
+The documents are one stream of tokens, each document followed by the end-of-text token, cut every T tokens; what is
+left at the end is dropped. With documents A = a1 a2 a3, B = b1 and C = c1 c2, end of text $, T = 4:
+
+    input_ids     a1 a2 a3  $ | b1  $ c1 c2      (the last $ does not fill a row)
+    position_ids   0  1  2  3 |  0  1  0  1      packing "documents" only
+    labels         -  2  3  $ |  -  $  -  c2     - is -100: not predicted
+
+Shapes: B rows, T positions in a row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import tokenizers
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from kvshift.lab.data.cache import cached_dataset, fingerprint
+from kvshift.lab.data.sources import Documents, texts
+
+__all__ = ["collate", "count_tokens", "encoder", "pack", "pack_documents", "pack_stream"]
+
+# Characters handed to the tokenizer at once, to work on with all its threads, and at most in one piece: tokenizing
+# takes some 170 bytes of memory a character.
+_BATCH_CHARACTERS = 2**22
+_PIECE_CHARACTERS = 2**15
+
+
+def pack_documents(
+    documents: datasets.Dataset, tokenizer: PreTrainedTokenizerFast, sequence_length: int, packing: str
+) -> datasets.Dataset:
+    """The rows of `documents`, kept in the cache of Hugging Face datasets."""
+    backend = tokenizer.backend_tokenizer.to_str()
+    key = fingerprint(
+        "rows",
+        documents._fingerprint,
+        tokenizers.__version__,
+        backend,
+        tokenizer.eos_token_id,
+        sequence_length,
+        packing,
+    )
+    return cached_dataset(
+        _rows,
+        _features(sequence_length, packing),
+        key,
+        documents=documents,
+        backend=backend,
+        eos=tokenizer.eos_token_id,
+        sequence_length=sequence_length,
+        packing=packing,
+    ).with_format("torch")
+
+
+def pack_stream(
+    documents: datasets.IterableDataset, tokenizer: PreTrainedTokenizerFast, sequence_length: int, packing: str
+) -> datasets.IterableDataset:
+    """The rows of `documents`, made while they are read."""
+    return datasets.IterableDataset.from_generator(
+        _rows,
+        features=_features(sequence_length, packing),
+        gen_kwargs={
+            "documents": documents,
+            "backend": tokenizer.backend_tokenizer.to_str(),
+            "eos": tokenizer.eos_token_id,
+            "sequence_length": sequence_length,
+            "packing": packing,
+        },
+    ).with_format("torch")
+
+
+def pack(
+    text: Iterable[str], encode: tokenizers.Tokenizer, eos: int, sequence_length: int, packing: str
+) -> Iterator[dict[str, np.ndarray]]:
+    """Rows of T = `sequence_length` tokens; see the head of the module.
+
+    A document longer than a row goes on in the next, which is a context of its own: there, position_ids start at 0
+    again, as no token of the row sees the row before.
+
+    Args:
+        text: the documents; none is empty.
+        encode: makes ids of text, without special tokens; see `encoder`.
+        eos: id of the end-of-text token.
+        packing: "documents" adds position_ids; "concat" does not.
+
+    Yields:
+        "input_ids" and "position_ids", each (T,) int32.
+    """
+    rest = np.empty(0, np.int32)
+    rest_starts = np.empty(0, bool)
+    index_T = np.arange(sequence_length, dtype=np.int32)
+    for documents in _encoded(text, encode):
+        tokens = np.concatenate([rest, *(np.array([*document, eos], np.int32) for document in documents)])
+        starts = np.zeros(len(tokens), bool)
+        starts[: len(rest)] = rest_starts
+        starts[len(rest) + np.cumsum([0, *(len(document) + 1 for document in documents[:-1])])] = True
+        whole = len(tokens) - len(tokens) % sequence_length
+        for begin in range(0, whole, sequence_length):
+            row = {"input_ids": tokens[begin : begin + sequence_length]}
+            if packing == "documents":
+                starts_T = starts[begin : begin + sequence_length]
+                row["position_ids"] = index_T - np.maximum.accumulate(np.where(starts_T, index_T, 0))
+            yield row
+        rest, rest_starts = tokens[whole:], starts[whole:]
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Rows to what the model takes: input_ids, labels and, for packed documents, position_ids; each (B, T) int64.
+
+    Labels are the input_ids: the model compares the output at t with the label at t + 1, and never asks for the first
+    of a row. The first token of a document is not to be predicted from the document before: its label is -100.
+    There is no attention_mask: no row is padded.
+    """
+    batch = {
+        name: torch.stack([torch.as_tensor(row[name]) for row in rows]).long()
+        for name in ("input_ids", "position_ids")
+        if name in rows[0]
+    }
+    batch["labels"] = batch["input_ids"].clone()
+    if "position_ids" in batch:
+        batch["labels"][batch["position_ids"] == 0] = -100
+    return batch
+
+
+def encoder(backend: str) -> tokenizers.Tokenizer:
+    """A tokenizer that takes all text for text: "<|endoftext|>" in a document does not end it."""
+    encode = tokenizers.Tokenizer.from_str(backend)
+    encode.no_truncation()
+    encode.no_padding()
+    encode.encode_special_tokens = True
+    return encode
+
+
+def count_tokens(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> int:
+    """Tokens of all documents, their end-of-text tokens included."""
+    encode = encoder(tokenizer.backend_tokenizer.to_str())
+    return sum(len(document) + 1 for batch in _encoded(texts(documents), encode) for document in batch)
+
+
+def _rows(
+    documents: Documents, backend: str, eos: int, sequence_length: int, packing: str
+) -> Iterator[dict[str, np.ndarray]]:
+    yield from pack(texts(documents), encoder(backend), eos, sequence_length, packing)
+
+
+def _features(sequence_length: int, packing: str) -> datasets.Features:
+    columns = ("input_ids", "position_ids") if packing == "documents" else ("input_ids",)
+    return datasets.Features({column: datasets.List(datasets.Value("int32"), sequence_length) for column in columns})
+
+
+def _encoded(text: Iterable[str], encode: tokenizers.Tokenizer) -> Iterator[list[list[int]]]:
+    """The tokens of the documents, a batch of documents at a time; never an empty batch."""
+    may_cut = _parts_at_lines(encode)
+    pieces: list[str] = []
+    counts: list[int] = []  # pieces of each document
+    characters = 0
+    for document in text:
+        cut = _pieces(document) if may_cut else [document]
+        pieces += cut
+        counts.append(len(cut))
+        characters += len(document)
+        if characters >= _BATCH_CHARACTERS:
+            yield _encode_batch(pieces, counts, encode)
+            pieces, counts, characters = [], [], 0
+    if counts:
+        yield _encode_batch(pieces, counts, encode)
+
+
+def _encode_batch(pieces: list[str], counts: list[int], encode: tokenizers.Tokenizer) -> list[list[int]]:
+    encoded = iter(encode.encode_batch_fast(pieces, add_special_tokens=False))
+    return [[token for _ in range(count) for token in next(encoded).ids] for count in counts]
+
+
+def _parts_at_lines(encode: tokenizers.Tokenizer) -> bool:
+    """Whether a text may be cut where `_pieces` does without changing its tokens.
+
+    So it is with the byte-level tokenizers (GPT-2, Llama 3, Qwen and ours), whose words do not reach over the end of
+    a line; not with those that put a space before a text.
+    """
+    description = json.loads(encode.to_str())
+    steps = description["pre_tokenizer"] or {}
+    steps = steps.get("pretokenizers", [steps])
+    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
+    normalizer = (description["normalizer"] or {}).get("type")
+    return bool(byte_level) and not byte_level[0]["add_prefix_space"] and normalizer in (None, "NFC")
+
+
+def _pieces(document: str) -> list[str]:
+    """Cut a long document between an end of line, with a letter or digit before, and a letter or digit after."""
+    pieces = []
+    begin = 0
+    while len(document) - begin > _PIECE_CHARACTERS:
+        end = document.find("\n", begin + _PIECE_CHARACTERS - 1) + 1
+        while end and not document[end - 2 : end + 1].replace("\n", "a", 1).isalnum():
+            end = document.find("\n", end) + 1
+        if not 0 < end < len(document):
+            break
+        pieces.append(document[begin:end])
+        begin = end
+    return [*pieces, document[begin:]]

@@ -1,0 +1,186 @@
+"""From the name of a corpus to its documents, for training and for validation.
+
+Wherever the text comes from, what leaves this module is a dataset with one column, "text", and one document a row.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+import datasets
+
+from kvshift.lab.data.cache import cached_dataset, fingerprint
+from kvshift.lab.data.config import DataConfig
+from kvshift.lab.data.files import FileStamp, find_files, is_data_file, read_files
+from kvshift.lab.errors import LabError
+
+__all__ = ["Documents", "bundled_corpora", "load_documents", "texts"]
+
+Documents = datasets.Dataset | datasets.IterableDataset
+
+# Documents at the head of a stream that are kept for validation: a stream has no known end to take a share of.
+STREAM_VALIDATION_DOCUMENTS = 1000
+
+# 64-bit offsets: one document may be larger than 2 GiB.
+_FEATURES = datasets.Features({"text": datasets.Value("large_string")})
+
+
+def bundled_corpora() -> list[str]:
+    """Names of the corpora that come with the package."""
+    return sorted(file.name.removesuffix(".txt") for file in _corpora().iterdir() if file.name.endswith(".txt"))
+
+
+def load_documents(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
+    """Documents to train on and documents to validate on; no text is in both.
+
+    Raises:
+        LabError: the text cannot be found or read, or the two would overlap.
+    """
+    corpus = config.corpus
+    if corpus in bundled_corpora():
+        _refuse_hub_options(config)
+        return _local(config, find_files(str(_corpora() / f"{corpus}.txt"), "corpus"))
+    path = Path(corpus).expanduser()
+    if path.exists() or glob.has_magic(corpus):
+        _refuse_hub_options(config)
+        return _local(config, find_files(corpus, "corpus"))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", corpus) and not is_data_file(path):
+        return _hub(config)
+    close = difflib.get_close_matches(corpus, bundled_corpora(), n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise LabError(
+        f"corpus: {corpus!r} is neither a bundled corpus ({', '.join(bundled_corpora())}){hint}, nor a file or folder "
+        "that exists, nor a hub dataset (owner/name)"
+    )
+
+
+def texts(documents: Documents) -> Iterator[str]:
+    """The documents that hold more than white space, in order."""
+    return (text for text in _column(documents) if text and not text.isspace())
+
+
+def _column(documents: Documents) -> Iterator[str]:
+    for row in documents:
+        yield cast(dict[str, str | None], row)["text"] or ""
+
+
+def _local(config: DataConfig, files: tuple[FileStamp, ...]) -> tuple[Documents, datasets.Dataset]:
+    if config.validation is None:
+        if config.streaming:
+            return _head_held_out(_stream(files, config.text_column))
+        return _tail_held_out(_read(files, config.text_column), config.validation_fraction)
+    held_out = find_files(config.validation, "validation")
+    both = sorted({name for name, *_ in files} & {name for name, *_ in held_out})
+    if both:
+        raise LabError(f"validation: {both[0]} is also in corpus {config.corpus}")
+    train = (_stream if config.streaming else _read)(files, config.text_column)
+    return train, _read(held_out, config.text_column)
+
+
+def _read(files: tuple[FileStamp, ...], column: str) -> datasets.Dataset:
+    return cached_dataset(read_files, _FEATURES, fingerprint("files", files, column), files=files, column=column)
+
+
+def _stream(files: tuple[FileStamp, ...], column: str) -> datasets.IterableDataset:
+    return datasets.IterableDataset.from_generator(
+        read_files, features=_FEATURES, gen_kwargs={"files": files, "column": column}
+    )
+
+
+def _hub(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
+    if config.validation is not None and config.validation.split("[")[0] == config.split:
+        raise LabError(f"validation: the split {config.validation} is also trained on (split {config.split})")
+    train = _hub_split(config, config.split)
+    if config.validation is None:
+        if isinstance(train, datasets.IterableDataset):
+            return _head_held_out(train)
+        return _tail_held_out(train, config.validation_fraction)
+    held_out = _hub_split(config, config.validation)
+    if isinstance(held_out, datasets.IterableDataset):
+        held_out = _collect(held_out.take(STREAM_VALIDATION_DOCUMENTS))
+    return train, held_out
+
+
+def _hub_split(config: DataConfig, split: str) -> Documents:
+    where = f"{config.corpus}, split {split}"
+    try:
+        documents = datasets.load_dataset(config.corpus, config.hub_config, split=split, streaming=config.streaming)
+        if isinstance(documents, datasets.IterableDataset) and documents.features is None:
+            documents = documents._resolve_features()  # reads the first row: this format does not declare its columns
+    except Exception as error:  # the hub, HTTP, the disk and the formats raise what they like
+        raise LabError(
+            f"corpus: {config.corpus!r} is no file or folder here, and loading it from the hub failed: {error}"
+        ) from error
+    columns = documents.features or {}
+    if config.text_column not in columns:
+        raise LabError(f"{where}: no text_column {config.text_column!r}; there are: {', '.join(columns)}")
+    kind = columns[config.text_column]
+    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+        raise LabError(f"{where}: text_column {config.text_column!r} must hold text, got {kind}")
+    documents = documents.select_columns([config.text_column])
+    return documents if config.text_column == "text" else documents.rename_column(config.text_column, "text")
+
+
+def _head_held_out(stream: datasets.IterableDataset) -> tuple[datasets.IterableDataset, datasets.Dataset]:
+    return stream.skip(STREAM_VALIDATION_DOCUMENTS), _collect(stream.take(STREAM_VALIDATION_DOCUMENTS))
+
+
+def _collect(stream: datasets.IterableDataset) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"text": [row["text"] for row in stream]}, features=_FEATURES)
+
+
+def _tail_held_out(documents: datasets.Dataset, fraction: float) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Hold out the last documents, or, where `fraction` is less than one document, the last characters."""
+    count = len(documents)
+    held_out = int(count * fraction)
+    if held_out:
+        return documents.select(range(count - held_out)), documents.select(range(count - held_out, count))
+    number, character = _place(documents, 1 - fraction)
+    parts = (
+        cached_dataset(
+            _cut,
+            _FEATURES,
+            fingerprint("cut", documents._fingerprint, number, character, after),
+            documents=documents,
+            number=number,
+            character=character,
+            after=after,
+        )
+        for after in (False, True)
+    )
+    return next(parts), next(parts)
+
+
+def _place(documents: datasets.Dataset, fraction: float) -> tuple[int, int]:
+    """Document and character at which `fraction` of all characters are past, moved on to the start of a line."""
+    left = int(sum(map(len, _column(documents))) * fraction)
+    for number, text in enumerate(_column(documents)):
+        if left < len(text):
+            line_end = text.find("\n", left)
+            return number, left if line_end < 0 else line_end + 1
+        left -= len(text)
+    return len(documents), 0
+
+
+def _cut(documents: datasets.Dataset, number: int, character: int, after: bool) -> Iterator[dict[str, Any]]:
+    """What lies before, or after, this character of document `number`."""
+    for index, text in enumerate(_column(documents)):
+        cut = len(text) if index < number else 0 if index > number else character
+        yield {"text": text[cut:] if after else text[:cut]}
+
+
+def _refuse_hub_options(config: DataConfig) -> None:
+    for option, neutral in (("hub_config", None), ("split", "train")):
+        value = getattr(config, option)
+        if value != neutral:
+            raise LabError(f"{option} is for hub datasets; got {value!r} with corpus {config.corpus}")
+
+
+def _corpora() -> Path:
+    return Path(str(resources.files("kvshift.lab.data") / "corpora"))

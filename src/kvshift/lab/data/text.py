@@ -1,0 +1,86 @@
+"""Text ready for training: rows of tokens for training and validation, and the tokenizer that made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+from transformers import PreTrainedTokenizerFast
+
+from kvshift.lab.data.config import DataConfig, check_data_config
+from kvshift.lab.data.packing import count_tokens, pack_documents, pack_stream
+from kvshift.lab.data.sources import STREAM_VALIDATION_DOCUMENTS, Documents, load_documents, texts
+from kvshift.lab.data.tokenizers import make_tokenizer
+from kvshift.lab.errors import LabError
+
+__all__ = ["TextData", "load_text_data"]
+
+# Rows of a stream that are shuffled among each other.
+_SHUFFLE_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class TextData:
+    """What `load_text_data` returns. Rows hold input_ids and, where documents are kept apart, position_ids."""
+
+    train: datasets.Dataset | datasets.IterableDataset
+    validation: datasets.Dataset
+    tokenizer: PreTrainedTokenizerFast
+
+
+def load_text_data(config: DataConfig, *, seed: int, tokenizer_folder: Path) -> TextData:
+    """Read, tokenize and pack the text of `config`.
+
+    Args:
+        config: see `DataConfig`.
+        seed: of the order of rows, where they are streamed; otherwise they come in the order of the text.
+        tokenizer_folder: the tokenizer is loaded from here, or made and saved here.
+
+    Raises:
+        LabError: naming what is wrong with the options or the text.
+    """
+    check_data_config(config)
+    documents, held_out = load_documents(config)
+    _refuse_empty(documents, "training", config)
+    _refuse_empty(held_out, "validation", config)
+    tokenizer = make_tokenizer(config, documents, tokenizer_folder)
+    layout = (tokenizer, config.sequence_length, config.packing)
+
+    validation = pack_documents(held_out, *layout)
+    _refuse_short(validation, held_out, "validation", tokenizer, config)
+    if isinstance(documents, datasets.Dataset):
+        train = pack_documents(documents, *layout)
+        _refuse_short(train, documents, "training", tokenizer, config)
+        return TextData(train, validation, tokenizer)
+    stream = pack_stream(documents, *layout)
+    _refuse_short(stream, documents, "training", tokenizer, config)
+    return TextData(stream.shuffle(seed=seed, buffer_size=_SHUFFLE_ROWS), validation, tokenizer)
+
+
+def _refuse_empty(documents: Documents, part: str, config: DataConfig) -> None:
+    if next(texts(documents), None) is not None:
+        return
+    reason = ""
+    if config.streaming and config.validation is None:
+        reason = (
+            f" beside the first {STREAM_VALIDATION_DOCUMENTS} documents, which a stream keeps for validation: give "
+            "validation, or leave streaming out"
+        )
+    elif config.validation is None:
+        reason = f" (validation_fraction is {config.validation_fraction})"
+    source = config.corpus if part == "training" or config.validation is None else config.validation
+    raise LabError(f"{source} holds no text for {part}{reason}; documents of white space alone do not count")
+
+
+def _refuse_short(
+    rows: Documents, documents: Documents, part: str, tokenizer: PreTrainedTokenizerFast, config: DataConfig
+) -> None:
+    if next(iter(rows), None) is not None:
+        return
+    tokens = count_tokens(documents, tokenizer)
+    source = config.corpus if part == "training" or config.validation is None else config.validation
+    raise LabError(
+        f"{source}: the {tokens} tokens for {part} do not fill one row of {config.sequence_length}: take more text "
+        "or a smaller sequence_length"
+    )

@@ -1,0 +1,153 @@
+"""The tokenizer of a run: one by name or folder, or a byte-level BPE trained on the training text."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from kvshift.lab.data.config import DataConfig
+from kvshift.lab.data.sources import Documents, texts
+from kvshift.lab.errors import LabError
+
+__all__ = ["END_OF_TEXT", "check_tokenizer", "load_tokenizer", "make_tokenizer", "train_bpe"]
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Characters that a BPE learns from: more than this changes its merges no longer, but takes minutes.
+_BPE_CHARACTERS = 2**28
+
+# Beside the files of the tokenizer: what it was made from.
+_ORIGIN = "made_from.json"
+
+
+def make_tokenizer(config: DataConfig, train: Documents, folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in `folder`; where there is none yet, it is made and saved there first.
+
+    Several processes may call this at once: all get the one that was saved first, and the same bits anyway.
+
+    Raises:
+        LabError: the tokenizer cannot be had or has no end-of-text token; `folder` holds one made otherwise.
+    """
+    origin = _origin(config)
+    if not (folder / _ORIGIN).exists():
+        tokenizer = train_bpe(texts(train), config.vocab_size) if config.tokenizer is None else _named(config.tokenizer)
+        _save(tokenizer, origin, folder)
+    found = json.loads((folder / _ORIGIN).read_text(encoding="utf-8"))
+    if found != origin:
+        differing = sorted(key for key in found.keys() | origin.keys() if found.get(key) != origin.get(key))
+        key = differing[0]
+        raise LabError(
+            f"{folder} holds a tokenizer made with {key} {found.get(key)!r}, this run asks for {origin.get(key)!r}: "
+            "give the option as before, or another output folder"
+        )
+    return load_tokenizer(folder)
+
+
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
+    """A tokenizer by folder or by name on the hub, with an end-of-text token.
+
+    Raises:
+        LabError: there is none, it cannot be read, or it does not part documents.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the hub, HTTP and the formats raise what they like
+        raise LabError(f"tokenizer: cannot load {str(name)!r}, as a folder or from the hub: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise LabError(
+            f"tokenizer: {str(name)!r} is a {type(tokenizer).__name__}; needed is one of the tokenizers library "
+            "(tokenizer.json)"
+        )
+    if tokenizer.eos_token_id is None:
+        raise LabError(
+            f"tokenizer: {str(name)!r} has no end-of-text token (eos_token), which parts documents: set one in its "
+            "tokenizer_config.json, or give another tokenizer"
+        )
+    return tokenizer
+
+
+def train_bpe(text: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE as GPT-2's: any text comes back as it was; `END_OF_TEXT` is token 0 and bos, eos and pad.
+
+    The same text gives the same tokenizer, with any number of threads. A small text may fill less than `vocab_size`.
+    """
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_first(text, _BPE_CHARACTERS), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
+    """Raise `LabError` if the tokenizer makes ids that a model of `vocab_size` does not have."""
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
+        raise LabError(
+            f"tokenizer {tokenizer.name_or_path or ''} does not fit the model: its ids go up to {largest}, the model's "
+            f"up to {vocab_size - 1} (vocab_size {vocab_size})"
+        )
+
+
+def _named(name: str) -> PreTrainedTokenizerFast:
+    return load_tokenizer(Path(name).expanduser() if Path(name).expanduser().exists() else name)
+
+
+def _origin(config: DataConfig) -> dict[str, Any]:
+    if config.tokenizer is not None:
+        return {"tokenizer": config.tokenizer}
+    decisive = (
+        "vocab_size",
+        "corpus",
+        "hub_config",
+        "split",
+        "streaming",
+        "text_column",
+        "validation",
+        "validation_fraction",
+    )
+    return {"tokenizer": None, **{option: getattr(config, option) for option in decisive}}
+
+
+def _save(tokenizer: PreTrainedTokenizerFast, origin: dict[str, Any], folder: Path) -> None:
+    """All or nothing: written under another name, then renamed; where another process was first, its one stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        tokenizer.save_pretrained(draft)
+        (draft / _ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+        draft.chmod(0o755)  # mkdtemp's own is for its maker alone
+        os.rename(draft, folder)
+    except OSError:
+        if not (folder / _ORIGIN).exists():
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _first(text: Iterator[str], characters: int) -> Iterator[str]:
+    for document in text:
+        yield document[:characters]
+        characters -= len(document)
+        if characters <= 0:
+            return
