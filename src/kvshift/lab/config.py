@@ -99,7 +99,7 @@ class OptimizerConfig:
         for name in ("decay_fraction", "min_lr_ratio"):
             _require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "between 0 and 1")
         warmup = self.warmup_steps
-        _require(warmup is None or 0 <= warmup, "optimizer.warmup_steps", warmup, "0 or more, or None")
+        _require(warmup is None or warmup >= 0, "optimizer.warmup_steps", warmup, "0 or more, or None")
         if self.schedule == "wsd":
             room = steps - round(steps * self.decay_fraction)
             _require(

@@ -13,13 +13,12 @@ from transformers import set_seed
 
 from kvshift.lab.config import ModelConfig
 from kvshift.lab.errors import LabError
+from kvshift.lab.seeds import generator_for
 from kvshift.layers import KVShift
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.llama.sizes import SIZES
 
 __all__ = ["build_model", "llama_config", "shift_layers"]
-
-_SHIFT_STREAM = 0x51F7  # keeps the seed of the coefficients apart from that of the weights
 
 
 def llama_config(options: ModelConfig, *, vocab_size: int, sequence_length: int) -> KVShiftLlamaConfig:
@@ -80,7 +79,7 @@ def build_model(config: KVShiftLlamaConfig, *, seed: int, freeze_shift: bool = F
         unexpected = load.unexpected_keys + [name for name in load.missing_keys if ".shift." not in name]
         if unexpected:
             raise AssertionError(f"twins differ beyond the shift: {unexpected}")
-        generator = torch.Generator().manual_seed(seed ^ (_SHIFT_STREAM << 32))
+        generator = generator_for("shift coefficients", seed)
         for layer in shift_layers(model):
             layer.reset_parameters(generator)
             layer.requires_grad_(not freeze_shift)

@@ -1,0 +1,152 @@
+"""How a run begins, or begins again: is the folder its own, are options and data the same, where does it go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from datasets import Dataset
+
+from kvshift.lab.checkpoints import find_checkpoint
+from kvshift.lab.config import ModelConfig, TrainConfig, config_hash, differences, to_json
+from kvshift.lab.data import TextData
+from kvshift.lab.errors import LabError
+from kvshift.lab.processes import Processes
+from kvshift.lab.records import RunFolder, environment, remove_folder, write_json
+from kvshift.models.llama import KVShiftLlamaConfig
+
+__all__ = ["Start", "begin", "enter"]
+
+_SAMPLED_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training begins: after which step, and from which checkpoint (None: from the start values)."""
+
+    step: int
+    checkpoint: str | None
+
+
+def enter(folder: RunFolder, config: TrainConfig) -> bool:
+    """Check, before any data are read, that the folder is empty or holds this run; whether that is finished."""
+    old = folder.read(folder.config)
+    if old is None:
+        foreign = sorted(
+            path.name
+            for path in folder.path.iterdir()
+            if path.name != folder.tokenizer.name and not path.name.startswith(".")
+        )
+        if foreign:
+            raise LabError(
+                f"out: {folder.path} is not empty and holds no run ({', '.join(foreign[:3])} ...); "
+                "choose a folder that is new or empty"
+            )
+        remove_folder(folder.tokenizer)  # of a run that ended before it had begun: perhaps only a part
+        return False
+    new = to_json(config)
+    # What the options leave open is not known yet: that is compared in `begin`.
+    given = {name: value for name, value in new.items() if value not in (None, "auto")}
+    given["model"] = {name: value for name, value in new["model"].items() if value is not None}
+    given["optimizer"] = {name: value for name, value in new["optimizer"].items() if value is not None}
+    known = {name: old.get(name) for name in given}
+    for part in ("model", "optimizer"):
+        known[part] = {name: (old.get(part) or {}).get(name) for name in given[part]}
+    _refuse(folder, differences(known, given))
+    return folder.result.exists()
+
+
+def begin(
+    folder: RunFolder,
+    config: TrainConfig,
+    model_config: KVShiftLlamaConfig,
+    data: TextData,
+    processes: Processes,
+    say: Callable[[str], Any],
+) -> Start:
+    """Record options and surroundings, or compare them with what is recorded and find the newest whole checkpoint.
+
+    Args:
+        folder: of the run, entered.
+        config: with nothing left open but the model's fields, which are taken from `model_config`.
+        model_config: of the model to be trained.
+        data: to be trained on.
+        processes: of this run.
+        say: is told of each checkpoint that is set aside, and where the run goes on.
+    """
+    options = to_json(config)
+    options["model"] |= _resolved(model_config)
+    facts = _facts(data)
+    surroundings = environment(processes.device, processes.count)
+    old = folder.read(folder.config)
+    if old is None:
+        write_json(folder.environment, surroundings)
+        write_json(folder.config, {**options, "config_hash": config_hash(options), "data_facts": facts})
+        return Start(0, None)
+
+    _refuse(folder, differences({name: old.get(name) for name in options}, options))
+    _refuse_other_data(folder, old.get("data_facts", {}), facts)
+    checkpoint = find_checkpoint(folder.path, say)
+    step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
+    say(f"going on from {checkpoint.name}" if checkpoint else "no whole checkpoint yet: beginning anew")
+    first = folder.read(folder.environment) or {}
+    again = {"step": step, **surroundings}
+    write_json(folder.environment, {**first, "continued": [*first.get("continued", []), again]})
+    return Start(step, None if checkpoint is None else str(checkpoint))
+
+
+def _refuse(folder: RunFolder, lines: list[str]) -> None:
+    if lines:
+        listed = "\n  ".join(lines)
+        raise LabError(
+            f"out: {folder.path} holds a run with other options:\n  {listed}\n"
+            "give the same options to go on with it, or choose another folder"
+        )
+
+
+def _refuse_other_data(folder: RunFolder, old: dict[str, Any], new: dict[str, Any]) -> None:
+    if old.get("tokenizer") != new["tokenizer"]:
+        raise LabError(
+            f"the tokenizer does not fit the run in {folder.path}: it began with another, of {old.get('tokens')} "
+            f"tokens; this one has {new['tokens']}. Put the other back ({folder.tokenizer}), or choose another folder "
+            "for out"
+        )
+    lines = differences(old, new)
+    if lines:
+        raise LabError(
+            f"the data are not those that the run in {folder.path} began with ({'; '.join(lines)}); "
+            "put them back, or choose another folder for out"
+        )
+
+
+def _resolved(config: KVShiftLlamaConfig) -> dict[str, Any]:
+    """The fields of `ModelConfig` as the model has them."""
+    apart = ("size", "config", "freeze_shift", "rope_theta")
+    values = {field.name: getattr(config, field.name) for field in fields(ModelConfig) if field.name not in apart}
+    return {**values, "rope_theta": config.rope_parameters["rope_theta"], "shift_targets": list(config.shift_targets)}
+
+
+def _facts(data: TextData) -> dict[str, Any]:
+    """What shows that data and tokenizer are still the same: numbers of rows, and digests."""
+    facts: dict[str, Any] = {
+        "tokens": len(data.tokenizer),
+        "tokenizer": _digest(data.tokenizer.backend_tokenizer.to_str()),
+        "validation_rows": len(data.validation),
+        "validation_sample": _sample(data.validation),
+    }
+    if isinstance(data.train, Dataset):
+        facts |= {"train_rows": len(data.train), "train_sample": _sample(data.train)}
+    return facts
+
+
+def _sample(rows: Dataset) -> str:
+    """A digest over rows at equal distances: all of them where they are few, quick where they are many."""
+    chosen = range(0, len(rows), max(1, len(rows) // _SAMPLED_ROWS))
+    return _digest(json.dumps([[int(token) for token in rows[number]["input_ids"]] for number in chosen]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,230 @@
+"""What happens beside the training loop: lines of metrics, a progress bar, leaving when told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.language_model import shift_layers
+from kvshift.lab.processes import Processes
+from kvshift.lab.records import Metrics
+
+__all__ = ["InterruptedRunError", "Leave", "Moments", "Progress", "Recorder", "coefficients"]
+
+
+class InterruptedRunError(LabError):
+    """The process was told to end; the same command goes on from where it stopped."""
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number  # as a shell reports it
+
+
+class Moments(TrainerCallback):
+    """Beyond the multiples that the options name: log at each checkpoint, and evaluate after the last step.
+
+    With a line of metrics at each checkpoint, every mean over steps lies on one side of it, so that a run which is
+    continued from there writes the lines of one that never stopped.
+    """
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = control.should_save = True
+        if control.should_save:
+            control.should_log = True
+
+
+class Leave(TrainerCallback):
+    """On SIGINT or SIGTERM, end after the step that is being computed, with a checkpoint.
+
+    Attributes:
+        number: the signal that came, else 0; the same in all processes once a step has ended.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self.number = 0
+        self._processes = processes
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the two signals, while this lasts; a second one ends the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = before
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+        name = signal.Signals(number).name
+        # Not `print`, which may be in the midst of another line.
+        if self._processes.is_main:
+            os.write(2, f"\nkvshift train: {name}: leaving after this step; a second one ends it at once\n".encode())
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.number = self._processes.most(self.number)
+        if self.number:
+            control.should_save = control.should_log = control.should_training_stop = True
+
+
+class Recorder(TrainerCallback):
+    """Writes metrics.jsonl: a line for each log, each evaluation, and each layer's coefficients with it.
+
+    Every process needs one, for coefficients may be sharded; only the first is given `metrics` to write to.
+    """
+
+    def __init__(self, metrics: Metrics | None, tokens_per_step: int) -> None:
+        self._metrics, self._tokens = metrics, tokens_per_step
+        self._before = metrics.seconds if metrics else 0.0
+        self._start = self._mark = time.perf_counter()
+        self._spent, self._steps = 0.0, 0
+
+    @property
+    def seconds(self) -> float:
+        """Since training began, evaluations and checkpoints included, pauses between continuations not."""
+        return self._before + time.perf_counter() - self._start
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._start = self._mark = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self._spent, self._steps, self._mark = self._spent + now - self._mark, self._steps + 1, now
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        self._mark = time.perf_counter()
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self._write(
+                "train",
+                state,
+                loss=logs["loss"],
+                learning_rate=logs["learning_rate"],
+                grad_norm=float(logs["grad_norm"]),
+                step_seconds=self._spent / max(self._steps, 1),
+                seconds=self.seconds,
+            )
+            self._spent, self._steps = 0.0, 0
+        self._mark = time.perf_counter()
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._write(
+            "eval",
+            state,
+            loss=metrics["eval_loss"],
+            loss_stderr=metrics.get("eval_loss_stderr"),
+            perplexity=metrics["eval_perplexity"],
+            rows=metrics["eval_rows"],
+        )
+        for number, layer in enumerate(coefficients(model)):
+            self._write("coefficients", state, layer=number, **layer)
+        self._mark = time.perf_counter()
+
+    def _write(self, kind: str, state: TrainerState, **values: Any) -> None:
+        if self._metrics is not None:
+            place = {"kind": kind, "step": state.global_step}
+            if kind != "coefficients":
+                place["tokens"] = state.global_step * self._tokens
+            self._metrics.write(**place, **values)
+
+
+class Progress(TrainerCallback):
+    """A bar over steps, and a line for each evaluation."""
+
+    def __init__(self, *, bar: bool) -> None:
+        self._wanted = bar
+        self._bar: Any = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._bar = tqdm(
+            total=state.max_steps,
+            initial=state.global_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None if self._wanted else True,  # None: where stderr is no terminal
+        )
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._bar.update()
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self._bar.set_postfix(loss=f"{logs['loss']:.4f}", refresh=False)
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        error = metrics.get("eval_loss_stderr")
+        tqdm.write(
+            f"step {state.global_step} of {state.max_steps}: validation loss {metrics['eval_loss']:.4f}"
+            + (f" +- {error:.4f}" if error is not None else "")
+            + f", perplexity {metrics['eval_perplexity']:.2f}",
+            file=sys.stderr,
+        )
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Also after an error, so that its message stands on a line of its own."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+@torch.no_grad()
+def coefficients(model: torch.nn.Module) -> list[dict[str, list[list[float]]]]:
+    """Of each layer that shifts anything: alpha (keys), beta (values), gamma (queries), each [head][lag].
+
+    Under FSDP all processes must call it.
+    """
+    names = {"k": "alpha", "v": "beta", "q": "gamma"}
+    found = []
+    for layer in shift_layers(model):
+        whole = {name: _whole(parameter) for name, parameter in layer.named_parameters(recurse=False)}
+        values = torch.func.functional_call(_Coefficients(layer), {f"layer.{n}": p for n, p in whole.items()}, ())
+        found.append({names[target]: value.float().cpu().tolist() for target, value in values.items()})
+    return found
+
+
+class _Coefficients(torch.nn.Module):
+    """`KVShift.coefficients` as a forward, to be called with other parameters than the module's own."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> dict[str, Tensor]:
+        return self.layer.coefficients()  # type: ignore[operator]
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[operator]

@@ -1,0 +1,103 @@
+"""Checkpoints that are whole or not there: a manifest, written last, names every file with its size and sha256."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvshift.lab.records import sync_folder, write_json
+
+__all__ = ["find_checkpoint", "keep_newest", "seal"]
+
+_MANIFEST = "manifest.json"
+_PREFIX = "checkpoint-"
+
+
+def seal(folder: Path) -> None:
+    """Declare the checkpoint in `folder` whole, once every byte of it is on the disk."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            files[path.relative_to(folder).as_posix()] = {
+                "size": path.stat().st_size,
+                "sha256": _digest(path, sync=True),
+            }
+    for inner in (path for path in folder.rglob("*") if path.is_dir()):
+        sync_folder(inner)
+    write_json(folder / _MANIFEST, {"files": files})
+    sync_folder(folder.parent)
+
+
+def find_checkpoint(out: Path, say: Callable[[str], Any]) -> Path | None:
+    """The newest whole checkpoint, every file of it checked; what is no whole one is said and set aside.
+
+    A folder without manifest is one whose writing was interrupted: it is removed, for what is missing from it cannot
+    be had again. One whose files are not what its manifest says is kept under another name, `checkpoint-N.corrupt`.
+    """
+    for folder in reversed(_checkpoints(out)):
+        if not (folder / _MANIFEST).exists():
+            say(f"{folder.name} is incomplete (the process ended while it was written): removed")
+            shutil.rmtree(folder)
+            continue
+        fault = _fault(folder)
+        if fault is None:
+            return folder
+        aside = _free_name(folder)
+        folder.rename(aside)
+        say(f"{folder.name} is corrupt ({fault}): skipped, kept as {aside.name}")
+    return None
+
+
+def keep_newest(out: Path, count: int) -> None:
+    """Remove all whole checkpoints but the newest `count`."""
+    whole = [folder for folder in _checkpoints(out) if (folder / _MANIFEST).exists()]
+    for folder in whole[:-count]:
+        (folder / _MANIFEST).unlink()  # first: half removed must not look whole
+        shutil.rmtree(folder)
+
+
+def _checkpoints(out: Path) -> list[Path]:
+    """By step, the newest last."""
+    found = [path for path in out.glob(f"{_PREFIX}*") if path.is_dir() and path.name.removeprefix(_PREFIX).isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+
+
+def _fault(folder: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, in a few words; None if nothing is."""
+    try:
+        files = json.loads((folder / _MANIFEST).read_text())["files"]
+        for name, expected in files.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["size"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {expected['size']}"
+        # The sizes of all before the first digest: a cut file is the common fault, and seen at once.
+        for name, expected in files.items():
+            if _digest(folder / name) != expected["sha256"]:
+                return f"the bytes of {name} have changed"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{_MANIFEST} or a file it names cannot be read: {error}"
+    return None
+
+
+def _digest(path: Path, *, sync: bool = False) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if sync:
+            os.fsync(file.fileno())
+    return digest
+
+
+def _free_name(folder: Path) -> Path:
+    name = folder.with_name(f"{folder.name}.corrupt")
+    number = 1
+    while name.exists():
+        number += 1
+        name = folder.with_name(f"{folder.name}.corrupt-{number}")
+    return name

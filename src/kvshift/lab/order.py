@@ -1,0 +1,52 @@
+"""In which order a run reads its rows: for a seed always the same, whatever the model and the number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, Sampler
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.seeds import generator_for
+
+__all__ = ["EndlessStream", "ShuffledEpochs"]
+
+
+class ShuffledEpochs(Sampler[int]):
+    """The first `count` numbers of one permutation of range(rows) after another.
+
+    Trainer sees a single epoch, so that no batch is cut short where the data begin anew, and all devices together
+    take the same rows in each step, however many they are.
+    """
+
+    def __init__(self, rows: int, count: int, seed: int) -> None:
+        self.rows, self.count, self.seed = rows, count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        generator = generator_for("order of rows", self.seed)
+        for start in range(0, self.count, self.rows):
+            yield from torch.randperm(self.rows, generator=generator)[: self.count - start].tolist()
+
+
+class EndlessStream(IterableDataset):
+    """The rows of a stream, from its start again whenever it ends."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        epoch = 0
+        while True:
+            if hasattr(self._rows, "set_epoch"):
+                self._rows.set_epoch(epoch)  # type: ignore[attr-defined]  # datasets shuffle anew for each
+            row = None
+            for row in self._rows:
+                yield row
+            if row is None:
+                raise LabError("data.corpus: the stream holds no whole row of data.sequence_length tokens")
+            epoch += 1

@@ -1,0 +1,200 @@
+"""transformers' Trainer with what is ours: parameter groups, order of rows, losses row by row, whole checkpoints."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import EvalPrediction, Trainer, TrainingArguments
+
+from kvshift import clamp_after_step, param_groups
+from kvshift.lab.checkpoints import keep_newest, seal
+from kvshift.lab.config import TrainConfig
+from kvshift.lab.language_model import shift_layers
+from kvshift.lab.order import EndlessStream, ShuffledEpochs
+from kvshift.lab.processes import Processes
+from kvshift.lab.records import RunFailedError
+
+__all__ = ["LanguageModelTrainer", "row_losses", "summarize"]
+
+
+class LanguageModelTrainer(Trainer):
+    """Trains on rows of tokens, evaluates row by row, and stops at the first number that is not finite.
+
+    Attributes:
+        row_losses: of the last evaluation, the mean loss of each validation row, in nats per token, in order.
+        row_tokens: how many tokens each of them is the mean of.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: TrainingArguments,
+        config: TrainConfig,
+        processes: Processes,
+        *,
+        train: Any,
+        validation: Dataset,
+        collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]],
+    ) -> None:
+        self._config = config
+        self._processes = processes
+        self._before_save: Callable[[], None] = lambda: None
+        self.row_losses: np.ndarray | None = None
+        self.row_tokens: np.ndarray | None = None
+        self._last_loss = math.nan
+        super().__init__(
+            model,
+            arguments,
+            train_dataset=train if isinstance(train, Dataset) else EndlessStream(train),
+            eval_dataset=validation,
+            data_collator=collate,
+            compute_metrics=self._keep_and_summarize,
+        )
+
+    def before_save(self, function: Callable[[], None]) -> None:
+        """Have `function` called in the first process before a checkpoint is declared whole."""
+        self._before_save = function
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """AdamW over the groups of `kvshift.param_groups`."""
+        if self.optimizer is None:
+            options = self._config.optimizer
+            trained = self.model if model is None else model
+            groups = param_groups(
+                trained,
+                lr=options.learning_rate,
+                weight_decay=options.weight_decay,
+                shift_lr_multiplier=options.shift_lr_multiplier,
+            )
+            self.optimizer = torch.optim.AdamW(
+                groups,
+                lr=options.learning_rate,
+                betas=(options.beta1, options.beta2),
+                eps=options.epsilon,
+                fused=self.args.device.type == "cuda",
+            )
+            if any(layer.constraint == "clamp" for layer in shift_layers(trained)):
+                clamp_after_step(self.optimizer, trained)
+        return self.optimizer
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        if not isinstance(rows, Dataset):
+            return None
+        args = self.args
+        in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return ShuffledEpochs(len(rows), args.max_steps * in_a_step, self._config.seed)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self._last_loss = loss
+        return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """The one number that every process has, that every loss of the step enters, and before weights change."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        if norm is not None and not math.isfinite(norm):
+            self._fail(
+                f"loss or gradient is not finite at step {self.state.global_step + 1} (loss of the last rows "
+                f"{float(self._last_loss)}, norm of the gradient {float(norm)}). Mostly the learning rate is too high "
+                f"(optimizer.learning_rate {self._config.optimizer.learning_rate}) or the warm-up too short; "
+                f"{self._kept()}"
+            )
+        return norm
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[None, Tensor, Tensor]:
+        """For each row the sum of its losses, where Trainer expects logits, and their number, where labels."""
+        inputs = {**self._prepare_inputs(inputs)}
+        labels = inputs.pop("labels")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            logits = model(**inputs).logits
+        return (None, *row_losses(logits, labels))
+
+    def _keep_and_summarize(self, prediction: EvalPrediction) -> dict[str, float]:
+        sums, tokens = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
+        if not np.isfinite(sums).all():
+            self._fail(f"the validation loss is not finite after step {self.state.global_step}; {self._kept()}")
+        self.row_losses, self.row_tokens = sums / np.maximum(tokens, 1), tokens
+        return summarize(sums, tokens)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        self._together(folder, lambda: super(LanguageModelTrainer, self)._save_checkpoint(model, trial))
+        self._together(folder, (lambda: self._seal(folder)) if self._processes.is_main else lambda: None)
+
+    def _seal(self, folder: Path) -> None:
+        self._before_save()
+        seal(folder)
+        keep_newest(folder.parent, self._config.keep_checkpoints)
+
+    def _together(self, folder: Path, write: Callable[[], None]) -> None:
+        """Write, and where that fails in any process, remove what was written of the checkpoint and stop all."""
+        problem = None
+        try:
+            write()
+        except (OSError, RuntimeError, SafetensorError, RunFailedError) as error:  # RuntimeError: torch.save's
+            problem = error
+        if self._processes.any(problem is not None):
+            if self._processes.is_main:
+                shutil.rmtree(folder, ignore_errors=True)
+            if problem is None:
+                raise SystemExit(RunFailedError.exit_code)
+            free = shutil.disk_usage(folder.parent).free
+            raise RunFailedError(
+                f"{folder.name} could not be written ({free / 2**20:.0f} MiB are free in {folder.parent}): {problem}; "
+                f"{self._kept()}"
+            ) from problem
+
+    def _fail(self, message: str) -> None:
+        """Stop every process, which all come here together; the first says why."""
+        raise RunFailedError(message) if self._processes.is_main else SystemExit(RunFailedError.exit_code)
+
+    def _kept(self) -> str:
+        checkpoints = [path.parent.name for path in Path(self.args.output_dir).glob("checkpoint-*/manifest.json")]
+        newest = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default=None)
+        return f"{newest} is kept" if newest else "there is no checkpoint before it"
+
+
+def row_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over each row of -log p(next token), in nats and float64, and the number of tokens that it is over.
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T); position t is predicted from t - 1, and -100 is no label.
+    """
+    following = labels[:, 1:]
+    # One row at a time: the float32 copy of the logits of a whole batch may not fit.
+    sums = [
+        F.cross_entropy(row[:-1].float(), target, ignore_index=-100, reduction="none").double().sum()
+        for row, target in zip(logits, following, strict=True)
+    ]
+    return torch.stack(sums), (following != -100).sum(dim=1)
+
+
+def summarize(sums: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
+    """Mean loss per token, its standard error over rows, and the perplexity exp(loss).
+
+        loss = sum(sums) / sum(tokens)
+        loss_stderr = std(sums - loss * tokens) / (mean(tokens) * sqrt(rows))
+
+    where std has n - 1 below the line; for rows of equal length that is the standard error of their mean. One row
+    has none.
+    """
+    loss = float(sums.sum() / tokens.sum())
+    summary = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "rows": len(sums)}
+    if len(sums) > 1:
+        spread = float(np.std(sums - loss * tokens, ddof=1))
+        summary["loss_stderr"] = spread / (float(tokens.mean()) * math.sqrt(len(sums)))
+    return summary
