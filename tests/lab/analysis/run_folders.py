@@ -8,7 +8,7 @@ def write_run(
     folder, *, seed=0, shift_targets=("k", "v"), steps=60, gain=0.0, rows=7, heads=3, layers=2, parameters=5003
 ):
     """A finished run, evaluated every 10 steps; with x = exp(-step / 20) its loss is 2 + 3 x - gain (1 - x)."""
-    (folder / "model").mkdir(parents=True)
+    folder.mkdir(parents=True)
     tokens_per_step = 352
 
     def loss_at(step):
@@ -38,12 +38,15 @@ def write_run(
             "out": str(folder),
             "seed": seed,
             "steps": steps,
-            "model": {"hidden_size": 53},
+            "model": {"hidden_size": 53, "shift_targets": list(shift_targets)},
             "data": {"corpus": "tinyshakespeare"},
             "config_hash": "0f3a",
         },
-        "model/config.json": {"model_type": "kvshift_llama", "shift_targets": list(shift_targets)},
-        "environment.json": {"commit": "abc1234", "cpu": "<a CPU>", "command": f"kvshift train --seed {seed}"},
+        "environment.json": {
+            "commit": "abc1234",
+            "cpu": "<a CPU>",
+            "command": ["__main__.py", "train", "--seed", str(seed)],
+        },
         "result.json": {
             "steps": steps,
             "tokens": steps * tokens_per_step,
@@ -51,7 +54,11 @@ def write_run(
             "parameters": parameters + shift_parameters,
             "shift_parameters": shift_parameters,
             "peak_memory_bytes": 500 * 2**20 + 2**20 * 5 * bool(shift_targets),
+            "eval_loss": loss_at(steps),
+            "eval_loss_stderr": 0.013,
+            "eval_rows": rows,
             "eval_losses_per_row": per_row,
+            "eval_tokens_per_row": [10] * rows,
         },
     }
     for name, content in files.items():

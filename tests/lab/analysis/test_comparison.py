@@ -114,11 +114,13 @@ def test_runs_on_other_rows_are_not_compared(tmp_path):
         summarize([read_pair(tmp_path, 0)])
 
 
-def test_a_run_without_evaluation(tmp_path):
+def test_memory_that_no_system_told(tmp_path):
     vanilla, _ = write_pair(tmp_path)
-    (vanilla / "metrics.jsonl").write_text("")
-    with pytest.raises(LabError, match=r"metrics\.jsonl holds no evaluation"):
-        summarize([read_pair(tmp_path, 0)])
+    result = json.loads((vanilla / "result.json").read_text())
+    (vanilla / "result.json").write_text(json.dumps({**result, "peak_memory_bytes": None}))
+    summary = summarize([read_pair(tmp_path, 0)])
+    assert summary["peak_memory"] is None
+    assert not [row for row in table(summary) if row[0] == "peak memory"]
 
 
 def test_text_and_markdown():

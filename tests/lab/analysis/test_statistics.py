@@ -16,8 +16,16 @@ def test_mean_and_standard_error_worked_by_hand():
 
 def test_pairing_removes_what_both_share():
     theirs = [3.0, 5.0, 11.0]
-    assert paired_difference([2.0, 4.0, 10.0], theirs) == Estimate(-1.0, 0.0, 3)
-    assert paired_difference([2.5, 4.0, 10.5], theirs).mean == pytest.approx(-2 / 3, rel=1e-15)
+    assert paired_difference([2.0, 4.0, 10.0], theirs, [1, 1, 1]) == Estimate(-1.0, 0.0, 3)
+    plain = mean_of([-0.5, -1.0, -0.75])
+    found = paired_difference([2.5, 4.0, 10.25], theirs, [7, 7, 7])
+    assert (found.mean, found.stderr) == pytest.approx((plain.mean, plain.stderr), rel=1e-14)
+    assert paired_difference([2.5], [2.0], [3]) == Estimate(0.5, None, 1)
+
+
+def test_rows_count_by_their_tokens():
+    # d = (1 * 1 + 3 * 5) / 4 = 4; w (d_i - d) = -3 and 3, whose deviation is sqrt(18); over mean weight 2, sqrt(2)
+    assert paired_difference([2.0, 7.0], [1.0, 2.0], [1, 3]) == Estimate(4.0, pytest.approx(1.5, rel=1e-15), 2)
 
 
 def test_interval_worked_by_hand():
@@ -57,8 +65,8 @@ def test_arguments_that_make_no_sense():
         t_interval([1.0])
     with pytest.raises(ValueError, match="confidence must lie between 0 and 1, got 95"):
         t_interval([1.0, 2.0], confidence=95)
-    with pytest.raises(ValueError, match="as many values on both sides, got 2 and 1"):
-        paired_difference([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="as many values on both sides, got 2, 1, 2"):
+        paired_difference([1.0, 2.0], [1.0], [1, 1])
 
 
 def test_lower_is_said_where_the_interval_leaves_zero_out():

@@ -46,7 +46,6 @@ def summarize(pairs: Sequence[Pair], step_time: dict[str, Any] | None = None) ->
     found = verdict(
         [seed["difference"]["mean"] for seed in seeds], rows=by_row, names=(names["shifted"], names["vanilla"])
     )
-    memory = {side: _mean(pair.sides[side].result["peak_memory_bytes"] for pair in pairs) for side in _SIDES}
     return {
         "names": names,
         "verdict": asdict(found),
@@ -54,7 +53,7 @@ def summarize(pairs: Sequence[Pair], step_time: dict[str, Any] | None = None) ->
         "loss": {side: asdict(mean_of([seed["loss"][side]["mean"] for seed in seeds])) for side in _SIDES},
         "seeds": seeds,
         "step_time": step_time,
-        "peak_memory": {**memory, "ratio": memory["shifted"] / memory["vanilla"]},
+        "peak_memory": _peak_memory(pairs),
         "parameters": {side: run.result["parameters"] for side, run in first.sides.items()},
         "shift_parameters": first.shifted.result["shift_parameters"],
     }
@@ -68,7 +67,7 @@ def _of_one_seed(pair: Pair) -> dict[str, Any]:
             f"{pair.vanilla.folder}; runs are compared on the same rows"
         )
     loss = {side: _final_loss(run) for side, run in pair.sides.items()}
-    by_row = paired_difference(rows["shifted"], rows["vanilla"])
+    by_row = paired_difference(rows["shifted"], rows["vanilla"], pair.vanilla.result["eval_tokens_per_row"])
     # The difference of the two reported losses, so that the numbers of a line add up; its error is that of the rows.
     difference = Estimate(loss["shifted"].mean - loss["vanilla"].mean, by_row.stderr, by_row.n)
     target = loss["vanilla"].mean
@@ -88,16 +87,22 @@ def _of_one_seed(pair: Pair) -> dict[str, Any]:
     }
 
 
+def _peak_memory(pairs: Sequence[Pair]) -> dict[str, float] | None:
+    """Bytes of each side, the mean over seeds; None where the system does not tell."""
+    peaks = {side: [pair.sides[side].result["peak_memory_bytes"] for pair in pairs] for side in _SIDES}
+    if None in peaks["vanilla"] + peaks["shifted"]:
+        return None
+    mean = {side: _mean(values) for side, values in peaks.items()}
+    return {**mean, "ratio": mean["shifted"] / mean["vanilla"]}
+
+
 def _reached(run: Run, unit: str, target: float) -> float | None:
     where, losses = run.series("eval", unit, "loss")
     return first_reached(where, losses, target)
 
 
 def _final_loss(run: Run) -> Estimate:
-    losses, errors, rows = run.series("eval", "loss", "loss_stderr", "rows")
-    if not losses:
-        raise LabError(f"{run.folder}: metrics.jsonl holds no evaluation")
-    return Estimate(losses[-1], errors[-1], int(rows[-1]))
+    return Estimate(run.result["eval_loss"], run.result["eval_loss_stderr"], run.result["eval_rows"])
 
 
 def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -124,8 +129,9 @@ def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
         milliseconds = (f"{step['milliseconds'][side]:.0f} ms" for side in _SIDES)
         ratio = f"× {step['ratio']:.3f} (quartiles {step['low']:.3f} to {step['high']:.3f})"
         rows.append(("time of a step", *milliseconds, ratio))
-    memory = summary["peak_memory"]
-    rows.append(("peak memory", *(f"{memory[side] / 2**20:,.0f} MiB" for side in _SIDES), f"× {memory['ratio']:.3f}"))
+    if (memory := summary["peak_memory"]) is not None:
+        mebibytes = (f"{memory[side] / 2**20:,.0f} MiB" for side in _SIDES)
+        rows.append(("peak memory", *mebibytes, f"× {memory['ratio']:.3f}"))
     count = summary["parameters"]
     rows.append(("parameters", *(f"{count[side]:,}" for side in _SIDES), f"{count['shifted'] - count['vanilla']:+,}"))
     return rows

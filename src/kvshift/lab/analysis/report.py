@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,7 @@ def _page(**values: Any) -> str:
 
 
 def _description(seed: int, run: Run) -> dict[str, Any]:
-    command = run.environment.get("command", "")
-    if not isinstance(command, str):
-        command = " ".join(command)
+    command = shlex.join(["kvshift", *run.environment["command"][1:]])
     return {"name": run.name, "seed": seed, "folder": str(run.folder.resolve()), "command": command}
 
 

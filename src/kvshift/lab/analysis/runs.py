@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.errors import LabError
+
+if TYPE_CHECKING:
+    from kvshift.lab.config import TrainConfig
 
 __all__ = ["Run", "is_finished", "read_json", "read_run"]
 
@@ -18,8 +22,7 @@ class Run:
     """A finished run.
 
     Attributes:
-        config: the whole TrainConfig as JSON.
-        model: configuration of the trained model.
+        config: the whole TrainConfig as JSON, with what the options left open filled in.
         environment: commit, versions, hardware, command line, when started.
         metrics: the lines of metrics.jsonl: losses, evaluations, coefficients.
         result: the final numbers.
@@ -27,7 +30,6 @@ class Run:
 
     folder: Path
     config: dict[str, Any]
-    model: dict[str, Any]
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]
     result: dict[str, Any]
@@ -35,12 +37,19 @@ class Run:
     @property
     def shift_targets(self) -> tuple[str, ...]:
         """Which of "q", "k", "v" the model shifts."""
-        return tuple(self.model["shift_targets"])
+        return tuple(self.config["model"]["shift_targets"])
 
     @property
     def name(self) -> str:
         """What tables and plots call the model."""
         return f"{''.join(self.shift_targets).upper()}-shift" if self.shift_targets else "vanilla"
+
+    def options(self) -> TrainConfig:
+        """`config` as it was given to `kvshift train`, with nothing left open."""
+        from kvshift.lab.config import TrainConfig, from_json  # brings the libraries that read data
+
+        names = {field.name for field in dataclasses.fields(TrainConfig)}
+        return from_json(TrainConfig, {name: value for name, value in self.config.items() if name in names})
 
     def series(self, kind: str, *fields: str) -> tuple[list[float], ...]:
         """The named fields of all lines of one kind, in order: `series("eval", "step", "loss")`."""
@@ -67,7 +76,6 @@ def read_run(folder: Path) -> Run:
     return Run(
         folder,
         read_json(folder / "config.json"),
-        read_json(folder / "model" / "config.json"),
         read_json(folder / "environment.json"),
         list(_lines(folder / "metrics.jsonl")),
         read_json(folder / "result.json"),

@@ -48,11 +48,23 @@ def mean_of(values: Sequence[float]) -> Estimate:
     return Estimate(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)), len(values))
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """Mean of `ours[i] - theirs[i]`, with the standard error of these differences."""
-    if len(ours) != len(theirs):
-        raise ValueError(f"pairs need as many values on both sides, got {len(ours)} and {len(theirs)}")
-    return mean_of([one - other for one, other in zip(ours, theirs, strict=True)])
+def paired_difference(ours: Sequence[float], theirs: Sequence[float], weights: Sequence[float]) -> Estimate:
+    """Weighted mean of `ours[i] - theirs[i]`, such as the loss of rows by their tokens, with its standard error.
+
+        d = sum(w_i d_i) / sum(w_i),  stderr = std(w_i (d_i - d)) / (mean(w) sqrt(n))
+
+    which for equal weights is that of a plain mean.
+    """
+    if not len(ours) == len(theirs) == len(weights):
+        raise ValueError(f"pairs need as many values on both sides, got {len(ours)}, {len(theirs)}, {len(weights)}")
+    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
+    _check(differences)
+    mean_weight = statistics.fmean(weights)
+    mean = statistics.fmean(differences, weights)
+    if len(differences) == 1:
+        return Estimate(mean, None, 1)
+    spread = statistics.stdev([w * (d - mean) for w, d in zip(weights, differences, strict=True)])
+    return Estimate(mean, spread / (mean_weight * math.sqrt(len(differences))), len(differences))
 
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:

@@ -1,0 +1,124 @@
+"""How long a training step of each of two models takes, side by side.
+
+Two runs, one after the other, cannot be compared by their times: other work on the machine, the clock and the heat of
+the processor differ. Here both models stand in one process and take turns of a few steps on the same rows; each turn
+is compared with its neighbour, and the median of these ratios is what counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvshift import param_groups
+from kvshift.lab.analysis.runs import read_run
+from kvshift.lab.config import TrainConfig
+from kvshift.lab.data import collate, load_text_data
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+
+__all__ = ["measure_step_time", "take_turns"]
+
+_TURN_SECONDS = 0.25  # long against the clock's resolution, short against the noise of the machine
+_FEWEST_PAIRS = 5
+
+
+def measure_step_time(vanilla: Path, shifted: Path, seconds: float) -> dict[str, Any]:
+    """Compare a step (forward, backward, clipping, AdamW) of two finished runs on the same rows.
+
+    Args:
+        vanilla, shifted: run folders; their final models are trained on, in memory only.
+        seconds: to measure for; at least 5 pairs of turns are measured in any case.
+
+    Returns:
+        What `take_turns` returns, with "rows" of the batch and "device".
+    """
+    config = read_run(vanilla).options()
+    data = load_text_data(config.data, seed=config.seed, tokenizer_folder=vanilla / "tokenizer")
+    rows = [data.validation[number % len(data.validation)] for number in range(config.batch_size)]
+    batch = {name: tensor.to(config.device) for name, tensor in collate(rows).items()}
+    steps = {
+        "vanilla": _step_of(vanilla / "model", batch, config),
+        "shifted": _step_of(shifted / "model", batch, config),
+    }
+    wait = torch.cuda.synchronize if config.device == "cuda" else lambda: None
+    return {**take_turns(steps, seconds, wait=wait), "rows": len(rows), "device": config.device}
+
+
+def _step_of(folder: Path, batch: dict[str, Any], config: TrainConfig) -> Callable[[], None]:
+    model: Any = KVShiftLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.to(config.device).train()
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    options = config.optimizer
+    groups = param_groups(model, lr=options.learning_rate, weight_decay=options.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), fused=config.device == "cuda")
+    parameters = list(model.parameters())
+    forward = torch.compile(model) if config.compile else model
+
+    def step() -> None:
+        with torch.autocast(config.device, torch.bfloat16, enabled=config.bf16 == "yes"):
+            loss = forward(**batch, use_cache=False).loss
+        loss.backward()
+        if options.clip_norm:
+            nn.utils.clip_grad_norm_(parameters, options.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def take_turns(
+    steps: dict[str, Callable[[], None]],
+    seconds: float,
+    *,
+    wait: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
+    """Time two functions in turns, the first of a pair of turns alternating (AB BA AB ...).
+
+    Args:
+        steps: the baseline first.
+        seconds: to measure for.
+        wait: blocks until the device is done.
+        clock: in seconds.
+
+    Returns:
+        "ratio": median over pairs of the second's time to the first's; "low" and "high": its quartiles; "pairs";
+        "steps_per_turn"; "milliseconds": median of each, per step.
+    """
+    first, second = steps
+
+    def turn(name: str, count: int) -> float:
+        wait()
+        start = clock()
+        for _ in range(count):
+            steps[name]()
+        wait()
+        return (clock() - start) / count
+
+    for name in steps:  # the first step sets up the optimizer, or compiles
+        turn(name, 1)
+    count = max(1, round(_TURN_SECONDS / max(turn(first, 1), 1e-9)))
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    end = clock() + seconds
+    order = (first, second)
+    while clock() < end or len(times[first]) < _FEWEST_PAIRS:
+        for name in order:
+            times[name].append(turn(name, count))
+        order = order[::-1]
+    ratios = [ours / base for base, ours in zip(times[first], times[second], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {
+        "ratio": middle,
+        "low": low,
+        "high": high,
+        "pairs": len(ratios),
+        "steps_per_turn": count,
+        "milliseconds": {name: 1e3 * statistics.median(values) for name, values in times.items()},
+    }
