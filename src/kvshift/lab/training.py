@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import TrainingArguments
-from transformers.integrations import TensorBoardCallback, get_available_reporting_integrations
+from transformers.integrations.integration_utils import TensorBoardCallback, get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
@@ -47,7 +47,7 @@ def train(config: TrainConfig) -> None:
             if processes.main_first(lambda: _open(stack, folder, config)):
                 say(f"{config.out} holds this run, finished; its numbers are in {folder.result}")
             else:
-                _run(config, folder, processes, say)
+                _run(stack, config, folder, processes, say)
         processes.end()
     except KeyboardInterrupt:
         raise InterruptedRunError(f"interrupted; the same command goes on from what {config.out} holds") from None
@@ -70,7 +70,9 @@ def _open(stack: ExitStack, folder: RunFolder, config: TrainConfig) -> bool:
     return enter(folder, config)
 
 
-def _run(config: TrainConfig, folder: RunFolder, processes: Processes, say: Callable[[str], None]) -> None:
+def _run(
+    stack: ExitStack, config: TrainConfig, folder: RunFolder, processes: Processes, say: Callable[[str], None]
+) -> None:
     data = _load(config, folder, processes)
     model_config = llama_config(
         config.model, vocab_size=len(data.tokenizer), sequence_length=config.data.sequence_length
@@ -106,7 +108,7 @@ def _run(config: TrainConfig, folder: RunFolder, processes: Processes, say: Call
         validation=data.validation.select(range(min(config.eval_rows or len(data.validation), len(data.validation)))),
         collate=collate,
     )
-    recorder, leave = _attach(trainer, resolved, folder, processes, start)
+    recorder, leave = _attach(stack, trainer, resolved, folder, processes, start)
     with leave.listening():
         trainer.train(resume_from_checkpoint=start.checkpoint)
     step = trainer.state.global_step
@@ -201,8 +203,14 @@ def _arguments(config: TrainConfig, accumulation: int) -> TrainingArguments:
 
 
 def _attach(
-    trainer: LanguageModelTrainer, config: TrainConfig, folder: RunFolder, processes: Processes, start: Start
+    stack: ExitStack,
+    trainer: LanguageModelTrainer,
+    config: TrainConfig,
+    folder: RunFolder,
+    processes: Processes,
+    start: Start,
 ) -> tuple[Recorder, Leave]:
+    """Give the trainer its callbacks; what they hold open is closed with `stack`, also after an error."""
     metrics = Metrics(folder.metrics, up_to_step=start.step) if processes.is_main else None
     tokens = config.tokens_per_step
     assert tokens is not None  # resolved
@@ -213,12 +221,16 @@ def _attach(
     trainer.add_callback(leave)
     trainer.add_callback(recorder)
     if metrics is not None:
+        stack.callback(metrics.close)
         trainer.before_save(metrics.sync)
-        trainer.add_callback(Progress(bar=config.progress))
+        progress = Progress(bar=config.progress)
+        stack.callback(progress.close)
+        trainer.add_callback(progress)
         if "tensorboard" in config.report_to:
             from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(str(folder.tensorboard), purge_step=start.step + 1 if start.step else None)
+            stack.callback(writer.close)
             trainer.add_callback(TensorBoardCallback(writer))
     return recorder, leave
 

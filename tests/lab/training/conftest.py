@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import datasets.config
+import pytest
+
+from kvshift.lab.training import train
+
+from .cases import tiny, write_corpus
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of these tests' own, for this process and those that it starts."""
+    folder = str(tmp_path_factory.mktemp("datasets"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(folder))
+        patch.setitem(os.environ, "HF_DATASETS_CACHE", folder)
+        datasets.disable_progress_bars()
+        yield
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "words.jsonl")
+
+
+@pytest.fixture(scope="session")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny run that nobody interrupted; tests look at it and change nothing."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    train(tiny(corpus, out))
+    return out
