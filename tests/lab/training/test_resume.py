@@ -1,0 +1,182 @@
+"""A process that is killed at any moment, and the same command again, end with the bits of one that was not."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvshift.lab.config import TrainConfig
+from kvshift.lab.training import train
+
+from .cases import assert_same_run, metrics, tiny
+
+# Forks of a process that has imported everything and computed nothing: a child is at work at once.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["kvshift.lab.training"])
+
+
+def kill_when(state: Callable[[Path], bool], config: TrainConfig) -> None:
+    """Train in a child until the files in the folder are in this state; then kill -9.
+
+    The child is stopped first, and what it has written looked at while it cannot write: where it went on beyond the
+    state in between, it goes on until the state comes again.
+    """
+    child = CONTEXT.Process(target=train, args=(config,))
+    child.start()
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and child.is_alive():
+            if state(config.out):
+                os.kill(child.pid, signal.SIGSTOP)
+                time.sleep(0.01)
+                if state(config.out):
+                    break
+                os.kill(child.pid, signal.SIGCONT)
+    finally:
+        child.kill()
+        child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert state(config.out)
+    assert not (config.out / "result.json").exists()
+
+
+def whole(out: Path) -> list[int]:
+    return sorted(int(path.parent.name.rpartition("-")[2]) for path in out.glob("checkpoint-*/manifest.json"))
+
+
+def last_step(out: Path) -> int:
+    """Of the last whole line."""
+    try:
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        return max((json.loads(line)["step"] for line in lines), default=0)
+    except (FileNotFoundError, json.JSONDecodeError):
+        return 0
+
+
+def before_any_checkpoint(out: Path) -> bool:
+    return last_step(out) >= 1 and not list(out.glob("checkpoint-*"))
+
+
+def between_checkpoints(out: Path) -> bool:
+    return last_step(out) > max(whole(out), default=99) and len(whole(out)) == len(list(out.glob("checkpoint-*")))
+
+
+def during_a_checkpoint(out: Path) -> bool:
+    """One that is not the first is half there: its weights, for instance, but nothing that declares it whole."""
+    return bool(whole(out)) and len(list(out.glob("checkpoint-*/*.safetensors"))) > len(whole(out))
+
+
+KINDS = {
+    "plain": {},
+    "documents, accumulated": {
+        "data": {"packing": "documents"},
+        "batch_size": 2,
+        "tokens_per_step": 6 * 37,
+        "model": {"shift_constraint": "clamp"},
+    },
+    "streaming": {"data": {"streaming": True, "validation": "same"}},
+}
+
+
+def options(kind: str, corpus: Path) -> dict:
+    chosen = KINDS[kind]
+    if chosen.get("data", {}).get("validation"):
+        return {**chosen, "data": {**chosen["data"], "validation": str(corpus)}}
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, tmp_path_factory):
+    """Folder of the uninterrupted run of each kind, made when first asked for."""
+    made = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("whole") / "run"
+            train(tiny(corpus, made[kind], steps=40, **options(kind, corpus)))
+        return made[kind]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        ("plain", before_any_checkpoint),
+        ("plain", between_checkpoints),
+        ("plain", during_a_checkpoint),
+        ("documents, accumulated", between_checkpoints),
+        ("documents, accumulated", during_a_checkpoint),
+        ("streaming", between_checkpoints),
+    ],
+)
+def test_kill_9(kind, moment, corpus, tmp_path, uninterrupted, capfd):
+    config = tiny(corpus, tmp_path / "run", steps=40, **options(kind, corpus))
+    kill_when(moment, config)
+    found = whole(config.out)
+    capfd.readouterr()
+    train(config)
+    said = capfd.readouterr().err
+    assert (f"going on from checkpoint-{found[-1]}" if found else "beginning anew") in said
+    assert ("is incomplete" in said) == (moment is during_a_checkpoint)
+    assert_same_run(config.out, uninterrupted(kind))
+    continued = json.loads((config.out / "environment.json").read_text())["continued"]
+    assert [each["step"] for each in continued] == found[-1:] or (continued[0]["step"] == 0 and not found)
+
+
+def test_kill_9_twice(corpus, tmp_path, uninterrupted):
+    config = tiny(corpus, tmp_path / "run", steps=40)
+    kill_when(between_checkpoints, config)
+    kill_when(lambda out: last_step(out) > 20 and between_checkpoints(out), config)
+    train(config)
+    assert_same_run(config.out, uninterrupted("plain"))
+
+
+def test_killed_after_the_last_checkpoint(corpus, tmp_path, uninterrupted):
+    """Training is over but nothing says so yet: the losses of each row are computed anew, from the same weights."""
+    config = tiny(corpus, tmp_path / "run", steps=40)
+    train(config)
+    (config.out / "result.json").unlink()
+    (config.out / "model" / "model.safetensors").unlink()
+    train(config)
+    assert_same_run(config.out, uninterrupted("plain"))
+
+
+def test_a_line_that_was_cut_off_goes(corpus, tmp_path, uninterrupted):
+    config = tiny(corpus, tmp_path / "run", steps=40)
+    kill_when(between_checkpoints, config)
+    with (config.out / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    train(config)
+    assert_same_run(config.out, uninterrupted("plain"))
+
+
+def test_signal_leaves_a_checkpoint(corpus, tmp_path, uninterrupted):
+    """SIGTERM, as a scheduler sends it: the step is finished and saved, and the same call goes on from there."""
+    config = tiny(corpus, tmp_path / "run", steps=40, save_every=1000)
+    child = CONTEXT.Process(target=train, args=(config,))
+    child.start()
+    while last_step(config.out) < 3 and child.is_alive():
+        time.sleep(0.005)
+    os.kill(child.pid, signal.SIGTERM)
+    child.join(timeout=60)
+    assert child.exitcode == 1  # InterruptedRunError, which nobody caught; the command line makes it 143
+    (step,) = whole(config.out)
+    assert 3 <= step < 40
+    assert last_step(config.out) == step
+    train(config)
+    assert whole(config.out)[-1] == 40
+    assert [line["loss"] for line in metrics(config.out, "train")] == [
+        line["loss"] for line in metrics(uninterrupted("plain"), "train")
+    ]
+
+
+def test_checkpoints_are_kept_in_number(corpus, tmp_path):
+    train(tiny(corpus, tmp_path / "run", save_every=2, keep_checkpoints=3))
+    assert whole(tmp_path / "run") == [8, 10, 12]
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 3
