@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -91,8 +92,9 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         for number, (seed, side) in enumerate(runs, start=1):
             _train(child_config(config.train, seed, side), f"seed {seed}, {side} ({number} of {len(runs)})")
         folders = {side: child_config(config.train, seeds[0], side).out for side in SIDES}
-        _measure_step_time(config, folders)
-        _write_samples(config, folders)
+        with _no_bars():
+            _measure_step_time(config, folders)
+            _write_samples(config, folders)
         summary = write_report(out, seeds)
     _show(out, summary)
     return summary
@@ -192,11 +194,25 @@ def _wait_until_free(folder: Path, label: str) -> None:
             time.sleep(1)
 
 
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without the bars of transformers, which a small model fills before one sees them."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _measure_step_time(config: CompareConfig, folders: dict[str, Path]) -> None:
     path = config.train.out / "step_time.json"
     if path.exists() or config.step_time_seconds == 0:
         return
-    from kvshift.lab.step_time import measure_step_time  # imports torch
+    from kvshift.lab.step_time import measure_step_time
 
     _say(f"\ntime of a step, both in turns ({config.step_time_seconds:g} s)")
     write_json(path, measure_step_time(folders["vanilla"], folders["kvshift"], config.step_time_seconds))

@@ -1,8 +1,9 @@
 """How long a training step of each of two models takes, side by side.
 
 Two runs, one after the other, cannot be compared by their times: other work on the machine, the clock and the heat of
-the processor differ. Here both models stand in one process and take turns of a few steps on the same rows; each turn
-is compared with its neighbour, and the median of these ratios is what counts.
+the processor differ. Here both models stand in one process and take turns of a few steps on the same rows, in rounds
+of four (A B B A), in which a machine that slows down or speeds up evenly does so to both. Each round gives a ratio,
+and the median of these counts.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 __all__ = ["measure_step_time", "take_turns"]
 
-_TURN_SECONDS = 0.25  # long against the clock's resolution, short against the noise of the machine
-_FEWEST_PAIRS = 5
+_TURN_SECONDS = 0.15  # long against the clock's resolution, short against changes of the machine
+_FEWEST_ROUNDS = 5
 
 
 def measure_step_time(vanilla: Path, shifted: Path, seconds: float) -> dict[str, Any]:
@@ -33,10 +34,10 @@ def measure_step_time(vanilla: Path, shifted: Path, seconds: float) -> dict[str,
 
     Args:
         vanilla, shifted: run folders; their final models are trained on, in memory only.
-        seconds: to measure for; at least 5 pairs of turns are measured in any case.
+        seconds: to measure for; 5 rounds are measured in any case.
 
     Returns:
-        What `take_turns` returns, with "rows" of the batch and "device".
+        What `take_turns` returns, with "batch_rows" and "device".
     """
     config = read_run(vanilla).options()
     data = load_text_data(config.data, seed=config.seed, tokenizer_folder=vanilla / "tokenizer")
@@ -47,7 +48,7 @@ def measure_step_time(vanilla: Path, shifted: Path, seconds: float) -> dict[str,
         "shifted": _step_of(shifted / "model", batch, config),
     }
     wait = torch.cuda.synchronize if config.device == "cuda" else lambda: None
-    return {**take_turns(steps, seconds, wait=wait), "rows": len(rows), "device": config.device}
+    return {**take_turns(steps, seconds, wait=wait), "batch_rows": len(rows), "device": config.device}
 
 
 def _step_of(folder: Path, batch: dict[str, Any], config: TrainConfig) -> Callable[[], None]:
@@ -80,7 +81,7 @@ def take_turns(
     wait: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """Time two functions in turns, the first of a pair of turns alternating (AB BA AB ...).
+    """Time two functions in rounds of four turns, A B B A.
 
     Args:
         steps: the baseline first.
@@ -89,7 +90,7 @@ def take_turns(
         clock: in seconds.
 
     Returns:
-        "ratio": median over pairs of the second's time to the first's; "low" and "high": its quartiles; "pairs";
+        "ratio": median over rounds of the second's time to the first's; "low" and "high": its quartiles; "rounds";
         "steps_per_turn"; "milliseconds": median of each, per step.
     """
     first, second = steps
@@ -107,18 +108,17 @@ def take_turns(
     count = max(1, round(_TURN_SECONDS / max(turn(first, 1), 1e-9)))
     times: dict[str, list[float]] = {name: [] for name in steps}
     end = clock() + seconds
-    order = (first, second)
-    while clock() < end or len(times[first]) < _FEWEST_PAIRS:
-        for name in order:
-            times[name].append(turn(name, count))
-        order = order[::-1]
+    while clock() < end or len(times[first]) < _FEWEST_ROUNDS:
+        before, *inner, after = (turn(name, count) for name in (first, second, second, first))
+        times[first].append((before + after) / 2)
+        times[second].append(sum(inner) / 2)
     ratios = [ours / base for base, ours in zip(times[first], times[second], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return {
         "ratio": middle,
         "low": low,
         "high": high,
-        "pairs": len(ratios),
+        "rounds": len(ratios),
         "steps_per_turn": count,
         "milliseconds": {name: 1e3 * statistics.median(values) for name, values in times.items()},
     }

@@ -56,7 +56,7 @@ def test_table_of_one_seed(tmp_path):
     )
     assert cells(rows, "steps to vanilla's final loss") == ("60", "51", "× 0.84")
     assert cells(rows, "tokens to vanilla's final loss") == ("21,120", "17,779", "× 0.84")
-    assert cells(rows, "time of a step") == ("31 ms", "37 ms", "× 1.190 (quartiles 1.170 to 1.230)")
+    assert cells(rows, "time of a step") == ("31.0 ms", "37.0 ms", "× 1.190 (quartiles 1.170 to 1.230)")
     assert cells(rows, "peak memory") == ("500 MiB", "505 MiB", "× 1.010")
     assert cells(rows, "parameters") == ("5,003", "5,027", "+24")
     assert "7 rows" in explanation(summary)

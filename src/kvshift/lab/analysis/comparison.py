@@ -126,7 +126,7 @@ def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     rows.append(_perplexity(loss))
     rows += [_reach(seeds, unit, label, names["vanilla"]) for unit, label in (("step", "steps"), ("tokens", "tokens"))]
     if (step := summary["step_time"]) is not None:
-        milliseconds = (f"{step['milliseconds'][side]:.0f} ms" for side in _SIDES)
+        milliseconds = (f"{step['milliseconds'][side]:.1f} ms" for side in _SIDES)
         ratio = f"× {step['ratio']:.3f} (quartiles {step['low']:.3f} to {step['high']:.3f})"
         rows.append(("time of a step", *milliseconds, ratio))
     if (memory := summary["peak_memory"]) is not None:

@@ -122,10 +122,10 @@ def _one_seed(mean: float, rows: Estimate | None, ours: str, theirs: str) -> str
     size = _number(mean, signed=True)
     error = ""
     if rows is not None and rows.stderr is not None:
-        error = f", standard error over {rows.n} validation rows {_number(rows.stderr)}"
+        error = f" (standard error over {rows.n} validation rows {_number(rows.stderr)})"
     return (
-        f"one pair of runs: validation loss of {ours} minus {theirs} is {size}{error}. "
-        "How much another seed changes this is unknown; --seeds 3 or more measures it"
+        f"{ours} minus {theirs} is {size} in this one pair of runs{error}; "
+        "how much another seed changes that is unknown, and --seeds 3 or more measures it"
     )
 
 
