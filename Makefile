@@ -42,7 +42,7 @@ bench-shift: .venv/stamp  ## Measure the operator's time and memory beside its b
 
 .PHONY: clean
 clean:  ## Remove environments, caches and build output
-	@rm -rf .venv .venv-oldest build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	@rm -rf .venv .venv-oldest build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/_cpu_kernel.*.so
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # As environment variables, the constraints also reach the build of the package itself. torch must
@@ -55,8 +55,10 @@ define install
 	@touch $@
 endef
 
-.venv/stamp: pyproject.toml constraints.txt
+KERNEL := hatch_build.py src/kvshift/ops/cpu_kernel.cpp  # built by the installation
+
+.venv/stamp: pyproject.toml constraints.txt $(KERNEL)
 	$(call install,constraints.txt,dev)
 
-.venv-oldest/stamp: pyproject.toml constraints-oldest.txt
+.venv-oldest/stamp: pyproject.toml constraints-oldest.txt $(KERNEL)
 	$(call install,constraints-oldest.txt,test)

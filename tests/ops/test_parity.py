@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from kvshift.ops import BACKENDS, ShiftState, eager
+from kvshift.ops import ShiftState, eager
 
 from .cases import DTYPES, LAYOUTS, Case, outcome, random_case
 from .rounding import assert_within_one_rounding
@@ -49,28 +49,30 @@ def test_results_and_gradients_are_exact_but_for_one_rounding(mode, dtype, throu
 
 @dtypes
 @pytest.mark.parametrize("mix_dtype", DTYPES, ids=str)
-def test_coefficients_may_have_a_dtype_of_their_own(dtype, mix_dtype):
+def test_coefficients_may_have_a_dtype_of_their_own(dtype, mix_dtype, fast_backend):
     case = random_case(3, dtype=dtype, mix_dtype=mix_dtype, rows=1)
-    assert_within_one_rounding(case, "eager", through_state=True)
+    assert_within_one_rounding(case, fast_backend, through_state=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("grad_layout", [*LAYOUTS, "expanded"])
 @pytest.mark.parametrize("mode", [MODES["state"], MODES["pack, state"]], ids=["rows", "pack"])
 @pytest.mark.parametrize("block", [2**19, 100], ids=["one block", "many"])
-def test_strides_change_no_bit_but_the_order_of_the_coefficients_sum(layout, grad_layout, mode, block, monkeypatch):
+def test_strides_change_no_bit_but_the_order_of_the_coefficients_sum(
+    layout, grad_layout, mode, block, monkeypatch, fast_backend
+):
     case = random_case(5, layout=layout, grad_layout=grad_layout, **mode)
-    expected = outcome(case.map(lambda x: x.clone(memory_format=torch.contiguous_format)), "eager")
+    expected = outcome(case.map(lambda x: x.clone(memory_format=torch.contiguous_format)), fast_backend)
     monkeypatch.setattr(eager, "_BLOCK", block)
-    for name, result in outcome(case, "eager").items():
+    for name, result in outcome(case, fast_backend).items():
         if name not in ("gradient of alpha", "gradient of beta"):
             assert torch.equal(result, expected[name]), name
-    assert_within_one_rounding(case, "eager", through_state=True)
+    assert_within_one_rounding(case, fast_backend, through_state=True)
 
 
 @given(case=cases())
-def test_search_for_a_call_that_differs_from_the_reference(case):
-    assert_within_one_rounding(case, "eager", through_state=True)
+def test_search_for_a_call_that_differs_from_the_reference(case, fast_backend):
+    assert_within_one_rounding(case, fast_backend, through_state=True)
 
 
 @given(case=cases())
@@ -112,14 +114,14 @@ def test_gradcheck(mode, backend):
 
 
 @pytest.mark.parametrize("trained", ["k", "v", "alpha", "beta", "state.k", "state.v"])
-def test_a_single_input_may_need_its_gradient_alone(trained):
+def test_a_single_input_may_need_its_gradient_alone(trained, fast_backend):
     """Coefficients alone, for one, where the rest of a model is frozen."""
     case = random_case(13, rows=1)
     leaves = {"k": case.k, "v": case.v, "alpha": case.alpha, "beta": case.beta}
     leaves |= {"state.k": case.state.k, "state.v": case.state.v}
-    expected = outcome(case, "eager")[f"gradient of {trained}"]
+    expected = outcome(case, fast_backend)[f"gradient of {trained}"]
     leaves[trained].requires_grad_()
-    k_hat, v_hat, new_state = case.call("eager")
+    k_hat, v_hat, new_state = case.call(fast_backend)
     results = (k_hat, v_hat, new_state.k, new_state.v)
     pairs = [(y, g) for y, g in zip(results, case.grads, strict=True) if y.requires_grad]
     torch.autograd.backward(*zip(*pairs, strict=True))
@@ -127,12 +129,12 @@ def test_a_single_input_may_need_its_gradient_alone(trained):
     assert all(x.grad is None for name, x in leaves.items() if name != trained)
 
 
-def test_coefficients_of_a_long_row_keep_their_precision():
+def test_coefficients_of_a_long_row_keep_their_precision(fast_backend):
     """A running sum in fp32 would be off by 1e-4 here; a tree of sums is not."""
     positions = 100_003
     x = torch.full((1, positions, 1, 3), 0.1)
     mix = torch.tensor([[1.0, 0.0]], requires_grad=True)
-    k_hat, _, _ = Case(x, x, mix, mix.detach()).call("eager")
+    k_hat, _, _ = Case(x, x, mix, mix.detach()).call(fast_backend)
     (gradient,) = torch.autograd.grad(k_hat, mix, x)
     square = float(x[0, 0, 0, 0].double()) ** 2
     exact = torch.tensor([[3 * positions * square, 3 * (positions - 1) * square]])
@@ -175,10 +177,3 @@ def test_autocast_and_matmul_precision_change_no_bit(mode, dtype):
     for name, result in results.items():
         assert torch.equal(result, expected[name]), name
         assert result.dtype == expected[name].dtype, name
-
-
-def test_auto_is_eager_on_the_cpu():
-    assert BACKENDS[:2] == ("auto", "eager")
-    case = random_case(17, rows=1)
-    for name, result in outcome(case, "auto").items():
-        assert torch.equal(result, outcome(case, "eager")[name]), name

@@ -101,36 +101,36 @@ def test_memory_kept_for_backward_is_the_inputs_and_the_plan(mode):
     assert v_hat.grad_fn is not None
 
 
-def test_without_gradients_nothing_is_kept():
+def test_without_gradients_nothing_is_kept(fast_backend):
     case = random_case(13)
     case.alpha.requires_grad_()
     kept: list[Tensor] = []
     with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        k_hat, _, _ = case.call("eager")
+        k_hat, _, _ = case.call(fast_backend)
     assert not kept
     assert not k_hat.requires_grad
 
 
 @pytest.mark.parametrize("shape", [{"batch": 3, "positions": 149}, {"lengths": [301, 1, 0, 139]}], ids=["rows", "pack"])
-def test_the_same_bits_on_every_run(shape, monkeypatch):
+def test_the_same_bits_on_every_run(shape, monkeypatch, fast_backend):
     """Gradients of the coefficients are sums over all tokens: in one order, also with two threads in each block."""
     monkeypatch.setattr(eager, "_BLOCK", 2**17)
     case = random_case(17, heads=5, k_dim=67, v_dim=61, rows=1, **shape)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        first = outcome(case, "eager", through_state=False)
+        first = outcome(case, fast_backend, through_state=False)
         for _ in range(3):
-            for name, result in outcome(case, "eager", through_state=False).items():
+            for name, result in outcome(case, fast_backend, through_state=False).items():
                 assert torch.equal(result, first[name]), name
     finally:
         torch.set_num_threads(threads)
 
 
-def test_there_is_no_second_derivative():
+def test_there_is_no_second_derivative(fast_backend):
     case = random_case(19)
     k = case.k.requires_grad_()
-    (gradient,) = torch.autograd.grad(case.call("eager")[0].square().sum(), k, create_graph=True)
+    (gradient,) = torch.autograd.grad(case.call(fast_backend)[0].square().sum(), k, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.sum().backward()
 

@@ -40,13 +40,22 @@ def shift_eager(
     Returns:
         y like x, and the next history.
     """
-    if x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
-        y = x if mix is None else _mix_terms([x], _weights(mix, x)[:1]).to(x.dtype)
-        return y, _newest(x, history, max_rows) if plan is None else history.clone()
+    if mix is None:
+        y = x
+    elif x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
+        y = _mix_terms([x], _weights(mix, x)[:1]).to(x.dtype)
+    else:
+        y = _shift_slices(x, mix, history) if plan is None else _shift_gathered(x, mix, history, plan)
+    return y, next_history(x, history, plan, max_rows)
+
+
+def next_history(x: Tensor, history: Tensor, plan: ShiftPlan | None, max_rows: int) -> Tensor:
+    """The last rows of each sequence, history included, in memory of their own; arguments as in `shift_eager`."""
     if plan is None:
-        return (x if mix is None else _shift_slices(x, mix, history)), _newest(x, history, max_rows)
-    next_history = _rows(x, _by_batch(history, x), plan.tails).reshape(history.shape)
-    return (x if mix is None else _shift_gathered(x, mix, history, plan)), next_history
+        return _newest(x, history, max_rows)
+    if x.shape[0] * x.shape[1] == 0:
+        return history.clone()
+    return _rows(x, _by_batch(history, x), plan.tails).reshape(history.shape)
 
 
 def _newest(x: Tensor, history: Tensor, rows: int) -> Tensor:

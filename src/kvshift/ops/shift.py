@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvshift.ops.cpu_op import cpu_refusal, shift_cpu
 from kvshift.ops.eager import shift_eager
 from kvshift.ops.plan import plan_shift
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
 
-BACKENDS = ("auto", "eager", "reference")
+BACKENDS = ("auto", "cpu", "eager", "reference")
 
 
 def kv_shift(
@@ -58,7 +59,8 @@ def kv_shift(
         seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The
             first of a row continues `state`; the new state is that of the last. Not together with `cu_seqlens`.
         mask: False on padding, (B, T) bool; left, right or in between.
-        backend: "auto", "eager" (PyTorch operations) or "reference" (Python loops, to compare with).
+        backend: "cpu" (the compiled kernel), "eager" (PyTorch operations), "reference" (Python loops, to compare
+            with) or "auto": the kernel where it is built and can take the tensors, else eager.
 
     Returns:
         k_hat like k, v_hat like v, and the new state, which shares no memory with k and v.
@@ -160,6 +162,11 @@ def _shift(
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
     window = _window(*mixes)
+    if backend in ("auto", "cpu"):
+        refusal = cpu_refusal(inputs[0], window)
+        if refusal is not None and backend == "cpu":
+            raise ValueError(f'backend "cpu" cannot be used here: {refusal}')
+        backend = "cpu" if refusal is None else "eager"
     histories = [
         x.new_zeros(sequences, window - 1, *x.shape[2:]) if past is None else past
         for x, past in zip(inputs, pasts, strict=True)
@@ -179,7 +186,8 @@ def _shift(
             keep = rows if bounded else min(max_rows, rows + positions)
             y, next_history = shift_reference(x, mix, history, keep, cu_seqlens, seq_idx, mask)
         else:
-            y, next_history = shift_eager(x, mix, history, plan, max_rows)
+            shift = shift_cpu if backend == "cpu" else shift_eager
+            y, next_history = shift(x, mix, history, plan, max_rows)
         outputs.append(y)
         next_histories.append(next_history)
     return outputs, next_histories

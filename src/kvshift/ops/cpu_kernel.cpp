@@ -1,0 +1,288 @@
+// The operator on a CPU, forward and backward, in one pass over memory each.
+//
+// Letters: B batch, T positions, G heads, D head size, W window, Q rows of history per batch row.
+// Rows are numbered as in plan.py: 0 .. Q-1 are history, Q .. Q+T-1 positions, -1 none. Without a plan, lag j of
+// position t reads row Q + t - j. Strides count elements; within a head elements lie next to each other.
+//
+// A plain C interface, without Python or PyTorch: one binary serves every version of both. Products and sums are
+// rounded in the same order as in eager.py, which gives the same bits.
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+#ifdef __AVX512F__
+constexpr int64_t vector_bytes = 64;
+#else  // wider vectors than the machine has are made badly of its own
+constexpr int64_t vector_bytes = 32;
+#endif
+
+template <class V>
+inline V read(const void* x) {
+    V value;
+    std::memcpy(&value, x, sizeof value);
+    return value;
+}
+
+typedef float Floats __attribute__((vector_size(vector_bytes)));
+typedef double Doubles __attribute__((vector_size(vector_bytes)));
+
+// x * y + z, rounded once, as PyTorch's addcmul does.
+#ifdef __AVX512F__
+inline Floats multiply_add(Floats x, Floats y, Floats z) { return (Floats)_mm512_fmadd_ps(x, y, z); }
+inline Doubles multiply_add(Doubles x, Doubles y, Doubles z) { return (Doubles)_mm512_fmadd_pd(x, y, z); }
+#else
+inline Floats multiply_add(Floats x, Floats y, Floats z) { return (Floats)_mm256_fmadd_ps(x, y, z); }
+inline Doubles multiply_add(Doubles x, Doubles y, Doubles z) { return (Doubles)_mm256_fmadd_pd(x, y, z); }
+#endif
+
+// `size` elements at a stretch, widened to the type of the arithmetic.
+template <class T>
+struct Lanes {
+    typedef T Wide __attribute__((vector_size(vector_bytes)));
+    static constexpr int64_t size = vector_bytes / sizeof(T);
+    static Wide spread(T a) { return a - Wide{}; }
+    static Wide load(const T* x) { return read<Wide>(x); }
+    static void store(T* y, Wide value) { std::memcpy(y, &value, sizeof value); }
+    static double sum(Wide value) {
+        double total = 0;
+        for (int64_t i = 0; i < size; ++i) total += value[i];
+        return total;
+    }
+};
+
+template <>
+struct Lanes<_Float16> {
+    typedef Floats Wide;
+    static constexpr int64_t size = vector_bytes / sizeof(float);
+    static Wide spread(float a) { return a - Wide{}; }
+    static Wide load(const _Float16* x) {
+        Wide value;
+        for (int64_t i = 0; i < size; ++i) value[i] = x[i];
+        return value;
+    }
+    static void store(_Float16* y, Wide value) {
+        for (int64_t i = 0; i < size; ++i) y[i] = _Float16(value[i]);
+    }
+    static double sum(Wide value) { return Lanes<float>::sum(value); }
+};
+
+// Two neighbours of bfloat16 share a word. All arithmetic is element by element or a sum over all, so the even and
+// the odd ones stay in vectors of their own, which saves the permutations.
+struct FloatPairs {
+    Floats even, odd;
+};
+inline FloatPairs operator*(const FloatPairs& x, const FloatPairs& y) { return {x.even * y.even, x.odd * y.odd}; }
+inline FloatPairs multiply_add(const FloatPairs& x, const FloatPairs& y, const FloatPairs& z) {
+    return {multiply_add(x.even, y.even, z.even), multiply_add(x.odd, y.odd, z.odd)};
+}
+
+template <>
+struct Lanes<bfloat16> {
+    typedef FloatPairs Wide;
+    typedef uint32_t Words __attribute__((vector_size(vector_bytes)));
+    static constexpr int64_t size = vector_bytes / sizeof(bfloat16);
+    static Wide spread(float a) { return {a - Floats{}, a - Floats{}}; }
+    static Wide load(const bfloat16* x) {
+        const Words words = read<Words>(x);
+        return {(Floats)(words << 16), (Floats)(words & 0xffff0000)};
+    }
+    static void store(bfloat16* y, const Wide& value) {
+        const Words words = (round(value.even) >> 16) | (round(value.odd) & 0xffff0000);
+        std::memcpy(y, &words, sizeof words);
+    }
+    // To the nearest, ties to even, in the upper half of each word. A NaN stays one: it comes from a bfloat16 or from
+    // a coefficient that `Row::weight` has seen, so its lower half is zero and nothing is carried.
+    static Words round(Floats value) {
+        const Words bits = (Words)value;
+        return bits + 0x7fff + ((bits >> 16) & 1);
+    }
+    static double sum(const Wide& value) { return Lanes<float>::sum(value.even) + Lanes<float>::sum(value.odd); }
+};
+
+// Calls body(load, store, d) for every stretch of a head; the last, incomplete one goes through memory of full size.
+template <class T, class Body>
+inline void over_head(int64_t D, Body body) {
+    using L = Lanes<T>;
+    int64_t d = 0;
+    for (; d + L::size <= D; d += L::size)
+        body([d](const T* x) { return L::load(x + d); }, [d](T* y, auto value) { L::store(y + d, value); });
+    if (d == D) return;
+    const size_t bytes = (D - d) * sizeof(T);
+    body(
+        [d, bytes](const T* x) {
+            T padded[L::size] = {};
+            std::memcpy(padded, x + d, bytes);
+            return L::load(padded);
+        },
+        [d, bytes](T* y, auto value) {
+            T padded[L::size];
+            L::store(padded, value);
+            std::memcpy(y + d, padded, bytes);
+        });
+}
+
+struct Shape {
+    int64_t B, T, G, D, W, Q;
+};
+
+template <class T>
+struct Rows {  // (B, rows, G, D)
+    T* data;
+    int64_t batch, row, head;
+    T* at(int64_t b, int64_t r) const { return data + b * batch + r * row; }
+};
+
+constexpr int64_t max_window = 16;
+
+// One row of the output, (G, D): the sum of weight times term over the lags that have a term.
+template <class T, class A>
+struct Row {
+    using L = Lanes<T>;
+    using Wide = typename L::Wide;
+
+    int64_t count = 0;
+    int64_t lags[max_window], heads[max_window];  // heads: strides
+    const T* terms[max_window];
+
+    void add(const T* term, int64_t head, int64_t lag) {
+        lags[count] = lag;
+        heads[count] = head;
+        terms[count++] = term;
+    }
+
+    void mix(T* y, const A* weights_GW, const Shape& n) const {
+        for (int64_t g = 0; g < n.G; ++g, y += n.D) {
+            const A* weights = weights_GW + g * n.W;
+            if (count == 2) {
+                const T *p = terms[0] + g * heads[0], *q = terms[1] + g * heads[1];
+                const Wide a = weight(weights, 0), b = weight(weights, 1);
+                over_head<T>(n.D, [=](auto load, auto store) { store(y, multiply_add(b, load(q), a * load(p))); });
+            } else {
+                over_head<T>(n.D, [&](auto load, auto store) {
+                    Wide total = {};
+                    for (int64_t i = 0; i < count; ++i) {
+                        const Wide a = weight(weights, i), p = load(terms[i] + g * heads[i]);
+                        total = i == 0 ? a * p : multiply_add(a, p, total);
+                    }
+                    store(y, total);
+                });
+            }
+        }
+    }
+
+    // As `mix`, and adds the products of x, (G, D), with every term to sums, (G, W).
+    void mix_and_dot(T* y, const A* weights_GW, const T* x, int64_t x_head, Wide* sums_GW, const Shape& n) const {
+        for (int64_t g = 0; g < n.G; ++g, y += n.D, x += x_head) {
+            const A* weights = weights_GW + g * n.W;
+            Wide* sums = sums_GW + g * n.W;
+            if (count == 2) {
+                const T *p = terms[0] + g * heads[0], *q = terms[1] + g * heads[1];
+                const Wide a = weight(weights, 0), b = weight(weights, 1);
+                Wide with_p = sums[lags[0]], with_q = sums[lags[1]];
+                over_head<T>(n.D, [=, &with_p, &with_q](auto load, auto store) {
+                    const Wide here = load(x), first = load(p), second = load(q);
+                    store(y, multiply_add(b, second, a * first));
+                    with_p = multiply_add(first, here, with_p);
+                    with_q = multiply_add(second, here, with_q);
+                });
+                sums[lags[0]] = with_p;
+                sums[lags[1]] = with_q;
+            } else {
+                over_head<T>(n.D, [&](auto load, auto store) {
+                    const Wide here = load(x);
+                    Wide total = {};
+                    for (int64_t i = 0; i < count; ++i) {
+                        const Wide a = weight(weights, i), p = load(terms[i] + g * heads[i]);
+                        total = i == 0 ? a * p : multiply_add(a, p, total);
+                        sums[lags[i]] = multiply_add(p, here, sums[lags[i]]);
+                    }
+                    store(y, total);
+                });
+            }
+        }
+    }
+
+  private:
+    // In every lane. A NaN is made the one whose lower half is zero: see `round`.
+    Wide weight(const A* weights, int64_t i) const {
+        const A a = weights[lags[i]];
+        return L::spread(a == a ? a : A(__builtin_nan("")));
+    }
+};
+
+template <class T, class A>
+void forward(const Shape& n, T* y, Rows<const T> x, Rows<const T> past, const A* mix, const int64_t* sources,
+             int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t bt = 0; bt < n.B * n.T; ++bt) {
+        const int64_t b = bt / n.T, t = bt % n.T;
+        Row<T, A> row;
+        for (int64_t j = 0; j < n.W; ++j) {
+            const int64_t r = sources ? sources[bt * n.W + j] : n.Q + t - j;
+            if (r >= n.Q) row.add(x.at(b, r - n.Q), x.head, j);
+            else if (r >= 0) row.add(past.at(b, r), past.head, j);
+        }
+        row.mix(y + bt * n.G * n.D, mix, n);
+    }
+}
+
+// Every row, of history or of x, gathers the gradients of the positions that read it; the same pass gives the
+// gradient of the coefficients. It is summed over spans of rows, (spans, G, W), which the caller adds up: the same
+// bits whatever the number of threads. `scratch` has room for (spans, G, W, 128 bytes).
+template <class T, class A>
+void backward(const Shape& n, T* grad_x, T* grad_past, double* grad_mix, void* scratch, int64_t spans,
+              Rows<const T> grad_y, Rows<const T> x, Rows<const T> past, const A* mix, const int64_t* readers,
+              int threads) {
+    using L = Lanes<T>;
+    const int64_t rows = n.B * (n.Q + n.T), coefficients = n.G * n.W, span = (rows + spans - 1) / spans;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t s = 0; s < spans; ++s) {
+        auto* sums = static_cast<typename L::Wide*>(scratch) + s * coefficients;
+        std::memset(sums, 0, coefficients * sizeof *sums);
+        const int64_t end = rows < (s + 1) * span ? rows : (s + 1) * span;
+        for (int64_t br = s * span; br < end; ++br) {
+            const int64_t b = br / (n.Q + n.T), r = br % (n.Q + n.T);
+            Row<T, A> row;
+            for (int64_t j = 0; j < n.W; ++j) {
+                const int64_t t = readers ? readers[br * n.W + j] : r - n.Q + j;
+                if (t >= 0 && t < n.T) row.add(grad_y.at(b, t), grad_y.head, j);
+            }
+            if (r < n.Q)
+                row.mix_and_dot(grad_past + (b * n.Q + r) * n.G * n.D, mix, past.at(b, r), past.head, sums, n);
+            else
+                row.mix_and_dot(grad_x + (b * n.T + r - n.Q) * n.G * n.D, mix, x.at(b, r - n.Q), x.head, sums, n);
+        }
+        for (int64_t c = 0; c < coefficients; ++c) grad_mix[s * coefficients + c] = L::sum(sums[c]);
+    }
+}
+
+}  // namespace
+
+#define KVSHIFT_KERNELS(NAME, T, A)                                                                                  \
+    extern "C" void kvshift_forward_##NAME(int64_t B, int64_t N, int64_t G, int64_t D, int64_t W, int64_t Q, T* y,   \
+                                           const T* x, int64_t xb, int64_t xr, int64_t xh, const T* past,            \
+                                           int64_t pb, int64_t pr, int64_t ph, const A* mix, const int64_t* sources, \
+                                           int threads) {                                                            \
+        forward<T, A>({B, N, G, D, W, Q}, y, {x, xb, xr, xh}, {past, pb, pr, ph}, mix, sources, threads);            \
+    }                                                                                                                \
+    extern "C" void kvshift_backward_##NAME(                                                                         \
+        int64_t B, int64_t N, int64_t G, int64_t D, int64_t W, int64_t Q, T* grad_x, T* grad_past, double* grad_mix, \
+        void* scratch, int64_t spans, const T* grad_y, int64_t gb, int64_t gr, int64_t gh, const T* x, int64_t xb,   \
+        int64_t xr, int64_t xh, const T* past, int64_t pb, int64_t pr, int64_t ph, const A* mix,                     \
+        const int64_t* readers, int threads) {                                                                       \
+        backward<T, A>({B, N, G, D, W, Q}, grad_x, grad_past, grad_mix, scratch, spans, {grad_y, gb, gr, gh},        \
+                       {x, xb, xr, xh}, {past, pb, pr, ph}, mix, readers, threads);                                  \
+    }
+
+KVSHIFT_KERNELS(float32, float, float)
+KVSHIFT_KERNELS(float64, double, double)
+KVSHIFT_KERNELS(bfloat16, bfloat16, float)
+KVSHIFT_KERNELS(float16, _Float16, float)

@@ -1,0 +1,181 @@
+"""The operator through the compiled kernel of `cpu_kernel.cpp`: one pass over memory forward, one backward.
+
+The kernel is built when the package is installed (`hatch_build.py`). Where it is missing, or cannot take the tensors,
+`cpu_refusal` says why, and "auto" takes `eager.py`, which computes the same up to rounding.
+
+Shapes: B batch, T positions, S sequences, R rows of history, Q rows of history per batch row, G KV heads, D head
+size, W window.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kvshift.ops.eager import next_history
+from kvshift.ops.plan import ShiftPlan
+
+_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_BUILDS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}  # what torch calls the machine: what the compiler does
+_MAX_WINDOW = 16
+_ROWS_PER_SUM = 32  # rows whose gradients are summed in float32, before the sums are added in float64
+_PARALLEL = 2**15  # elements from which a second thread pays
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_ROWS = (_POINTER, _INT, _INT, _INT)  # a tensor (B, rows, G, D) and its first three strides
+
+
+def shift_cpu(
+    x: Tensor, mix: Tensor | None, history: Tensor, plan: ShiftPlan | None, max_rows: int
+) -> tuple[Tensor, Tensor]:
+    """What `shift_eager` does, with the same arguments and results."""
+    y = x
+    if mix is not None:
+        sources, readers = (None, None) if plan is None else (plan.sources, plan.readers)
+        tracked = torch.is_grad_enabled() and (x.requires_grad or mix.requires_grad or history.requires_grad)
+        y = (_Shift.apply if tracked else _forward)(x, mix, history, sources, readers)
+    return y, next_history(x, history, plan, max_rows)
+
+
+def cpu_refusal(x: Tensor, window: int) -> str | None:
+    """Why the kernel cannot take x; None if it can."""
+    if torch.compiler.is_compiling():
+        return "it is not for torch.compile, which makes code of its own"
+    if x.device.type != "cpu":
+        return f"it runs on the CPU, the tensors are on {x.device}"
+    if x.dtype not in _DTYPES:
+        return f"it knows {', '.join(_DTYPES.values())}, the tensors are {x.dtype}"
+    if window > _MAX_WINDOW:
+        return f"its window is {_MAX_WINDOW} at most, got {window}"
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        return f"it takes plain tensors, got a {type(x).__name__}"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "it does not run under torch.func transforms"
+    return _kernels().refusal
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor | None, readers: Tensor | None) -> Tensor:
+        return _forward(x, mix, history, sources, readers)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, mix, history, _, readers = inputs
+        ctx.save_for_backward(x, mix, history, readers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        x, mix, history, readers = ctx.saved_tensors
+        return *_backward(grad_y, x, mix, history, readers), None, None
+
+
+def _forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor | None, readers: Tensor | None) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype)
+    x, history, weights = _dense_heads(x), history.contiguous(), _weights(mix, x)
+    index = None if sources is None else sources.contiguous()
+    _kernels().forward[x.dtype](
+        *_sizes(x, history, mix),
+        y.data_ptr(),
+        *_rows(x),
+        *_history_rows(history, x),
+        weights.data_ptr(),
+        None if index is None else index.data_ptr(),
+        _threads(x),
+    )
+    return y
+
+
+def _backward(
+    grad_y: Tensor, x: Tensor, mix: Tensor, history: Tensor, readers: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, mix and history."""
+    grad_x = torch.empty(x.shape, dtype=x.dtype)
+    grad_history = torch.empty(history.shape, dtype=x.dtype)
+    grad_y, x, history, weights = _dense_heads(grad_y), _dense_heads(x), history.contiguous(), _weights(mix, x)
+    index = None if readers is None else readers.contiguous()
+    sizes = _sizes(x, history, mix)
+    batch, positions, *_, slots = sizes
+    sums = torch.empty(max(1, batch * (slots + positions) // _ROWS_PER_SUM), *mix.shape, dtype=torch.float64)
+    scratch = torch.empty(*sums.shape, 128, dtype=torch.uint8)
+    _kernels().backward[x.dtype](
+        *sizes,
+        grad_x.data_ptr(),
+        grad_history.data_ptr(),
+        sums.data_ptr(),
+        scratch.data_ptr(),
+        len(sums),
+        *_rows(grad_y),
+        *_rows(x),
+        *_history_rows(history, x),
+        weights.data_ptr(),
+        None if index is None else index.data_ptr(),
+        _threads(x),
+    )
+    return grad_x, sums.sum(0).to(mix.dtype), grad_history
+
+
+def _sizes(x: Tensor, history: Tensor, mix: Tensor) -> tuple[int, ...]:
+    """B, T, G, D, W, Q."""
+    return (*x.shape, mix.shape[1], history.shape[0] * history.shape[1] // max(1, x.shape[0]))
+
+
+def _rows(x: Tensor) -> tuple[int, ...]:
+    return (x.data_ptr(), *x.stride()[:3])
+
+
+def _history_rows(history: Tensor, x: Tensor) -> tuple[int, ...]:
+    """(S, R, G, D) as (B, Q, G, D)."""
+    row = x.shape[2] * x.shape[3]
+    return (history.data_ptr(), history.shape[0] * history.shape[1] // max(1, x.shape[0]) * row, row, x.shape[3])
+
+
+def _dense_heads(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _weights(mix: Tensor, x: Tensor) -> Tensor:
+    return mix.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
+
+
+def _threads(x: Tensor) -> int:
+    return torch.get_num_threads() if x.numel() >= _PARALLEL else 1
+
+
+class _Kernels:
+    """The functions of the kernel by dtype; `refusal` says why there are none."""
+
+    def __init__(self) -> None:
+        self.refusal: str | None = None
+        self.forward: dict[torch.dtype, Any] = {}
+        self.backward: dict[torch.dtype, Any] = {}
+        capability = torch.backends.cpu.get_cpu_capability()
+        path = Path(__file__).with_name(f"_cpu_kernel.{_BUILDS.get(capability, capability)}.so")
+        if not path.exists():
+            self.refusal = f"{path.name} was not built when kvshift was installed"
+            return
+        try:
+            library = ctypes.CDLL(str(path))  # OpenMP is the one that torch has loaded: no second pool of threads
+        except OSError as error:
+            self.refusal = f"{path.name} does not load: {error}"
+            return
+        sizes = (_INT,) * 6
+        for dtype, name in _DTYPES.items():
+            forward = self.forward[dtype] = library[f"kvshift_forward_{name}"]
+            forward.argtypes = (*sizes, _POINTER, *_ROWS, *_ROWS, _POINTER, _POINTER, ctypes.c_int)
+            backward = self.backward[dtype] = library[f"kvshift_backward_{name}"]
+            backward.argtypes = (
+                *sizes, *(_POINTER,) * 4, _INT, *_ROWS, *_ROWS, *_ROWS, _POINTER, _POINTER, ctypes.c_int
+            )  # fmt: skip
+            forward.restype = backward.restype = None
+
+
+@functools.cache
+def _kernels() -> _Kernels:
+    return _Kernels()

@@ -1,0 +1,166 @@
+"""The compiled kernel: the bits of eager.py, whatever the threads; and what happens where it cannot be used."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+
+from kvshift.ops import cpu_op, kv_shift, shift_tokens
+
+from .cases import DTYPES, outcome, random_case
+from .conftest import skip_unless_built
+from .strategies import cases
+
+
+@pytest.fixture
+def kernel() -> None:
+    skip_unless_built("cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="built on Linux on x86-64 only")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
+def test_an_installation_with_a_compiler_has_the_kernel():
+    assert cpu_op.cpu_refusal(torch.empty(0), 2) is None
+
+
+@given(case=cases())
+def test_search_for_a_call_whose_bits_differ_from_eager(case):
+    skip_unless_built("cpu")
+    expected = outcome(case, "eager")
+    for name, result in outcome(case, "cpu").items():
+        if name not in ("gradient of alpha", "gradient of beta"):  # the same sums in another order
+            assert torch.equal(result, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 7, 8, 15, 16, 17, 31, 32, 33, 64, 80, 131])
+@pytest.mark.parametrize("window", [2, 3, 5])
+def test_every_remainder_of_a_vector(dtype, size, window, kernel):
+    case = random_case(3, dtype=dtype, k_dim=size, v_dim=size + 1, window=window, rows=window - 1)
+    expected = outcome(case, "eager")
+    for name, result in outcome(case, "cpu").items():
+        if name not in ("gradient of alpha", "gradient of beta"):
+            assert torch.equal(result, expected[name]), name
+
+
+@pytest.mark.parametrize("shape", [{"batch": 3, "positions": 301}, {"lengths": [401, 1, 0, 439]}], ids=["rows", "pack"])
+def test_the_number_of_threads_changes_no_bit(shape, kernel):
+    case = random_case(5, heads=5, k_dim=67, v_dim=61, rows=1, **shape)
+    assert case.k.numel() > cpu_op._PARALLEL
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(outcome(case, "cpu", through_state=False))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for name, result in other.items():
+            assert torch.equal(result, results[0][name]), name
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FFF, 0xFFFF, 0x7F81, 0x7FC0, 0x0001, 0x8001, 0x7F7F], ids=hex)
+def test_numbers_at_the_end_of_bfloat16(bits, kernel):
+    """Infinities, NaN of any payload, subnormal numbers, the largest: as PyTorch rounds them."""
+    signed = bits - 0x10000 if bits >= 0x8000 else bits
+    x = torch.full((1, 2, 1, 33), signed, dtype=torch.int16).view(torch.bfloat16)
+    for mix in ([1.0, 0.5], [1.0, 1.0], [-1.0, float("nan")]):
+        y, expected = (shift_tokens(x, torch.tensor([mix]), backend=backend)[0] for backend in ("cpu", "eager"))
+        torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_coefficient_may_be_a_nan_with_any_payload(kernel):
+    mix = torch.tensor([[0x7FFFFFFF, 0x3F800000]], dtype=torch.int32).view(torch.float32)
+    y, _ = shift_tokens(torch.ones(1, 3, 1, 5, dtype=torch.bfloat16), mix, backend="cpu")
+    assert y.isnan().all()
+
+
+def test_coefficients_gradient_is_as_exact_as_that_of_plain_pytorch(kernel):
+    """Error against float64, at a size where float32 sums lose digits; the worst head of five seeds."""
+    errors = {"cpu": 0.0, "plain": 0.0}
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        x, grad = (torch.randn(2, 1024, 4, 128, generator=generator) for _ in range(2))
+        exact = (grad.double() * x.double()).sum((0, 1, 3))
+        mix = torch.ones(4, 2, requires_grad=True)
+        y, _ = shift_tokens(x, mix, backend="cpu")
+        (own,) = torch.autograd.grad(y, mix, grad)
+        plain = torch.ones(4, 1, requires_grad=True)
+        (other,) = torch.autograd.grad(x * plain, plain, grad)
+        errors["cpu"] = max(errors["cpu"], float((own[:, 0] - exact).abs().max()))
+        errors["plain"] = max(errors["plain"], float((other[:, 0] - exact).abs().max()))
+    assert errors["cpu"] <= errors["plain"]
+
+
+def refusals() -> dict[str, tuple]:
+    plain = torch.randn(1, 3, 2, 4)
+    return {
+        "it runs on the CPU, the tensors are on meta": (plain.to("meta"), 2),
+        "it knows float32.*, the tensors are torch.float8": (plain.to(torch.float8_e5m2), 2),
+        "its window is 16 at most, got 17": (plain, 17),
+        "it takes plain tensors, got a Subclass": (plain.as_subclass(type("Subclass", (torch.Tensor,), {})), 2),
+    }
+
+
+@pytest.mark.parametrize("message", refusals())
+def test_what_the_kernel_cannot_take_it_refuses_by_name(message, kernel):
+    x, window = refusals()[message]
+    with pytest.raises(ValueError, match=f'backend "cpu" cannot be used here: {message}'):
+        shift_tokens(x, torch.ones(2, window, device=x.device), backend="cpu")
+
+
+def test_auto_takes_the_kernel(kernel, monkeypatch):
+    calls = []
+    monkeypatch.setattr(cpu_op, "_forward", lambda *args, real=cpu_op._forward: calls.append(1) or real(*args))
+    case = random_case(7)
+    case.call("auto")
+    assert len(calls) == 2
+
+
+def test_auto_does_without_the_kernel_where_none_is_built(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_op, "__file__", str(tmp_path / "cpu_op.py"))
+    cpu_op._kernels.cache_clear()
+    try:
+        case = random_case(9, rows=1)
+        expected = outcome(case, "eager")
+        for name, result in outcome(case, "auto").items():
+            assert torch.equal(result, expected[name]), name
+        with pytest.raises(ValueError, match=r"_cpu_kernel\.\S+\.so was not built when kvshift was installed"):
+            case.call("cpu")
+    finally:
+        cpu_op._kernels.cache_clear()
+
+
+def test_a_kernel_that_does_not_load_is_named(monkeypatch, tmp_path):
+    for build in ("x86-64-v3", "x86-64-v4", "DEFAULT"):
+        (tmp_path / f"_cpu_kernel.{build}.so").write_bytes(b"not a library")
+    monkeypatch.setattr(cpu_op, "__file__", str(tmp_path / "cpu_op.py"))
+    cpu_op._kernels.cache_clear()
+    try:
+        with pytest.raises(ValueError, match=r"_cpu_kernel\.\S+\.so does not load: "):
+            random_case(9).call("cpu")
+    finally:
+        cpu_op._kernels.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_transforms_of_functions_go_through_eager():
+    """torch.func hands over tensors without memory."""
+    case = random_case(11)
+    x = torch.stack([case.k, 2 * case.k])
+    batched = torch.func.vmap(lambda k: kv_shift(k, case.v, case.alpha, case.beta)[0])(x)
+    for k, k_hat in zip(x, batched, strict=True):
+        torch.testing.assert_close(k_hat, kv_shift(k, case.v, case.alpha, case.beta, backend="eager")[0])
+
+
+def test_fake_tensors_go_through_eager():
+    case = random_case(11)
+    with torch._subclasses.FakeTensorMode() as mode:
+        k, v, alpha, beta = map(mode.from_tensor, (case.k, case.v, case.alpha, case.beta))
+        assert kv_shift(k, v, alpha, beta)[0].shape == case.k.shape
