@@ -31,7 +31,7 @@ FileStamp = tuple[str, int, int]
 
 def is_data_file(path: Path) -> bool:
     """Whether the name ends in a known format, with or without a compression."""
-    return _format(path) is not None
+    return _format(path) in FORMATS
 
 
 def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
@@ -55,7 +55,8 @@ def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
     for file in found:
         if not is_data_file(file):
             raise LabError(f"{option}: {file} is of no known format; {known}")
-    stats = [(str(file.resolve()), file.stat()) for file in found]
+    # not resolved: a link may point to a file without a suffix, as in the caches of the hub
+    stats = [(str(file.absolute()), file.stat()) for file in found]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
@@ -70,7 +71,7 @@ def read_files(files: tuple[FileStamp, ...], column: str) -> Iterator[dict[str, 
     """
     for name, *_ in files:
         path = Path(name)
-        read = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}[_format(path) or ""]
+        read = _READERS[_format(path)]
         try:
             for text in read(path, column):
                 yield {"text": text}
@@ -146,9 +147,12 @@ def _no_column(where: str, column: str, existing: list[str]) -> LabError:
     return LabError(f"{where}: no text_column {column!r}; there are: {', '.join(existing) or 'none'}")
 
 
-def _format(path: Path) -> str | None:
-    name = path.with_suffix("") if path.suffix in _COMPRESSIONS else path
-    return name.suffix if name.suffix in FORMATS else None
+def _format(path: Path) -> str:
+    """The suffix before that of a compression."""
+    return (path.with_suffix("") if path.suffix in _COMPRESSIONS else path).suffix
+
+
+_READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
 def _open(path: Path) -> io.BufferedIOBase:

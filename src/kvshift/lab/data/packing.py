@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -30,8 +31,11 @@ __all__ = ["collate", "count_tokens", "encoder", "pack", "pack_documents", "pack
 
 # Characters handed to the tokenizer at once, to work on with all its threads, and at most in one piece: tokenizing
 # takes some 170 bytes of memory a character.
-_BATCH_CHARACTERS = 2**22
+_BATCH_CHARACTERS = 2**20
 _PIECE_CHARACTERS = 2**15
+
+# Rows of a stream that wait to be drawn from, to mix documents.
+_SHUFFLE_ROWS = 1024
 
 
 def pack_documents(
@@ -61,13 +65,21 @@ def pack_documents(
 
 
 def pack_stream(
-    documents: datasets.IterableDataset, tokenizer: PreTrainedTokenizerFast, sequence_length: int, packing: str
+    documents: datasets.IterableDataset,
+    tokenizer: PreTrainedTokenizerFast,
+    sequence_length: int,
+    packing: str,
+    seed: int | None = None,
 ) -> datasets.IterableDataset:
-    """The rows of `documents`, made while they are read."""
+    """The rows of `documents`, made while they are read; with a seed, shuffled, every pass in the same order.
+
+    Not by the `shuffle` of datasets, whose order changes when a DataLoader gets its first worker.
+    """
     return datasets.IterableDataset.from_generator(
-        _rows,
+        _shuffled_rows,
         features=_features(sequence_length, packing),
         gen_kwargs={
+            "seed": seed,
             "documents": documents,
             "backend": tokenizer.backend_tokenizer.to_str(),
             "eos": tokenizer.eos_token_id,
@@ -149,6 +161,22 @@ def _rows(
     documents: Documents, backend: str, eos: int, sequence_length: int, packing: str
 ) -> Iterator[dict[str, np.ndarray]]:
     yield from pack(texts(documents), encoder(backend), eos, sequence_length, packing)
+
+
+def _shuffled_rows(seed: int | None, **options: Any) -> Iterator[dict[str, np.ndarray]]:
+    rows = _rows(**options)
+    if seed is None:
+        yield from rows
+        return
+    random = np.random.default_rng(seed)
+    # copies: a row is a view that would keep its whole batch in memory
+    waiting = [{name: column.copy() for name, column in row.items()} for row in islice(rows, _SHUFFLE_ROWS)]
+    for row in rows:
+        chosen = int(random.integers(len(waiting)))
+        yield waiting[chosen]
+        waiting[chosen] = {name: column.copy() for name, column in row.items()}
+    for chosen in random.permutation(len(waiting)):
+        yield waiting[chosen]
 
 
 def _features(sequence_length: int, packing: str) -> datasets.Features:

@@ -76,8 +76,8 @@ def _local(config: DataConfig, files: tuple[FileStamp, ...]) -> tuple[Documents,
             return _head_held_out(_stream(files, config.text_column))
         return _tail_held_out(_read(files, config.text_column), config.validation_fraction)
     held_out = find_files(config.validation, "validation")
-    both = sorted({name for name, *_ in files} & {name for name, *_ in held_out})
-    if both:
+    paths, held_out_paths = ({Path(name).resolve() for name, *_ in stamps} for stamps in (files, held_out))
+    if both := sorted(paths & held_out_paths):
         raise LabError(f"validation: {both[0]} is also in corpus {config.corpus}")
     train = (_stream if config.streaming else _read)(files, config.text_column)
     return train, _read(held_out, config.text_column)

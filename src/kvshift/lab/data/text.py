@@ -16,9 +16,6 @@ from kvshift.lab.errors import LabError
 
 __all__ = ["TextData", "load_text_data"]
 
-# Rows of a stream that are shuffled among each other.
-_SHUFFLE_ROWS = 1024
-
 
 @dataclass(frozen=True)
 class TextData:
@@ -53,9 +50,8 @@ def load_text_data(config: DataConfig, *, seed: int, tokenizer_folder: Path) -> 
         train = pack_documents(documents, *layout)
         _refuse_short(train, documents, "training", tokenizer, config)
         return TextData(train, validation, tokenizer)
-    stream = pack_stream(documents, *layout)
-    _refuse_short(stream, documents, "training", tokenizer, config)
-    return TextData(stream.shuffle(seed=seed, buffer_size=_SHUFFLE_ROWS), validation, tokenizer)
+    _refuse_short(pack_stream(documents, *layout), documents, "training", tokenizer, config)
+    return TextData(pack_stream(documents, *layout, seed=seed), validation, tokenizer)
 
 
 def _refuse_empty(documents: Documents, part: str, config: DataConfig) -> None:

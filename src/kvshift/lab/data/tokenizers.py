@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +28,12 @@ _BPE_CHARACTERS = 2**28
 _ORIGIN = "made_from.json"
 
 
+class SaveError(LabError):
+    """The tokenizer cannot be written, for instance because the disk is full."""
+
+    exit_code = 3
+
+
 def make_tokenizer(config: DataConfig, train: Documents, folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer in `folder`; where there is none yet, it is made and saved there first.
 
@@ -41,7 +46,7 @@ def make_tokenizer(config: DataConfig, train: Documents, folder: Path) -> PreTra
     if not (folder / _ORIGIN).exists():
         tokenizer = train_bpe(texts(train), config.vocab_size) if config.tokenizer is None else _named(config.tokenizer)
         _save(tokenizer, origin, folder)
-    found = json.loads((folder / _ORIGIN).read_text(encoding="utf-8"))
+    found = _read_origin(folder)
     if found != origin:
         differing = sorted(key for key in found.keys() | origin.keys() if found.get(key) != origin.get(key))
         key = differing[0]
@@ -130,19 +135,28 @@ def _origin(config: DataConfig) -> dict[str, Any]:
 
 
 def _save(tokenizer: PreTrainedTokenizerFast, origin: dict[str, Any], folder: Path) -> None:
-    """All or nothing: written under another name, then renamed; where another process was first, its one stays."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    """All or nothing: written elsewhere, then renamed; where another process was first, its one stays."""
     try:
-        tokenizer.save_pretrained(draft)
-        (draft / _ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
-        draft.chmod(0o755)  # mkdtemp's own is for its maker alone
-        os.rename(draft, folder)
-    except OSError:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+            draft = Path(scratch) / folder.name
+            tokenizer.save_pretrained(draft)
+            (draft / _ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+            os.rename(draft, folder)
+    except OSError as error:
         if not (folder / _ORIGIN).exists():
-            raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+            raise SaveError(f"cannot save the tokenizer in {folder}: {error}") from error
+
+
+def _read_origin(folder: Path) -> dict[str, Any]:
+    path = folder / _ORIGIN
+    try:
+        origin = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LabError(f"cannot read {path}: {error}") from error
+    if not isinstance(origin, dict):
+        raise LabError(f"{path}: must be a JSON object, got {type(origin).__name__}")
+    return origin
 
 
 def _first(text: Iterator[str], characters: int) -> Iterator[str]:

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from kvshift.lab.data.files import find_files, read_files
+from kvshift.lab.errors import LabError
+
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
+# Every kind of line end and of separator that a reader might take for one, and characters of 1 to 4 bytes.
+TEXT = "one\r\ntwo\rthree\n\n\u2028 \x85 \x0c é 語 🙂\t "
+
+
+def parquet(rows: dict, **options) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(rows), buffer, **options)
+    return buffer.getvalue()
+
+
+def jsonl(*rows: object) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def read(path: Path, column: str = "text") -> list[str]:
+    return [row["text"] for row in read_files(find_files(str(path), "corpus"), column)]
+
+
+def complaint(path: Path, column: str = "text") -> str:
+    with pytest.raises(LabError) as error:
+        read(path, column)
+    return str(error.value)
+
+
+CONTENTS = {
+    ".txt": (TEXT.encode(), [TEXT]),
+    ".jsonl": (jsonl({"text": TEXT, "n": 1}, {"n": "x", "text": "b"}, {"text": None}), [TEXT, "b", ""]),
+    ".parquet": (parquet({"n": [1, 2, 3], "text": [TEXT, "b", None]}), [TEXT, "b", ""]),
+}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("form", CONTENTS)
+def test_text_comes_back_as_it_was(folder, form, compression):
+    content, documents = CONTENTS[form]
+    path = folder / f"corpus{form}{compression}"
+    path.write_bytes(COMPRESSIONS[compression](content))
+
+    assert read(path) == documents
+
+
+@pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("form", CONTENTS)
+def test_compressed_files_that_end_early_are_refused_by_name(folder, form, compression):
+    noise = random.Random(0).randbytes(50_000).hex()  # hardly shrinks, so that half of it would decompress
+    content = {".txt": noise.encode(), ".jsonl": jsonl(*[{"text": noise}] * 3), ".parquet": parquet({"text": [noise]})}
+    compressed = COMPRESSIONS[compression](content[form])
+    path = folder / f"cut{form}{compression}"
+
+    for length in (len(compressed) // 2, len(compressed) - 1, 3):
+        path.write_bytes(compressed[:length])
+        assert str(path) in complaint(path)
+
+
+@pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
+def test_files_that_are_not_what_their_name_says_are_refused_by_name(folder, compression):
+    path = folder / f"plain.txt{compression}"
+    path.write_bytes(b"plain text, not compressed at all")
+
+    assert str(path) in complaint(path)
+
+
+def test_truncated_parquet_is_refused_by_name(folder):
+    path = folder / "cut.parquet"
+    path.write_bytes(parquet({"text": ["a"]})[:-9])
+
+    assert str(path) in complaint(path)
+
+
+def test_zstandard_frames_in_a_row_are_all_read(folder):
+    path = folder / "frames.txt.zst"
+    path.write_bytes(zstandard.compress(b"one ") + zstandard.compress(b"two"))
+
+    assert read(path) == ["one two"]
+
+
+def test_byte_order_mark_is_dropped(folder):
+    (folder / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    (folder / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl({"text": "\ufeffkept"}))
+
+    assert read(folder) == ["text", "\ufeffkept"]
+
+
+def test_blank_lines_and_a_last_line_without_end_are_fine_in_jsonl(folder):
+    path = folder / "a.jsonl"
+    path.write_bytes(b'\n{"text": "a"}\n  \n{"text": "b"}')
+
+    assert read(path) == ["a", "b"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+@pytest.mark.parametrize("form", CONTENTS)
+def test_file_that_cannot_be_read_is_named(folder, form):
+    path = folder / f"unreadable{form}"
+    path.symlink_to("/proc/self/mem")  # reading it is an I/O error for root as well
+
+    assert complaint(path).startswith("cannot read")
+
+
+def test_file_that_went_away_is_named(folder):
+    path = folder / "a.txt"
+    path.write_text("a")
+    files = find_files(str(path), "corpus")
+    path.unlink()
+
+    with pytest.raises(LabError, match=r"cannot read .*a\.txt: .*No such file"):
+        list(read_files(files, "text"))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": oops}', "not JSON: Expecting value at column 10"),
+        (b'{"text": "a"', "not JSON"),
+        (b'"text"', "must be a JSON object, got str"),
+        (b'{"title": "a", "body": "b"}', "no text_column 'text'; there are: title, body"),
+        (b"{}", "no text_column 'text'; there are: none"),
+        (b'{"text": 7}', "text_column 'text' must hold text, got int"),
+        (b'{"text": ["a"]}', "text_column 'text' must hold text, got list"),
+        (b'{"text": "\xff"}', "not UTF-8: byte 10 of the line"),
+        (rb'{"text": "ab\ud800"}', "half a surrogate pair at character 2"),
+        (b'{"text":' + b"[" * 100_000, "JSON nested too deeply"),
+    ],
+)
+def test_malformed_line_is_named_by_file_and_number(folder, line, reason):
+    path = folder / "bad.jsonl"
+    path.write_bytes(jsonl({"text": "a"}, {"text": "b"}) + line + b"\n" + jsonl({"text": "c"}))
+
+    assert complaint(path).startswith(f"{path}, line 3: {reason}")
+
+
+def test_txt_that_is_not_utf8_is_named_with_the_byte(folder):
+    path = folder / "latin.txt"
+    path.write_bytes("naïve".encode() + b" caf\xe9 ")
+
+    assert complaint(path).startswith(f"{path}: not UTF-8: byte 10 is 0xe9")
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        ("body", "no text_column 'body'; there are: text, n, list"),
+        ("n", "text_column 'n' must hold text, got int64"),
+        ("list", "text_column 'list' must hold text, got list"),
+    ],
+)
+def test_wrong_column_of_parquet_is_refused(folder, column, reason):
+    path = folder / "a.parquet"
+    path.write_bytes(parquet({"text": ["a"], "n": [1], "list": [["a"]]}))
+
+    assert complaint(path, column).startswith(f"{path}: {reason}")
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_columns_of_every_type_of_text_are_read(folder, kind):
+    path = folder / "a.parquet"
+    path.write_bytes(parquet({"body": pa.array(["a", "b", "a"]).cast(kind)}))
+
+    assert read(path, "body") == ["a", "b", "a"]
+
+
+def test_parquet_that_is_not_utf8_is_named(folder):
+    path = folder / "a.parquet"
+    path.write_bytes(parquet({"text": pa.array([b"a", b"\xff"]).view(pa.string())}))
+
+    assert complaint(path).startswith(f"{path}: text_column 'text' holds text that is not UTF-8")
+
+
+def test_folder_is_read_at_every_depth_in_order_of_path_and_other_files_are_left_alone(folder):
+    (folder / "sub").mkdir()
+    (folder / "z.txt").write_text("z")
+    (folder / "a.txt").write_text("a")
+    (folder / "sub" / "m.jsonl").write_bytes(jsonl({"text": "m"}))
+    (folder / "README.md").write_text("not data")
+    (folder / "folder.txt").mkdir()
+
+    assert read(folder) == ["a", "m", "z"]
+
+
+def test_glob_takes_what_matches(folder):
+    for name in ("train-1.txt", "train-0.txt", "valid.txt"):
+        (folder / name).write_text(name)
+    (folder / "train-folder").mkdir()
+
+    assert read(folder / "train-*") == ["train-0.txt", "train-1.txt"]
+
+
+def test_name_with_signs_of_a_glob_is_a_file_where_it_exists(folder):
+    (folder / "a[1].txt").write_text("a")
+
+    assert read(folder / "a[1].txt") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing.txt", "no such file or folder"),
+        ("missing-*.txt", "no file matches"),
+        ("empty", "holds no file of a known format; known are .txt, .jsonl, .parquet"),
+        ("notes.md", "is of no known format"),
+        ("notes.*", "is of no known format"),
+        ("corpus.txt.bz2", "is of no known format"),
+    ],
+)
+def test_nothing_to_read_is_refused_naming_the_option(folder, name, reason):
+    (folder / "empty").mkdir()
+    (folder / "notes.md").write_text("a")
+    (folder / "corpus.txt.bz2").write_text("a")
+
+    with pytest.raises(LabError, match=reason) as error:
+        find_files(str(folder / name), "validation")
+    assert str(error.value).startswith("validation: ")
