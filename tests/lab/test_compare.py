@@ -20,7 +20,7 @@ from kvshift.lab.compare import CompareConfig, TrainingError, child_config, comm
 from kvshift.lab.config import ModelConfig, OptimizerConfig, TrainConfig
 from kvshift.lab.data import DataConfig
 from kvshift.lab.errors import LabError
-from kvshift.lab.records import FolderInUseError, RunFolder
+from kvshift.lab.records import FolderInUseError, RunFailedError, RunFolder
 
 from .analysis.run_folders import write_run
 
@@ -192,6 +192,33 @@ def test_options_that_cannot_be(tmp_path, children, changes, message):
     assert failure.value.exit_code == 2
     assert children == []
     assert not (tmp_path / "out").exists()
+
+
+def test_torchrun_would_start_it_several_times(tmp_path, children, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(LabError, match="start it without torchrun"):
+        compare(config_for(tmp_path / "out"))
+
+
+def test_a_report_that_cannot_be_written(tmp_path, children):
+    (tmp_path / "out" / "report.html").mkdir(parents=True)
+    with pytest.raises(RunFailedError, match=r"report in .* could not be written: .*the runs are kept") as failure:
+        compare(config_for(tmp_path / "out"))
+    assert failure.value.exit_code == 3
+    (tmp_path / "out" / "report.html").rmdir()
+    children.clear()
+    compare(config_for(tmp_path / "out"))
+    assert children == []
+
+
+def test_an_interrupt_between_runs_says_how_to_go_on(tmp_path, children, monkeypatch):
+    def interrupt(folder, label):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_wait_until_free", interrupt)
+    with pytest.raises(TrainingError, match="the same command goes on") as failure:
+        compare(config_for(tmp_path / "out"))
+    assert failure.value.exit_code == 130
 
 
 def test_two_comparisons_in_one_folder_refuse(tmp_path, children):

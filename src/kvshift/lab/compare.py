@@ -9,6 +9,7 @@ OUT/report.html, table.md, summary.json, curves.png, ...    drawn from the files
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from kvshift.lab.analysis.report import write_report
 from kvshift.lab.analysis.runs import is_finished, read_json
 from kvshift.lab.config import TrainConfig, differences, to_json
 from kvshift.lab.errors import LabError
-from kvshift.lab.records import FolderInUseError, RunFolder, write_json
+from kvshift.lab.records import FolderInUseError, RunFailedError, RunFolder, write_json
 
 __all__ = ["CompareConfig", "TrainingError", "child_config", "command_line", "compare"]
 
@@ -66,6 +67,8 @@ class CompareConfig:
             raise LabError("prompt must not be empty")
         if self.train.model.shift_targets == ():
             raise LabError("model.shift_targets must name at least one of q, k, v: without, both models are vanilla")
+        if "RANK" in os.environ:
+            raise LabError("compare starts its own processes, one after the other: start it without torchrun")
         self.train.check()
 
 
@@ -84,6 +87,15 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         The numbers of `OUT/summary.json`; see `kvshift.lab.analysis.comparison.summarize`.
     """
     config.check()
+    try:
+        return _compare(config)
+    except KeyboardInterrupt:
+        raise TrainingError(
+            "interrupted; what is finished is kept, and the same command goes on from there", 128 + signal.SIGINT
+        ) from None
+
+
+def _compare(config: CompareConfig) -> dict[str, Any]:
     out = config.train.out
     seeds = range(config.train.seed, config.train.seed + config.seeds)
     with RunFolder(out).locked():
@@ -95,7 +107,12 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         with _no_bars():
             _measure_step_time(config, folders)
             _write_samples(config, folders)
-        summary = write_report(out, seeds)
+        try:
+            summary = write_report(out, seeds)
+        except OSError as error:
+            raise RunFailedError(
+                f"the report in {out} could not be written: {error}; the runs are kept, and the same command draws it"
+            ) from error
     _show(out, summary)
     return summary
 

@@ -40,7 +40,8 @@ def write_run(
             "steps": steps,
             "model": {"hidden_size": 53, "shift_targets": list(shift_targets)},
             "data": {"corpus": "tinyshakespeare"},
-            "config_hash": "0f3a",
+            "config_hash": f"0f3a{len(shift_targets)}",
+            "data_facts": {"train_sample": "5e"},
         },
         "environment.json": {
             "commit": "abc1234",

@@ -38,6 +38,7 @@ def test_one_seed(tmp_path):
     assert summary["verdict"]["outcome"] == "undecided"
     assert summary["parameters"] == {"vanilla": 5003, "shifted": 5027}
     assert summary["shift_parameters"] == 24
+    assert summary["perplexity"]["vanilla"]["mean"] == pytest.approx(math.exp(2 + 3 * left))
     json.dumps(summary, allow_nan=False)
 
 
@@ -111,6 +112,23 @@ def test_runs_on_other_rows_are_not_compared(tmp_path):
     write_run(tmp_path / "seed-0" / "vanilla", shift_targets=(), rows=5)
     write_run(tmp_path / "seed-0" / "kvshift", rows=7)
     with pytest.raises(LabError, match="7 validation rows, but 5"):
+        summarize([read_pair(tmp_path, 0)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 61}, "steps: 60 there, 61 here"),
+        ({"data": {"corpus": "other.txt"}}, r"data\.corpus: 'tinyshakespeare' there, 'other\.txt' here"),
+        ({"data_facts": {"train_sample": "9c"}}, r"data_facts\.train_sample: '5e' there, '9c' here"),
+        ({"model": {"hidden_size": 59, "shift_targets": ["k", "v"]}}, r"model\.hidden_size: 53 there, 59 here"),
+    ],
+)
+def test_runs_that_are_no_twins_are_not_compared(tmp_path, change, message):
+    _, shifted = write_pair(tmp_path)
+    config = json.loads((shifted / "config.json").read_text())
+    (shifted / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(LabError, match=f"are no twins: {message}$"):
         summarize([read_pair(tmp_path, 0)])
 
 

@@ -24,8 +24,14 @@ def test_curves_of_one_pair(tmp_path):
     assert list(zero.get_ydata()) == [0, 0]
     low, high = losses.get_ylim()
     assert low < min(shifted.get_ydata())
-    assert high > vanilla.get_ydata()[1]
+    assert vanilla.get_ydata()[1] < high < vanilla.get_ydata()[0]
     assert {text.get_text() for text in losses.get_legend().get_texts()} == {"vanilla", "KV-shift"}
+
+
+def test_few_evaluations_are_all_in_sight(tmp_path):
+    folders = write_pair(tmp_path, steps=30)
+    losses, _ = plot_curves(folders).axes
+    assert losses.get_ylim()[1] > max(line.get_ydata()[0] for line in lines_of(losses, "o"))
 
 
 def test_curves_of_several_seeds_have_an_interval(tmp_path):

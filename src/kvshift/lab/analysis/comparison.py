@@ -42,6 +42,7 @@ def summarize(pairs: Sequence[Pair], step_time: dict[str, Any] | None = None) ->
     if len(seeds) == 1:
         by_row = Estimate(**seeds[0]["difference"])
     first = pairs[0]
+    loss = {side: _over_seeds([seed["loss"][side] for seed in seeds]) for side in _SIDES}
     names = {side: run.name for side, run in first.sides.items()}
     found = verdict(
         [seed["difference"]["mean"] for seed in seeds], rows=by_row, names=(names["shifted"], names["vanilla"])
@@ -50,7 +51,8 @@ def summarize(pairs: Sequence[Pair], step_time: dict[str, Any] | None = None) ->
         "names": names,
         "verdict": asdict(found),
         "validation_rows": len(first.vanilla.result["eval_losses_per_row"]),
-        "loss": {side: asdict(mean_of([seed["loss"][side]["mean"] for seed in seeds])) for side in _SIDES},
+        "loss": {side: asdict(estimate) for side, estimate in loss.items()},
+        "perplexity": {side: _perplexity(estimate) for side, estimate in loss.items()},
         "seeds": seeds,
         "step_time": step_time,
         "peak_memory": _peak_memory(pairs),
@@ -59,7 +61,21 @@ def summarize(pairs: Sequence[Pair], step_time: dict[str, Any] | None = None) ->
     }
 
 
+def _refuse_strangers(pair: Pair) -> None:
+    """Twins were given the same options and found the same data; what they recorded shows it."""
+    from kvshift.lab.config import differences  # brings the libraries that read data
+
+    lines = [
+        line
+        for line in differences(pair.vanilla.config, pair.shifted.config)
+        if not line.startswith(("config_hash:", "model.shift_", "model.freeze_shift:"))
+    ]
+    if lines:
+        raise LabError(f"{pair.vanilla.folder} and {pair.shifted.folder} are no twins: {'; '.join(lines)}")
+
+
 def _of_one_seed(pair: Pair) -> dict[str, Any]:
+    _refuse_strangers(pair)
     rows = {side: run.result["eval_losses_per_row"] for side, run in pair.sides.items()}
     if len(rows["vanilla"]) != len(rows["shifted"]):
         raise LabError(
@@ -85,6 +101,17 @@ def _of_one_seed(pair: Pair) -> dict[str, Any]:
         "difference": asdict(difference),
         "reach": reach,
     }
+
+
+def _over_seeds(losses: list[dict[str, Any]]) -> Estimate:
+    """Mean over seeds, with their error; of a single seed, its own, which is over rows."""
+    return Estimate(**losses[0]) if len(losses) == 1 else mean_of([loss["mean"] for loss in losses])
+
+
+def _perplexity(loss: Estimate) -> dict[str, Any]:
+    """exp(loss); its error is that of the loss times its slope."""
+    value = math.exp(loss.mean)
+    return asdict(Estimate(value, None if loss.stderr is None else value * loss.stderr, loss.n))
 
 
 def _peak_memory(pairs: Sequence[Pair]) -> dict[str, float] | None:
@@ -114,16 +141,17 @@ def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
         rows.append(
             (label, *(_plus_minus(seed["loss"][side]) for side in _SIDES), _plus_minus(seed["difference"], "+"))
         )
-    loss = {side: Estimate(**summary["loss"][side]) for side in _SIDES}
     if len(seeds) > 1:
         found = summary["verdict"]
         difference = f"{found['difference']:+.4f}"
         if found["low"] is not None:
             difference += f" (95 %: {found['low']:+.4f} to {found['high']:+.4f})"
-        rows.append((f"mean of {len(seeds)} seeds", *(_plus_minus(asdict(loss[side])) for side in _SIDES), difference))
-    else:
-        loss = {side: Estimate(**seeds[0]["loss"][side]) for side in _SIDES}
-    rows.append(_perplexity(loss))
+        rows.append(
+            (f"mean of {len(seeds)} seeds", *(_plus_minus(summary["loss"][side]) for side in _SIDES), difference)
+        )
+    perplexity = summary["perplexity"]
+    ratio = perplexity["shifted"]["mean"] / perplexity["vanilla"]["mean"]
+    rows.append(("perplexity", *(_plus_minus(perplexity[side], digits=2) for side in _SIDES), f"× {ratio:.4f}"))
     rows += [_reach(seeds, unit, label, names["vanilla"]) for unit, label in (("step", "steps"), ("tokens", "tokens"))]
     if (step := summary["step_time"]) is not None:
         milliseconds = (f"{step['milliseconds'][side]:.1f} ms" for side in _SIDES)
@@ -135,14 +163,6 @@ def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     count = summary["parameters"]
     rows.append(("parameters", *(f"{count[side]:,}" for side in _SIDES), f"{count['shifted'] - count['vanilla']:+,}"))
     return rows
-
-
-def _perplexity(loss: dict[str, Estimate]) -> tuple[str, ...]:
-    cells = []
-    for estimate in loss.values():
-        value = math.exp(estimate.mean)
-        cells.append(f"{value:.2f}" if estimate.stderr is None else f"{value:.2f} ± {value * estimate.stderr:.2f}")
-    return ("perplexity", cells[0], cells[1], f"× {math.exp(loss['shifted'].mean - loss['vanilla'].mean):.4f}")
 
 
 def _reach(seeds: list[dict[str, Any]], unit: str, label: str, vanilla: str) -> tuple[str, ...]:
@@ -157,9 +177,9 @@ def _reach(seeds: list[dict[str, Any]], unit: str, label: str, vanilla: str) -> 
     return (title, f"{_mean(theirs):,.0f}", f"{_mean(reached):,.0f}", f"× {ratio:.2f}")
 
 
-def _plus_minus(estimate: dict[str, Any], sign: str = "") -> str:
-    value = f"{estimate['mean']:{sign}.4f}"
-    return value if estimate["stderr"] is None else f"{value} ± {estimate['stderr']:.4f}"
+def _plus_minus(estimate: dict[str, Any], sign: str = "", digits: int = 4) -> str:
+    value = f"{estimate['mean']:{sign}.{digits}f}"
+    return value if estimate["stderr"] is None else f"{value} ± {estimate['stderr']:.{digits}f}"
 
 
 def _mean(values: Any) -> float:

@@ -55,8 +55,8 @@ def _draw_losses(axes: Axes, by_name: Mapping[str, Mapping[int, Run]]) -> None:
             tokens, loss = run.series("eval", "tokens", "loss")
             axes.plot(tokens, loss, "o-", color=color, markersize=2.5, linewidth=1.2, label="" if number else name)
             lowest.append(min(loss))
-            highest.append(loss[min(1, len(loss) - 1)])
-    # The first steps fall so far that the rest would be a flat line: the axis begins at the second evaluation.
+            highest.append(loss[1] if len(loss) > 3 else loss[0])
+    # The first steps fall so far that the rest would be a flat line: the axis begins at the second of many evaluations.
     space = max(0.1 * (max(highest) - min(lowest)), 0.02)
     axes.set_ylim(min(lowest) - space, max(highest) + space)
     axes.set(xlabel="tokens", ylabel="loss (nats per token)", title="Validation loss (pale: training loss)")
