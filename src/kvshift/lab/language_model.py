@@ -52,9 +52,10 @@ def llama_config(options: ModelConfig, *, vocab_size: int, sequence_length: int)
     except Exception as error:  # transformers' strict dataclasses raise classes of their own
         raise LabError(f"the options under model do not make a model: {error}") from error
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if "head_dim" not in base and config.hidden_size % heads:
+    if config.head_dim % 2:
         raise LabError(
-            f"model.hidden_size must be a multiple of num_attention_heads, got {config.hidden_size} and {heads}"
+            f"model.hidden_size / num_attention_heads must be even, for the rotary embedding; got {config.hidden_size} "
+            f"/ {heads}"
         )
     if heads % kv_heads:
         raise LabError(

@@ -19,13 +19,11 @@ TIMES = ("seconds", "step_seconds", "peak_memory_bytes")
 LENGTH = 37
 
 
-def write_corpus(path: Path) -> Path:
+def write_corpus(path: Path, seed: int = 0) -> Path:
     """Some 40 documents of words that follow each other by chance, so that there is something to learn."""
-    chance = random.Random(0)
+    chance = random.Random(seed)
     words = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 5))) for _ in range(50)]
-    lines = [
-        json.dumps({"text": " ".join(chance.choices(words, k=chance.randint(5, 300)))}) for _ in range(43)
-    ]
+    lines = [json.dumps({"text": " ".join(chance.choices(words, k=chance.randint(5, 300)))}) for _ in range(43)]
     path.write_text("\n".join(lines) + "\n")
     return path
 

@@ -1,0 +1,312 @@
+"""What goes wrong is said in a line, with an exit code, and what was written before is kept."""
+
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvshift import cli
+from kvshift.lab.checkpoints import find_checkpoint
+from kvshift.lab.errors import LabError
+from kvshift.lab.records import FolderInUseError, Metrics, RunFailedError, RunFolder
+from kvshift.lab.training import train
+
+from .cases import assert_same_run, metrics, tiny, write_corpus
+
+
+def copied(finished: Path, tmp_path: Path, *, without: tuple[str, ...] = ("result.json",)) -> Path:
+    """The folder of a run that has all its checkpoints, but not yet an end."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    for name in without:
+        (out / name).unlink()
+    return out
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: truncate(folder / "model.safetensors"), "model.safetensors has .* bytes instead of"),
+        (lambda folder: flip(folder / "optimizer.pt"), "the bytes of optimizer.pt have changed"),
+        (lambda folder: (folder / "rng_state.pth").unlink(), "rng_state.pth is missing"),
+        (lambda folder: truncate(folder / "manifest.json"), "manifest.json .* cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json .* cannot be read"),
+    ],
+    ids=["truncated", "flipped bit", "missing file", "cut manifest", "strange manifest"],
+)
+def test_corrupt_checkpoint_is_named_and_skipped(finished, corpus, tmp_path, capfd, spoil, said):
+    out = copied(finished, tmp_path)
+    spoil(out / "checkpoint-12")
+    train(tiny(corpus, out))
+    err = capfd.readouterr().err
+    assert re.search(rf"checkpoint-12 is corrupt \({said}", err)
+    assert "kept as checkpoint-12.corrupt" in err
+    assert "going on from checkpoint-8" in err
+    assert_same_run(out, finished)
+    assert (out / "checkpoint-12.corrupt").is_dir()
+    assert (out / "checkpoint-12" / "manifest.json").exists()
+
+
+def test_all_checkpoints_corrupt(finished, corpus, tmp_path, capfd):
+    out = copied(finished, tmp_path)
+    flip(out / "checkpoint-8" / "model.safetensors")
+    (out / "checkpoint-12" / "manifest.json").unlink()
+    train(tiny(corpus, out))
+    err = capfd.readouterr().err
+    assert "checkpoint-12 is incomplete" in err
+    assert "checkpoint-8 is corrupt" in err
+    assert "beginning anew" in err
+    assert_same_run(out, finished)
+
+
+def test_a_second_corrupt_checkpoint_of_one_step_finds_a_name(tmp_path):
+    for number in range(3):
+        folder = tmp_path / "checkpoint-5"
+        folder.mkdir()
+        (folder / "manifest.json").write_text(f"no json {number}")
+        assert find_checkpoint(tmp_path, lambda text: None) is None
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoint-5.corrupt", "checkpoint-5.corrupt-2", "checkpoint-5.corrupt-3"]
+    assert (tmp_path / names[0] / "manifest.json").read_text() == "no json 0"
+
+
+def test_finished_run_is_left_as_it_is(finished, corpus, capfd):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.name != ".lock"}
+    train(tiny(corpus, finished, report_to=(), keep_checkpoints=1, progress=True))  # none of which changes a number
+    assert "finished" in capfd.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.name != ".lock"} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"steps": 13}, "steps: 12 there, 13 here"),
+        ({"seed": 1}, "seed: 0 there, 1 here"),
+        ({"model": {"hidden_size": 26, "num_attention_heads": 2}}, "model.hidden_size: 24 there, 26 here"),
+        ({"eval_rows": None}, "eval_rows: 11 there, None here"),
+        ({"tokens_per_step": 296}, "tokens_per_step: 148 there, 296 here"),
+        (
+            {"model": {"hidden_size": 24, "num_attention_heads": 2, "shift_targets": ()}},
+            r"model.shift_targets: \['k', 'v'\] there, \[\] here",
+        ),
+    ],
+    ids=["steps", "seed", "width", "eval_rows", "tokens", "targets"],
+)
+def test_other_options_are_refused_by_name(finished, corpus, tmp_path, change, said):
+    out = copied(finished, tmp_path)
+    with pytest.raises(LabError, match=said) as caught:
+        train(tiny(corpus, out, **change))
+    assert caught.value.exit_code == 2
+    assert not (out / "result.json").exists()
+
+
+def test_other_data_options_are_refused_before_the_tokenizer_is_touched(finished, corpus, tmp_path):
+    out = copied(finished, tmp_path)
+    config = tiny(corpus, out)
+    before = (out / "tokenizer" / "tokenizer.json").read_bytes()
+    with pytest.raises(LabError, match=r"data.vocab_size: 281 there, 283 here"):
+        train(replace(config, data=replace(config.data, vocab_size=283)))
+    assert (out / "tokenizer" / "tokenizer.json").read_bytes() == before
+
+
+def test_model_left_open_is_compared_once_it_is_known(finished, corpus, tmp_path):
+    """A field that the second command leaves out, and that its default fills in otherwise than the first."""
+    out = tmp_path / "run"
+    train(tiny(corpus, out, model={"num_hidden_layers": 3}, steps=1))
+    (out / "result.json").unlink()
+    with pytest.raises(LabError, match=r"model.num_hidden_layers: 3 there, 2 here"):
+        train(tiny(corpus, out, steps=1))
+
+
+def test_other_text_is_refused(finished, tmp_path):
+    text = write_corpus(tmp_path / "text.jsonl")
+    config = replace(tiny(text, tmp_path / "run", steps=3))
+    train(config)
+    (config.out / "result.json").unlink()
+    lines = text.read_text().splitlines()
+    text.write_text("\n".join(lines[:-9] + lines[:9]))
+    with pytest.raises(LabError, match=r"the data are not those|the tokenizer does not fit"):
+        train(config)
+
+
+def test_other_tokenizer_is_refused(finished, corpus, tmp_path):
+    """A tokenizer of the user's own, exchanged for another between two starts."""
+    mine, out = tmp_path / "mine", tmp_path / "run"
+    shutil.copytree(finished / "tokenizer", mine)
+    config = tiny(corpus, out, steps=3)
+    config = replace(config, data=replace(config.data, tokenizer=str(mine)))
+    train(config)
+    (out / "result.json").unlink()
+    shutil.rmtree(out / "tokenizer")
+    another = tiny(corpus, tmp_path / "another", steps=1)
+    train(replace(another, data=replace(another.data, vocab_size=293)))
+    shutil.rmtree(mine)
+    shutil.copytree(another.out / "tokenizer", mine)
+    with pytest.raises(LabError, match="tokenizer"):
+        train(config)
+
+
+def test_vocabulary_smaller_than_the_tokenizer(corpus, tmp_path):
+    with pytest.raises(LabError, match=r"model.vocab_size is 280, but the tokenizer has 281 tokens"):
+        train(tiny(corpus, tmp_path / "run", model={"vocab_size": 280}))
+
+
+def test_folder_in_use(corpus, tmp_path, capfd):
+    config = tiny(corpus, tmp_path / "run")
+    with RunFolder(config.out).locked(), pytest.raises(FolderInUseError, match="in use by another process"):
+        train(config)
+    with RunFolder(config.out).locked():
+        assert cli.main(["train", "--out", str(config.out)]) == 4
+    assert "is in use by another process" in capfd.readouterr().err
+
+
+def test_folder_of_something_else(corpus, tmp_path):
+    (tmp_path / "thesis.tex").write_text("...")
+    with pytest.raises(LabError, match=r"is not empty and holds no run \(thesis.tex"):
+        train(tiny(corpus, tmp_path))
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_folder_that_cannot_be_made(corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LabError, match=r"out: .* cannot be written to"):
+        train(tiny(corpus, tmp_path / "file" / "run"))
+
+
+def test_config_that_is_no_json(corpus, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(LabError, match=r"config.json cannot be read"):
+        train(tiny(corpus, tmp_path))
+
+
+def test_loss_that_is_not_finite(corpus, tmp_path, capfd):
+    """The weights explode after the checkpoint of step 4; nothing is written from then on."""
+    config = tiny(corpus, tmp_path / "run", log_every=1)
+    wild = replace(config, optimizer=replace(config.optimizer, learning_rate=1e30, clip_norm=0.0, warmup_steps=0))
+    wild = replace(wild, save_every=1)
+    with pytest.raises(RunFailedError, match=r"not finite at step (\d+) .*checkpoint-\d+ is kept") as caught:
+        train(wild)
+    step = int(re.search(r"at step (\d+)", str(caught.value)).group(1))
+    assert caught.value.exit_code == 3
+    assert [line["step"] for line in metrics(wild.out, "train")] == list(range(1, step))
+    assert find_checkpoint(wild.out, pytest.fail).name == f"checkpoint-{step - 1}"
+    assert not (wild.out / "result.json").exists()
+    assert not (wild.out / "model").exists()
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """Writes beyond so many bytes of a file fail, as they do on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [50_000, 150_000], ids=["weights", "optimizer"])
+def test_full_disk(finished, corpus, tmp_path, size):
+    """The last checkpoint cannot be written: the one before stays, and once there is room the run goes on from it."""
+    out = copied(finished, tmp_path)
+    shutil.rmtree(out / "checkpoint-12")
+    with room_for(size), pytest.raises(RunFailedError) as caught:
+        train(tiny(corpus, out))
+    assert caught.value.exit_code == 3
+    said = r"checkpoint-12 could not be written \(\d+ MiB are free in .*\): .*; checkpoint-8 is kept"
+    assert re.search(said, str(caught.value), re.DOTALL)
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-8"]
+    train(tiny(corpus, out))
+    assert_same_run(out, finished)
+
+
+def test_final_model_that_does_not_fit(finished, corpus, tmp_path):
+    out = copied(finished, tmp_path)
+    with room_for(50_000), pytest.raises(RunFailedError, match=r"model could not be written: .*checkpoint is kept"):
+        train(tiny(corpus, out))
+    assert not (out / "result.json").exists()
+    train(tiny(corpus, out))
+    assert_same_run(out, finished)
+
+
+def test_line_that_does_not_fit_is_taken_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with closing(Metrics(path, up_to_step=0)) as lines:
+        lines.write(kind="train", step=1)
+        before = path.read_text()
+        with room_for(len(before) + 7), pytest.raises(RunFailedError, match=r"jsonl could not be written: .*kept"):
+            lines.write(kind="train", step=2)
+        assert path.read_text() == before
+        lines.write(kind="train", step=2)  # there is room again
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
+
+
+def test_config_that_does_not_fit(corpus, tmp_path):
+    with room_for(20), pytest.raises(LabError):
+        train(tiny(corpus, tmp_path / "run"))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"steps": 0}, "steps must be 1 or more, got 0"),
+        ({"seed": -1}, "seed must be between 0 and"),
+        ({"eval_rows": 0}, "eval_rows must be 1 or more, or None, got 0"),
+        ({"tokens_per_step": 149}, "tokens_per_step is 149, which is no whole multiple of 148"),
+        ({"device": "cuda"}, "device is cuda, but PyTorch sees no GPU here"),
+        ({"report_to": ("abacus",)}, "report_to names 'abacus'; trackers installed here: .*tensorboard"),
+        ({"model": {"size": "3B"}}, "model.size must be one of 0.2B, .*19B, got '3B'"),
+        ({"model": {"size": "1.5B", "config": Path("x.json")}}, "cannot both be given"),
+        ({"model": {"config": Path("x.json")}}, "model.config: x.json cannot be read as JSON"),
+        ({"model": {"hidden_size": 25, "num_attention_heads": 2}}, r"hidden size \(25\) is not a multiple"),
+        ({"model": {"hidden_size": 6, "num_attention_heads": 2}}, r"must be even, for the rotary embedding; got 6 / 2"),
+        ({"model": {"num_attention_heads": 4, "num_key_value_heads": 3}}, "num_key_value_heads"),
+        ({"model": {"shift_window": 1}}, "shift_window must be an integer of at least 2, got 1"),
+        ({"model": {"shift_constraint": "gate", "shift_init": "identity"}}, "shift_init"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be(corpus, tmp_path, change, said, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(LabError, match=said) as caught:
+        train(tiny(corpus, tmp_path / "run", **change))
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"learning_rate": 0.0}, "optimizer.learning_rate must be more than 0"),
+        ({"beta2": 1.0}, "optimizer.beta2 must be at least 0, less than 1, got 1.0"),
+        ({"schedule": "wsd", "warmup_steps": 11}, "optimizer.warmup_steps must be 10 at most, before the decay"),
+        ({"min_lr_ratio": 2.0}, "optimizer.min_lr_ratio must be between 0 and 1"),
+        ({"weight_decay": -1.0}, "optimizer.weight_decay must be 0 or more"),
+    ],
+    ids=str,
+)
+def test_optimizers_that_cannot_be(corpus, tmp_path, change, said):
+    config = tiny(corpus, tmp_path / "run")
+    with pytest.raises(LabError, match=said):
+        train(replace(config, optimizer=replace(config.optimizer, **change)))
+
+
+def test_several_workers_cannot_share_a_stream(corpus, tmp_path):
+    with pytest.raises(LabError, match=r"data_workers must be 0 or 1 with data\.streaming, got 2"):
+        train(tiny(corpus, tmp_path / "run", data={"streaming": True}, data_workers=2))

@@ -1,0 +1,200 @@
+"""What a run leaves behind: lines, numbers, files, and the command that made them."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from kvshift import cli
+from kvshift.lab.config import TrainConfig, from_json
+from kvshift.lab.data import collate, load_text_data
+from kvshift.lab.errors import LabError
+from kvshift.lab.trainer import row_losses, summarize
+from kvshift.lab.training import train
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+
+from .cases import LENGTH, metrics, result, tiny
+
+
+def test_lines(finished):
+    lines = metrics(finished, times=True)
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 13))
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [5, 10, 12]
+    for line in lines:
+        if line["kind"] == "train":
+            assert line.keys() == {
+                *("kind", "step", "tokens", "loss", "learning_rate", "grad_norm", "step_seconds", "seconds")
+            }
+            assert line["tokens"] == line["step"] * 4 * LENGTH
+            assert 0 < line["step_seconds"] < line["seconds"]
+        if line["kind"] == "eval":
+            assert line.keys() == {"kind", "step", "tokens", "loss", "loss_stderr", "perplexity", "rows"}
+            assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
+            assert line["rows"] == 11
+    layers = [line for line in lines if line["kind"] == "coefficients"]
+    assert [(line["step"], line["layer"]) for line in layers] == [(s, n) for s in (5, 10, 12) for n in (0, 1)]
+    assert all(np.shape(line[name]) == (2, 2) for line in layers for name in ("alpha", "beta"))
+
+
+def test_coefficients_are_those_of_the_model(finished):
+    model = KVShiftLlamaForCausalLM.from_pretrained(finished / "model")
+    for line in metrics(finished, "coefficients")[-2:]:
+        shift = model.model.layers[line["layer"]].self_attn.shift
+        assert (line["alpha"], line["beta"]) == (shift.alpha.tolist(), shift.beta.tolist())
+
+
+def test_coefficients_in_force_and_of_queries(corpus, tmp_path):
+    train(tiny(corpus, tmp_path, model={"shift_constraint": "gate", "shift_targets": ("q", "v")}, steps=1))
+    for line in metrics(tmp_path, "coefficients"):
+        assert line.keys() == {"kind", "step", "layer", "beta", "gamma"}
+        for now, before in line["beta"] + line["gamma"]:
+            assert 0 < now < 1
+            assert now + before == pytest.approx(1)
+
+
+def test_result_is_that_of_the_saved_model(finished, corpus):
+    """The losses of each row, from model and tokenizer as a user loads them."""
+    values = result(finished)
+    model = KVShiftLlamaForCausalLM.from_pretrained(finished / "model").eval()
+    assert model.config.use_cache
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert not list(finished.rglob("model/*.bin"))
+    data = load_text_data(tiny(corpus, finished).data, seed=0, tokenizer_folder=finished / "tokenizer")
+    assert len(tokenizer) == len(data.tokenizer) == model.config.vocab_size == 281
+    for number in range(11):
+        row = collate([data.validation[number]])
+        with torch.no_grad():
+            loss = model(**row).loss.item()
+        assert values["eval_losses_per_row"][number] == pytest.approx(loss, rel=1e-5)
+    assert values["eval_tokens_per_row"] == [LENGTH - 1] * 11
+    assert values["eval_loss"] == pytest.approx(np.mean(values["eval_losses_per_row"]))
+    stderr = np.std(values["eval_losses_per_row"], ddof=1) / math.sqrt(11)
+    assert values["eval_loss_stderr"] == pytest.approx(stderr)
+    assert values["steps"] == 12
+    assert values["tokens"] == 12 * 4 * LENGTH
+    assert values["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert values["shift_parameters"] == 2 * 2 * 2 * 2
+    assert values["train_loss"] == metrics(finished, "train")[-1]["loss"]
+    assert json.loads((finished / "result.json").read_text())["peak_memory_bytes"] > 2**20
+
+
+def test_row_losses_by_hand():
+    logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.125, 0.5, 0.375], [1.0, 1.0, 1.0]]]))
+    labels = torch.tensor([[0, 1, 0]])
+    sums, tokens = row_losses(logits, labels)
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == pytest.approx([math.log(4) + math.log(8)])
+    assert tokens.tolist() == [2]
+    sums, tokens = row_losses(logits, torch.tensor([[0, 1, -100]]))
+    assert sums.tolist() == pytest.approx([math.log(4)])
+    assert tokens.tolist() == [1]
+
+
+def test_summary_by_hand():
+    even = summarize(np.array([2.0, 6.0, 4.0]), np.array([2, 2, 2]))  # means 1, 3, 2
+    assert even == pytest.approx({"loss": 2.0, "loss_stderr": 1 / math.sqrt(3), "perplexity": math.exp(2), "rows": 3})
+    uneven = summarize(np.array([3.0, 5.0]), np.array([1, 3]))
+    assert uneven["loss"] == 2.0
+    assert uneven["loss_stderr"] == pytest.approx(math.sqrt(2) / (2 * math.sqrt(2)))  # residuals 1 and -1
+    assert "loss_stderr" not in summarize(np.array([3.0]), np.array([2]))
+
+
+def test_config_comes_back(finished, corpus):
+    values = json.loads((finished / "config.json").read_text())
+    facts, digest = values.pop("data_facts"), values.pop("config_hash")
+    config = from_json(TrainConfig, values)
+    assert config.model.hidden_size == 24
+    assert config.model.shift_targets == ("k", "v")
+    assert config.tokens_per_step == 4 * LENGTH
+    assert config.optimizer.warmup_steps == 1
+    assert config.out == finished
+    assert (config.device, config.bf16) == ("cpu", "no")
+    assert facts["tokens"] == 281
+    assert len(digest) == 16
+    with pytest.raises(LabError, match=r"unknown field model\.shfit_targets; known: .*shift_targets"):
+        from_json(TrainConfig, {**values, "model": {"shfit_targets": []}})
+
+
+def test_environment(finished):
+    values = json.loads((finished / "environment.json").read_text())
+    assert values["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert values["hardware"]["memory_bytes"] > 2**28
+    assert values["started"].endswith("+00:00")
+    assert "continued" not in values
+
+
+def test_config_file_of_another_model(finished, corpus, tmp_path):
+    """A saved model's config.json names a model, and options beside it change single fields."""
+    config = finished / "model" / "config.json"
+    train(tiny(corpus, tmp_path, model={"config": config, "hidden_size": None, "qk_norm": True}, steps=1))
+    model = KVShiftLlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert (model.config.hidden_size, model.config.qk_norm) == (24, True)
+
+
+def test_tensorboard(corpus, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tiny(corpus, tmp_path, report_to=("tensorboard",)))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("eval/loss")] == [5, 10, 12]
+    ours = [line["loss"] for line in metrics(tmp_path, "train")]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(ours)
+
+
+def test_command_line(corpus, finished, tmp_path, capfd):
+    """The same run by its options; and help that says each with its unit or default."""
+    out = tmp_path / "run"
+    command = f"train --out {out} --data.corpus {corpus} --data.vocab-size 281 --data.sequence-length {LENGTH} "
+    command += "--model.hidden-size 24 --model.num-attention-heads 2 --steps 12 --batch-size 4 --eval-rows 11 "
+    command += "--eval-every 5 --save-every 4 --log-every 1 --device cpu --report-to"
+    assert cli.main(command.split()) == 0
+    assert result(out) == result(finished)
+    capfd.readouterr()
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["train", "--help"])
+    said = " ".join(capfd.readouterr().out.replace("│", " ").split())
+    for words in ("Optimizer steps in all.", "--model.shift-targets", "Rows (sequences)", "(default: 300)", "WSD"):
+        assert words.lower() in said.lower()
+
+
+@pytest.mark.slow
+def test_interrupt_from_the_keyboard(corpus, tmp_path):
+    """One line, exit code 130, a whole checkpoint; and the same command goes on."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "kvshift", "train", "--out", str(out), "--data.corpus", str(corpus)]
+    command += [
+        "--data.vocab-size",
+        "281",
+        "--data.sequence-length",
+        str(LENGTH),
+        "--steps",
+        "100000",
+        "--log-every",
+        "1",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline and process.poll() is None:
+            if (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size:
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    step = metrics(out, "train")[-1]["step"]
+    assert f"kvshift train: left after step {step}; checkpoint-{step} is whole" in said
+    assert (out / f"checkpoint-{step}" / "manifest.json").exists()
