@@ -193,7 +193,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     # Each number below its heading, each heading above its unit.
     top, units, values = run.splitlines()
     assert top.split() == ["the", "run", "tokens", "tokens", "in", "all", "tokens/s", "time", "device"]
-    assert units.split() == "millions per step steps TFLOP thousands minutes minutes cost".split()
+    assert units.split() == ["millions", "per", "step", "steps", "TFLOP", "thousands", "minutes", "minutes", "cost"]
     assert values.split() == ["as", "given", "1.23", "4,096", "300", "4.41", "20.5", "1.00", "1.00", "0.50"]
     assert {line[-4:] for line in (units, values)} == {"cost", "0.50"}
     assert memory.splitlines()[1].split() == ["rows", *["GiB"] * 7, "fits", "rows"]

@@ -47,8 +47,8 @@ def count_parameters(config: KVShiftLlamaConfig) -> Parameters:
     shift (1 with the gate); biases and QK-norm where the configuration asks for them.
     """
     width, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    size = config.head_dim
-    query, key = config.num_attention_heads * size, config.num_key_value_heads * size
+    heads, kv_heads, size = _heads(config)
+    query, key = heads * size, kv_heads * size
     matrices = 2 * width * query + 2 * width * key + 3 * width * mlp
     columns = 1 if config.shift_constraint == "gate" else config.shift_window
     shift = columns * sum(_shifted_heads(config))
@@ -101,11 +101,11 @@ def training_flops(config: KVShiftLlamaConfig, sequence_length: int, *, causal: 
         causal: False counts all T keys for every query, as `torch.utils.flop_counter` and kernels without a causal
             path do.
     """
-    layers, size = config.num_hidden_layers, config.head_dim
+    layers, (heads, _, size) = config.num_hidden_layers, _heads(config)
     keys = _mean_keys(sequence_length, config.sliding_window) if causal else float(sequence_length)
     head = config.vocab_size * config.hidden_size
     multiplied = count_parameters(config).multiplied
-    attention = 12 * layers * config.num_attention_heads * size * keys
+    attention = 12 * layers * heads * size * keys
     shift = layers * (6 * config.shift_window - 2) * sum(_shifted_heads(config)) * size
     # The forward pass is a third. The head is not recomputed; nor is the last product of a layer, whose result the
     # backward pass does not ask for: torch's checkpoint stops before it.
@@ -131,9 +131,9 @@ def cache_size(config: KVShiftLlamaConfig, precision: Precision) -> CacheSize:
 
     With a sliding window the cache holds no more tokens than the window.
     """
-    layers, size, itemsize = config.num_hidden_layers, config.head_dim, _itemsize(precision)
-    row = 2 * layers * config.num_key_value_heads * size * itemsize
-    raw = row + (layers * config.num_attention_heads * size * itemsize if "q" in config.shift_targets else 0)
+    (heads, kv_heads, size), itemsize = _heads(config), config.num_hidden_layers * _itemsize(precision)
+    row = 2 * kv_heads * size * itemsize
+    raw = row + (heads * size * itemsize if "q" in config.shift_targets else 0)
     return CacheSize(row, raw * (config.shift_window - 1) if config.shift_targets else 0)
 
 
@@ -207,7 +207,7 @@ def training_memory(
     layer = tokens * _kept_by_layer(config, sequence_length, precision)
     kept_by_layers = config.num_hidden_layers * (4 * config.hidden_size * tokens if gradient_checkpointing else layer)
     # Around the layers: the last norm, token numbers and targets, the cosines and sines that all rows share.
-    ends = tokens * ((8 + itemsize) * config.hidden_size + 4 + 8 + 8) + 8 * sequence_length * config.head_dim
+    ends = tokens * ((8 + itemsize) * config.hidden_size + 4 + 8 + 8) + 8 * sequence_length * _heads(config)[2]
 
     # The busiest moment, beyond what is kept, is one of three: the backward pass of the loss; that of the last layer's
     # MLP (its product is gone by then, and the ends); the end of the forward pass under autocast, which holds the
@@ -232,8 +232,7 @@ def training_memory(
 
 def _kept_by_layer(config: KVShiftLlamaConfig, sequence_length: int, precision: Precision) -> int:
     """Bytes for each token; the formula of `training_memory`."""
-    itemsize, size = _itemsize(precision), config.head_dim
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    itemsize, (heads, kv_heads, size) = _itemsize(precision), _heads(config)
     query, key = heads * size, kv_heads * size
     stream = (16 + (5 if precision == "bf16" else 2) * itemsize) * config.hidden_size + 8
     attention = (2 * query + 2 * key) * itemsize + 4 * heads
@@ -247,8 +246,16 @@ def _kept_by_layer(config: KVShiftLlamaConfig, sequence_length: int, precision: 
 
 def _shifted_heads(config: KVShiftLlamaConfig) -> list[int]:
     """The heads of each target of the shift."""
-    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
-    return [heads[target] for target in config.shift_targets]
+    heads, kv_heads, _ = _heads(config)
+    return [heads if target == "q" else kv_heads for target in config.shift_targets]
+
+
+def _heads(config: KVShiftLlamaConfig) -> tuple[int, int, int]:
+    """H, G and D."""
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    assert kv_heads is not None  # in transformers' annotation alone
+    assert size is not None
+    return heads, kv_heads, size
 
 
 def _mean_keys(sequence_length: int, window: int | None) -> float:

@@ -1,0 +1,313 @@
+"""`kvshift generate`: continue prompts with a run of this package, or with any causal language model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import tyro
+from tqdm import tqdm
+from transformers import GenerationConfig, TextStreamer
+from transformers.utils import logging
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.loading import DType, load_model
+from kvshift.lab.prompts import answers_in, read_prompts
+from kvshift.lab.seeds import generator_for
+
+__all__ = ["Continuation", "GenerateConfig", "continue_batch", "encode", "generate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """What to continue, with which model, and how the next token is chosen."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A run folder, a model folder, or a model on the hub."""
+    prompt: str | None = None
+    """Text to continue; "-" reads it from stdin, less one newline at its end. "": from the token that begins a text."""
+    prompts: Path | None = None
+    """File of prompts instead: .txt, one a line, or .jsonl with the field prompt. The answers are JSON lines."""
+    output: Path | None = None
+    """File that JSON lines are appended to; a command that was stopped goes on where it was. None: stdout."""
+    max_new_tokens: int = 128
+    """Tokens to generate at most; fewer where the model ends the text."""
+    temperature: float = 0.8
+    """Logits are divided by this before a token is drawn; 0: the likeliest token, nothing is drawn."""
+    top_k: int = 0
+    """Draw from this many likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability; 1: from all."""
+    min_p: float = 0.0
+    """Draw from tokens at least this part as likely as the likeliest; 0: from all."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that have occurred are divided by this (negative ones multiplied); 1: nothing."""
+    num_beams: int = 1
+    """Beams of a beam search; 1: none."""
+    prompt_lookup: int = 0
+    """Draft this many tokens at once from where the text repeats itself: the same answers, faster; 0: none."""
+    samples: int = 1
+    """Continuations of each prompt."""
+    seed: int = 0
+    """Of the draws; the same seed and options give the same texts on the same machine."""
+    batch_size: int = 8
+    """Prompts continued at once; one with a repetition penalty or prompt lookup."""
+    echo: bool = True
+    """Print the prompt before its continuation, where text is printed."""
+    dtype: DType = "auto"
+    """Of the weights; auto: as they were saved."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps ...; auto: the accelerator where there is one."""
+
+    def check(self) -> None:
+        """Raise a LabError that names the option, its value, and what it may be."""
+        if (self.prompt is None) == (self.prompts is None):
+            raise LabError("exactly one of prompt and prompts must be given")
+        for name in ("max_new_tokens", "num_beams", "samples", "batch_size"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        for name in ("top_k", "prompt_lookup"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "more than 0")
+        _require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
+        if self.samples > 1 and self.temperature == 0:
+            raise LabError(f"samples must be 1 with temperature 0, which draws nothing; got {self.samples}")
+        if self.num_beams > 1 and self.samples > self.num_beams:
+            raise LabError(f"samples must not be more than num_beams ({self.num_beams}), got {self.samples}")
+        if self.num_beams > 1 and self.prompt_lookup:
+            raise LabError("prompt_lookup must be 0 with num_beams: a beam search takes no drafts")
+
+
+class Continuation(NamedTuple):
+    """Generated text, without its prompt.
+
+    Attributes:
+        tokens: how many were generated, the one that ends the text included.
+        finish: "end" where the model ended the text, "length" where it was cut.
+    """
+
+    text: str
+    tokens: int
+    finish: str
+
+
+def generate(config: GenerateConfig) -> None:
+    """Print the continuation of one prompt while it is made, or write JSON lines for many.
+
+    Each line has "index" and "prompt", "sample", "text", "tokens", "finish", and "settings", a digest of the model's
+    name and the options that decide the text.
+    """
+    config.check()
+    prompts = [_read_prompt(config)] if config.prompts is None else read_prompts(config.prompts)
+    logging.disable_progress_bar()
+    model, tokenizer, source = load_model(config.model, dtype=config.dtype, device=config.device, say=_say)
+    names = ["prompt"] if config.prompts is None else [f"{config.prompts}:{n}" for n in range(1, len(prompts) + 1)]
+    encoded = [encode(tokenizer, prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+    for ids, name in zip(encoded, names, strict=True):
+        _check_length(model, len(ids), config.max_new_tokens, name)
+
+    if config.prompts is None and config.output is None:
+        _print_text(model, tokenizer, encoded[0], config)
+        return
+    settings = _settings(config, source)
+    if config.output is None:
+        for records in _records(model, tokenizer, prompts, encoded, config, settings, done=0):
+            print(*(json.dumps(record, ensure_ascii=False) for record in records), sep="\n", flush=True)
+        return
+    with answers_in(config.output, prompts, config.samples, settings) as answers:
+        if answers.done:
+            _say(f"{config.output} has {answers.done} of {len(prompts) * config.samples} lines already")
+        for records in _records(model, tokenizer, prompts, encoded, config, settings, done=answers.done):
+            answers.append(records)
+
+
+def encode(tokenizer: Any, prompt: str, name: str = "prompt") -> list[int]:
+    """The tokens of a prompt. One without any begins like a text: with the token that begins, or else ends, texts."""
+    ids = list(tokenizer(prompt)["input_ids"])
+    if ids:
+        return ids
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if begin is None:
+        raise LabError(f"{name} is empty, and the tokenizer has no token that begins or ends a text (bos, eos)")
+    return [begin]
+
+
+def continue_batch(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], config: GenerateConfig, *, first: int = 0, **kwargs: Any
+) -> list[list[Continuation]]:
+    """`config.samples` continuations of each prompt, from one call of `model.generate`.
+
+    Prompts of unequal length are padded on the left; each is continued as it would be alone.
+
+    Args:
+        first: number of the first prompt. It goes into the seed, so that no two batches draw the same numbers.
+        kwargs: for `model.generate`.
+    """
+    length = max(map(len, prompts))
+    pad = _ids_of(tokenizer.pad_token_id, tokenizer.eos_token_id, 0)[0]
+    ids = torch.tensor([[pad] * (length - len(row)) + row for row in prompts], device=model.device)
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts], device=model.device)
+    ends = _ids_of(model.generation_config.eos_token_id, tokenizer.eos_token_id)
+    accelerators = [] if model.device.type == "cpu" else [model.device]
+    with torch.random.fork_rng(accelerators, device_type=model.device.type if accelerators else "cuda"):
+        torch.manual_seed(generator_for(f"generate from {first}", config.seed).initial_seed())
+        output = model.generate(ids, attention_mask=mask, generation_config=_how(config, pad=pad, ends=ends), **kwargs)
+    rows = [
+        _continuation(tokenizer, prompts[number // config.samples], row[length:].tolist(), ends)
+        for number, row in enumerate(output)
+    ]
+    return [rows[start : start + config.samples] for start in range(0, len(rows), config.samples)]
+
+
+def _how(config: GenerateConfig, *, pad: int, ends: list[int]) -> GenerationConfig:
+    """The options in transformers' words: everything is said, so that no default of the model's takes its place."""
+    drawn: dict[str, Any] = {"do_sample": config.temperature > 0}
+    if drawn["do_sample"]:
+        drawn |= {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
+        drawn["min_p"] = config.min_p or None
+    return GenerationConfig(
+        **drawn,
+        max_new_tokens=config.max_new_tokens,
+        repetition_penalty=config.repetition_penalty,
+        num_beams=config.num_beams,
+        num_return_sequences=config.samples,
+        prompt_lookup_num_tokens=config.prompt_lookup or None,
+        pad_token_id=pad,
+        eos_token_id=ends or None,
+        use_cache=True,
+    )
+
+
+def _continuation(tokenizer: Any, prompt: list[int], generated: list[int], ends: list[int]) -> Continuation:
+    """Of a row of the output; behind its end stands padding."""
+    end = next((n for n, token in enumerate(generated) if token in ends), None)
+    tokens = generated if end is None else generated[:end]
+    # Decoded together with the prompt, as some tokenizers begin a text differently from a continuation.
+    before = _decode(tokenizer, prompt)
+    whole = _decode(tokenizer, prompt + tokens)
+    text = whole[len(before) :] if whole.startswith(before) else _decode(tokenizer, tokens)
+    return Continuation(text, len(generated) if end is None else end + 1, "length" if end is None else "end")
+
+
+def _decode(tokenizer: Any, tokens: list[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _records(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[str],
+    encoded: list[list[int]],
+    config: GenerateConfig,
+    settings: str,
+    *,
+    done: int,
+) -> Iterator[list[dict[str, Any]]]:
+    """The lines behind the first `done`, a batch at a time.
+
+    Batches begin where they would in one go, so that the draws are the same; of a batch that was written in part the
+    rest is given.
+    """
+    if done == len(prompts) * config.samples:
+        return
+    alone = config.repetition_penalty != 1 or config.prompt_lookup  # padding would count as having occurred
+    size = 1 if alone else config.batch_size
+    skipped = done // config.samples // size * size
+    bar = tqdm(total=len(prompts), initial=skipped, unit="prompt", disable=not sys.stderr.isatty())
+    with bar:
+        for start in range(skipped, len(prompts), size):
+            batch = encoded[start : start + size]
+            lines = [
+                {"index": start + row, "sample": sample, "prompt": prompts[start + row], **continuation._asdict()}
+                for row, continuations in enumerate(_continue(model, tokenizer, batch, config, start))
+                for sample, continuation in enumerate(continuations)
+            ]
+            yield [line | {"settings": settings} for line in lines[max(0, done - start * config.samples) :]]
+            bar.update(len(batch))
+
+
+def _continue(
+    model: Any, tokenizer: Any, prompts: list[list[int]], config: GenerateConfig, first: int
+) -> list[list[Continuation]]:
+    if not config.prompt_lookup or config.samples == 1:
+        return continue_batch(model, tokenizer, prompts, config, first=first)
+    one = dataclasses.replace(config, samples=1)  # drafts are for one text at a time
+    return [
+        [
+            continue_batch(model, tokenizer, [prompt], one, first=(first + row) * config.samples + sample)[0][0]
+            for sample in range(config.samples)
+        ]
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def _print_text(model: Any, tokenizer: Any, prompt: list[int], config: GenerateConfig) -> None:
+    """Each sample as it is generated; a beam search knows its text at the end only."""
+    if config.num_beams > 1:
+        for number, continuation in enumerate(continue_batch(model, tokenizer, [prompt], config)[0]):
+            _print_heading(number, config.samples)
+            print((_decode(tokenizer, prompt) if config.echo else "") + continuation.text, flush=True)
+        return
+    one = dataclasses.replace(config, samples=1)
+    for number in range(config.samples):
+        _print_heading(number, config.samples)
+        streamer = TextStreamer(
+            tokenizer, skip_prompt=not config.echo, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        continue_batch(model, tokenizer, [prompt], one, first=number, streamer=streamer)
+
+
+def _print_heading(number: int, samples: int) -> None:
+    if samples > 1:
+        print(f"--- {number + 1} of {samples}", flush=True)
+
+
+def _read_prompt(config: GenerateConfig) -> str:
+    prompt = sys.stdin.read().removesuffix("\n") if config.prompt == "-" else config.prompt
+    assert prompt is not None  # `check` asked for one
+    return prompt
+
+
+def _check_length(model: Any, prompt: int, new: int, name: str) -> None:
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and prompt + new > longest:
+        room = f"at most {longest - prompt}" if prompt < longest else "a shorter prompt, whatever max_new_tokens"
+        raise LabError(
+            f"{name} has {prompt} token(s); with max_new_tokens {new} that is more than the {longest} that the model "
+            f"is made for: it takes {room}"
+        )
+
+
+def _settings(config: GenerateConfig, source: str) -> str:
+    """16 hexadecimal digits over what decides the texts."""
+    free = ("model", "prompt", "prompts", "output", "echo", "device")
+    decisive = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
+    decisive["source"] = source
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _ids_of(*candidates: int | list[int] | None) -> list[int]:
+    """The first candidate that is not None, as a list."""
+    for ids in candidates:
+        if ids is not None:
+            return ids if isinstance(ids, list) else [ids]
+    return []
+
+
+def _say(text: str) -> None:
+    print(f"kvshift generate: {text}", file=sys.stderr)
+
+
+def _require(holds: bool, name: str, value: Any, what: str) -> None:
+    if not holds:
+        raise LabError(f"{name} must be {what}, got {value!r}")

@@ -1,0 +1,135 @@
+"""From what a user names to a model that answers: a run folder, a folder of a model, or a name on the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import kvshift.models.llama  # noqa: F401  registers kvshift_llama with the Auto classes
+from kvshift.lab.data.tokenizers import check_tokenizer
+from kvshift.lab.errors import LabError
+
+__all__ = ["Loaded", "load_model", "locate"]
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class Loaded(NamedTuple):
+    """A model in evaluation mode and the tokenizer that fits it; `source` is the folder or name it came from."""
+
+    model: Any
+    tokenizer: Any
+    source: str
+
+
+def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: Callable[[str], Any]) -> Loaded:
+    """Load any causal language model that transformers knows, from safetensors.
+
+    Args:
+        name: a run folder, a model folder, or a model on the hub.
+        dtype: of the weights; auto: as they were saved. Shift coefficients stay float32.
+        device: a torch device; auto: the accelerator where there is one, else the CPU.
+        say: is told which checkpoint stands for a run that has not ended.
+
+    Raises:
+        LabError: there is no such model, it is not whole, or its tokenizer does not fit.
+    """
+    place = _device(device)
+    folder, tokenizer_folder = locate(name, say)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        here = Path(folder).is_dir()
+        what = "could not be loaded" if here else "is no folder here, and could not be had from the hub"
+        raise LabError(f"model: {folder} {what}: {_first_line(error)}") from error
+    model, report = loaded
+    if report["missing_keys"]:
+        raise LabError(
+            f"model: {folder} lacks {len(report['missing_keys'])} weights, {min(report['missing_keys'])} the first"
+        )
+    check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
+    ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**ids)  # some models bring a temperature and penalties of their own
+    return Loaded(model.to(place).eval(), tokenizer, folder)
+
+
+def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:
+    """The folders, or the name on the hub, of the model and of its tokenizer that `name` stands for.
+
+    A run that has ended stands for its final model, another for its newest whole checkpoint. Nothing is changed: the
+    run may be going on.
+    """
+    folder = Path(name)
+    if not folder.exists():
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep not in "/":
+            raise LabError(f"model: there is no folder {name}")
+        return name, name
+    if not folder.is_dir():
+        raise LabError(f"model: {name} is a file; expected a run folder, a model folder or a name on the hub")
+    if not _is_model(folder):
+        folder = _model_of_run(folder, say)
+    for candidate in (folder, folder.parent / "tokenizer"):
+        if any((candidate / file).is_file() for file in _TOKENIZER_FILES):
+            return str(folder), str(candidate)
+    raise LabError(f"model: {folder} has no tokenizer, neither in itself nor in {folder.parent / 'tokenizer'}")
+
+
+def _model_of_run(run: Path, say: Callable[[str], Any]) -> Path:
+    if _is_model(run / "model"):
+        return run / "model"
+    checkpoints = [
+        path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal() and path.is_dir()
+    ]
+    for checkpoint in sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+        if _is_model(checkpoint) and _is_whole(checkpoint):
+            say(f"{run} has no final model yet: taking {checkpoint.name}")
+            return checkpoint
+    if checkpoints:
+        raise LabError(f"model: {run} has no final model yet, and none of its {len(checkpoints)} checkpoints is whole")
+    raise LabError(
+        f"model: {run} is neither a model (no config.json with a model_type) nor a run with a model or a checkpoint"
+    )
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether transformers would know a model here; the config.json of a run has no model_type."""
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether every file has the size that the manifest, written last, says."""
+    try:
+        files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
+        return all((checkpoint / name).stat().st_size == facts["size"] for name, facts in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise LabError(f"device must be auto, cpu, or an accelerator of this machine; got {name!r}") from error
+    return device
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
