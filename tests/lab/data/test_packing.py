@@ -149,8 +149,11 @@ def test_dataset_and_stream_hold_the_same_rows(how):
     stored = pack_documents(documents, TOKENIZER, 7, how)
     streamed = pack_stream(documents.to_iterable_dataset(), TOKENIZER, 7, how)
 
-    for rows in (list(stored), list(streamed)):
-        assert [{name: column.tolist() for name, column in row.items()} for row in rows] == expected
+    assert list(streamed) == expected
+    assert [{name: column.tolist() for name, column in row.items()} for row in stored] == expected
+    for batch in (collate(list(stored)), collate(list(streamed))):
+        assert batch["input_ids"].tolist() == [row["input_ids"] for row in expected]
+        assert all(column.dtype == torch.int64 for column in batch.values())
 
 
 def test_documents_of_white_space_and_nulls_are_skipped():

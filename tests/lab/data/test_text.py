@@ -35,7 +35,7 @@ def write_documents(path: Path, count: int, words: int = 20) -> str:
 
 
 def tokens(rows: datasets.Dataset | datasets.IterableDataset) -> list[list[int]]:
-    return [row["input_ids"].tolist() for row in rows]
+    return [torch.as_tensor(row["input_ids"]).tolist() for row in rows]
 
 
 def test_bundled_corpus_becomes_rows(tmp_path):

@@ -69,14 +69,16 @@ def read_files(files: tuple[FileStamp, ...], column: str) -> Iterator[dict[str, 
         LabError: a file cannot be read or is damaged, or `column` is not there or holds no text; the file is named,
             and the line or byte.
     """
+    # EOFError, LZMAError: a compressed file that ends early or is damaged; OSError covers gzip and zstd. Local, since
+    # a generator that is closed when Python ends finds the modules gone.
+    faults = (OSError, EOFError, lzma.LZMAError, pa.ArrowException)
     for name, *_ in files:
         path = Path(name)
         read = _READERS[_format(path)]
         try:
             for text in read(path, column):
                 yield {"text": text}
-        # EOFError, LZMAError: a compressed file that ends early or is damaged; OSError covers gzip and zstd
-        except (OSError, EOFError, lzma.LZMAError, pa.ArrowException) as error:
+        except faults as error:
             raise LabError(f"cannot read {path}: {error or type(error).__name__}") from error
 
 
