@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,3 +203,12 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_size_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model.size", "2B"]) == 2
     assert "0.2B, 1.5B, 2.9B, 6.7B, 13B, 19B" in capsys.readouterr().err
+
+
+def test_what_the_docs_show_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "choose_a_size.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```\n\$ kvshift (plan [^\n]*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert len(shown) == 2
+    for command, output in shown:
+        assert main(command.split()) == 0
+        assert capsys.readouterr().out == output, command

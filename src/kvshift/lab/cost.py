@@ -131,9 +131,10 @@ def cache_size(config: KVShiftLlamaConfig, precision: Precision) -> CacheSize:
 
     With a sliding window the cache holds no more tokens than the window.
     """
-    (heads, kv_heads, size), itemsize = _heads(config), config.num_hidden_layers * _itemsize(precision)
-    row = 2 * kv_heads * size * itemsize
-    raw = row + (heads * size * itemsize if "q" in config.shift_targets else 0)
+    heads, kv_heads, size = _heads(config)
+    of_head = config.num_hidden_layers * size * _itemsize(precision)
+    row = 2 * kv_heads * of_head
+    raw = row + (heads * of_head if "q" in config.shift_targets else 0)
     return CacheSize(row, raw * (config.shift_window - 1) if config.shift_targets else 0)
 
 

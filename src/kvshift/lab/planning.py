@@ -345,8 +345,8 @@ _TIMES = [_Unit("hours", 1), _Unit("minutes", 1 / 60)]
 
 
 def _unit(units: list[_Unit], values: Sequence[float]) -> _Unit:
-    """The first, and largest, unit in which no value is below 1; else the last."""
-    return next((unit for unit in units if min(values) >= unit.size), units[-1])
+    """The first, and largest, unit in which not all values are below 1; else the last."""
+    return next((unit for unit in units if max(values) >= unit.size), units[-1])
 
 
 def _assumptions(config: PlanConfig) -> str:
