@@ -6,14 +6,12 @@ import itertools
 from typing import Any
 
 import datasets
-import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch.nn import functional
 
-from kvshift.lab.data import collate, packing
+from kvshift.lab.data import collate, packing, pieces
 from kvshift.lab.data.packing import count_tokens, encoder, pack, pack_documents, pack_stream
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
@@ -86,48 +84,9 @@ def test_row_that_exactly_fits_is_kept_and_one_token_less_is_dropped():
 def test_borders_of_batches_and_pieces_leave_no_trace(monkeypatch, batch, piece):
     expected = rows_of(DOCUMENTS, 5)
     monkeypatch.setattr(packing, "_BATCH_CHARACTERS", batch)
-    monkeypatch.setattr(packing, "_PIECE_CHARACTERS", piece)
+    monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", piece)
 
     assert rows_of(DOCUMENTS, 5) == expected
-
-
-@hypothesis.given(
-    st.lists(st.sampled_from(["a", "be", "\n", "\r\n", " ", "  ", "\t", "'s", "7", "é", "語", ".", "\u2028", "/"]))
-)
-def test_cutting_a_long_document_does_not_change_its_tokens(words):
-    document = "".join(words)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_PIECE_CHARACTERS", 3)
-        pieces = packing._pieces(document)
-
-    assert "".join(pieces) == document
-    assert [token for piece in pieces for token in ids(piece)] == ids(document)
-
-
-def test_long_document_is_cut():
-    """Else the test above tests nothing."""
-    document = "to be or not to be\n" * 10_000
-    pieces = packing._pieces(document)
-
-    assert max(map(len, pieces)) <= packing._PIECE_CHARACTERS + len("to be or not to be\n")
-    assert "".join(pieces) == document
-
-
-def test_only_tokenizers_that_are_exact_about_it_get_pieces():
-    import tokenizers
-    from tokenizers import models, normalizers, pre_tokenizers
-
-    assert packing._parts_at_lines(ENCODER)
-    spaced = tokenizers.Tokenizer.from_str(BACKEND)
-    spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert not packing._parts_at_lines(spaced)
-    metaspace = tokenizers.Tokenizer(models.BPE())
-    metaspace.pre_tokenizer = pre_tokenizers.Metaspace()
-    assert not packing._parts_at_lines(metaspace)
-    prepended = tokenizers.Tokenizer.from_str(BACKEND)
-    prepended.normalizer = normalizers.Prepend("_")
-    assert not packing._parts_at_lines(prepended)
-    assert not packing._parts_at_lines(tokenizers.Tokenizer(models.BPE()))
 
 
 def test_end_of_text_written_in_a_document_does_not_end_it():

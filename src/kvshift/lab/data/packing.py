@@ -12,7 +12,6 @@ Shapes: B rows, T positions in a row.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -25,14 +24,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvshift.lab.data.cache import cached_dataset, fingerprint
+from kvshift.lab.data.pieces import cut, parts_at_lines
 from kvshift.lab.data.sources import Documents, texts
 
 __all__ = ["collate", "count_tokens", "encoder", "pack", "pack_documents", "pack_stream"]
 
-# Characters handed to the tokenizer at once, to work on with all its threads, and at most in one piece: tokenizing
-# takes some 170 bytes of memory a character.
+# Characters handed to the tokenizer at once, to work on with all its threads.
 _BATCH_CHARACTERS = 2**20
-_PIECE_CHARACTERS = 2**15
 
 # Rows of a stream that wait to be drawn from, to mix documents.
 _SHUFFLE_ROWS = 1024
@@ -187,14 +185,14 @@ def _features(sequence_length: int, packing: str) -> datasets.Features:
 
 def _encoded(text: Iterable[str], encode: tokenizers.Tokenizer) -> Iterator[list[list[int]]]:
     """The tokens of the documents, a batch of documents at a time; never an empty batch."""
-    may_cut = _parts_at_lines(encode)
+    may_cut = parts_at_lines(encode)
     pieces: list[str] = []
     counts: list[int] = []  # pieces of each document
     characters = 0
     for document in text:
-        cut = _pieces(document) if may_cut else [document]
-        pieces += cut
-        counts.append(len(cut))
+        parts = cut(document) if may_cut else [document]
+        pieces += parts
+        counts.append(len(parts))
         characters += len(document)
         if characters >= _BATCH_CHARACTERS:
             yield _encode_batch(pieces, counts, encode)
@@ -206,32 +204,3 @@ def _encoded(text: Iterable[str], encode: tokenizers.Tokenizer) -> Iterator[list
 def _encode_batch(pieces: list[str], counts: list[int], encode: tokenizers.Tokenizer) -> list[list[int]]:
     encoded = iter(encode.encode_batch_fast(pieces, add_special_tokens=False))
     return [[token for _ in range(count) for token in next(encoded).ids] for count in counts]
-
-
-def _parts_at_lines(encode: tokenizers.Tokenizer) -> bool:
-    """Whether a text may be cut where `_pieces` does without changing its tokens.
-
-    So it is with the byte-level tokenizers (GPT-2, Llama 3, Qwen and ours), whose words do not reach over the end of
-    a line; not with those that put a space before a text.
-    """
-    description = json.loads(encode.to_str())
-    steps = description["pre_tokenizer"] or {}
-    steps = steps.get("pretokenizers", [steps])
-    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
-    normalizer = (description["normalizer"] or {}).get("type")
-    return bool(byte_level) and not byte_level[0]["add_prefix_space"] and normalizer in (None, "NFC")
-
-
-def _pieces(document: str) -> list[str]:
-    """Cut a long document between an end of line, with a letter or digit before, and a letter or digit after."""
-    pieces = []
-    begin = 0
-    while len(document) - begin > _PIECE_CHARACTERS:
-        end = document.find("\n", begin + _PIECE_CHARACTERS - 1) + 1
-        while end and not document[end - 2 : end + 1].replace("\n", "a", 1).isalnum():
-            end = document.find("\n", end) + 1
-        if not 0 < end < len(document):
-            break
-        pieces.append(document[begin:end])
-        begin = end
-    return [*pieces, document[begin:]]

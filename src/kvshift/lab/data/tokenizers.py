@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvshift.lab.data.config import DataConfig
+from kvshift.lab.data.pieces import cut
 from kvshift.lab.data.sources import Documents, texts
 from kvshift.lab.errors import LabError
 
@@ -94,7 +95,7 @@ def train_bpe(text: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(_first(text, _BPE_CHARACTERS), trainer)
+    backend.train_from_iterator(map(cut, _first(text, _BPE_CHARACTERS)), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
