@@ -41,7 +41,7 @@ class CompareConfig:
     """A comparison. The same command, given again, goes on where it was stopped; finished runs are kept."""
 
     train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: TrainConfig(out=Path("runs/compare"))
+        default_factory=lambda: TrainConfig(out=Path("runs/compare"), steps=400)
     )
     """What both twins share. `out` is the folder of the comparison, `seed` the first seed, and `model.shift_*` what
     the one has and the other, vanilla, has not."""
@@ -174,6 +174,8 @@ def _train(config: TrainConfig, label: str) -> None:
     if code != 0:
         number = -code if code < 0 else code - 128  # of the signal, if it was one
         how = f"signal {signal.Signals(number).name}" if number in list(signal.Signals) else f"exit code {code}"
+        if number == signal.SIGKILL:
+            how += " (which a system sends that is out of memory)"
         raise TrainingError(
             f"{label}: training ended with {how}; what is finished is kept, and the same command goes on from there",
             code if code > 0 else 128 + number,
