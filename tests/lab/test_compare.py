@@ -24,8 +24,6 @@ from kvshift.lab.records import FolderInUseError, RunFailedError, RunFolder
 
 from .analysis.run_folders import write_run
 
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
 
 def config_for(out, seeds=1, **train):
     """Nothing but the runs: no models to load afterwards."""
@@ -274,6 +272,13 @@ def kvshift(*arguments):
     return [sys.executable, "-m", "kvshift", *map(str, arguments)]
 
 
+@pytest.fixture
+def surroundings(tmp_path):
+    """Environment of real runs: one thread, no network, a cache of their own."""
+    cache = str(tmp_path / "cache")
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": cache}
+
+
 TINY = (
     *("--steps", 6, "--eval-every", 3, "--save-every", 3, "--batch-size", 2, "--eval-rows", 5, "--report-to"),
     *("--data.sequence-length", 17, "--data.vocab-size", 300),
@@ -282,9 +287,9 @@ TINY = (
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_child_reaches_the_user(tmp_path):
+def test_a_fault_of_the_child_reaches_the_user(tmp_path, surroundings):
     command = kvshift("compare", "--out", tmp_path / "out", *TINY, "--data.corpus", tmp_path / "nothing.txt")
-    run = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True)
+    run = subprocess.run(command, env=surroundings, capture_output=True, text=True)
     assert run.returncode == 2
     said = run.stderr.splitlines()
     assert any(line.startswith("kvshift train:") and "nothing.txt" in line for line in said)
@@ -293,7 +298,7 @@ def test_a_fault_of_the_child_reaches_the_user(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_outright_and_given_again_it_goes_on(tmp_path):
+def test_killed_outright_and_given_again_it_goes_on(tmp_path, surroundings):
     """With frozen identity coefficients the twins are one model, so every number of theirs is the same."""
     out = tmp_path / "out"
     command = kvshift(
@@ -301,7 +306,7 @@ def test_killed_outright_and_given_again_it_goes_on(tmp_path):
         *("--step-time-seconds", 0.1, "--sample-tokens", 11, "--prompt", "To be"),
     )
     vanilla, shifted = (out / "seed-0" / side for side in ("vanilla", "kvshift"))
-    with subprocess.Popen(command, env=ONE_THREAD, stderr=subprocess.DEVNULL) as killed:
+    with subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL) as killed:
         deadline = time.monotonic() + 120
         while not (shifted / ".lock").exists():
             assert killed.poll() is None
@@ -310,7 +315,7 @@ def test_killed_outright_and_given_again_it_goes_on(tmp_path):
         killed.kill()
     finished = (vanilla / "result.json").stat().st_mtime_ns
 
-    run = subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True)
+    run = subprocess.run(command, env=surroundings, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert (vanilla / "result.json").stat().st_mtime_ns == finished
     results = [json.loads((folder / "result.json").read_text()) for folder in (vanilla, shifted)]
