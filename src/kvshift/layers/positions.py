@@ -143,6 +143,21 @@ def rotate(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x_BTHD.dtype)
 
 
+def half_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables for `rotate_half`, (L, T, 1, D), from those that Hugging Face models keep, (L, T, D)."""
+    half = sin.shape[-1] // 2
+    return cos.unsqueeze(2), torch.cat([-sin[..., :half], sin[..., half:]], dim=-1).unsqueeze(2)
+
+
+def rotate_half(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn the pair (x[i], x[i + D/2]) by the i-th angle: the bits of transformers' `apply_rotary_pos_emb`.
+
+    y = x * cos + (x[D/2:], x[:D/2]) * sin        the first half of sin negated
+    """
+    cos, sin = table
+    return x_BTHD * cos + x_BTHD.roll(cos.shape[-1] // 2, dims=-1) * sin
+
+
 def alibi_slopes(heads: int) -> list[float]:
     """Slopes of ALiBi, one for each query head.
 

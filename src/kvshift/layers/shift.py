@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from kvshift.layers.positions import rotate_half
 from kvshift.ops import ShiftState, kv_shift, shift_tokens
+from kvshift.ops.cpu_op import next_token_cpu
 from kvshift.ops.shift import check_boundaries
 
 Target = Literal["q", "k", "v"]
@@ -20,6 +22,7 @@ Constraint = Literal["free", "gate", "clamp"]
 Init = Literal["uniform", "identity"]
 
 # The paper's letters: alpha mixes keys, beta values; queries are the variant of its appendix G.
+_PLAIN = (nn.Parameter, type(None))
 _COEFFICIENT = {"q": "gamma", "k": "alpha", "v": "beta"}
 
 
@@ -87,6 +90,7 @@ class KVShift(nn.Module):
             if target in targets:
                 parameter = nn.Parameter(torch.empty(cast(int, heads), width, dtype=torch.float32, device=device))
             self.register_parameter(name, parameter)
+        self._is_free_pair = "q" not in self.targets and window == 2 and constraint == "free"
         self._is_plain = self.targets == ("k", "v") and window == 2 and constraint == "free"
         self._columns: tuple[Tensor, ...] = ()
         self.register_load_state_dict_pre_hook(_load_in_float32)
@@ -119,6 +123,7 @@ class KVShift(nn.Module):
         cu_seqlens: Tensor | None = None,
         seq_idx: Tensor | None = None,
         mask: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
         backend: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
         """Shift the targets; what is no target comes back as it is.
@@ -126,17 +131,39 @@ class KVShift(nn.Module):
         Args:
             q: (B, T, H, D), k: (B, T, G, D), v: (B, T, G, Dv): projected, not yet normalised or rotated.
             state, cu_seqlens, seq_idx, mask, backend: as in `kvshift.kv_shift`.
+            rotary: tables by which q and k are turned after the shift (`kvshift.layers.positions.rotate_half`): a
+                rotary embedding made here can share the pass over q and k with the shift.
 
         Returns:
             q, k, v and the new state (None if `targets` is empty). The state may share memory with k and v as they
             came in: do not fill the same tensors with the next token.
         """
+        unbounded = cu_seqlens is None and seq_idx is None and mask is None
+        if unbounded and backend == "auto" and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
+            if rotary is not None and k.shape[1] == 1:
+                turned = self._turn_next_token(q, k, v, state, rotary)
+                if turned is not None:
+                    return turned
+            if self._is_next_token(k, v, state):
+                k_hat, v_hat, new = self._shift_next_token(k, v, cast(ShiftState, state))
+                return *_turn(q, k_hat, rotary), v_hat, new
+        q_hat, k_hat, v_hat, new = self._shift(q, k, v, state, cu_seqlens, seq_idx, mask, backend)
+        return *_turn(q_hat, k_hat, rotary), v_hat, new
+
+    def _shift(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: ShiftState | None,
+        cu_seqlens: Tensor | None,
+        seq_idx: Tensor | None,
+        mask: Tensor | None,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
         if not self.targets:
             check_boundaries(k, cu_seqlens, seq_idx, mask)
             return q, k, v, None
-        unbounded = cu_seqlens is None and seq_idx is None and mask is None
-        if unbounded and backend == "auto" and self._is_next_token(k, v, state):
-            return q, *self._shift_next_token(k, v, cast(ShiftState, state))
         where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
         alpha, beta, gamma = self._mix("k"), self._mix("v"), self._mix("q")
         hold = alpha
@@ -162,13 +189,33 @@ class KVShift(nn.Module):
             self._is_plain
             and isinstance(state, ShiftState)
             and state.max_rows == 1  # and so T = R = 1, if the shapes are equal
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
             and k.dtype is v.dtype is state.k.dtype is state.v.dtype is torch.float32
             and k.shape == state.k.shape
             and v.shape == state.v.shape
             and type(self._parameters["alpha"]) is nn.Parameter
         )
+
+    def _turn_next_token(
+        self, q: Tensor, k: Tensor, v: Tensor, state: ShiftState | None, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None] | None:
+        """Shift and rotary embedding of decoding in one call; None where that call cannot be made."""
+        if not self.targets:
+            turned = next_token_cpu(q, k, v, None, None, None, *rotary)
+            return None if turned is None else (*turned, None)
+        if (
+            not self._is_free_pair
+            or not isinstance(state, ShiftState)
+            or state.max_rows != 1
+            or state.k.shape != k.shape
+            or state.v.shape != v.shape
+            or not (state.k.dtype is state.v.dtype is k.dtype)
+        ):
+            return None
+        alpha, beta = self._parameters["alpha"], self._parameters["beta"]
+        if type(alpha) not in _PLAIN or type(beta) not in _PLAIN:
+            return None
+        turned = next_token_cpu(q, k, v, (state.k, state.v), alpha, beta, *rotary)
+        return None if turned is None else (*turned, ShiftState(k, v, 1))
 
     def _shift_next_token(self, k: Tensor, v: Tensor, state: ShiftState) -> tuple[Tensor, Tensor, ShiftState]:
         """`kv_shift` in the fewest calls.
@@ -210,6 +257,10 @@ class KVShift(nn.Module):
             return tensor.to(device=moved.device, dtype=torch.float32)
 
         return super()._apply(keep_float32, recurse)
+
+
+def _turn(q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    return (q, k) if rotary is None else (rotate_half(q, rotary), rotate_half(k, rotary))
 
 
 def check_shift_options(targets: Sequence[str], window: int, constraint: str, init: str, prefix: str = "") -> None:

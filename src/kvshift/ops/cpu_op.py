@@ -24,6 +24,7 @@ from kvshift.ops.plan import ShiftPlan
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _BUILDS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}  # what torch calls the machine: what the compiler does
 _MAX_WINDOW = 16
+_MAX_HEAD = 1024
 _ROWS_PER_SUM = 32  # rows whose gradients are summed in float32, before the sums are added in float64
 _PARALLEL = 2**15  # elements from which a second thread pays
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -42,6 +43,64 @@ def shift_cpu(
     return y, next_history(x, history, plan, max_rows)
 
 
+def next_token_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: tuple[Tensor, Tensor] | None,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Shift one token of every row by a window of 2, and turn its query and key, in one call: for decoding.
+
+    A small model decodes as fast as it can make calls; the arithmetic takes no time beside them.
+
+    Args:
+        q: (B, 1, H, D), k: (B, 1, G, D), v: (B, 1, G, Dv).
+        past: the raw key and value of the token before, like k and v; None if alpha and beta are.
+        alpha, beta: (G, 2) in float32 (float64 for float64), or None: not shifted.
+        cos, sin: tables of `kvshift.layers.positions.rotate_half`, (B, 1, 1, D) or (1, 1, 1, D), in the dtype of q.
+
+    Returns:
+        q turned, k shifted and turned, v shifted: the bits of `shift_eager` and `rotate_half`.
+        None where the kernel cannot take the tensors.
+    """
+    kernel = _kernels().next_token.get(k.dtype)
+    compute = torch.float64 if k.dtype == torch.float64 else torch.float32
+    batch, _, heads, size = q.shape
+    if (
+        kernel is None
+        or cpu_refusal(k, 2) is not None
+        or size > _MAX_HEAD
+        or size % 2
+        or not (q.dtype is k.dtype is v.dtype is cos.dtype is sin.dtype)
+        or not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
+        or not (cos.shape == sin.shape and cos.shape[0] in (1, batch) and cos.shape[1:] == (1, 1, size))
+        or not (cos.is_contiguous() and sin.is_contiguous())
+    ):
+        return None
+    k_past = v_past = alpha_at = beta_at = None
+    if past is not None:
+        if not (past[0].is_contiguous() and past[1].is_contiguous()):
+            return None
+        k_past, v_past = past[0].data_ptr(), past[1].data_ptr()
+    for mix in (alpha, beta):
+        if mix is not None and not (mix.dtype is compute and mix.is_contiguous()):
+            return None
+    alpha_at = None if alpha is None else alpha.data_ptr()
+    beta_at = None if beta is None else beta.data_ptr()
+    q_hat, k_hat, v_hat = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    kernel(
+        batch, heads, k.shape[2], size, v.shape[3],
+        q_hat.data_ptr(), k_hat.data_ptr(), v_hat.data_ptr(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), k_past, v_past, alpha_at, beta_at,
+        cos.data_ptr(), sin.data_ptr(), size if cos.shape[0] == batch else 0,
+    )  # fmt: skip
+    return q_hat, k_hat, v_hat
+
+
 def cpu_refusal(x: Tensor, window: int) -> str | None:
     """Why the kernel cannot take x; None if it can."""
     if torch.compiler.is_compiling():
@@ -54,7 +113,7 @@ def cpu_refusal(x: Tensor, window: int) -> str | None:
         return f"its window is {_MAX_WINDOW} at most, got {window}"
     if type(x) not in (Tensor, torch.nn.Parameter):
         return f"it takes plain tensors, got a {type(x).__name__}"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._are_functorch_transforms_active():
         return "it does not run under torch.func transforms"
     return _kernels().refusal
 
@@ -155,6 +214,7 @@ class _Kernels:
         self.refusal: str | None = None
         self.forward: dict[torch.dtype, Any] = {}
         self.backward: dict[torch.dtype, Any] = {}
+        self.next_token: dict[torch.dtype, Any] = {}
         capability = torch.backends.cpu.get_cpu_capability()
         path = Path(__file__).with_name(f"_cpu_kernel.{_BUILDS.get(capability, capability)}.so")
         if not path.exists():
@@ -173,7 +233,9 @@ class _Kernels:
             backward.argtypes = (
                 *sizes, *(_POINTER,) * 4, _INT, *_ROWS, *_ROWS, *_ROWS, _POINTER, _POINTER, ctypes.c_int
             )  # fmt: skip
-            forward.restype = backward.restype = None
+            next_token = self.next_token[dtype] = library[f"kvshift_next_token_{name}"]
+            next_token.argtypes = (*(_INT,) * 5, *(_POINTER,) * 12, _INT)
+            forward.restype = backward.restype = next_token.restype = None
 
 
 @functools.cache

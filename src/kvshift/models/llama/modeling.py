@@ -24,13 +24,13 @@ from transformers.models.llama.modeling_llama import (
     LlamaPreTrainedModel,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
     eager_attention_forward,
 )
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
+from kvshift.layers.positions import half_tables, rotate_half
 from kvshift.models.llama.boundaries import document_index, padding_mask
 from kvshift.models.llama.cache import ShiftCacheLayer, adopt_cache, check_recording
 from kvshift.models.llama.configuration import KVShiftLlamaConfig
@@ -73,12 +73,12 @@ class KVShiftLlamaAttention(LlamaAttention):
         key = self.k_proj(hidden_states).view(heads)
         value = self.v_proj(hidden_states).view(heads)
 
-        if self.shift.targets:
-            query, key, value = self._shift(query, key, value, past_key_values, shift_mask, shift_seq_idx)
+        rotary = None if self.qk_norm else position_embeddings  # the norm stands between shift and rotation
+        query, key, value = self._shift(query, key, value, rotary, past_key_values, shift_mask, shift_seq_idx)
         if self.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = rotate_half(self.q_norm(query), position_embeddings)
+            key = rotate_half(self.k_norm(key), position_embeddings)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
 
@@ -99,10 +99,18 @@ class KVShiftLlamaAttention(LlamaAttention):
         return self.o_proj(output.reshape(batch, positions, -1).contiguous()), weights
 
     def _shift(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, mask: Tensor | None, seq_idx: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: Cache | None,
+        mask: Tensor | None,
+        seq_idx: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if cache is None:
-            q, k, v, _ = self.shift(q, k, v, seq_idx=seq_idx, mask=mask)
+        """Shift, on from the state in the cache, and rotate."""
+        if cache is None or not self.shift.targets:
+            q, k, v, _ = self.shift(q, k, v, seq_idx=seq_idx, mask=mask, rotary=rotary)
             return q, k, v
         layer = cast(ShiftCacheLayer, cache.layers[self.layer_idx])
         if layer.record_past and mask is not None:
@@ -111,7 +119,7 @@ class KVShiftLlamaAttention(LlamaAttention):
             q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
             mask = None
         state = layer.read_shift(q, k, v, with_queries="q" in self.shift.targets)
-        q, k, v, state = self.shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask)
+        q, k, v, state = self.shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, rotary=rotary)
         layer.write_shift(state)
         return q, k, v
 
@@ -212,7 +220,7 @@ class KVShiftLlamaModel(KVShiftLlamaPreTrainedModel, LlamaModel):
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
 
         hidden_states = inputs_embeds
-        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+        position_embeddings = half_tables(*self.rotary_emb(hidden_states, position_ids=position_ids))
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(
                 hidden_states,

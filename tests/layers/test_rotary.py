@@ -1,0 +1,153 @@
+"""Rotary embedding made together with the shift: the bits of one after the other, in one call or in many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvshift import KVShift, ShiftState
+from kvshift.layers import shift as layer_module
+from kvshift.layers.positions import half_tables, rotate_half
+from kvshift.ops import cpu_op
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+H, G, D, DV = 6, 3, 10, 7
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def tables(rows: int, positions: int, dtype: torch.dtype, size: int = D) -> tuple[Tensor, Tensor]:
+    angle = torch.rand(rows, positions, size // 2).mul(6).repeat(1, 1, 2)
+    return half_tables(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def inputs(batch: int, positions: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(batch, positions, heads, size).to(dtype) for heads, size in ((H, D), (G, D), (G, DV))]
+
+
+def past(batch: int, dtype: torch.dtype, rows: int = 1) -> ShiftState:
+    k, v = (torch.randn(batch, rows, G, size).to(dtype) for size in (D, DV))
+    return ShiftState(k, v, rows)
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list:
+    """The calls that the kernel for one token took."""
+    calls = []
+
+    def count(*args, real=cpu_op.next_token_cpu):
+        result = real(*args)
+        calls.extend([result] if result is not None else [])
+        return result
+
+    monkeypatch.setattr(layer_module, "next_token_cpu", count)
+    return calls
+
+
+needs_kernel = pytest.mark.skipif(
+    cpu_op.cpu_refusal(torch.empty(0), 2) is not None, reason="the CPU kernel is not built here"
+)
+
+
+@dtypes
+def test_the_turn_has_the_bits_of_transformers(dtype):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    angle = torch.rand(2, 5, D // 2).mul(6).repeat(1, 1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    x = torch.randn(2, 5, H, D).to(dtype)
+    expected, _ = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)
+    assert torch.equal(rotate_half(x, half_tables(cos, sin)), expected)
+
+
+@pytest.mark.parametrize("targets", [(), ("k",), ("v",), ("k", "v"), ("q", "k", "v")], ids=str)
+@pytest.mark.parametrize("positions", [1, 4])
+def test_shift_then_turn(targets, positions):
+    layer = KVShift(G, num_heads=H, targets=targets)
+    q, k, v = inputs(2, positions, torch.float32)
+    rotary = tables(2, positions, torch.float32)
+    q_hat, k_hat, v_hat, _ = layer(q, k, v)
+    turned = layer(q, k, v, rotary=rotary)
+    for result, expected in zip(turned, (rotate_half(q_hat, rotary), rotate_half(k_hat, rotary), v_hat), strict=False):
+        assert torch.equal(result, expected)
+
+
+@needs_kernel
+@dtypes
+@pytest.mark.parametrize("targets", [(), ("k",), ("v",), ("k", "v")], ids=str)
+@pytest.mark.parametrize(("batch", "angles"), [(1, 1), (3, 3), (3, 1)])
+@torch.no_grad()
+def test_one_token_in_one_call_has_the_bits_of_many(dtype, targets, batch, angles, counted):
+    layer = KVShift(G, num_heads=H, targets=targets).to(torch.promote_types(dtype, torch.float32))
+    q, k, v = inputs(batch, 1, dtype)
+    rotary, state = tables(angles, 1, dtype), past(batch, dtype) if targets else None
+    expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
+    assert not counted
+    results = layer(q, k, v, state=state, rotary=rotary)
+    assert len(counted) == 1
+    for result, other in zip(results[:3], expected[:3], strict=True):
+        assert torch.equal(result, other)
+    if targets:
+        assert torch.equal(results[3].k, expected[3].k)
+        assert torch.equal(results[3].v, expected[3].v)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "case",
+    ["strides of q", "strides of the state", "history of two rows", "window 3", "gate", "queries too", "gradients",
+     "bfloat16 values", "double tables"],
+)  # fmt: skip
+def test_what_the_one_call_cannot_take_goes_through_many(case, counted):
+    q, k, v = inputs(2, 1, torch.float32)
+    rotary, state, options = tables(2, 1, torch.float32), past(2, torch.float32), {}
+    if case == "strides of q":
+        q = q.transpose(2, 3).contiguous().transpose(2, 3)
+    elif case == "strides of the state":
+        state = ShiftState(state.k.transpose(2, 3).contiguous().transpose(2, 3), state.v, 1)
+    elif case == "history of two rows":
+        state = past(2, torch.float32, rows=2)
+    elif case == "window 3":
+        state, options = past(2, torch.float32, rows=2), {"window": 3}
+    elif case == "gate":
+        options = {"constraint": "gate"}
+    elif case == "queries too":
+        state = ShiftState(state.k, state.v, 1, torch.randn(2, 1, H, D))
+        options = {"targets": ("q", "k", "v"), "num_heads": H}
+    elif case == "double tables":
+        rotary = tables(2, 1, torch.float64)
+    layer = KVShift(G, **options)
+    with torch.set_grad_enabled(case == "gradients"):
+        if case == "bfloat16 values":
+            with pytest.raises(ValueError, match="v must match k"):
+                layer(q, k, v.bfloat16(), state=state, rotary=rotary)
+        else:
+            results = layer(q, k, v, state=state, rotary=rotary)
+            expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
+            for result, other in zip(results[:3], expected[:3], strict=True):
+                assert torch.equal(result, other)
+    assert not counted
+
+
+@torch.no_grad()
+def test_decoding_without_the_kernel(monkeypatch, tmp_path, counted):
+    layer, (q, k, v) = KVShift(G), inputs(2, 1, torch.float32)
+    rotary, state = tables(2, 1, torch.float32), past(2, torch.float32)
+    expected = layer(q, k, v, state=state, rotary=rotary)
+    counted.clear()
+    monkeypatch.setattr(cpu_op, "__file__", str(tmp_path / "cpu_op.py"))
+    cpu_op._kernels.cache_clear()
+    try:
+        results = layer(q, k, v, state=state, rotary=rotary)
+    finally:
+        cpu_op._kernels.cache_clear()
+    assert not counted
+    for result, other in zip(results[:3], expected[:3], strict=True):
+        assert torch.equal(result, other)
+
+
+def test_the_gradient_goes_through_the_turn():
+    layer = KVShift(G).double()
+    q, k, v = (x.requires_grad_() for x in inputs(2, 3, torch.float64))
+    rotary = tables(2, 3, torch.float64)
+    assert torch.autograd.gradcheck(lambda *x: layer(*x, rotary=rotary)[:3], (q, k, v))
