@@ -300,14 +300,25 @@ def test_a_fault_of_the_child_reaches_the_user(tmp_path, surroundings):
 @pytest.mark.slow
 def test_killed_outright_and_given_again_it_goes_on(tmp_path, surroundings):
     """With frozen identity coefficients the twins are one model, so every number of theirs is the same."""
-    out = tmp_path / "out"
+    out, corpus = tmp_path / "out", tmp_path / "numbers.txt"
+    corpus.write_text("".join(f"{number * number} is the square of {number}.\n" for number in range(300)))
     command = kvshift(
-        *("compare", "--out", out, *TINY, "--model.shift-init", "identity", "--model.freeze-shift"),
+        *(
+            "compare",
+            "--out",
+            out,
+            *TINY,
+            "--data.corpus",
+            corpus,
+            "--model.shift-init",
+            "identity",
+            "--model.freeze-shift",
+        ),
         *("--step-time-seconds", 0.1, "--sample-tokens", 11, "--prompt", "To be"),
     )
     vanilla, shifted = (out / "seed-0" / side for side in ("vanilla", "kvshift"))
     with subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL) as killed:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (shifted / ".lock").exists():
             assert killed.poll() is None
             assert time.monotonic() < deadline
