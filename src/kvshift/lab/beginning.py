@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset
 
@@ -126,7 +126,8 @@ def _resolved(config: KVShiftLlamaConfig) -> dict[str, Any]:
     """The fields of `ModelConfig` as the model has them."""
     apart = ("size", "config", "freeze_shift", "rope_theta")
     values = {field.name: getattr(config, field.name) for field in fields(ModelConfig) if field.name not in apart}
-    return {**values, "rope_theta": config.rope_parameters["rope_theta"], "shift_targets": list(config.shift_targets)}
+    rope = cast(dict[str, Any], config.rope_parameters)
+    return {**values, "rope_theta": rope["rope_theta"], "shift_targets": list(config.shift_targets)}
 
 
 def _facts(data: TextData) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from kvshift.lab.language_model import shift_layers
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import Metrics
 
-__all__ = ["InterruptedRunError", "Leave", "Moments", "Progress", "Recorder", "coefficients"]
+__all__ = ["InterruptedRunError", "Leave", "Moments", "Progress", "Recorder", "coefficients", "whole"]
 
 
 class InterruptedRunError(LabError):
@@ -209,8 +209,8 @@ def coefficients(model: torch.nn.Module) -> list[dict[str, list[list[float]]]]:
     names = {"k": "alpha", "v": "beta", "q": "gamma"}
     found = []
     for layer in shift_layers(model):
-        whole = {name: _whole(parameter) for name, parameter in layer.named_parameters(recurse=False)}
-        values = torch.func.functional_call(_Coefficients(layer), {f"layer.{n}": p for n, p in whole.items()}, ())
+        gathered = {name: whole(parameter) for name, parameter in layer.named_parameters(recurse=False)}
+        values = torch.func.functional_call(_Coefficients(layer), {f"layer.{n}": p for n, p in gathered.items()}, ())
         found.append({names[target]: value.float().cpu().tolist() for target, value in values.items()})
     return found
 
@@ -226,5 +226,6 @@ class _Coefficients(torch.nn.Module):
         return self.layer.coefficients()  # type: ignore[operator]
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def whole(parameter: Tensor) -> Tensor:
+    """The tensor itself, or what all processes hold of it together; they must all call it."""
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[operator]

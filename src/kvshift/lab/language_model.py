@@ -6,7 +6,7 @@ import json
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import set_seed
@@ -51,8 +51,8 @@ def llama_config(options: ModelConfig, *, vocab_size: int, sequence_length: int)
         config = KVShiftLlamaConfig(**base)
     except Exception as error:  # transformers' strict dataclasses raise classes of their own
         raise LabError(f"the options under model do not make a model: {error}") from error
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if config.head_dim % 2:
+    heads, kv_heads = config.num_attention_heads, cast(int, config.num_key_value_heads)
+    if cast(int, config.head_dim) % 2:
         raise LabError(
             f"model.hidden_size / num_attention_heads must be even, for the rotary embedding; got {config.hidden_size} "
             f"/ {heads}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from accelerate import PartialState
@@ -29,7 +29,7 @@ class Processes:
         self._state = PartialState(cpu=cpu, **({"timeout": PATIENCE} if distributed else {}))
         self.count = self._state.num_processes
         self.is_main = self._state.is_main_process
-        self.device = self._state.device
+        self.device = cast(torch.device, self._state.device)
 
     def main_first(self, function: Callable[[], _Result]) -> _Result:
         """Call `function` in the first process and give what it returns to all.

@@ -6,7 +6,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class LanguageModelTrainer(Trainer):
         """AdamW over the groups of `kvshift.param_groups`."""
         if self.optimizer is None:
             options = self._config.optimizer
-            trained = self.model if model is None else model
+            trained = cast(nn.Module, self.model if model is None else model)
             groups = param_groups(
                 trained,
                 lr=options.learning_rate,
@@ -130,7 +130,7 @@ class LanguageModelTrainer(Trainer):
         return summarize(sums, tokens)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder = self._config.out / f"checkpoint-{self.state.global_step}"
         self._together(folder, lambda: super(LanguageModelTrainer, self)._save_checkpoint(model, trial))
         self._together(folder, (lambda: self._seal(folder)) if self._processes.is_main else lambda: None)
 
@@ -146,23 +146,29 @@ class LanguageModelTrainer(Trainer):
             write()
         except (OSError, RuntimeError, SafetensorError, RunFailedError) as error:  # RuntimeError: torch.save's
             problem = error
-        if self._processes.any(problem is not None):
-            if self._processes.is_main:
-                shutil.rmtree(folder, ignore_errors=True)
-            if problem is None:
-                raise SystemExit(RunFailedError.exit_code)
-            free = shutil.disk_usage(folder.parent).free
-            raise RunFailedError(
-                f"{folder.name} could not be written ({free / 2**20:.0f} MiB are free in {folder.parent}): {problem}; "
-                f"{self._kept()}"
-            ) from problem
+        # Where weights are sharded, writing is itself done together: the others wait there for the one that failed,
+        # not here, and the launcher ends them.
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if problem is None and (sharded or not self._processes.any(False)):
+            return
+        if not sharded and problem is not None:
+            self._processes.any(True)
+        if self._processes.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        if problem is None:
+            raise SystemExit(RunFailedError.exit_code)
+        free = shutil.disk_usage(folder.parent).free
+        raise RunFailedError(
+            f"{folder.name} could not be written ({free / 2**20:.0f} MiB are free in {folder.parent}): {problem}; "
+            f"{self._kept()}"
+        ) from problem
 
     def _fail(self, message: str) -> None:
         """Stop every process, which all come here together; the first says why."""
         raise RunFailedError(message) if self._processes.is_main else SystemExit(RunFailedError.exit_code)
 
     def _kept(self) -> str:
-        checkpoints = [path.parent.name for path in Path(self.args.output_dir).glob("checkpoint-*/manifest.json")]
+        checkpoints = [path.parent.name for path in self._config.out.glob("checkpoint-*/manifest.json")]
         newest = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default=None)
         return f"{newest} is kept" if newest else "there is no checkpoint before it"
 

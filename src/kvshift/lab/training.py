@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
 from kvshift.lab.beginning import Start, begin, enter
-from kvshift.lab.callbacks import InterruptedRunError, Leave, Moments, Progress, Recorder
+from kvshift.lab.callbacks import InterruptedRunError, Leave, Moments, Progress, Recorder, whole
 from kvshift.lab.config import TrainConfig
 from kvshift.lab.data import TextData, collate, load_text_data
 from kvshift.lab.errors import LabError
@@ -24,6 +24,7 @@ from kvshift.lab.language_model import build_model, llama_config, shift_layers
 from kvshift.lab.processes import PATIENCE, Processes
 from kvshift.lab.records import Metrics, RunFailedError, RunFolder, read_metrics, remove_folder, write_json
 from kvshift.lab.trainer import LanguageModelTrainer
+from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 __all__ = ["TrainConfig", "train"]
 
@@ -77,8 +78,8 @@ def _run(
     model_config = llama_config(
         config.model, vocab_size=len(data.tokenizer), sequence_length=config.data.sequence_length
     )
-    model_config.bos_token_id = data.tokenizer.bos_token_id
-    model_config.eos_token_id = data.tokenizer.eos_token_id
+    model_config.bos_token_id = cast(int | None, data.tokenizer.bos_token_id)
+    model_config.eos_token_id = cast(int | None, data.tokenizer.eos_token_id)
     accumulation = config.accumulation(processes.count)
     resolved = dataclasses.replace(
         config,
@@ -242,7 +243,17 @@ def _save_model(trainer: LanguageModelTrainer, data: TextData, folder: RunFolder
     try:
         if processes.is_main:
             remove_folder(part)
-        trainer.save_model(str(part))
+        if trainer.is_fsdp_enabled:  # also where checkpoints are sharded, which `save_model` leaves out
+            model = cast(KVShiftLlamaForCausalLM, trainer.model)
+            state = {}
+            for name, tensor in model.state_dict().items():  # one after the other: all at once may not fit a GPU
+                gathered = whole(tensor)
+                if processes.is_main:
+                    state[name] = gathered.cpu()
+            if processes.is_main:
+                model.save_pretrained(str(part), state_dict=state)
+        else:
+            trainer.save_model(str(part))
         if processes.is_main:
             (part / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs
             data.tokenizer.save_pretrained(str(part))

@@ -1,6 +1,7 @@
 """Two processes learn what one does with the same rows in a step."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +13,17 @@ from kvshift.lab.training import train
 
 from .cases import LENGTH, losses, metrics, result, tiny, weights
 
+ROOT = Path(__file__).parents[3]
 # Sums over rows are taken in another order.
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
 
-def in_two(*arguments: str, launcher: tuple[str, ...] = ("torch.distributed.run",)) -> subprocess.CompletedProcess[str]:
+def in_two(*arguments: str, program: str = "kvshift", **variables: str) -> subprocess.CompletedProcess[str]:
     """`kvshift train` with these arguments, by torchrun over gloo."""
-    port = ["--standalone"] if launcher[0] == "torch.distributed.run" else []
-    command = [sys.executable, "-m", *launcher, *port, "--nproc-per-node", "2", "-m", "kvshift", "train", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", *launcher, "-m", program, "train", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def arguments(corpus: Path, out: Path) -> list[str]:
@@ -68,6 +70,36 @@ def test_two_processes_learn_as_one(corpus, tmp_path):
     assert results[0] == results[1]  # steps, tokens, rows, parameters, options
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(two)[name], tensor, rtol=0, atol=1e-3, msg=name)
+
+
+def fsdp_variables() -> dict[str, str]:
+    """What `accelerate launch` makes of the example, with nothing in bfloat16."""
+    lines = (ROOT / "examples" / "accelerate" / "fsdp2.yaml").read_text().splitlines()
+    pairs = [line.strip().partition(": ")[::2] for line in lines if line.startswith("  fsdp_")]
+    names = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+    variables = {names.get(name.upper(), name.upper()): value for name, value in pairs}
+    return {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "no", **variables}
+
+
+@pytest.mark.slow
+def test_sharded_over_two_processes(corpus, tmp_path):
+    """FSDP2 as the example sets it up: as one process, and whole again in the saved model; then once more, resumed."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(tiny(corpus, one, batch_size=2, tokens_per_step=8 * LENGTH, data={"packing": "documents"}))
+    for attempt in range(2):
+        done = in_two(*arguments(corpus, two), program="tests.lab.training.fsdp_on_cpu", **fsdp_variables())
+        assert done.returncode == 0, done.stderr
+        assert ("going on from checkpoint-8" in done.stderr) == (attempt == 1)
+        torch.testing.assert_close(losses(two), losses(one), **CLOSE)
+        ours = {name: tensor for name, tensor in weights(one).items() if ".shift." in name}
+        for line in metrics(two, "coefficients")[-2:]:
+            shift = f"model.layers.{line['layer']}.self_attn.shift."
+            torch.testing.assert_close(line["alpha"], ours[f"{shift}alpha"].tolist(), rtol=0, atol=1e-5)
+        for name, tensor in weights(one).items():
+            torch.testing.assert_close(weights(two)[name], tensor, rtol=0, atol=1e-3, msg=name)
+        assert (two / "checkpoint-12" / "pytorch_model_fsdp_0" / ".metadata").exists()
+        (two / "result.json").unlink()
+        shutil.rmtree(two / "checkpoint-12")
 
 
 @pytest.mark.slow
