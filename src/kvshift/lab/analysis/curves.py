@@ -59,9 +59,17 @@ def _draw_losses(axes: Axes, by_name: Mapping[str, Mapping[int, Run]]) -> None:
     # The first steps fall so far that the rest would be a flat line: the axis begins at the second of many evaluations.
     space = max(0.1 * (max(highest) - min(lowest)), 0.02)
     axes.set_ylim(min(lowest) - space, max(highest) + space)
-    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title="Validation loss (pale: training loss)")
+    axes.set(ylabel="loss (nats per token)", title="Validation loss (pale: training loss)")
+    _count_tokens(axes)
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
+
+
+def _count_tokens(axes: Axes) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_xlabel("tokens")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.2M
 
 
 def _draw_differences(axes: Axes, vanilla: Mapping[int, Run], shifted: Mapping[int, Run], name: str) -> None:
@@ -81,7 +89,8 @@ def _draw_differences(axes: Axes, vanilla: Mapping[int, Run], shifted: Mapping[i
         axes.fill_between(list(whole), low, high, color=_COLORS[1], alpha=0.15, linewidth=0, label="95 % interval")
         axes.legend(frameon=False)
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="tokens", ylabel="difference (nats per token)", title=f"Validation loss, {name} minus vanilla")
+    axes.set(ylabel="difference (nats per token)", title=f"Validation loss, {name} minus vanilla")
+    _count_tokens(axes)
     axes.grid(alpha=0.25)
 
 
