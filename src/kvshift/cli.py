@@ -4,6 +4,7 @@ A command is a frozen dataclass of options, which tyro reads from the command li
 imported when the command is chosen: transformers takes seconds to import, and `kvshift --help` should not.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in _COMMANDS:
         print(f"kvshift: no command {name!r}; there are: {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
-    return _run(name, rest)
+    try:
+        return _run(name, rest)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:

@@ -1,0 +1,112 @@
+"""The command line itself; what the commands do is tested beside them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+import kvshift
+from kvshift import cli
+from kvshift.lab.errors import LabError
+
+
+@dataclass(frozen=True)
+class Options:
+    number: int = 3
+    """How many, in pieces."""
+
+
+class InUseError(LabError):
+    exit_code = 4
+
+
+def run(options: Options) -> None:
+    if options.number < 0:
+        raise InUseError(f"number must be 0 or more, got {options.number}")
+    print("number", options.number)
+
+
+@pytest.fixture
+def command(monkeypatch) -> None:
+    monkeypatch.setattr(cli, "_COMMANDS", {"count": cli._Command("Count pieces", __name__, "Options", "run")})
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]], ids=str)
+def test_help_names_every_command(arguments, capsys):
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: kvshift COMMAND [OPTIONS]")
+    for name, command in cli._COMMANDS.items():
+        assert f"  {name}" in printed
+        assert command.summary in printed
+
+
+def test_help_imports_neither_torch_models_nor_the_lab():
+    program = "import sys; from kvshift import cli; cli.main(['--help']); print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    loaded = printed.splitlines()[-1].split()
+    assert "kvshift.cli" in loaded
+    assert "transformers" not in loaded
+    assert "tyro" not in loaded
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{kvshift.__version__}\n"
+
+
+def test_an_unknown_command_is_named_beside_those_there_are(capsys):
+    assert cli.main(["trian"]) == 2
+    said = capsys.readouterr().err
+    assert said == "kvshift: no command 'trian'; there are: compare, train, generate, plan\n"
+
+
+def test_options_reach_the_function(command, capsys):
+    assert cli.main(["count", "--number", "5"]) == 0
+    assert capsys.readouterr().out == "number 5\n"
+
+
+def test_help_of_a_command_says_default_and_unit(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["count", "--help"])
+    assert exit_.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "How many, in pieces. (default: 3)" in printed
+
+
+def test_an_unknown_option_ends_with_2(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["count", "--numbre", "5"])
+    assert exit_.value.code == 2
+    assert "--numbre" in capsys.readouterr().err
+
+
+def test_what_the_user_can_mend_is_a_line_and_an_exit_code(command, capsys):
+    assert cli.main(["count", "--number", "-1"]) == 4
+    captured = capsys.readouterr()
+    assert captured.err == "kvshift count: number must be 0 or more, got -1\n"
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("name", ["compare", "train", "generate", "plan"])
+def test_every_command_has_its_module(name, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([name, "--help"])
+    assert exit_.value.code == 0
+    assert f"usage: kvshift {name}" in capsys.readouterr().out
+
+
+def test_without_the_packages_of_the_lab_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert cli.main(["plan"]) == 2
+    assert capsys.readouterr().err == "kvshift plan: needs the package 'tyro': pip install 'kvshift[lab]'\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m kvshift train --help | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
