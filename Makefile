@@ -12,6 +12,10 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+.PHONY: compare
+compare: .venv/stamp  ## Train two small models, without and with KV shift, and report which learnt better
+	@.venv/bin/kvshift compare $(ARGS)
+
 .PHONY: test
 test: .venv/stamp  ## Run the tests on the CPU, in parallel
 	@$(TEST_ENV) .venv/bin/python -m pytest -n auto -q -m 'not gpu' $(ARGS)
