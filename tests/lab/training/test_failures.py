@@ -4,19 +4,23 @@ import re
 import resource
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvshift import cli
+from kvshift.lab.callbacks import InterruptedRunError
 from kvshift.lab.checkpoints import find_checkpoint
 from kvshift.lab.errors import LabError
 from kvshift.lab.records import FolderInUseError, Metrics, RunFailedError, RunFolder
+from kvshift.lab.trainer import LanguageModelTrainer
 from kvshift.lab.training import train
 
-from .cases import assert_same_run, metrics, tiny, write_corpus
+from .cases import LENGTH, assert_same_run, metrics, tiny, write_corpus
 
 
 def copied(finished: Path, tmp_path: Path, *, without: tuple[str, ...] = ("result.json",)) -> Path:
@@ -310,3 +314,42 @@ def test_optimizers_that_cannot_be(corpus, tmp_path, change, said):
 def test_several_workers_cannot_share_a_stream(corpus, tmp_path):
     with pytest.raises(LabError, match=r"data_workers must be 0 or 1 with data\.streaming, got 2"):
         train(tiny(corpus, tmp_path / "run", data={"streaming": True}, data_workers=2))
+
+
+def test_validation_loss_that_is_not_finite(corpus, tmp_path, monkeypatch):
+    def infinite(logits, labels):
+        return torch.full((len(labels),), float("inf")), torch.full((len(labels),), LENGTH - 1)
+
+    monkeypatch.setattr("kvshift.lab.trainer.row_losses", infinite)
+    with pytest.raises(RunFailedError, match=r"validation loss is not finite after step 5; checkpoint-4 is kept"):
+        train(tiny(corpus, tmp_path / "run"))
+    assert metrics(tmp_path / "run", "eval") == []
+
+
+def test_out_of_memory(corpus, tmp_path, monkeypatch):
+    def greedy(*args, **kwargs):
+        raise torch.OutOfMemoryError("tried to allocate 2 PiB")
+
+    monkeypatch.setattr(LanguageModelTrainer, "training_step", greedy)
+    with pytest.raises(RunFailedError, match=r"out of memory: tried .* smaller batch_size \(now 4\)") as caught:
+        train(tiny(corpus, tmp_path / "run"))
+    assert caught.value.exit_code == 3
+
+
+def test_interrupt_while_data_are_read(corpus, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvshift.lab.training.load_text_data", interrupted)
+    with pytest.raises(InterruptedRunError, match=r"interrupted; the same command goes on") as caught:
+        train(tiny(corpus, tmp_path / "run"))
+    assert caught.value.exit_code == 130
+    monkeypatch.undo()
+    train(tiny(corpus, tmp_path / "run", steps=1))
+
+
+def test_training_in_a_thread(corpus, tmp_path):
+    """Signals cannot be listened to there; the rest can be done."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(train, tiny(corpus, tmp_path / "run", steps=1)).result()
+    assert (tmp_path / "run" / "result.json").exists()
