@@ -9,10 +9,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from torch.nn import functional
 
 from kvshift.lab.data import collate, packing, pieces
 from kvshift.lab.data.packing import count_tokens, encoder, pack, pack_documents, pack_stream
+from kvshift.lab.data.pieces import cut
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
@@ -80,13 +82,24 @@ def test_row_that_exactly_fits_is_kept_and_one_token_less_is_dropped():
     assert rows_of(DOCUMENTS, tokens + 1) == []
 
 
-@pytest.mark.parametrize(("batch", "piece"), [(1, 2), (13, 5), (64, 1), (10**6, 10**6)])
+@pytest.mark.parametrize(("batch", "piece"), [(1, 2), (13, 5), (64, 2), (10**6, 10**6)])
 def test_borders_of_batches_and_pieces_leave_no_trace(monkeypatch, batch, piece):
     expected = rows_of(DOCUMENTS, 5)
     monkeypatch.setattr(packing, "_BATCH_CHARACTERS", batch)
     monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", piece)
 
     assert rows_of(DOCUMENTS, 5) == expected
+
+
+def test_tokenizer_that_puts_a_space_before_a_text_gets_documents_whole(monkeypatch):
+    monkeypatch.setattr(pieces, "_PIECE_CHARACTERS", 2)
+    encode = encoder(BACKEND)
+    encode.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    whole = encode.encode("to\nbe\nor", add_special_tokens=False).ids
+
+    assert whole != [token for part in cut("to\nbe\nor") for token in encode.encode(part, add_special_tokens=False).ids]
+    (row,) = pack(["to\nbe\nor"], encode, EOS, len(whole) + 1, "concat")
+    assert row["input_ids"].tolist() == [*whole, EOS]
 
 
 def test_end_of_text_written_in_a_document_does_not_end_it():

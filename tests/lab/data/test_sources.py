@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,14 @@ def test_changed_file_is_read_anew(folder):
     write_lines(folder / "a.jsonl", NAMES[10:20])
 
     assert load_all(corpus=corpus) == NAMES[10:20]
+
+
+def test_changed_file_of_the_same_size_is_read_anew(folder):
+    path = folder / "a.txt"
+    for content, time in (("a\n" * 20, 1_000_000_000), ("b\n" * 20, 1_000_000_001)):
+        path.write_text(content)
+        os.utime(path, (time, time))
+        assert "".join(load_all(corpus=str(path))) == content
 
 
 def test_unchanged_file_comes_from_the_cache(folder, monkeypatch):

@@ -26,14 +26,14 @@ def parts_at_lines(encode: tokenizers.Tokenizer) -> bool:
 
 
 def cut(document: str) -> list[str]:
-    """Cut a long document between an end of line, with a letter or digit before, and a letter or digit after."""
+    """Cut a long document after an end of line, with no white space before it, and a letter or digit after."""
     pieces = []
     begin = 0
     while len(document) - begin > _PIECE_CHARACTERS:
         end = document.find("\n", begin + _PIECE_CHARACTERS - 1) + 1
-        while end and not document[end - 2 : end + 1].replace("\n", "a", 1).isalnum():
+        while end and (document[end - 2].isspace() or not document[end : end + 1].isalnum()):
             end = document.find("\n", end) + 1
-        if not 0 < end < len(document):
+        if not end:
             break
         pieces.append(document[begin:end])
         begin = end
