@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 from kvshift.lab.data import DataConfig, TextData, cache, collate, load_text_data, packing, sources
 from kvshift.lab.errors import LabError
 
-SHARED = Path(os.environ.get("KVSHIFT_SHARED", "/work/shared")) / "data"
+SHARED = Path(os.environ.get("KVSHIFT_SHARED_DATA", "no-such-folder"))
 
 
 def load(tmp_path: Path, *, seed: int = 0, **options: Any) -> TextData:
@@ -273,8 +274,21 @@ def test_options_come_from_the_command_line(capsys):
         assert name in " ".join(shown.replace("│", " ").split())
 
 
+def test_every_block_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    namespace: dict[str, Any] = {}
+    exec(block, namespace)
+
+    assert {name: tuple(column.shape) for name, column in namespace["batch"].items()} == dict.fromkeys(
+        ("input_ids", "position_ids", "labels"), (2, 128)
+    )
+    assert "First Citizen" in capsys.readouterr().out
+
+
 @pytest.mark.shared
-@pytest.mark.skipif(not SHARED.exists(), reason="reference data is not here")
+@pytest.mark.skipif(not SHARED.exists(), reason="KVSHIFT_SHARED_DATA names no folder of reference data")
 def test_a_real_corpus_with_validation_of_its_own(tmp_path):
     folder = SHARED / "wiki2014-en"
     data = load(
