@@ -55,7 +55,7 @@ def test_two_processes_learn_as_one(corpus, tmp_path):
     train(tiny(corpus, one, **same))
     done = in_two(*arguments(corpus, two))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("finished") == 1
+    assert done.stderr.count("kvshift train: finished") == 1, done.stderr
 
     torch.testing.assert_close(losses(two), losses(one), **CLOSE)
     for kind in ("train", "eval", "coefficients"):
