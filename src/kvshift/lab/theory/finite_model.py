@@ -1,0 +1,117 @@
+"""The model whose limit Theorem 3.4 states, at a finite embedding width.
+
+Shapes: B draws of the embeddings, T tokens of the vocabulary, d width. Tokens count from 1, as in the theorem.
+
+With orthonormal embeddings the limit is reached exactly; with Gaussian ones, N(0, 1/d), as d grows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvshift import KVShiftAttention, kv_shift
+
+__all__ = ["build_layer", "draw_losses", "layer_loss", "model_loss", "random_embeddings"]
+
+
+def random_embeddings(batch: int, tokens: int, width: int, generator: torch.Generator) -> Tensor:
+    """u_k ~ N(0, 1/d) in each component, (B, T, d) float64."""
+    return torch.randn(batch, tokens, width, generator=generator, dtype=torch.float64) / math.sqrt(width)
+
+
+def model_loss(embeddings: Tensor, repeated: int, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Cross-entropy of the last position of x_1 .. x_T x_i against x_{i+1}.
+
+        k_hat, v_hat = kv_shift(u, u, alpha, beta)
+        logits = U softmax( u_{T+1} k_hat^T ) v_hat
+
+    The identity projections are left out: at d = 4096 each is a matrix of 128 MiB. `layer_loss` has them.
+
+    Args:
+        embeddings: U, (B, T, d).
+        repeated: i, from 1 to T - 1.
+        alpha, beta: (a1, a2) and (b1, b2), (2,).
+
+    Returns:
+        (B,), in nats; differentiable.
+
+    Source:
+        Theorem 3.4, "the simplified condition we describe".
+    """
+    x_BL1D = _sequence(embeddings, repeated).unsqueeze(2)
+    k_hat, v_hat, _ = kv_shift(x_BL1D, x_BL1D, alpha.unsqueeze(0), beta.unsqueeze(0))
+    # The last token sees all: the causal mask takes nothing from it.
+    weights = torch.einsum("bd,bsd->bs", x_BL1D[:, -1, 0], k_hat.squeeze(2)).softmax(dim=1)
+    return _cross_entropy(embeddings, torch.einsum("bs,bsd->bd", weights, v_hat.squeeze(2)), repeated)
+
+
+def build_layer(width: int) -> KVShiftAttention:
+    """The same head as a layer of this package, in float64; its coefficients are the only parameters to train.
+
+    W_K = W_V = W_O = I; W_Q = sqrt(d) I, which undoes the 1 / sqrt(d) that the layer has and the theorem has not.
+    """
+    layer = KVShiftAttention(width, 1, position_encoding="none").double().requires_grad_(False)
+    for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
+        projection.weight.copy_(torch.eye(width, dtype=torch.float64))
+    layer.q_proj.weight.mul_(math.sqrt(width))
+    layer.shift.requires_grad_(True)
+    return layer
+
+
+def layer_loss(layer: KVShiftAttention, embeddings: Tensor, repeated: int) -> Tensor:
+    """As `model_loss`, with `build_layer` for the attention and whatever coefficients it holds."""
+    out, _ = layer(_sequence(embeddings, repeated))
+    return _cross_entropy(embeddings, out[:, -1], repeated)
+
+
+def draw_losses(
+    coefficients: tuple[float, float, float, float],
+    *,
+    tokens: int,
+    repeated: int,
+    width: int,
+    draws: int,
+    generator: torch.Generator,
+) -> list[float]:
+    """`model_loss` for fresh Gaussian embeddings at each draw.
+
+    Args:
+        coefficients: a1, a2, b1, b2.
+        tokens, repeated, width: T, i, d.
+        draws: how many.
+        generator: of the embeddings.
+    """
+    mix = torch.tensor(coefficients, dtype=torch.float64)
+    losses: list[float] = []
+    for batch in _batches(draws, tokens * width):
+        embeddings = random_embeddings(batch, tokens, width, generator)
+        losses += model_loss(embeddings, repeated, mix[:2], mix[2:]).tolist()
+    return losses
+
+
+def _batches(draws: int, numbers: int) -> Iterator[int]:
+    """Sizes that add up to `draws`, each of about a million numbers at most: 8 MiB."""
+    size = max(1, 2**20 // numbers)
+    for start in range(0, draws, size):
+        yield min(size, draws - start)
+
+
+def _sequence(embeddings: Tensor, repeated: int) -> Tensor:
+    """x_1 .. x_T x_i, (B, T + 1, d)."""
+    if embeddings.ndim != 3:
+        raise ValueError(f"embeddings must be (batch, tokens, width), got {tuple(embeddings.shape)}")
+    tokens = embeddings.shape[1]
+    if not 1 <= repeated <= tokens - 1:
+        raise ValueError(f"repeated must be from 1 to {tokens - 1}, so that it has a successor; got {repeated}")
+    return torch.cat([embeddings, embeddings[:, repeated - 1 : repeated]], dim=1)
+
+
+def _cross_entropy(embeddings: Tensor, out: Tensor, repeated: int) -> Tensor:
+    logits_BT = torch.einsum("btd,bd->bt", embeddings, out)
+    target_B = torch.full((embeddings.shape[0],), repeated, device=out.device)  # from 0, so that of x_{i+1}
+    return F.cross_entropy(logits_BT, target_B, reduction="none")

@@ -1,0 +1,62 @@
+"""Definition 3.1: the induction head that Theorems 3.2 and 3.3 build.
+
+Shapes: B sequences, L tokens, D width. Tokens count from 1 in formulas, from 0 in tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_head", "induction_head", "random_tokens", "softmax_between"]
+
+
+def induction_head(x: Tensor, sigma: float, slope: float) -> Tensor:
+    """The mean of all tokens, weighted by how much the token *before* each looks like the last one.
+
+        IH(X) = sum_{s=2}^{L-1} w_s x_s,    w = softmax_s( <x_L, x_{s-1}> / sigma - m (L - s) )
+
+    With [A] [B] ... [A] and a small sigma it returns [B]. Of several earlier [A], one that stands n tokens nearer to
+    the end than another has e^{m n} times its weight: as m -> 0, which the paper asks for, they share it equally, and
+    "the latest" takes an m that is not small beside 1 / n.
+
+    Args:
+        x: (B, L, D), L >= 3.
+        sigma: the temperature, above 0.
+        slope: m, that of ALiBi, above 0.
+
+    Returns:
+        (B, D).
+
+    Source:
+        Definition 3.1. The sum ends at L - 1 by the proof of Theorem 3.2: the last token has no successor yet.
+    """
+    check_head(x, sigma, slope)
+    length = x.shape[1]
+    places = torch.arange(1, length - 1, device=x.device)  # those of x_2 .. x_{L-1}
+    distance = (length - 1 - places).to(x.dtype)  # a number times integers would be float32
+    scores = torch.einsum("bd,bsd->bs", x[:, -1], x[:, places - 1]) / sigma - slope * distance
+    return torch.einsum("bs,bsd->bd", scores.softmax(dim=1), x[:, places])
+
+
+def softmax_between(scores: Tensor, first: int, last: int) -> Tensor:
+    """Softmax over tokens first .. last (from 1, both included) of (B, L) scores; the weight of all others is 0."""
+    length = scores.shape[1]
+    if not 1 <= first <= last <= length:
+        raise ValueError(f"first and last must satisfy 1 <= first <= last <= {length}, got {first} and {last}")
+    place = torch.arange(1, length + 1, device=scores.device)
+    return scores.masked_fill((place < first) | (place > last), -torch.inf).softmax(dim=1)
+
+
+def random_tokens(batch: int, length: int, width: int, generator: torch.Generator) -> Tensor:
+    """x ~ U(-1, 1), (B, L, D) float64."""
+    return 2 * torch.rand(batch, length, width, generator=generator, dtype=torch.float64) - 1
+
+
+def check_head(x: Tensor, sigma: float, slope: float) -> None:
+    """Raise a ValueError that names what no induction head can be made of."""
+    if x.ndim != 3 or x.shape[1] < 3:
+        raise ValueError(f"x must be (batch, length, width) with length >= 3, got {tuple(x.shape)}")
+    for name, value in (("sigma", sigma), ("slope", slope)):
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, got {value}")

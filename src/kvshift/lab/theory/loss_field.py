@@ -1,0 +1,125 @@
+"""Figure 2: the loss of Theorem 3.4 and its descent directions on the square a2 = 1 - a1, b2 = 1 - b1.
+
+`loss_field` computes, `draw_fields` draws what it is given. Three rows for three formulas, `exact`, `paper` and
+`script` of `limit_loss`; three columns for O(T) = 0, 10, 100, which is T = 4 (the least that the derivation allows),
+12 and 102 in the row `exact`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kvshift.lab.theory.limit_loss import Form, exact, loss, paper, script
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+__all__ = ["FIGURE2", "Field", "draw_fields", "figure2_fields", "loss_field"]
+
+# Rows and columns of the figure: title and formula of each panel.
+FIGURE2: Mapping[str, Mapping[str, Form]] = {
+    "exact": {f"T = {tokens}": exact(tokens) for tokens in (4, 12, 102)},
+    "paper": {f"O(T) = {constant}": paper(constant) for constant in (0, 10, 100)},
+    "script": {f"O(T) = {constant}": script(constant) for constant in (0, 10, 100)},
+}
+
+# Appendix L: np.arange(0, 10, 0.05).
+_LEVELS = np.arange(0, 10, 0.05)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Loss and descent direction on a grid of n x n points.
+
+    Attributes:
+        alpha1, beta1: (n,), the coordinates; alpha2 = 1 - alpha1, beta2 = 1 - beta1.
+        loss: nats, (n, n); rows by beta1, columns by alpha1.
+        alpha1_step, beta1_step: the components of -grad L within the square, (n, n).
+    """
+
+    alpha1: np.ndarray
+    beta1: np.ndarray
+    loss: np.ndarray
+    alpha1_step: np.ndarray
+    beta1_step: np.ndarray
+
+    def to_json(self) -> dict[str, Any]:
+        """Lists of numbers."""
+        return {name: values.tolist() for name, values in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Field:
+        """What `to_json` made."""
+        return cls(**{name: np.array(values) for name, values in record.items()})
+
+    def minimum(self) -> tuple[float, float, float]:
+        """(alpha1, beta1, loss) at the grid point of least loss."""
+        row, column = np.unravel_index(self.loss.argmin(), self.loss.shape)
+        return float(self.alpha1[column]), float(self.beta1[row]), float(self.loss[row, column])
+
+
+def loss_field(form: Form, points: int = 101) -> Field:
+    """Loss and descent direction on [0, 1]^2.
+
+    Args:
+        form: which formula.
+        points: n, of each side, 2 or more. The script of appendix L takes 1000.
+    """
+    if points < 2:
+        raise ValueError(f"points must be at least 2, got {points}")
+    side = torch.linspace(0, 1, points, dtype=torch.float64)
+    beta1, alpha1 = (axis.requires_grad_() for axis in torch.meshgrid(side, side, indexing="ij"))
+    values = loss(torch.stack([alpha1, 1 - alpha1, beta1, 1 - beta1], dim=-1), form)
+    steps = torch.autograd.grad(-values.sum(), (alpha1, beta1))
+    return Field(side.numpy(), side.numpy(), values.detach().numpy(), steps[0].numpy(), steps[1].numpy())
+
+
+def figure2_fields(points: int = 101) -> dict[str, dict[str, Field]]:
+    """The field of every panel of `FIGURE2`."""
+    return {row: {title: loss_field(form, points) for title, form in panels.items()} for row, panels in FIGURE2.items()}
+
+
+def draw_fields(rows: Mapping[str, Mapping[str, Field]], levels: Sequence[float] | np.ndarray = _LEVELS) -> Figure:
+    """A panel for each field, with contour lines of the loss and the streamlines of descent.
+
+    Args:
+        rows: by name of the row, then by title of the panel.
+        levels: of the contour lines, in nats; those of appendix L by default. A panel that none of them crosses says
+            between which losses it lies: it is not flat, the levels miss it.
+    """
+    from matplotlib.figure import Figure
+
+    columns = max((len(panels) for panels in rows.values()), default=0)
+    if columns == 0:
+        raise ValueError("rows must hold at least one field, got none")
+    figure = Figure(figsize=(3.2 * columns, 3.3 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    for line, (name, panels) in zip(grid, rows.items(), strict=True):
+        for axes in line[len(panels) :]:
+            axes.remove()
+        for axes, (title, field) in zip(line, panels.items(), strict=False):
+            axes.streamplot(
+                field.alpha1,
+                field.beta1,
+                field.alpha1_step,
+                field.beta1_step,
+                color="#0072b2",
+                linewidth=0.7,
+                density=0.8,
+            )
+            low, high = float(field.loss.min()), float(field.loss.max())
+            crossed = [level for level in levels if low < level < high]
+            if crossed:
+                axes.contour(field.alpha1, field.beta1, field.loss, levels=crossed, colors="black", linewidths=0.6)
+            else:
+                axes.text(0.5, 0.5, f"no level in\n{low:.2f} to {high:.2f}", ha="center", va="center").set_bbox(
+                    {"facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+                )
+            axes.plot(0, 1, "o", color="#d55e00", markersize=7, clip_on=False, zorder=5)
+            axes.set(title=f"{name}, {title}", xlabel="$α_1$", ylabel="$β_1$", xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    return figure

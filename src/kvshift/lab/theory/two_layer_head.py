@@ -1,0 +1,187 @@
+"""Theorem 3.2: two vanilla layers come near the induction head of Definition 3.1, and need twice the width.
+
+Shapes: B sequences, L tokens, d width of a token, D = 2d width of the model. Tokens count from 1 in formulas, from 0
+in tensors.
+
+The construction, on [x_s; 0]:
+
+    layer 1, with residual:  W_Q = W_K = 0, ALiBi slope p, attending to tau <= s - 1 only;  W_V = [[0, 0], [I, 0]]
+        gives [x_s; y_s],  y_s = sum_{tau=1}^{s-1} softmax_tau( -p (s - 1 - tau) ) x_tau,  nearly x_{s-1}
+    layer 2, no residual:    W_Q = [[0, 0], [I, 0]],  W_K = [[0, 0], [0, I / sigma]],  W_V = [[I, 0], [0, 0]],
+        ALiBi slope m, scores without 1 / sqrt(D):  <x_L, y_s> / sigma - m (L - s)
+
+`two_layer_head` is that, with any slopes. `build_layers` makes the same of two `kvshift.KVShiftAttention` without shift
+for the slopes that ALiBi has, 2^(-8 (h + 1) / H), all below 1.
+
+The theorem leans on two masks that a decoder does not have. Layer 2 has the caveat of Theorem 3.3: it sums over
+s = 2 .. L - 1. Layer 1 must not see the token itself: with a plain causal mask that token, at distance 0, takes most of
+the weight, y_s tends to x_s, and the construction fails, the more the larger p (`strict=False`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvshift import KVShiftAttention
+from kvshift.lab.theory.induction_head import check_head, softmax_between
+
+__all__ = ["build_layers", "copy_bound", "error_bound", "previous_tokens", "run_layers", "two_layer_head"]
+
+
+def previous_tokens(x: Tensor, first_slope: float, *, strict: bool = True) -> Tensor:
+    """What layer 1 writes beside each token.
+
+        y_s = sum_{tau=1}^{s-1} softmax_tau( -p (s - 1 - tau) ) x_tau,    y_1 = 0
+
+    Args:
+        x: (B, L, d).
+        first_slope: p, above 0.
+        strict: False sums to tau = s, as a decoder's causal mask does.
+
+    Returns:
+        (B, L, d).
+    """
+    place = torch.arange(x.shape[1], device=x.device)
+    distance = place.unsqueeze(1) - place.unsqueeze(0)
+    seen = distance >= (1 if strict else 0)
+    weights = torch.where(seen, -first_slope * distance.to(x.dtype), -torch.inf).softmax(dim=1)
+    return torch.where(seen, weights, 0) @ x  # token 1 sees nothing: a row of NaN without the `where`
+
+
+def two_layer_head(
+    x: Tensor,
+    sigma: float,
+    first_slope: float,
+    slope: float,
+    *,
+    first: int = 2,
+    last: int | None = None,
+    strict: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The construction's output at the last token.
+
+        w = softmax_s( <x_L, y_s> / sigma - m (L - s) ),    TF(X) = sum_{s=first}^{last} w_s x_s
+
+    Args:
+        x: (B, L, d), L >= 3.
+        sigma, slope: as in `induction_head`.
+        first_slope: p, of layer 1, above 0.
+        first, last: of the tokens that layer 2 attends to, from 1; 2 and L - 1 by default.
+        strict: as in `previous_tokens`.
+
+    Returns:
+        TF(X) (B, d) and the weights of layer 2 (B, L), zero outside first .. last.
+
+    Source:
+        Theorem 3.2, appendix A; after Wang et al. (2024).
+    """
+    check_head(x, sigma, slope)
+    if not first_slope > 0:
+        raise ValueError(f"first_slope must be above 0, got {first_slope}")
+    length = x.shape[1]
+    distance = torch.arange(length - 1, -1, -1, dtype=x.dtype, device=x.device)
+    y = previous_tokens(x, first_slope, strict=strict)
+    scores = torch.einsum("bd,bsd->bs", x[:, -1], y) / sigma - slope * distance
+    weights = softmax_between(scores, first, length - 1 if last is None else last)
+    return torch.einsum("bs,bsd->bd", weights, x), weights
+
+
+def copy_bound(first_slope: float, length: int | None = None) -> float:
+    """The most by which a component of y_s can miss x_{s-1} where no component of x is above 1: 2 (1 - 1 / Z_s).
+
+        Z_s = sum_{j=0}^{s-2} e^{-p j},    sup_s (1 - 1 / Z_s) = e^{-p}
+
+    Args:
+        first_slope: p.
+        length: s; None for the supremum over all lengths.
+    """
+    if length is None:
+        return 2 * math.exp(-first_slope)
+    return 2 * (1 - 1 / sum(math.exp(-first_slope * j) for j in range(length - 1)))
+
+
+def error_bound(width: int, sigma: float, first_slope: float, *, form: str = "derived", radius: float = 1.0) -> float:
+    """The most by which a component of TF(X) can miss that of IH(X).
+
+        "derived"    4 (d / sigma) e^{-p}
+        "printed"    4 (d / sigma) e^{-p} / (1 - e^{-p}), the paper's, which is larger
+        "sharp"      2 (d / sigma) e^{-p}
+
+    All three multiply |softmax(u) - softmax(v)|_1 by max|x| and bound |u - v| by |x_L|_1 max_s |y_s - x_{s-1}| / sigma.
+    The first two use |softmax(u) - softmax(v)|_1 <= 2 max|u - v|; the factor 2 is not needed, because the Jacobian
+    diag(w) - w w^T carries signs v to sum_i w_i |v_i - <w, v>| <= 1.
+
+    Args:
+        width: d.
+        sigma, first_slope: as in `two_layer_head`.
+        form: which of the three.
+        radius: r, where |x_s| <= r in each component: the bound is r^3 times that for r = 1. The paper states no
+            such condition, and without one no bound holds.
+
+    Source:
+        Theorem 3.2, appendix A, where |I / sigma|_{1,1} = d / sigma.
+    """
+    forms = {"derived": 4.0, "printed": 4.0 / (1 - math.exp(-first_slope)), "sharp": 2.0}
+    if form not in forms:
+        raise ValueError(f'form must be "derived", "printed" or "sharp", got {form!r}')
+    return forms[form] * radius**3 * width / sigma * math.exp(-first_slope)
+
+
+def build_layers(
+    width: int, sigma: float, *, heads: int = 1, first_head: int = 0, head: int = 0
+) -> tuple[KVShiftAttention, KVShiftAttention]:
+    """Both layers of the construction, of this package, without shift, in float64.
+
+    Args:
+        width: d; the layers are 2d wide.
+        sigma: the temperature, above 0.
+        heads: H of each layer. All heads are alike but for their ALiBi slope.
+        first_head, head: the one whose output W_O of layer 1 and of layer 2 lets through, from 0;
+            `alibi_slopes(heads)` has their p and m.
+    """
+    if not sigma > 0:
+        raise ValueError(f"sigma must be above 0, got {sigma}")
+    for name, number in (("first_head", first_head), ("head", head)):
+        if not 0 <= number < heads:
+            raise ValueError(f"{name} must be from 0 to {heads - 1}, got {number}")
+    eye, none = torch.eye(width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
+
+    def block(upper_left: Tensor, lower_left: Tensor, lower_right: Tensor) -> Tensor:
+        return torch.cat([torch.cat([upper_left, none], dim=1), torch.cat([lower_left, lower_right], dim=1)])
+
+    to_lower, upper, zero = block(none, eye, none), block(eye, none, none), block(none, none, none)
+    scale = math.sqrt(2 * width) / sigma  # the layer's own is 1 / sqrt(2d), and the theorem has none
+    first = _vanilla(2 * width, heads, first_head, zero, zero, to_lower)
+    second = _vanilla(2 * width, heads, head, to_lower, block(none, none, scale * eye), upper)
+    return first, second
+
+
+def run_layers(layers: tuple[KVShiftAttention, KVShiftAttention], x: Tensor) -> Tensor:
+    """The output of `build_layers` at the last token, (B, d); layer 2 attends to all of 1 .. L.
+
+    The layer's mask lets each token see itself. As layer 1 has no queries, what token s - 1 sees up to itself is what
+    token s sees before itself: its output is moved down by one token.
+    """
+    first, second = layers
+    width = x.shape[2]
+    hidden = torch.cat([x, torch.zeros_like(x)], dim=2)
+    written, _ = first(hidden)
+    hidden = hidden + torch.cat([torch.zeros_like(written[:, :1]), written[:, :-1]], dim=1)
+    out, _ = second(hidden)
+    return out[:, -1, :width]
+
+
+def _vanilla(width: int, heads: int, head: int, query: Tensor, key: Tensor, value: Tensor) -> KVShiftAttention:
+    layer = KVShiftAttention(
+        width, heads, 1, head_dim=width, position_encoding="alibi", shift_targets=(), dtype=torch.float64
+    )
+    with torch.no_grad():
+        layer.q_proj.weight.copy_(query.repeat(heads, 1))
+        layer.k_proj.weight.copy_(key)
+        layer.v_proj.weight.copy_(value)
+        layer.o_proj.weight.zero_()
+        layer.o_proj.weight[:, head * width : (head + 1) * width] = torch.eye(width, dtype=torch.float64)
+    return layer

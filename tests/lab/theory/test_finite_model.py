@@ -1,0 +1,102 @@
+"""The model that Theorem 3.4 is the limit of."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvshift.lab.seeds import generator_for
+from kvshift.lab.theory.checks import COEFFICIENTS, check_monte_carlo, check_orthonormal, check_places
+from kvshift.lab.theory.finite_model import build_layer, draw_losses, model_loss, random_embeddings
+from kvshift.lab.theory.limit_loss import exact, loss
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize("tokens", [4, 5, 8, 11])
+def test_with_orthonormal_embeddings_layer_and_operator_meet_the_derivation_and_not_the_print(tokens, coefficients):
+    found = check_orthonormal(tokens, coefficients)
+    assert found["exact"] < 1e-12
+    assert found["printed"] > 1e-3
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+def test_the_closed_form_holds_for_i_up_to_t_minus_2(coefficients):
+    tokens = 8
+    a1, a2, b1, b2 = coefficients
+    losses = check_places(tokens, coefficients)
+    inner = loss(torch.tensor(coefficients, dtype=torch.float64), exact(tokens)).item()
+    assert losses[1:-1] == pytest.approx([inner] * 5, abs=1e-12)
+    total = 2 * math.exp(a1) + math.exp(a2) + tokens - 2
+    big1, big2 = math.exp(a1) / total, math.exp(a2) / total
+    repeated, side, other = 2 * big1 * b1 + big2 * b2, b1 / total + big1 * b2, (b1 + b2) / total
+    for place, target in ((0, big2 * b1 + b2 / total), (-1, big2 * b1 + big1 * b2)):
+        below = math.exp(target) + math.exp(repeated) + math.exp(side) + (tokens - 3) * math.exp(other)
+        assert losses[place] == pytest.approx(math.log(below) - target, abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    return check_monte_carlo(draws=100, width=1024)
+
+
+def test_gaussian_embeddings_agree_with_the_derivation(wide):
+    assert all(abs(row["mean"] - row["exact"]) < 4 * row["stderr"] for row in wide)
+
+
+def test_gaussian_embeddings_reject_table_3_and_the_script(wide):
+    for row in wide:
+        assert abs(row["mean"] - row["script"]) > 5 * row["stderr"]
+        if row["coefficients"][3] != 0:  # with b2 = 0 the printed slip multiplies 0
+            assert abs(row["mean"] - row["table3"]) > 5 * row["stderr"]
+
+
+def test_the_spread_falls_as_one_over_the_root_of_the_width(wide):
+    narrow = check_monte_carlo(draws=100, width=64)
+    ratios = [small["stderr"] / large["stderr"] for small, large in zip(narrow, wide, strict=True)]
+    assert ratios == pytest.approx([4] * 4, rel=0.25)
+
+
+def test_narrow_embeddings_are_not_in_the_limit():
+    row = check_monte_carlo(draws=2000, width=8)[2]
+    assert abs(row["mean"] - row["exact"]) > 5 * row["stderr"]
+
+
+def test_draws_are_fresh_and_repeatable():
+    options = {"tokens": 5, "repeated": 3, "width": 2**17, "draws": 3}  # more than one draw does not fit a batch
+    losses = draw_losses(COEFFICIENTS[1], **options, generator=generator_for("test draws", 0))
+    assert len(set(losses)) == 3
+    assert losses == draw_losses(COEFFICIENTS[1], **options, generator=generator_for("test draws", 0))
+
+
+def test_embeddings_have_unit_length_on_average():
+    norms = random_embeddings(64, 5, 512, generator_for("test embeddings", 0)).square().sum(2)
+    assert norms.mean().item() == pytest.approx(1, abs=4 * math.sqrt(2 / 512 / norms.numel()))
+
+
+def test_only_the_coefficients_of_the_layer_learn():
+    layer = build_layer(7)
+    assert {name for name, parameter in layer.named_parameters() if parameter.requires_grad} == {
+        "shift.alpha",
+        "shift.beta",
+    }
+
+
+def test_the_printed_form_fails_by_what_the_slip_is_worth():
+    coefficients = torch.tensor(COEFFICIENTS[3], dtype=torch.float64)
+    model = model_loss(torch.eye(8, dtype=torch.float64).unsqueeze(0), 4, coefficients[:2], coefficients[2:]).item()
+    assert model == pytest.approx(2.77821, abs=5e-6)
+    assert loss(coefficients, replace(exact(8), side="A2")).item() == pytest.approx(2.07944, abs=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "repeated", "message"),
+    [
+        ((1, 5, 7), 0, "repeated must be from 1 to 4, so that it has a successor; got 0"),
+        ((1, 5, 7), 5, "repeated must be from 1 to 4"),
+        ((5, 7), 2, r"embeddings must be \(batch, tokens, width\), got \(5, 7\)"),
+    ],
+)
+def test_bad_arguments_are_named(shape, repeated, message):
+    with pytest.raises(ValueError, match=message):
+        model_loss(torch.ones(shape), repeated, torch.ones(2), torch.ones(2))
