@@ -2,7 +2,7 @@
 
     python -m kvshift.lab.theory [--draws 200] [--monte-carlo-draws 100] [--width 4096] [--seed 0] [--out FILE]
 
-Ten seconds on one core. results/theory/checks.json is this command's, and docs/theory.md quotes it.
+About fifteen seconds on one core. results/theory/checks.json is this command's, and docs/theory.md quotes it.
 """
 
 from __future__ import annotations

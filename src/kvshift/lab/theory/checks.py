@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from kvshift.lab.theory import finite_model, one_layer_head, two_layer_head
 from kvshift.lab.theory.gradient_flow import gradient_flow
 from kvshift.lab.theory.induction_head import induction_head, random_tokens
 from kvshift.lab.theory.limit_loss import exact, loss
-from kvshift.lab.theory.loss_field import Field, figure2_fields
+from kvshift.lab.theory.loss_field import FIGURE2, Field, descend_within, loss_field
 from kvshift.layers.positions import alibi_slopes
 
 __all__ = ["COEFFICIENTS", "check_field", "check_figure2", "check_flow", "check_match", "check_monte_carlo"]
@@ -218,12 +219,18 @@ def check_monte_carlo(
 
 
 def check_figure2(points: int = 101) -> list[dict[str, Any]]:
-    """Figure 2, a row for each panel; see `check_field`."""
-    return [
-        {"form": name, "panel": title, **check_field(field)}
-        for name, panels in figure2_fields(points).items()
-        for title, field in panels.items()
-    ]
+    """Figure 2, a row for each panel: `check_field` and
+
+    share_caught: of 21 x 21 starts, those from which descent within the square does not end at induction.
+    """
+    rows = []
+    for name, panels in FIGURE2.items():
+        for title, form in panels.items():
+            ends = descend_within(form)
+            caught = float((np.abs(ends - np.array([0.0, 1.0])).max(axis=-1) > 0.05).mean())
+            field = check_field(loss_field(form, points))
+            rows.append({"form": name, "panel": title, **field, "share_caught": caught})
+    return rows
 
 
 def check_field(field: Field) -> dict[str, Any]:

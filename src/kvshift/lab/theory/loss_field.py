@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvshift.lab.theory.limit_loss import Form, exact, loss, paper, script
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["FIGURE2", "Field", "draw_fields", "figure2_fields", "loss_field"]
+__all__ = ["FIGURE2", "Field", "descend_within", "draw_fields", "figure2_fields", "loss_field"]
 
 # Rows and columns of the figure: title and formula of each panel.
 FIGURE2: Mapping[str, Mapping[str, Form]] = {
@@ -74,14 +75,34 @@ def loss_field(form: Form, points: int = 101) -> Field:
         raise ValueError(f"points must be at least 2, got {points}")
     side = torch.linspace(0, 1, points, dtype=torch.float64)
     beta1, alpha1 = (axis.requires_grad_() for axis in torch.meshgrid(side, side, indexing="ij"))
-    values = loss(torch.stack([alpha1, 1 - alpha1, beta1, 1 - beta1], dim=-1), form)
+    values = loss(_coefficients(alpha1, beta1), form)
     steps = torch.autograd.grad(-values.sum(), (alpha1, beta1))
     return Field(side.numpy(), side.numpy(), values.detach().numpy(), steps[0].numpy(), steps[1].numpy())
+
+
+def descend_within(form: Form, points: int = 21, *, length: float = 0.01, steps: int = 400) -> np.ndarray:
+    """Where descent within the square ends, for starts on a grid: (n, n, 2), the last dimension alpha1, beta1.
+
+    Each step has the given length along -grad L, and is clipped to the square: along an edge it goes on. Four times
+    across the square by default, so that all ends are within a step or two of where they stay.
+    """
+    side = torch.linspace(0, 1, points, dtype=torch.float64)
+    place = torch.stack(torch.meshgrid(side, side, indexing="xy"), dim=-1)
+    for _ in range(steps):
+        place.requires_grad_()
+        value = loss(_coefficients(*place.unbind(-1)), form).sum()
+        (gradient,) = torch.autograd.grad(value, place)
+        place = (place.detach() - length * torch.nn.functional.normalize(gradient, dim=-1)).clamp(0, 1)
+    return place.numpy()
 
 
 def figure2_fields(points: int = 101) -> dict[str, dict[str, Field]]:
     """The field of every panel of `FIGURE2`."""
     return {row: {title: loss_field(form, points) for title, form in panels.items()} for row, panels in FIGURE2.items()}
+
+
+def _coefficients(alpha1: Tensor, beta1: Tensor) -> Tensor:
+    return torch.stack([alpha1, 1 - alpha1, beta1, 1 - beta1], dim=-1)
 
 
 def draw_fields(rows: Mapping[str, Mapping[str, Field]], levels: Sequence[float] | np.ndarray = _LEVELS) -> Figure:
