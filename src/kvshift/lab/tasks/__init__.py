@@ -1,0 +1,25 @@
+"""Synthetic tasks: streams of rows whose targets can be worked out, for what attention can and cannot do."""
+
+from kvshift.lab.tasks.batch import Batch, Task, concatenate, count_correct
+from kvshift.lab.tasks.hop import HopConfig, HopTask
+from kvshift.lab.tasks.induction import InductionConfig, InductionTask
+from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
+from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
+from kvshift.lab.tasks.streams import TaskBatches, generator_of
+
+__all__ = [
+    "Batch",
+    "HopConfig",
+    "HopTask",
+    "InductionConfig",
+    "InductionTask",
+    "MQARConfig",
+    "MQARTask",
+    "NGramConfig",
+    "NGramTask",
+    "Task",
+    "TaskBatches",
+    "concatenate",
+    "count_correct",
+    "generator_of",
+]

@@ -1,0 +1,35 @@
+"""Checks that the options of all tasks need."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+from kvshift.lab.errors import LabError
+
+__all__ = ["check_at_least", "check_batch_size", "check_choices"]
+
+
+def check_choices(task: str, config: Any) -> None:
+    """Raise a LabError where a field declared as a Literal holds another value."""
+    types = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        if typing.get_origin(types[field.name]) is not typing.Literal:
+            continue
+        choices, value = typing.get_args(types[field.name]), getattr(config, field.name)
+        if value not in choices:
+            raise LabError(f"{task}.{field.name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+
+
+def check_at_least(task: str, config: Any, **smallest: int) -> None:
+    """Raise a LabError where a field is below its smallest value."""
+    for name, least in smallest.items():
+        if getattr(config, name) < least:
+            raise LabError(f"{task}.{name} must be {least} or more, got {getattr(config, name)}")
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raise a ValueError for a batch without rows."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be 1 or more, got {batch_size}")

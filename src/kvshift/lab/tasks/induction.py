@@ -1,0 +1,217 @@
+"""Induction: a token that was seen before comes again, and what followed it then is to follow again.
+
+Source: the paper's Appendix K (a script), Section 3 and Figures 1a and 1b. Its rows have 512 tokens out of 7,989.
+
+A row of 16 with a pool of 9, in the modes script, latest and raw from the same draws:
+
+    script       37 40 58 39 69 40 58 40 58 48 39 69 16 39 69 48
+    labels        - 40 58 39 69 40 58 40 58 48 39 69 16 39 69 48      loss "all"
+    labels        -  -  -  -  -  - 58  - 58  -  - 69  -  - 69  -      loss "repeats"
+    slices        .  .  .  .  .  .  0  .  1  .  .  1  .  .  1  .      0 first_repeat, 1 later_repeats
+
+    latest       37 40 58 39 69 40 58 40 58 48 39 69 16 48 39 48
+    raw          37 40 58 39 69 40 58 40 58 48 39 69 16 48  0 39
+
+The first repeat is the second 40. All before it is distinct, so its target can only be the 58 that followed the first
+40. What comes after 48 was never noted, as the 39 after it was not new: script draws again, raw writes nothing (0).
+
+Shapes: B rows, T positions in a row, P tokens in a row's pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.tasks.batch import IGNORED, Batch
+from kvshift.lab.tasks.checks import check_batch_size, check_choices
+from kvshift.lab.tasks.sampling import distinct_rows
+
+__all__ = ["InductionConfig", "InductionTask"]
+
+PAD = 0
+_UNKNOWN = -1  # in the map of successors
+_CHUNK = 512  # rows walked at once: the map of successors stays in the cache of a core
+
+
+@dataclass(frozen=True, kw_only=True)
+class InductionConfig:
+    """Rows of the paper's induction data; the defaults are the paper's sizes."""
+
+    mode: Literal["script", "latest", "raw", "single"] = "script"
+    """script: the printed script, mended (see InductionTask). latest: the target always followed the latest earlier
+    occurrence. raw: as printed. single: length - 2 different tokens, one of them again, and its successor."""
+    length: int = 512
+    """Tokens in a row, T."""
+    vocab_size: int = 8000
+    """Ids are below this; the script's max_val."""
+    lowest_id: int = 11
+    """Smallest id of a token, the script's mid_val + 1. Id 0 pads; the others below are not used."""
+    pool: int | None = None
+    """Different tokens that a row may draw from, P; None: as many as `length`. Not for mode single."""
+    loss: Literal["all", "repeats"] = "all"
+    """Labels: every token after the first, or only the targets of repeats."""
+
+    def __post_init__(self) -> None:
+        check_choices("induction", self)
+        tokens = self.vocab_size - self.lowest_id
+        shortest = 6 if self.mode == "single" else 4
+        if self.length < shortest:
+            raise LabError(f"induction.length must be {shortest} or more in mode {self.mode}, got {self.length}")
+        if self.lowest_id < 1:
+            raise LabError(f"induction.lowest_id must be 1 or more (0 pads), got {self.lowest_id}")
+        if self.mode == "single" and self.pool is not None:
+            raise LabError(f"induction.pool must be None in mode single, which uses each token once, got {self.pool}")
+        if not 2 <= self.tokens_in_pool <= tokens:
+            raise LabError(
+                f"induction.pool must lie between 2 and the {tokens} ids from lowest_id {self.lowest_id} up to "
+                f"vocab_size {self.vocab_size}, got {self.tokens_in_pool}"
+            )
+
+    @property
+    def tokens_in_pool(self) -> int:
+        """P: `pool` with its default in place; in mode single, the tokens before the repeat."""
+        if self.mode == "single":
+            return self.length - 2
+        return self.length if self.pool is None else self.pool
+
+
+class InductionTask:
+    """Rows with repeats.
+
+    The script, for a row `a` and a map `succ`: draw x from the row's pool until `a` is full.
+
+        x = last(a)     ignore the draw
+        x is new        succ[last(a)] = x; succ[x] = unknown; append x
+        x was seen      a repeat: append x, then append succ[x]
+        no repeat       start anew
+
+    `raw` is that, faults included: succ[x] may be unknown when it is appended (-1 in print, here the padding 0, which
+    is no label), and a repeat in the last slot is cut off before its target. In `script`, a draw whose successor is
+    unknown is drawn again, and the last slot gets one more token of the pool, without a target. There, the target is
+    what followed the latest occurrence that a *new* token followed. `latest` sets succ[last(a)] = x at every token
+    instead, and so makes the target the token after the latest earlier occurrence, the paper's own definition of an
+    induction head. In `single`, with N = T - 2 different tokens x_1 ... x_N, the repeat is x_i with i uniform in
+    2 ... N - 2, the law of Theorem 3.4.
+
+    Slices: "first_repeat", the paper's metric, is the target of the first repeat: everything before is distinct, so
+    one earlier token fits. "later_repeats" are the targets of the others.
+
+    Chance, for first_repeat: the guesser knows which tokens have come, not in which order. Any other than the current
+    is then as likely: E[1 / (p - 1)] with p tokens before the repeat.
+    """
+
+    slice_names = ("first_repeat", "later_repeats")
+
+    def __init__(self, config: InductionConfig) -> None:
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.length = config.length
+        self.chance = {"first_repeat": _chance(config)}
+
+    def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
+        """The next `batch_size` rows; see `Task.batch`."""
+        check_batch_size(batch_size)
+        config = self.config
+        order_BT, target_BT = self._order(batch_size, generator)
+        pool_BP = distinct_rows(batch_size, config.tokens_in_pool, config.vocab_size - config.lowest_id, generator)
+        known_BT = order_BT != _UNKNOWN
+        # _UNKNOWN indexes the last of the pool, which `where` then takes out
+        ids_BT = np.where(known_BT, np.take_along_axis(pool_BP, order_BT, axis=1) + config.lowest_id, PAD)
+        target_BT &= known_BT
+        trained_BT = known_BT if config.loss == "all" else target_BT
+        labels_BT = np.where(trained_BT, ids_BT, IGNORED)
+        labels_BT[:, 0] = IGNORED
+        first_BT = target_BT & (np.cumsum(target_BT, axis=1) == 1)
+        slices_BT = np.where(target_BT, 1 - first_BT, -1)
+        return Batch(*(torch.from_numpy(array) for array in (ids_BT, labels_BT, slices_BT)))
+
+    def _order(self, rows: int, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Rows with the tokens named 0, 1, ... in the order they appear, and where the targets of repeats are."""
+        config = self.config
+        if config.mode == "single":
+            return _single(rows, config.length, generator)
+        order_BT = np.empty((rows, config.length), np.int64)
+        target_BT = np.zeros((rows, config.length), bool)
+        for start in range(0, rows, _CHUNK):
+            missing = np.arange(start, min(start + _CHUNK, rows))
+            while len(missing):  # rows without a repeat start anew
+                order, target = _walk(len(missing), config, generator)
+                order_BT[missing], target_BT[missing] = order, target
+                missing = missing[~target.any(axis=1)]
+        return order_BT, target_BT
+
+
+def _walk(rows: int, config: InductionConfig, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """The script, for all rows at once: one draw for each in a round.
+
+    A draw u, uniform in 0 ... P - 1, stands for the token that came u-th in the row; where fewer have come, for a new
+    one. The pool's tokens are in random order, so this is the law of drawing from the pool itself.
+    """
+    length, pool, mode = config.length, config.tokens_in_pool, config.mode
+    # Whatever a round does not keep is written as well and written over later, which costs less than to pick the rows
+    # that are kept. Two columns past the row take what finished rows write, column P of succ what has no predecessor.
+    width = length + 3
+    order = np.zeros(rows * width, np.int32)
+    target = np.zeros(rows * width, bool)
+    succ = np.full(rows * (pool + 1), _UNKNOWN, np.int32)
+    row_start = np.arange(rows) * width
+    succ_start = np.arange(rows) * (pool + 1)
+    end = row_start + length
+    here = row_start.copy()  # where the next token goes
+    last = np.full(rows, pool)  # column P: of an empty row
+    known = np.zeros(rows, np.int64)
+    while (here < end).any():
+        for drawn in torch.randint(pool, (length // 2 + 1, rows), generator=generator).numpy():
+            token = np.minimum(drawn, known)
+            new = drawn >= known
+            at_token = succ_start + token
+            after = succ[at_token]
+            kept = (token != last) & (here < end)
+            repeat = kept & ~new
+            if mode != "raw":
+                fills = here == end - 1
+                kept &= new | fills | (after != _UNKNOWN)
+                repeat &= kept & ~fills
+            new &= kept
+            order[here] = token
+            order[here + 1] = after
+            target[here + 1] = repeat
+            succ[np.where(kept if mode == "latest" else new, succ_start + last, succ_start + pool)] = token
+            last = np.where(repeat, after, np.where(kept, token, last))
+            last = np.where(last == _UNKNOWN, pool, last)
+            known += new
+            here += kept
+            here += repeat
+    return order.reshape(rows, width)[:, :length], target.reshape(rows, width)[:, :length]
+
+
+def _single(rows: int, length: int, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens 0 ... N - 1, then i and i + 1, with i uniform in 1 ... N - 3 (x_2 ... x_{N-2}, counted from 1)."""
+    tokens = length - 2
+    order_BT = np.broadcast_to(np.arange(length), (rows, length)).copy()
+    order_BT[:, -2] = torch.randint(1, tokens - 2, (rows,), generator=generator).numpy()
+    order_BT[:, -1] = order_BT[:, -2] + 1
+    target_BT = np.zeros((rows, length), bool)
+    target_BT[:, -1] = True
+    return order_BT, target_BT
+
+
+def _chance(config: InductionConfig) -> float:
+    """E[1 / (p - 1)]; the first repeat comes after p tokens.
+
+        P(p) ~ (p - 1)/(P - 1) prod_{m=2}^{p-1} (1 - (m - 1)/(P - 1)),  p = 2 ... T - 2
+
+    m tokens of the pool are known, one of them is the last and is not drawn. With T - 1 no target would fit.
+    """
+    if config.mode == "single":
+        return 1 / (config.tokens_in_pool - 1)
+    before = np.arange(2, config.length - 1)
+    hazard = np.minimum((before - 1) / (config.tokens_in_pool - 1), 1.0)
+    survival = np.concatenate([[1.0], np.cumprod(1 - hazard)[:-1]])
+    weight = hazard * survival
+    return float((weight / (before - 1)).sum() / weight.sum())

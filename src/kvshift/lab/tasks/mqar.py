@@ -1,0 +1,103 @@
+"""MQAR, multi-query associative recall: key-value pairs, then each key again; the answer is its value.
+
+Source: Arora et al., "Zoology" (2023), Figure 2 and the data of its code; the paper names the task beside induction.
+A row with length 16, pairs 3 and vocab_size 20 (keys 1 ... 9, values 10 ... 19):
+
+    input_ids    9 17  1 13  3 11  3  0  9  0  0  0  1  0  0  0
+    labels       -  -  -  -  -  -  - 11  - 17  -  -  - 13  -  -
+    slices       .  .  .  .  .  .  .  0  .  0  .  .  .  0  .  .      0 queries
+
+Shapes: B rows, T positions in a row, P pairs, S slots for queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.tasks.batch import IGNORED, Batch
+from kvshift.lab.tasks.checks import check_at_least, check_batch_size, check_choices
+from kvshift.lab.tasks.sampling import distinct_rows
+
+__all__ = ["MQARConfig", "MQARTask"]
+
+FILLER = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MQARConfig:
+    """Rows of MQAR. Figure 2 of Zoology has (length, pairs) = (64, 4), (128, 8) and (256, 16)."""
+
+    length: int = 64
+    """Tokens in a row, T; even, and at least 4 for each pair."""
+    pairs: int = 4
+    """Key-value pairs, P; each key is asked for once."""
+    vocab_size: int = 8192
+    """Keys are 1 ... vocab_size // 2 - 1, values are vocab_size // 2 ... vocab_size - 1."""
+    power: float = 0.01
+    """Slot g = 0, 1, ... is drawn with weight (g + 1)^(power - 1): 1 is uniform, less prefers early slots."""
+    filler: Literal["zero", "random"] = "zero"
+    """Tokens between queries: id 0 (Figure 2), or any of the vocabulary."""
+
+    def __post_init__(self) -> None:
+        check_choices("mqar", self)
+        check_at_least("mqar", self, pairs=1)
+        if self.length % 2 or self.length < 4 * self.pairs:
+            raise LabError(
+                f"mqar.length must be even and 4 times pairs = {self.pairs} or more (a pair and a slot for each), "
+                f"got {self.length}"
+            )
+        if self.vocab_size // 2 - 1 < self.pairs:
+            raise LabError(
+                f"mqar.vocab_size must be {2 * self.pairs + 2} or more for {self.pairs} pairs, got {self.vocab_size}"
+            )
+
+
+class MQARTask:
+    """Pairs k_1 v_1 ... k_P v_P at columns 0 ... 2P - 1, then slots of two columns; slot g starts at 2P + 2g.
+
+    Keys and values are drawn without replacement. Each key is put at the start of a slot, drawn without replacement
+    by the weights; its value is the label of the next column, which holds filler. There are no other labels.
+
+    Slice: "queries". Chance: the guesser names one of the values of the row, 1 / P.
+    """
+
+    slice_names = ("queries",)
+
+    def __init__(self, config: MQARConfig) -> None:
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.length = config.length
+        self.chance = {"queries": 1 / config.pairs}
+
+    def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
+        """The next `batch_size` rows; see `Task.batch`."""
+        check_batch_size(batch_size)
+        config = self.config
+        half = config.vocab_size // 2
+        keys_BP = 1 + torch.from_numpy(distinct_rows(batch_size, config.pairs, half - 1, generator))
+        values_BP = half + torch.from_numpy(
+            distinct_rows(batch_size, config.pairs, config.vocab_size - half, generator)
+        )
+        slots = config.length // 2 - config.pairs
+        weight_S = torch.arange(1, slots + 1, dtype=torch.float64) ** (config.power - 1)
+        # Of clocks that ring at rates `weight`, the first is g with probability weight_g / sum(weight), and so on
+        # among those that are left: the P earliest are P draws without replacement, in their order.
+        rings_BS = torch.empty(batch_size, slots, dtype=torch.float64).exponential_(generator=generator) / weight_S
+        slots_BP = rings_BS.topk(config.pairs, largest=False, sorted=True).indices
+        query_BP = 2 * config.pairs + 2 * slots_BP
+
+        shape = (batch_size, config.length)
+        if config.filler == "zero":
+            input_ids = torch.full(shape, FILLER)
+        else:
+            input_ids = torch.randint(config.vocab_size, shape, generator=generator)
+        input_ids[:, 0 : 2 * config.pairs : 2] = keys_BP
+        input_ids[:, 1 : 2 * config.pairs : 2] = values_BP
+        input_ids.scatter_(1, query_BP, keys_BP)
+        labels = torch.full(shape, IGNORED).scatter_(1, query_BP + 1, values_BP)
+        slices = torch.full(shape, -1).scatter_(1, query_BP + 1, 0)
+        return Batch(input_ids, labels, slices)

@@ -1,0 +1,111 @@
+"""3-gram: a fixed table of pairs, each with the token that follows; to be learned by heart.
+
+Source: the paper's Figure 9. The table is drawn once, so nothing is to be found in the row: the task is the control
+where induction should not help. A row of three tokens, and a packed one of nine:
+
+    input_ids    8  1 18
+    labels       -  - 18
+    slices       .  .  0
+
+    input_ids    5  1  5  2  0  2  5  1  5
+    labels       -  -  5  -  -  2  -  -  5
+    slices       .  .  0  .  .  0  .  .  1      0 new, 1 repeated
+
+Shapes: B rows, T positions in a row, N pairs in the table, P pairs in a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.seeds import generator_for
+from kvshift.lab.tasks.batch import IGNORED, Batch
+from kvshift.lab.tasks.checks import check_at_least, check_batch_size
+
+__all__ = ["NGramConfig", "NGramTask"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NGramConfig:
+    """The table and the rows drawn from it."""
+
+    vocab_size: int = 32
+    """Tokens 0 ... vocab_size - 1; few, so that neither x1 nor x2 alone tells x3."""
+    pairs: int = 200
+    """Pairs drawn for the table; those that come twice count once, so that it has fewer."""
+    table_seed: int = 0
+    """Seed of the table, which is no part of the stream: another one is another task."""
+    length: int = 3
+    """Tokens in a row, a multiple of 3. Beyond 3, rows are packed with triples, among which one may come again: then
+    copying is possible beside memory. (The longest below 512 is 510.)"""
+
+    def __post_init__(self) -> None:
+        check_at_least("ngram", self, vocab_size=2, pairs=1, length=3)
+        if self.length % 3:
+            raise LabError(f"ngram.length must be a multiple of 3, got {self.length}")
+
+
+class NGramTask:
+    """Triples x1 x2 x3 with (x1, x2) uniform over the pairs of the table and x3 = table(x1, x2).
+
+    Only x3 has a label. Training and evaluation share the table, for memory is what is measured: `whole_table` is the
+    evaluation set. Packed rows of the two splits do differ.
+
+    Slices: "new", the labels of pairs that come for the first time in their row (all where rows are not packed);
+    "repeated", the others.
+
+    Chance, for new: the guesser always names the token that is x3 most often. `best_guess` gives what knowing x1 or
+    x2 alone is worth.
+
+    Attributes:
+        pairs: (N, 2) int64, sorted, each once.
+        targets: (N,) int64.
+    """
+
+    slice_names = ("new", "repeated")
+
+    def __init__(self, config: NGramConfig) -> None:
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.length = config.length
+        generator = generator_for("3-gram table", config.table_seed)
+        drawn = torch.randint(config.vocab_size, (config.pairs, 2), generator=generator)
+        self.pairs = drawn.unique(dim=0)
+        self.targets = torch.randint(config.vocab_size, (len(self.pairs),), generator=generator)
+        self.chance = {"new": self.best_guess("nothing")}
+
+    def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
+        """The next `batch_size` rows; see `Task.batch`."""
+        check_batch_size(batch_size)
+        return self._rows(torch.randint(len(self.pairs), (batch_size, self.length // 3), generator=generator))
+
+    def whole_table(self) -> Batch:
+        """Each pair of the table once, in rows of three tokens: (N, 3)."""
+        return self._rows(torch.arange(len(self.pairs)).unsqueeze(1))
+
+    def best_guess(self, known: Literal["nothing", "x1", "x2"]) -> float:
+        """Accuracy over the table of the best guess of x3 from one token of the pair, or from none.
+
+        sum_c max_x #{pairs with known token c and target x} / N
+        """
+        if known not in ("nothing", "x1", "x2"):
+            raise ValueError(f"known must be nothing, x1 or x2, got {known!r}")
+        token_N = {"nothing": torch.zeros_like(self.targets), "x1": self.pairs[:, 0], "x2": self.pairs[:, 1]}[known]
+        right = sum(int(self.targets[token_N == token].bincount().max()) for token in token_N.unique())
+        return right / len(self.pairs)
+
+    def _rows(self, index_BP: Tensor) -> Batch:
+        rows, triples = index_BP.shape
+        input_ids = torch.cat([self.pairs[index_BP], self.targets[index_BP].unsqueeze(-1)], dim=-1)
+        labels = torch.full_like(input_ids, IGNORED)
+        labels[:, :, 2] = input_ids[:, :, 2]
+        order_BP = torch.arange(triples).expand_as(index_BP)
+        first_BN = torch.full((rows, len(self.pairs)), triples).scatter_reduce(1, index_BP, order_BP, "amin")
+        slices = torch.full_like(input_ids, -1)
+        slices[:, :, 2] = (first_BN.gather(1, index_BP) < order_BP).long()
+        return Batch(*(tensor.reshape(rows, 3 * triples) for tensor in (input_ids, labels, slices)))

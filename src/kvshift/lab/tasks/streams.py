@@ -1,0 +1,64 @@
+"""Batches by number: the same task, split, seed and number give the same bits in any order, process or worker."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+from torch.utils.data import Dataset
+
+from kvshift.lab.tasks.batch import Batch, Task
+
+__all__ = ["Split", "TaskBatches", "generator_of"]
+
+Split = Literal["training", "evaluation"]
+
+_SEEDS = 2**31  # of each split: torch's generator on a CPU takes 32 bits, and the highest of them is the split
+
+
+def generator_of(split: Split, seed: int, number: int) -> torch.Generator:
+    """The generator of one batch.
+
+        seed of the generator = [split == evaluation] 2^31 + (hash(seed) + number) mod 2^31
+
+    So no training batch shares its generator with any evaluation batch, whatever the seeds, and none with another
+    batch of its stream.
+    """
+    if split not in get_args(Split):
+        raise ValueError(f"split must be training or evaluation, got {split!r}")
+    if not 0 <= number < _SEEDS:
+        raise ValueError(f"number must lie in 0 ... 2^31 - 1, got {number}")
+    digest = hashlib.sha256(f"batches {seed}".encode()).digest()
+    within = (int.from_bytes(digest[:4], "big") + number) % _SEEDS
+    return torch.Generator().manual_seed(within + (_SEEDS if split == "evaluation" else 0))
+
+
+class TaskBatches(Dataset[Batch]):
+    """A stream of `batches` batches, each made when it is asked for.
+
+    For a DataLoader, give `batch_size=None`; for transformers' Trainer, whose loader wants a batch size,
+    `per_device_train_batch_size=1`, `remove_unused_columns=False` and `data_collator=concatenate`. A loader with one
+    worker (`dataloader_num_workers=1`) makes the next batch while the model works on this one.
+    """
+
+    def __init__(self, task: Task, *, split: Split, seed: int, batch_size: int, batches: int) -> None:
+        for name, value in (("batch_size", batch_size), ("batches", batches)):
+            if value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        generator_of(split, seed, batches - 1)  # raises for a split or a number that there is not
+        self.task = task
+        self.split: Split = split
+        self.seed, self.batch_size, self.batches = seed, batch_size, batches
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __getitem__(self, number: int) -> Batch:
+        if not 0 <= number < self.batches:
+            raise IndexError(f"number must lie in 0 ... {self.batches - 1}, got {number}")
+        return self.task.batch(generator_of(self.split, self.seed, number), self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[number] for number in range(self.batches))
