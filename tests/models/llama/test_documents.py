@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithFlattening, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DataCollatorWithFlattening, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .checks import ATOL, check_documents, logits_of, reference_of
@@ -114,54 +114,110 @@ def test_the_collator_of_transformers(named: dict):
     torch.testing.assert_close(outputs.loss.double(), sum(losses) / (sum(LENGTHS) - len(LENGTHS)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture
-def attended(monkeypatch) -> list[tuple[Tensor, Tensor]]:
-    """The keys and values that reach attention, layer after layer."""
-    seen = []
-    find = ALL_ATTENTION_FUNCTIONS.get_interface
-
-    def get_interface(name: str, default: Any) -> Any:
-        def attention(module, query, key, value, *args: Any, **kwargs: Any) -> Any:
-            seen.append((key, value))
-            return find(name, default)(module, query, key, value, *args, **kwargs)
-
-        return attention
-
-    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", get_interface)
-    return seen
+NAMES = [
+    ["seq_idx"],
+    ["cu_seq_lens_q"],
+    ["position_ids"],
+    ["position_ids", "attention_mask"],
+    ["seq_idx", "attention_mask"],
+    ["position_ids", "seq_idx", "cu_seq_lens_q"],
+]
 
 
-@pytest.mark.parametrize(
-    ("keys", "use_cache"),
-    [
-        (["seq_idx"], False),
-        (["cu_seq_lens_q"], False),
-        (["seq_idx"], True),
-        (["cu_seq_lens_q"], True),
-        (["position_ids"], True),
-        (["position_ids", "seq_idx", "cu_seq_lens_q"], True),
-    ],
-    ids=str,
-)
-def test_the_shift_heeds_documents_where_attention_does_not(keys: list[str], use_cache: bool, attended: list):
-    """Transformers' masks know of documents by position_ids without cache alone; flash attention knows more.
+@every_variant
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("use_cache", [False, True], ids=["no cache", "cache"])
+@pytest.mark.parametrize("keys", NAMES, ids=str)
+def test_whatever_names_the_documents_nothing_crosses(keys: list[str], use_cache: bool, attention: str, options: dict):
+    """Transformers' own masks know of documents by position_ids alone, and only without cache and attention mask."""
+    model, documents = tiny_model(attention=attention, **options), documents_of()
+    inputs = packed(documents) | {"attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.long)}
+    logits = logits_of(model, inputs["input_ids"], use_cache=use_cache, **{name: inputs[name] for name in keys})[0]
+    for document, got in zip(documents, logits.split(LENGTHS), strict=True):
+        torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
 
-    So what the first layer hands to attention is looked at.
-    """
-    model, documents = tiny_model(torch.float64, shift_window=3), documents_of()
-    inputs = {name: packed(documents)[name] for name in ["input_ids", *keys]}
-    logits_of(model, inputs.pop("input_ids"), use_cache=use_cache, **inputs)
-    keys_of_pack, values_of_pack = attended[0]
-    start = 0
-    for document in documents:
-        attended.clear()
-        first = 0 if "position_ids" in keys else start  # positions go on through the row where none are given
-        positions = torch.arange(first, first + len(document)).unsqueeze(0)
-        logits_of(model, document.unsqueeze(0), position_ids=positions, use_cache=False)
-        end = start + len(document)
-        for got, expected in zip((keys_of_pack, values_of_pack), attended[0], strict=True):
-            torch.testing.assert_close(got[:, :, start:end], expected, rtol=0, atol=1e-12)
-        start = end
+
+def test_a_number_may_come_again():
+    """A document begins where the number changes, to whatever it changes."""
+    model, documents = tiny_model(), documents_of()
+    inputs = packed(documents)
+    inputs["seq_idx"] = inputs["seq_idx"] % 2
+    logits = logits_of(model, inputs["input_ids"], seq_idx=inputs["seq_idx"])[0]
+    for document, got in zip(documents, logits.split(LENGTHS), strict=True):
+        torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("options", [VARIANTS["paper"], VARIANTS["sliding window"]], ids=["paper", "sliding window"])
+@pytest.mark.parametrize("name", ["seq_idx", "position_ids"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_pack_in_pieces_and_on_with_its_last_document(name: str, static: bool, options: dict):
+    """Cut anywhere; then token by token, of which the last document alone is seen."""
+    model, documents = tiny_model(**options), documents_of()
+    inputs, more = packed(documents), random_tokens(4, seed=9)
+    expected = [reference_of(model, document) for document in documents[:-1]]
+    expected.append(reference_of(model, torch.cat([documents[-1], more])))
+    total = sum(LENGTHS)
+    for cut in range(1, total):
+        if inputs["position_ids"][0, cut] == 0:
+            continue  # the first document of a call goes on with the last one before it
+        cache = DynamicCache(config=model.config)
+        if static:
+            cache = StaticCache(config=model.config, max_cache_len=total + len(more) + 2)
+        parts = []
+        for piece in (slice(0, cut), slice(cut, total)):
+            number = inputs[name][:, piece]
+            parts.append(logits_of(model, inputs["input_ids"][:, piece], past_key_values=cache, **{name: number}))
+        for offset, token in enumerate(more):
+            where = {"position_ids": torch.tensor([[LENGTHS[-1] + offset]])} if name == "position_ids" else {}
+            parts.append(logits_of(model, token.view(1, 1), past_key_values=cache, **where))
+        got = torch.cat(parts, dim=1)[0].split([*LENGTHS[:-1], LENGTHS[-1] + len(more)])
+        for document, (result, wanted) in enumerate(zip(got, expected, strict=True)):
+            torch.testing.assert_close(result, wanted, rtol=0, atol=ATOL, msg=lambda m, c=(cut, document): f"{c}: {m}")
+
+
+def test_rows_of_a_packed_cache_move_with_the_place_where_their_document_began():
+    model = tiny_model()
+    rows = [documents_of(), list(reversed(documents_of(seed=20)))]
+    batch = {name: torch.cat([packed(documents)[name] for documents in rows]) for name in ["input_ids", "seq_idx"]}
+    more = random_tokens(1, seed=9).view(1, 1)
+    for move in ("reorder", "select", "repeat"):
+        cache = DynamicCache(config=model.config)
+        logits_of(model, batch["input_ids"], seq_idx=batch["seq_idx"], past_key_values=cache)
+        if move == "reorder":
+            cache.reorder_cache(torch.tensor([1, 0]))
+            order = [1, 0]
+        elif move == "select":
+            cache.batch_select_indices(torch.tensor([1]))
+            order = [1]
+        else:
+            cache.batch_repeat_interleave(2)
+            order = [0, 0, 1, 1]
+        logits = logits_of(model, more.expand(len(order), -1), past_key_values=cache)
+        for row, got in zip(order, logits, strict=True):
+            wanted = reference_of(model, torch.cat([rows[row][-1], more[0]]))
+            torch.testing.assert_close(got[-1], wanted[-1], rtol=0, atol=ATOL)
+
+
+def test_a_cache_that_was_reset_has_no_document_to_go_on_with():
+    model, documents = tiny_model(), documents_of()
+    cache = DynamicCache(config=model.config)
+    logits_of(model, packed(documents)["input_ids"], seq_idx=packed(documents)["seq_idx"], past_key_values=cache)
+    cache.reset()
+    row = random_tokens(9)
+    got = logits_of(model, row.unsqueeze(0), past_key_values=cache)[0]
+    torch.testing.assert_close(got, reference_of(model, row), rtol=0, atol=ATOL)
+
+
+def test_packed_rows_with_padding_on_either_side():
+    model, documents = tiny_model(), documents_of()
+    inputs = packed(documents)
+    for left, right in ((3, 0), (0, 3)):
+        ids = torch.nn.functional.pad(inputs["input_ids"], (left, right), value=7)
+        numbers = torch.nn.functional.pad(inputs["seq_idx"], (left, right), value=55)
+        mask = torch.nn.functional.pad(torch.ones_like(inputs["input_ids"]), (left, right))
+        logits = logits_of(model, ids, seq_idx=numbers, attention_mask=mask)[0, left : left + sum(LENGTHS)]
+        for document, got in zip(documents, logits.split(LENGTHS), strict=True):
+            torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
 
 
 def test_attention_is_handed_what_llama_hands_it_and_the_window(monkeypatch):
@@ -186,22 +242,6 @@ def test_attention_is_handed_what_llama_hands_it_and_the_window(monkeypatch):
     assert ours["sliding_window"] == 6
     assert {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"} <= ours.keys()
     torch.testing.assert_close(ours["cu_seq_lens_q"], llamas["cu_seq_lens_q"], rtol=0, atol=0)
-
-
-def test_a_pack_goes_on_with_its_last_document(attended: list):
-    model, documents = tiny_model(torch.float64, shift_window=3), documents_of()
-    inputs, cache = packed(documents), DynamicCache(config=model.config)
-    inputs.pop("cu_seq_lens_q")
-    logits_of(model, inputs.pop("input_ids"), past_key_values=cache, **inputs)
-    more = random_tokens(1, 3, seed=9)
-    attended.clear()
-    positions = torch.arange(2, 5).unsqueeze(0)
-    logits_of(model, more, position_ids=positions, past_key_values=cache)
-    got = attended[0]
-    attended.clear()
-    logits_of(model, torch.cat([documents[-1].unsqueeze(0), more], dim=1), use_cache=False)
-    for after, alone in zip(got, attended[0], strict=True):
-        torch.testing.assert_close(after[:, :, -3:], alone[:, :, -3:], rtol=0, atol=1e-12)
 
 
 def test_padding_between_positions_begins_no_document():

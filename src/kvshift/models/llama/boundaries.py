@@ -1,9 +1,11 @@
-"""Padding and documents, as the shift needs them, from the arguments that transformers' users pass.
+"""Padding and documents, as shift and attention need them, from the arguments that transformers' users pass.
 
 Shapes: B batch, T positions of this call, S sequences.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,33 +34,69 @@ def document_index(
     cu_seq_lens: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor | None:
-    """Number the documents that share a row, (B, T); None if no row holds more than one.
+    """Number the documents that share a row from 0, (B, T); None if no row holds more than one.
 
-    The first of these that is given decides: `seq_idx` (B, T); `cu_seq_lens` (S + 1,), boundaries in the one row of
-    a pack; `position_ids` (B, T), which start anew with each document. Positions of padding count for nothing.
+    The first of these that is given decides: `seq_idx` (B, T), a document begins where it changes; `cu_seq_lens`
+    (S + 1,), boundaries in the one row of a pack; `position_ids` (B, T), a document begins wherever they do not go on
+    by one. Positions of padding count for nothing.
     """
     if seq_idx is not None:
         if tuple(seq_idx.shape) != (batch, positions):
             raise ValueError(f"seq_idx must be ({batch}, {positions}) like input_ids, got {tuple(seq_idx.shape)}")
-        return seq_idx
-    if cu_seq_lens is not None:
+        named_BT, step = seq_idx, 0
+    elif cu_seq_lens is not None:
         if batch != 1:
             raise ValueError(f"cu_seq_lens_q needs all sequences packed into one row, got a batch of {batch}")
         position_T = torch.arange(positions, device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
-        return torch.searchsorted(cu_seq_lens[1:].contiguous(), position_T, right=True).unsqueeze(0)
-    if position_ids is None or position_ids.ndim != 2 or positions == 1:
-        return None
-    position_BT = position_ids.expand(batch, -1)
-    if real_BT is None:
-        starts_BT = position_BT.diff(dim=1) != 1
+        named_BT = torch.searchsorted(cu_seq_lens[1:].contiguous(), position_T, right=True).unsqueeze(0)
+        step = 0
+    elif position_ids is not None and position_ids.ndim == 2:
+        named_BT, step = position_ids.expand(batch, -1), 1
     else:
-        index_T = torch.arange(positions, device=position_BT.device)
+        return None
+    if positions <= 1:
+        return None
+    if real_BT is None:
+        starts_BT = named_BT.diff(dim=1) != step
+    else:
+        index_T = torch.arange(positions, device=named_BT.device)
         last_real_BT = torch.where(real_BT, index_T, -1).cummax(1).values[:, :-1]
-        expected_BT = position_BT.gather(1, last_real_BT.clamp(min=0)) + 1
-        starts_BT = real_BT[:, 1:] & (last_real_BT >= 0) & (position_BT[:, 1:] != expected_BT)
+        expected_BT = named_BT.gather(1, last_real_BT.clamp(min=0)) + step
+        starts_BT = real_BT[:, 1:] & (last_real_BT >= 0) & (named_BT[:, 1:] != expected_BT)
     if _known(~starts_BT.any()):
         return None
     return torch.nn.functional.pad(starts_BT.cumsum(1), (1, 0))
+
+
+def document_start(documents: Tensor, seen: int | Tensor, begun: Tensor | None) -> Tensor:
+    """Where each position's document begins, (B, T), in tokens of the whole row, those before this call included.
+
+    Args:
+        documents: (B, T), as `document_index` numbers them; number 0 goes on with what was last in the row.
+        seen: tokens of each row before this call.
+        begun: (B,), where the last of their documents began; None for 0.
+    """
+    index_T = torch.arange(documents.shape[1], device=documents.device)
+    changes_BT = torch.nn.functional.pad(documents.diff(dim=1) != 0, (1, 0))
+    start_BT = torch.where(changes_BT, index_T, 0).cummax(1).values + seen
+    before_B1 = torch.zeros_like(documents[:, :1]) if begun is None else begun.unsqueeze(1)
+    return torch.where(documents == 0, before_B1, start_BT)
+
+
+def same_document(start: Tensor, seen: int | Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """A mask function of transformers (batch, head, query, key -> bool): keys of the query's own document.
+
+    Causality is another mask: of the keys up to the query, those of its document are those from its start on.
+
+    Args:
+        start: (B, T), of `document_start`.
+        seen: tokens of each row before this call; queries are counted from the start of the row.
+    """
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key >= start[batch, query - seen]
+
+    return sees
 
 
 def _known(condition: Tensor) -> bool:

@@ -34,11 +34,13 @@ class ShiftCacheLayer:
 
     Attributes:
         shift_state: the raw rows after the last token cached; None before the first.
+        document_start: (B,), which token of each row began the document that is last in it; None for the first.
         window: the W of the shift.
         record_past: keep the raw rows of all tokens until `crop` is called, as assisted generation asks for.
     """
 
     shift_state: ShiftState | None = None
+    document_start: Tensor | None = None
     window: int
     record_past: bool = False
 
@@ -61,7 +63,7 @@ class ShiftCacheLayer:
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        self.shift_state = None
+        self.shift_state = self.document_start = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -101,10 +103,16 @@ class ShiftCacheLayer:
             state = ShiftState(state.k[:, keep], state.v[:, keep], self.window - 1, q)
         super().crop(tokens_to_remove)  # type: ignore[misc]
         self.shift_state = state if tokens < length else None
+        self.document_start = self.document_start if tokens < length else None
 
     def _select_shift(self, indices: Tensor) -> None:
         if self.shift_state is not None:
             self.shift_state = self.shift_state.select(indices)
+        self._select_document_start(indices)
+
+    def _select_document_start(self, indices: Tensor) -> None:
+        if self.document_start is not None:
+            self.document_start = self.document_start.index_select(0, indices.to(self.document_start.device))
 
 
 class _DynamicShiftCacheLayer(ShiftCacheLayer):
@@ -169,6 +177,7 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
     def _select_shift(self, indices: Tensor) -> None:
         if self.shift_state is not None:
             self._overwrite(self.shift_state.select(indices))
+        self._select_document_start(indices)
 
     def _overwrite(self, state: ShiftState) -> None:
         new = dict(_tensors(state))
@@ -225,6 +234,17 @@ def adopt_cache(cache: Cache, config: KVShiftLlamaConfig) -> None:
         )
     layers: list[Any] = cache.layers
     layers[:] = [_with_shift(layer, config.shift_window) for layer in layers]
+
+
+def kept_document_start(cache: Cache) -> Tensor | None:
+    """What `keep_document_start` kept, (B,); None where each row holds one document."""
+    return getattr(cache.layers[0], "document_start", None) if cache.layers else None
+
+
+def keep_document_start(cache: Cache, start: Tensor) -> None:
+    """Keep where the last document of each row began, (B,), for the tokens that come next."""
+    for layer in cache.layers:
+        layer.document_start = start  # type: ignore[attr-defined]
 
 
 def check_recording(

@@ -31,8 +31,14 @@ from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
 from kvshift.layers.positions import half_tables, rotate_half
-from kvshift.models.llama.boundaries import document_index, padding_mask
-from kvshift.models.llama.cache import ShiftCacheLayer, adopt_cache, check_recording
+from kvshift.models.llama.boundaries import document_index, document_start, padding_mask, same_document
+from kvshift.models.llama.cache import (
+    ShiftCacheLayer,
+    adopt_cache,
+    check_recording,
+    keep_document_start,
+    kept_document_start,
+)
 from kvshift.models.llama.configuration import KVShiftLlamaConfig
 
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")  # what a name may begin with, kernels' included
@@ -178,44 +184,48 @@ class KVShiftLlamaModel(KVShiftLlamaPreTrainedModel, LlamaModel):
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """As `transformers.LlamaModel.forward`, and documents packed into one row do not see each other's keys.
+        """As `transformers.LlamaModel.forward`, and documents packed into one row do not see each other.
+
+        Neither shift nor attention crosses a boundary, with a cache or without. The first document of a call goes on
+        with the last one in the cache.
 
         Args:
-            seq_idx: (B, T) number of the document at each position.
+            seq_idx: (B, T) number of the document at each position; one begins where it changes.
             cu_seq_lens_q: (S + 1,) boundaries of the documents in the one row of a pack.
             position_ids: (B, T); where neither of the above is given, a document begins wherever they do not go on
-                by one.
+                by one. Where they are not given, they count from the start of each document.
         """
         self._refuse_unknown_attention()
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        batch, positions = inputs_embeds.shape[:2]
 
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
             adopt_cache(past_key_values, self.config)
 
-        given_position_ids = position_ids
-        if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = (torch.arange(positions, device=inputs_embeds.device) + seen).unsqueeze(0)
-
         masks = attention_mask
         if not isinstance(masks, dict):
-            masks = create_masks(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
-        shift_seq_idx = document_index(
-            batch,
-            positions,
-            masks["padding"],
-            seq_idx=seq_idx,
-            cu_seq_lens=cu_seq_lens_q,
-            position_ids=given_position_ids,
-        )
+            masks = create_masks(
+                self.config,
+                inputs_embeds,
+                attention_mask,
+                past_key_values,
+                position_ids,
+                seq_idx=seq_idx,
+                cu_seq_lens=cu_seq_lens_q,
+            )
         if past_key_values is not None:
-            check_recording(past_key_values, masks["padding"], attention_mask, shift_seq_idx)
+            check_recording(past_key_values, masks["padding"], attention_mask, masks["documents"])
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen).unsqueeze(0)
+            if masks["starts"] is not None:
+                position_ids = position_ids - masks["starts"]
+        if past_key_values is not None and masks["documents"] is not None:
+            keep_document_start(past_key_values, masks["starts"][:, -1])
         if cu_seq_lens_q is not None:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
 
@@ -230,7 +240,7 @@ class KVShiftLlamaModel(KVShiftLlamaPreTrainedModel, LlamaModel):
                 past_key_values=past_key_values,
                 use_cache=use_cache,
                 shift_mask=masks["padding"],
-                shift_seq_idx=shift_seq_idx,
+                shift_seq_idx=masks["documents"],
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
@@ -288,8 +298,28 @@ def create_masks(
     attention_mask: Tensor | None,
     past_key_values: Cache | None,
     position_ids: Tensor | None,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seq_lens: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
-    """What every layer needs to know of the mask: "attention", for its scores, and "padding", for its shift."""
+    """What every layer needs to know of padding and documents.
+
+    Returns:
+        "attention": the mask of its scores; "padding": (B, T), False on padding, and "documents": (B, T), their
+        numbers, for the shift; "starts": (B, T), where each position's document begins. None where there is none.
+    """
+    batch, positions = inputs_embeds.shape[:2]
+    padding = padding_mask(attention_mask, positions)
+    documents = document_index(
+        batch, positions, padding, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens, position_ids=position_ids
+    )
+    begun = None if past_key_values is None else kept_document_start(past_key_values)
+    starts, of_own_document = None, None
+    if documents is not None or begun is not None:
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        numbers = inputs_embeds.new_zeros(batch, positions, dtype=torch.long) if documents is None else documents
+        starts = document_start(numbers, seen, begun)
+        of_own_document = same_document(starts, seen)
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
     return {
         "attention": create(
@@ -297,7 +327,10 @@ def create_masks(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
-            position_ids=position_ids,
+            position_ids=None,  # from which transformers would take documents, but not beside a cache or a mask
+            and_mask_function=of_own_document,
         ),
-        "padding": padding_mask(attention_mask, inputs_embeds.shape[1]),
+        "padding": padding,
+        "documents": documents,
+        "starts": starts,
     }
