@@ -8,7 +8,7 @@ import torch
 
 from kvshift.lab.theory.checks import check_field
 from kvshift.lab.theory.limit_loss import exact, loss, paper, script
-from kvshift.lab.theory.loss_field import FIGURE2, Field, draw_fields, figure2_fields, loss_field
+from kvshift.lab.theory.loss_field import FIGURE2, Field, descend_within, draw_fields, figure2_fields, loss_field
 
 
 def lost(form, alpha1, beta1):
@@ -45,6 +45,21 @@ def test_only_as_printed_descent_can_be_caught_elsewhere():
     assert corners["exact"] == [[(0, 1)]] * 3
     assert corners["script"] == [[(0, 1)]] * 3
     assert corners["paper"] == [[(0, 1), (1, 0)], [(0, 1), (1, 0)], [(0, 1)]]
+
+
+@pytest.mark.parametrize("form", [exact(4), exact(12), exact(102), script(0)])
+def test_every_start_leads_to_induction(form):
+    ends = descend_within(form, points=9)
+    assert np.abs(ends - np.array([0.0, 1.0])).max() < 0.02
+
+
+def test_as_printed_a_third_of_the_starts_end_in_the_other_corner():
+    ends = descend_within(paper(0), points=9)
+    other = np.abs(ends - np.array([1.0, 0.0])).max(axis=-1) < 0.02
+    induction = np.abs(ends - np.array([0.0, 1.0])).max(axis=-1) < 0.02
+    assert (other ^ induction).all()
+    assert 0.25 < other.mean() < 0.4
+    assert other[0, -1]  # rows by beta1, columns by alpha1: the start (1, 0)
 
 
 def test_at_100_no_form_crosses_a_level_of_the_script():
