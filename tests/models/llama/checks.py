@@ -158,6 +158,7 @@ def check_documents(model: KVShiftLlamaForCausalLM, atol: float = ATOL) -> None:
     documents = [random_tokens(length, seed=length) for length in (5, 1, 7, 2)]
     ids = torch.cat(documents).unsqueeze(0)
     positions = torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0)
-    packed = logits_of(model, ids, position_ids=positions, use_cache=False)[0]
-    for document, got in zip(documents, packed.split([len(document) for document in documents]), strict=True):
-        torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=atol)
+    for use_cache in (False, True):
+        packed = logits_of(model, ids, position_ids=positions, use_cache=use_cache)[0]
+        for document, got in zip(documents, packed.split([len(document) for document in documents]), strict=True):
+            torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=atol)

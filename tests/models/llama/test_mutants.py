@@ -121,6 +121,22 @@ def documents_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(modeling, "document_index", lambda *a, **k: None)
 
 
+def attention_ignores_documents(patch: pytest.MonkeyPatch) -> None:
+    """The shift stops at their boundaries, attention does not."""
+    patch.setattr(modeling, "same_document", lambda start, seen: lambda batch, head, query, key: key >= 0)
+
+
+def documents_heeded_without_a_cache_alone(patch: pytest.MonkeyPatch) -> None:
+    """As in transformers."""
+    create = modeling.create_masks
+
+    def create_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids, **named):
+        given = {} if past_key_values is not None else {"position_ids": position_ids, **named}
+        return create(config, inputs_embeds, attention_mask, past_key_values, given.pop("position_ids", None), **given)
+
+    patch.setattr(modeling, "create_masks", create_masks)
+
+
 def documents_begin_one_too_late(patch: pytest.MonkeyPatch) -> None:
     index = modeling.document_index
 
@@ -169,6 +185,8 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], list[Callable]] = {
     crop_keeps_the_newest_row: [check_crop],
     crop_one_row_too_deep: [check_crop],
     documents_ignored: [check_documents],
+    attention_ignores_documents: [check_documents],
+    documents_heeded_without_a_cache_alone: [check_documents],
     documents_begin_one_too_late: [check_documents],
     keys_mixed_like_values: [check_forward, check_decoding],
     lags_turned_round: [check_forward, check_decoding],
