@@ -5,8 +5,9 @@ PYTHON ?= python3
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
-# One thread per process: pytest-xdist already fills the cores. Tests never reach for the hub.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+# One thread per process: pytest-xdist already fills the cores. Tests never reach for the hub. Those marked `shared`
+# read reference data beside the checkout, where somebody has put them there.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 KVSHIFT_SHARED_DATA=$(wildcard $(abspath ../shared/data))
 
 .PHONY: help
 help:  ## Show this list
@@ -21,8 +22,8 @@ test: .venv/stamp  ## Run the tests on the CPU, in parallel
 	@$(TEST_ENV) .venv/bin/python -m pytest -n auto -q -m 'not gpu' $(ARGS)
 
 .PHONY: test-oldest
-test-oldest: .venv-oldest/stamp  ## Run the model tests on the oldest supported transformers
-	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto -q -m 'not gpu' tests/models $(ARGS)
+test-oldest: .venv-oldest/stamp  ## Run what depends on transformers on the oldest that is supported
+	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto -q -m 'not gpu' tests/models tests/lab $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: .venv/stamp  ## Run the tests that need a CUDA device

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `kvshift` on `arguments` (default: those of the process); returns the exit code.
 
     0: done. 1: a fault of ours, with its traceback. 2: bad options or input. 3: the run failed while it ran.
-    4: the run folder is in use.
+    4: the run folder is in use. 128 + the number of the signal that ended it: 130, 143.
     """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
+from datasets import disable_progress_bars
 from safetensors import SafetensorError
 from transformers import TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, get_available_reporting_integrations
@@ -43,6 +44,8 @@ def train(config: TrainConfig) -> None:
     folder = RunFolder(config.out)
     say = _say if processes.is_main else _silent
     disable_progress_bar()  # transformers' own, for every file that it writes
+    if not (config.progress and sys.stderr.isatty()):
+        disable_progress_bars()  # of reading and packing the text
     try:
         with ExitStack() as stack:
             if processes.main_first(lambda: _open(stack, folder, config)):
