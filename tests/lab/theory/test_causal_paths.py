@@ -45,7 +45,7 @@ def test_paths_worked_by_hand():
     ("change", "message"),
     [
         ({"first": torch.ones(3, 3)}, r"first must be causal"),
-        ({"second": torch.ones(3, 3)}, r"second must be causal"),
+        ({"second": torch.eye(3) + torch.diag(torch.ones(2), 1)}, r"second must be causal"),
         ({"first": torch.eye(4)}, r"first must be \(N, N\), the same N for both layers; got \(4, 4\)"),
         ({"second": torch.ones(3)}, r"second must be \(N, N\)"),
         ({"query": 3}, r"query must be a token from 0 to 2, got 3"),

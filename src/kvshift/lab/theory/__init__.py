@@ -11,5 +11,6 @@
 | `loss_field.py` | Figure 2: loss and descent directions over a square of coefficients |
 | `gradient_flow.py` | where gradient descent leads when all four coefficients are free |
 
-`python -m kvshift.lab.theory` runs every check and prints the numbers of docs/theory.md. All in float64.
+`checks.py` puts numbers to all of them, and `python -m kvshift.lab.theory` prints these: docs/theory.md quotes them.
+All in float64.
 """

@@ -21,10 +21,12 @@ __all__ = ["Trajectory", "gradient_flow", "loss_and_gradient", "take_steps"]
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Attributes:
-    time: learning rate times steps, (n,).
-    coefficients: (n, 4), columns a1, a2, b1, b2.
-    loss: nats, (n,).
+    """Points along a descent.
+
+    Attributes:
+        time: learning rate times steps, (n,).
+        coefficients: (n, 4), columns a1, a2, b1, b2.
+        loss: nats, (n,).
     """
 
     time: np.ndarray

@@ -120,7 +120,7 @@ def token_logits(coefficients: Tensor, form: Form) -> TokenLogits:
 
 
 def loss(coefficients: Tensor, form: Form) -> Tensor:
-    """L in nats, with the minus sign that equation 10 has lost in print; see the head of the module.
+    """L in nats; see the head of the module.
 
     Args:
         coefficients: a1, a2, b1, b2 in the last dimension, (..., 4).
