@@ -35,7 +35,6 @@ __all__ = ["InductionConfig", "InductionTask"]
 
 PAD = 0
 _UNKNOWN = -1  # in the map of successors
-_CHUNK = 512  # rows walked at once: the map of successors stays in the cache of a core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +134,9 @@ class InductionTask:
         config = self.config
         if config.mode == "single":
             return _single(rows, config.length, generator)
-        order_BT = np.empty((rows, config.length), np.int64)
-        target_BT = np.zeros((rows, config.length), bool)
-        for start in range(0, rows, _CHUNK):
-            missing = np.arange(start, min(start + _CHUNK, rows))
-            while len(missing):  # rows without a repeat start anew
-                order, target = _walk(len(missing), config, generator)
-                order_BT[missing], target_BT[missing] = order, target
-                missing = missing[~target.any(axis=1)]
+        order_BT, target_BT = _walk(rows, config, generator)
+        while len(missing := np.flatnonzero(~target_BT.any(axis=1))):  # rows without a repeat start anew
+            order_BT[missing], target_BT[missing] = _walk(len(missing), config, generator)
         return order_BT, target_BT
 
 
@@ -154,16 +148,17 @@ def _walk(rows: int, config: InductionConfig, generator: torch.Generator) -> tup
     """
     length, pool, mode = config.length, config.tokens_in_pool, config.mode
     # Whatever a round does not keep is written as well and written over later, which costs less than to pick the rows
-    # that are kept. Two columns past the row take what finished rows write, column P of succ what has no predecessor.
+    # that are kept. The columns past the row take what finished rows write, and a target for which there is no slot;
+    # the first column of succ, that of the unknown token, takes what follows none.
     width = length + 3
     order = np.zeros(rows * width, np.int32)
     target = np.zeros(rows * width, bool)
     succ = np.full(rows * (pool + 1), _UNKNOWN, np.int32)
     row_start = np.arange(rows) * width
-    succ_start = np.arange(rows) * (pool + 1)
+    succ_start = np.arange(rows) * (pool + 1) - _UNKNOWN
     end = row_start + length
     here = row_start.copy()  # where the next token goes
-    last = np.full(rows, pool)  # column P: of an empty row
+    last = np.full(rows, _UNKNOWN)
     known = np.zeros(rows, np.int64)
     while (here < end).any():
         for drawn in torch.randint(pool, (length // 2 + 1, rows), generator=generator).numpy():
@@ -172,18 +167,15 @@ def _walk(rows: int, config: InductionConfig, generator: torch.Generator) -> tup
             at_token = succ_start + token
             after = succ[at_token]
             kept = (token != last) & (here < end)
-            repeat = kept & ~new
             if mode != "raw":
-                fills = here == end - 1
-                kept &= new | fills | (after != _UNKNOWN)
-                repeat &= kept & ~fills
+                kept &= new | (after != _UNKNOWN) | (here == end - 1)  # the last slot takes any token
+            repeat = kept & ~new
             new &= kept
             order[here] = token
             order[here + 1] = after
             target[here + 1] = repeat
-            succ[np.where(kept if mode == "latest" else new, succ_start + last, succ_start + pool)] = token
+            succ[succ_start + np.where(kept if mode == "latest" else new, last, _UNKNOWN)] = token
             last = np.where(repeat, after, np.where(kept, token, last))
-            last = np.where(last == _UNKNOWN, pool, last)
             known += new
             here += kept
             here += repeat

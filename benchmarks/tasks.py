@@ -1,0 +1,108 @@
+"""Rows per second that one core makes of each task, beside a training step of the laptop's induction model.
+
+    python benchmarks/tasks.py [--rounds N]
+
+The step (forward, backward, AdamW) is that of one layer with KV shift, width 64, on the batch that is marked with it;
+it runs on the same single core. The table gives medians over rounds, in which the contestants take turns, of processor
+time, which waiting for other work on the machine does not add to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from kvshift.lab.tasks import (
+    HopConfig,
+    HopTask,
+    InductionConfig,
+    InductionTask,
+    MQARConfig,
+    MQARTask,
+    NGramConfig,
+    NGramTask,
+    Task,
+    TaskBatches,
+)
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+
+LAPTOP = (InductionTask(InductionConfig(length=48, vocab_size=256)), 64)
+TASKS: dict[str, tuple[Task, int]] = {
+    "induction script, laptop": LAPTOP,
+    "induction script, small": (InductionTask(InductionConfig(length=128, vocab_size=1024)), 256),
+    "induction script": (InductionTask(InductionConfig()), 512),
+    "induction script, paper's batch": (InductionTask(InductionConfig()), 4096),
+    "induction latest": (InductionTask(InductionConfig(mode="latest")), 512),
+    "induction raw": (InductionTask(InductionConfig(mode="raw")), 512),
+    "induction single": (InductionTask(InductionConfig(mode="single")), 512),
+    "mqar, 4 pairs": (MQARTask(MQARConfig()), 512),
+    "mqar, 16 pairs": (MQARTask(MQARConfig(length=256, pairs=16)), 256),
+    "hop, k to 16": (HopTask(HopConfig()), 32),
+    "ngram": (NGramTask(NGramConfig()), 512),
+    "ngram, packed": (NGramTask(NGramConfig(length=510)), 512),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    contestants = {name: making(task, rows) for name, (task, rows) in TASKS.items()}
+    contestants["training step, laptop"] = training(*LAPTOP)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for at in range(rounds + 1):
+        for name, run in contestants.items():
+            start = time.process_time()
+            run()
+            if at:  # the first round warms up
+                seconds[name].append(time.process_time() - start)
+
+    print(f"{platform.processor() or platform.machine()}, one core, torch {torch.__version__}, {rounds} rounds\n")
+    print("| | T | rows in a batch | ms a batch | rows a second |\n|---|---|---|---|---|")
+    for name, times in seconds.items():
+        task, rows = TASKS.get(name, LAPTOP)
+        median = statistics.median(times)
+        print(f"| {name} | {task.length} | {rows} | {1000 * median:.2f} | {rows / median:,.0f} |")
+
+
+def making(task: Task, rows: int) -> Callable[[], object]:
+    """Makes the next batch."""
+    numbers = iter(range(2**31))
+    batches = TaskBatches(task, split="training", seed=0, batch_size=rows, batches=2**31)
+    return lambda: batches[next(numbers)]
+
+
+def training(task: Task, rows: int) -> Callable[[], object]:
+    """Takes a step on a batch that is there."""
+    torch.manual_seed(0)
+    model = KVShiftLlamaForCausalLM(
+        KVShiftLlamaConfig(
+            vocab_size=task.vocab_size,
+            hidden_size=64,
+            intermediate_size=176,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = TaskBatches(task, split="training", seed=0, batch_size=rows, batches=1)[0]
+
+    def step() -> None:
+        loss = model(input_ids=batch.input_ids, labels=batch.labels).loss
+        assert loss is not None
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
