@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from kvshift.lab.tasks import Batch, Task, TaskBatches, generator_of
+from kvshift.lab.tasks.streams import Split
 
 from .cases import TASKS
 
@@ -30,6 +31,13 @@ def test_no_training_batch_has_the_generator_of_an_evaluation_batch(seed: int, n
 def test_no_two_batches_of_a_stream_have_the_same_generator(seed: int, number: int, other: int):
     one, two = (generator_of("training", seed, at).initial_seed() for at in (number, other))
     assert (one == two) == (number == other)
+
+
+@pytest.mark.parametrize(("split", "lowest"), [("training", 0), ("evaluation", 2**31)])
+def test_a_stream_that_comes_to_the_end_of_its_half_goes_on_at_the_start(split: Split, lowest: int):
+    to_the_end = lowest + 2**31 - 1 - generator_of(split, 11, 0).initial_seed()
+    assert generator_of(split, 11, to_the_end).initial_seed() == lowest + 2**31 - 1
+    assert generator_of(split, 11, to_the_end + 1).initial_seed() == lowest
 
 
 def test_training_and_evaluation_have_no_row_in_common():
