@@ -1,11 +1,14 @@
 """What cannot be right is refused before it is begun, with the reason."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
 from kvshift.models.llama import KVShiftLlamaConfig, adopt_cache
+from kvshift.models.llama.modeling import create_masks
 
 from .checks import logits_of, new_tokens_of
 from .tiny import SIZES, left_padded, random_tokens, right_padded, tiny_model
@@ -151,3 +154,41 @@ def test_malformed_documents(model):
         model(random_tokens(1, 5), seq_idx=torch.zeros(1, 4, dtype=torch.long))
     with pytest.raises(ValueError, match=r"cu_seq_lens_q needs all sequences packed into one row, got a batch of 2"):
         model(random_tokens(2, 5), cu_seq_lens_q=torch.tensor([0, 2, 5]))
+
+
+RESTART = torch.tensor([[0, 1, 0, 1, 2]])
+FLASH_CALLS = {
+    "one row, by position_ids": ({"position_ids": RESTART}, True),
+    "one row, by cu_seq_lens": ({"position_ids": None, "cu_seq_lens": torch.tensor([0, 2, 5])}, True),
+    "by seq_idx alone: position_ids are made from it": ({"position_ids": None, "seq_idx": RESTART // 2}, True),
+    "by seq_idx, position_ids go on": (
+        {"position_ids": torch.arange(5).unsqueeze(0), "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])},
+        False,
+    ),
+    "several rows": ({"position_ids": RESTART.expand(2, -1)}, False),
+    "padding": ({"position_ids": RESTART, "attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, False),
+}
+
+
+@pytest.mark.parametrize(("inputs", "named"), FLASH_CALLS.values(), ids=FLASH_CALLS.keys())
+def test_flash_attention_refuses_documents_that_it_would_not_separate(inputs: dict, named: bool):
+    """Of the masks alone: flash attention itself needs a GPU."""
+    config = tiny_model().config
+    config._attn_implementation = "flash_attention_2"
+    inputs = {"attention_mask": None, **inputs}
+    batch = 1 if inputs["position_ids"] is None else len(inputs["position_ids"])
+    call = partial(create_masks, config, torch.zeros(batch, 5, 48), past_key_values=None, **inputs)
+    if named:
+        assert call()["documents"] is not None
+    else:
+        with pytest.raises(ValueError, match="flash attention separates the documents of one unpadded row"):
+            call()
+
+
+def test_flash_attention_refuses_to_go_on_with_a_pack():
+    model = tiny_model()
+    cache = DynamicCache(config=model.config)
+    model(random_tokens(1, 5), position_ids=RESTART, past_key_values=cache)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="or of a cache that goes on with a pack"):
+        create_masks(model.config, torch.zeros(1, 1, 48), None, cache, torch.tensor([[3]]))

@@ -83,6 +83,42 @@ def document_start(documents: Tensor, seen: int | Tensor, begun: Tensor | None) 
     return torch.where(documents == 0, before_B1, start_BT)
 
 
+def check_flash_documents(
+    documents: Tensor | None,
+    *,
+    goes_on: bool,
+    real_BT: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+) -> None:
+    """Refuse documents that flash attention would let see each other: it reads boundaries, but no mask of pairs.
+
+    Transformers gives it those of one row without padding, by `cu_seq_lens_q` or where `position_ids` start anew.
+
+    Args:
+        documents: as `document_index` numbers them, of all that names them.
+        goes_on: whether the cache holds tokens of which the row's last document did not begin with the first.
+        real_BT, position_ids, cu_seq_lens: of the call.
+    """
+    if is_torchdynamo_compiling() or torch.jit.is_tracing():  # a traced graph must not depend on data
+        return
+    if documents is None:
+        named = not goes_on
+    elif goes_on or real_BT is not None or documents.shape[0] > 1:
+        named = False
+    elif cu_seq_lens is not None or position_ids is None:
+        named = True
+    else:
+        by_positions = document_index(documents.shape[0], documents.shape[1], None, position_ids=position_ids)
+        named = by_positions is not None and torch.equal(by_positions, documents)
+    if not named:
+        raise ValueError(
+            "flash attention separates the documents of one unpadded row, named by cu_seq_lens_q or by position_ids "
+            "that start anew with each, and not those of several rows, of padded ones, or of a cache that goes on with "
+            "a pack: set attn_implementation to sdpa or flex_attention for these"
+        )
+
+
 def same_document(start: Tensor, seen: int | Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """A mask function of transformers (batch, head, query, key -> bool): keys of the query's own document.
 

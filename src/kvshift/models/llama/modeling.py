@@ -31,7 +31,13 @@ from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
 from kvshift.layers.positions import half_tables, rotate_half
-from kvshift.models.llama.boundaries import document_index, document_start, padding_mask, same_document
+from kvshift.models.llama.boundaries import (
+    check_flash_documents,
+    document_index,
+    document_start,
+    padding_mask,
+    same_document,
+)
 from kvshift.models.llama.cache import (
     ShiftCacheLayer,
     adopt_cache,
@@ -219,13 +225,14 @@ class KVShiftLlamaModel(KVShiftLlamaPreTrainedModel, LlamaModel):
             )
         if past_key_values is not None:
             check_recording(past_key_values, masks["padding"], attention_mask, masks["documents"])
+        starts = masks["starts"]
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen).unsqueeze(0)
-            if masks["starts"] is not None:
-                position_ids = position_ids - masks["starts"]
-        if past_key_values is not None and masks["documents"] is not None:
-            keep_document_start(past_key_values, masks["starts"][:, -1])
+            if starts is not None:
+                position_ids = position_ids - starts
+        if past_key_values is not None and starts is not None:
+            keep_document_start(past_key_values, starts[:, -1])
         if cu_seq_lens_q is not None:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
 
@@ -320,6 +327,14 @@ def create_masks(
         numbers = inputs_embeds.new_zeros(batch, positions, dtype=torch.long) if documents is None else documents
         starts = document_start(numbers, seen, begun)
         of_own_document = same_document(starts, seen)
+        if str(config._attn_implementation).startswith("flash_attention"):
+            check_flash_documents(
+                documents,
+                goes_on=begun is not None,
+                real_BT=padding,
+                position_ids=position_ids,
+                cu_seq_lens=cu_seq_lens,
+            )
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
     return {
         "attention": create(
