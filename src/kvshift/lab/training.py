@@ -48,11 +48,11 @@ def train(config: TrainConfig) -> None:
         disable_progress_bars()  # of reading and packing the text
     try:
         with ExitStack() as stack:
+            stack.callback(processes.end)  # after errors too: a process that leaves without it may be aborted
             if processes.main_first(lambda: _open(stack, folder, config)):
                 say(f"{config.out} holds this run, finished; its numbers are in {folder.result}")
             else:
                 _run(stack, config, folder, processes, say)
-        processes.end()
     except KeyboardInterrupt:
         raise InterruptedRunError(f"interrupted; the same command goes on from what {config.out} holds") from None
     except torch.OutOfMemoryError as error:

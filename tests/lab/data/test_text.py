@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from kvshift.lab.data import DataConfig, TextData, cache, collate, load_text_data, packing, sources
 from kvshift.lab.errors import LabError
 
-SHARED = Path(os.environ.get("KVSHIFT_SHARED_DATA", "no-such-folder"))
+SHARED = Path(os.environ.get("KVSHIFT_SHARED_DATA") or "no-such-folder")
 
 
 def load(tmp_path: Path, *, seed: int = 0, **options: Any) -> TextData:
