@@ -45,6 +45,10 @@ format: .venv/stamp  ## Format the code and apply the safe lint fixes
 bench-shift: .venv/stamp  ## Measure the operator's time and memory beside its baselines
 	@.venv/bin/python benchmarks/shift.py $(ARGS)
 
+.PHONY: bench-tasks
+bench-tasks: .venv/stamp  ## Measure how fast the tasks make their batches, beside a training step
+	@.venv/bin/python benchmarks/tasks.py $(ARGS)
+
 .PHONY: clean
 clean:  ## Remove environments, caches and build output
 	@rm -rf .venv .venv-oldest build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/_cpu_kernel.*.so
