@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -110,3 +111,19 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("rank", [None, "0"], ids=["alone", "one of several"])
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["trian"], 2), (["plan", "--no-such-option"], 2)])
+def test_the_process_ends_with_the_exit_code_and_all_that_was_said(rank, arguments, code):
+    """Also where it ends without what comes after Python's exit handlers."""
+    program = "import atexit, kvshift.cli as c; atexit.register(lambda: print('last words')); c.run_and_exit()"
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    if rank is not None:
+        environment["RANK"] = rank
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout.endswith("last words\n")
+    assert bool(done.stderr) == (code != 0)

@@ -1,7 +1,5 @@
 """`python -m kvshift`, which is what `torchrun -m kvshift train ...` starts."""
 
-import sys
+from kvshift.cli import run_and_exit
 
-from kvshift.cli import main
-
-sys.exit(main())
+run_and_exit()

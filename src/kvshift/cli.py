@@ -4,15 +4,17 @@ A command is a frozen dataclass of options, which tyro reads from the command li
 imported when the command is chosen: transformers takes seconds to import, and `kvshift --help` should not.
 """
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import NoReturn
 
 import kvshift
 
-__all__ = ["main"]
+__all__ = ["main", "run_and_exit"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def run_and_exit() -> NoReturn:
+    """Run `main`, and end this process with its exit code.
+
+    One process of several ends as soon as Python's own exit handlers have run. What PyTorch's libraries do after them
+    now and then aborts a process that has finished ("terminate called without an active exception", seen with torch
+    2.13 over gloo), and torchrun then takes the whole run for failed.
+    """
+    try:
+        code = main()
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+    if "RANK" in os.environ:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:

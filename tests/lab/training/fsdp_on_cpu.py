@@ -3,13 +3,12 @@
 accelerate heeds ACCELERATE_USE_FSDP on GPUs alone; FSDP2 itself works on a CPU, over gloo.
 """
 
-import sys
 from typing import Any
 
 import accelerate.state
 from accelerate import DistributedType
 
-from kvshift.cli import main
+from kvshift.cli import run_and_exit
 
 _begin = accelerate.state.AcceleratorState.__init__
 
@@ -21,4 +20,4 @@ def begin(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None
 
 
 accelerate.state.AcceleratorState.__init__ = begin
-sys.exit(main())
+run_and_exit()
