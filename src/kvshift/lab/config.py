@@ -14,7 +14,16 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from kvshift.lab.data import DataConfig
 from kvshift.lab.errors import LabError
 
-__all__ = ["ModelConfig", "OptimizerConfig", "TrainConfig", "config_hash", "differences", "from_json", "to_json"]
+__all__ = [
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "TrainConfig",
+    "config_hash",
+    "differences",
+    "from_json",
+    "to_json",
+]
 
 # What may differ between a run and its continuation, for it changes no number that is computed.
 _FREE = ("out", "report_to", "progress", "keep_checkpoints", "data_workers")
@@ -108,21 +117,16 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """One training run. The same command, given again, continues a run that was stopped."""
+class RunConfig:
+    """What every training run is told, whatever it learns from."""
 
     out: Path
     """Folder of the run; made where it is missing."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 300
     """Optimizer steps in all."""
     batch_size: int = 16
     """Rows (sequences) in one forward pass of one device."""
-    tokens_per_step: int | None = None
-    """Tokens in one optimizer step over all devices; where that is more than batch_size x sequence_length x devices,
-    gradients are accumulated. None: exactly that product."""
     seed: int = 0
     """Of the weights, the coefficients and the order of the data: each has a generator of its own."""
     eval_every: int = 50
@@ -154,14 +158,35 @@ class TrainConfig:
         """Raise a LabError that names the field, its value, and what it may be."""
         for name in ("steps", "batch_size", "eval_every", "save_every", "keep_checkpoints", "log_every"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        for name in ("tokens_per_step", "eval_rows"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "1 or more, or None")
+        _require(self.eval_rows is None or self.eval_rows >= 1, "eval_rows", self.eval_rows, "1 or more, or None")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
         _require(self.data_workers >= 0, "data_workers", self.data_workers, "0 or more")
+        self.optimizer.check(self.steps)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of warm-up, also where the option leaves them open."""
+        given = self.optimizer.warmup_steps
+        return min(self.steps // 10, 1000) if given is None else given
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunConfig):
+    """One training run. The same command, given again, continues a run that was stopped."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokens_per_step: int | None = None
+    """Tokens in one optimizer step over all devices; where that is more than batch_size x sequence_length x devices,
+    gradients are accumulated. None: exactly that product."""
+
+    def check(self) -> None:
+        """Raise a LabError that names the field, its value, and what it may be."""
+        super().check()
+        tokens = self.tokens_per_step
+        _require(tokens is None or tokens >= 1, "tokens_per_step", tokens, "1 or more, or None")
         if self.data.streaming:
             _require(self.data_workers <= 1, "data_workers", self.data_workers, "0 or 1 with data.streaming")
-        self.optimizer.check(self.steps)
 
     def accumulation(self, devices: int) -> int:
         """Forward passes of each device in one optimizer step."""
@@ -173,12 +198,6 @@ class TrainConfig:
                 f"{self.batch_size} x data.sequence_length {self.data.sequence_length} x {devices} device(s)"
             )
         return tokens // at_once
-
-    @property
-    def warmup_steps(self) -> int:
-        """Steps of warm-up, also where the option leaves them open."""
-        given = self.optimizer.warmup_steps
-        return min(self.steps // 10, 1000) if given is None else given
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
