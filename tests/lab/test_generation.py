@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvshift.cli import main
+from kvshift.lab import loading
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.errors import LabError
 from kvshift.lab.generation import GenerateConfig, encode, generate
@@ -528,6 +529,18 @@ def test_a_checkpoint_without_tokenizer(run_folder: Path) -> None:
     shutil.rmtree(run_folder / "tokenizer")
     with pytest.raises(LabError, match=r"checkpoint-100 has no tokenizer, neither in itself nor in .*tokenizer"):
         said(run_folder)
+
+
+def test_the_folder_of_a_model_that_has_no_tokenizer(run_folder: Path) -> None:
+    """What looks into a model, and asks it nothing, needs none."""
+    shutil.rmtree(run_folder / "tokenizer")
+    notes: list[str] = []
+    assert loading.model_folder(run_folder, notes.append) == run_folder / "checkpoint-100"
+    assert notes == [f"{run_folder} has no final model yet: taking checkpoint-100"]
+    assert loading.model_folder(str(run_folder / "checkpoint-9"), notes.append) == run_folder / "checkpoint-9"
+    assert len(notes) == 1
+    with pytest.raises(LabError, match="model: there is no folder nobody/nothing"):
+        loading.model_folder("nobody/nothing", notes.append)
 
 
 def test_a_truncated_checkpoint_is_not_loaded(run_folder: Path) -> None:

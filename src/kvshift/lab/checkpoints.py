@@ -12,7 +12,7 @@ from typing import Any
 
 from kvshift.lab.records import sync_folder, write_json
 
-__all__ = ["find_checkpoint", "keep_newest", "seal"]
+__all__ = ["find_checkpoint", "keep_newest", "list_checkpoints", "seal", "size_fault"]
 
 _MANIFEST = "manifest.json"
 _PREFIX = "checkpoint-"
@@ -39,12 +39,12 @@ def find_checkpoint(out: Path, say: Callable[[str], Any]) -> Path | None:
     A folder without manifest is one whose writing was interrupted: it is removed, for what is missing from it cannot
     be had again. One whose files are not what its manifest says is kept under another name, `checkpoint-N.corrupt`.
     """
-    for folder in reversed(_checkpoints(out)):
+    for folder in reversed(list_checkpoints(out)):
         if not (folder / _MANIFEST).exists():
             say(f"{folder.name} is incomplete (the process ended while it was written): removed")
             shutil.rmtree(folder)
             continue
-        fault = _fault(folder)
+        fault = _fault(folder, digests=True)
         if fault is None:
             return folder
         aside = _free_name(folder)
@@ -55,20 +55,24 @@ def find_checkpoint(out: Path, say: Callable[[str], Any]) -> Path | None:
 
 def keep_newest(out: Path, count: int) -> None:
     """Remove all whole checkpoints but the newest `count`."""
-    whole = [folder for folder in _checkpoints(out) if (folder / _MANIFEST).exists()]
+    whole = [folder for folder in list_checkpoints(out) if (folder / _MANIFEST).exists()]
     for folder in whole[:-count]:
         (folder / _MANIFEST).unlink()  # first: half removed must not look whole
         shutil.rmtree(folder)
 
 
-def _checkpoints(out: Path) -> list[Path]:
-    """By step, the newest last."""
+def list_checkpoints(out: Path) -> list[Path]:
+    """The folders of checkpoints, whole or not, by step: the newest last."""
     found = [path for path in out.glob(f"{_PREFIX}*") if path.is_dir() and path.name.removeprefix(_PREFIX).isdecimal()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
 
 
-def _fault(folder: Path) -> str | None:
-    """What is wrong with the files of a checkpoint, in a few words; None if nothing is."""
+def size_fault(folder: Path) -> str | None:
+    """What is wrong with the manifest of a checkpoint or the sizes of its files, in a few words; None if nothing is."""
+    return _fault(folder, digests=False)
+
+
+def _fault(folder: Path, *, digests: bool) -> str | None:
     try:
         files = json.loads((folder / _MANIFEST).read_text())["files"]
         for name, expected in files.items():
@@ -78,7 +82,7 @@ def _fault(folder: Path) -> str | None:
             if path.stat().st_size != expected["size"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {expected['size']}"
         # The sizes of all before the first digest: a cut file is the common fault, and seen at once.
-        for name, expected in files.items():
+        for name, expected in files.items() if digests else ():
             if _digest(folder / name) != expected["sha256"]:
                 return f"the bytes of {name} have changed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -13,10 +13,11 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import kvshift.models.llama  # noqa: F401  registers kvshift_llama with the Auto classes
+from kvshift.lab.checkpoints import list_checkpoints, size_fault
 from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
 
-__all__ = ["Loaded", "load_model", "locate"]
+__all__ = ["Loaded", "load_model", "locate", "model_folder"]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -66,34 +67,45 @@ def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: C
 
 
 def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:
-    """The folders, or the name on the hub, of the model and of its tokenizer that `name` stands for.
-
-    A run that has ended stands for its final model, another for its newest whole checkpoint. Nothing is changed: the
-    run may be going on.
-    """
-    folder = Path(name)
-    if not folder.exists():
-        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep not in "/":
-            raise LabError(f"model: there is no folder {name}")
+    """The folder of a model, as `model_folder` finds it, and that of its tokenizer; a name on the hub is both."""
+    if _may_be_on_hub(name):
         return name, name
-    if not folder.is_dir():
-        raise LabError(f"model: {name} is a file; expected a run folder, a model folder or a name on the hub")
-    if not _is_model(folder):
-        folder = _model_of_run(folder, say)
+    folder = model_folder(name, say)
     for candidate in (folder, folder.parent / "tokenizer"):
         if any((candidate / file).is_file() for file in _TOKENIZER_FILES):
             return str(folder), str(candidate)
     raise LabError(f"model: {folder} has no tokenizer, neither in itself nor in {folder.parent / 'tokenizer'}")
 
 
+def model_folder(name: str | Path, say: Callable[[str], Any]) -> Path:
+    """The folder of the model that `name`, a run folder or a model folder, stands for; no tokenizer is asked for.
+
+    A run that has ended stands for its final model, another for its newest whole checkpoint, which `say` is told.
+    Nothing is changed: the run may be going on.
+
+    Raises:
+        LabError: there is no such folder, or no whole model in it.
+    """
+    folder = Path(name)
+    if not folder.exists():
+        raise LabError(f"model: there is no folder {name}")
+    if not folder.is_dir():
+        raise LabError(f"model: {name} is a file; expected a run folder, a model folder or a name on the hub")
+    return folder if _is_model(folder) else _model_of_run(folder, say)
+
+
+def _may_be_on_hub(name: str) -> bool:
+    folder = Path(name)
+    path_like = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep not in "/"
+    return not (folder.exists() or path_like)
+
+
 def _model_of_run(run: Path, say: Callable[[str], Any]) -> Path:
     if _is_model(run / "model"):
         return run / "model"
-    checkpoints = [
-        path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal() and path.is_dir()
-    ]
-    for checkpoint in sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
-        if _is_model(checkpoint) and _is_whole(checkpoint):
+    checkpoints = list_checkpoints(run)
+    for checkpoint in reversed(checkpoints):
+        if _is_model(checkpoint) and size_fault(checkpoint) is None:
             say(f"{run} has no final model yet: taking {checkpoint.name}")
             return checkpoint
     if checkpoints:
@@ -108,15 +120,6 @@ def _is_model(folder: Path) -> bool:
     try:
         return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
-        return False
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether every file has the size that the manifest, written last, says."""
-    try:
-        files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["files"]
-        return all((checkpoint / name).stat().st_size == facts["size"] for name, facts in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
