@@ -1,0 +1,229 @@
+"""How soon models learn: the step at which the accuracy reaches a level, over seeds, and the ratio of two models.
+
+The steps of several seeds are averaged as logarithms. They are positive, what one says of them is a ratio ("half the
+steps"), and a slow seed is slow by a factor; a t-interval of the plain steps would often begin below zero. So the mean
+is the geometric one, and a difference of means is the logarithm of a ratio.
+
+A run that never reaches the level has no step to average. It is never left out of a mean nor counted as its last step:
+where one is missing there is no mean, and what is said is how many seeds are missing, and within how many steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvshift.lab.analysis.statistics import first_reached, t_interval
+
+__all__ = ["Reach", "ReachComparison", "compare_reach", "reach_of", "steps_to"]
+
+
+def steps_to(steps: Sequence[float], accuracy: Sequence[float], level: float) -> float | None:
+    """The step at which an accuracy first comes up to `level`, by straight lines between evaluations; None: never.
+
+    Exact to within the steps between two evaluations. A curve whose first evaluation is at the level is given its
+    step: it may have been there earlier.
+    """
+    _check_level(level)
+    if len(steps) != len(accuracy):
+        raise ValueError(f"accuracy must have one value for each of {len(steps)} steps, got {len(accuracy)}")
+    if not len(steps):
+        raise ValueError("steps must hold at least one evaluation, got none")
+    if not all(0 <= value <= 1 for value in accuracy):
+        raise ValueError(f"accuracy must lie between 0 and 1, got {list(accuracy)}")
+    if any(later <= earlier for earlier, later in itertools.pairwise(steps)):
+        raise ValueError(f"steps must grow, got {list(steps)}")
+    return first_reached(steps, [-value for value in accuracy], -level)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """When the seeds of one model reached a level of accuracy.
+
+    Attributes:
+        level: the accuracy asked for, such as 0.99.
+        steps: by seed, the step at which it was reached, or None.
+        within: by seed, the step of the last evaluation: a seed that has not reached the level had not by then.
+    """
+
+    level: float
+    steps: Mapping[int, float | None]
+    within: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        _check_level(self.level)
+        if not self.steps:
+            raise ValueError("steps must hold at least one seed, got none")
+        if self.steps.keys() != self.within.keys():
+            raise ValueError(f"steps and within must have the same seeds, got {list(self.steps)}, {list(self.within)}")
+        for seed, step in self.steps.items():
+            if step is not None and not 0 < step <= self.within[seed]:
+                # Step 0 is before training: there is no ratio to it, and nothing was learned.
+                raise ValueError(f"seed {seed}: steps must lie after 0 and within {self.within[seed]:g}, got {step:g}")
+
+    @property
+    def reached(self) -> list[float]:
+        """The steps of those seeds that reached the level, in the order of the seeds."""
+        return [step for step in self.steps.values() if step is not None]
+
+    @property
+    def missing(self) -> list[int]:
+        """The seeds that did not reach it."""
+        return [seed for seed, step in self.steps.items() if step is None]
+
+    @property
+    def mean(self) -> float | None:
+        """Geometric mean over seeds; None where a seed is missing."""
+        return None if self.missing else statistics.geometric_mean(self.reached)
+
+    @property
+    def median(self) -> float | None:
+        """Median over seeds, a missing one counted as later than any other; None where it falls on a missing one.
+
+        None as well where a missing seed was given up before the median: whether it is later is then unknown.
+        """
+        ordered = sorted(math.inf if step is None else step for step in self.steps.values())
+        middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+        if middle == math.inf or any(self.within[seed] < ordered[len(ordered) // 2] for seed in self.missing):
+            return None
+        return middle
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float] | None:
+        """Student's interval of the mean, worked out on log(steps); None for one seed, equal ones or missing ones."""
+        if self.missing or len(set(self.reached)) == 1:
+            return None
+        low, high = t_interval([math.log(step) for step in self.reached], confidence)
+        return math.exp(low), math.exp(high)
+
+    @property
+    def text(self) -> str:
+        """In words: the mean with its interval, or how many seeds did not come so far."""
+        seeds = _seeds(len(self.steps))
+        level = f"{100 * self.level:g} %"
+        if self.missing:
+            limits = sorted({self.within[seed] for seed in self.missing})
+            limit = f"{limits[0]:,g}" if len(limits) == 1 else f"{limits[0]:,g} to {limits[-1]:,g}"
+            text = f"{level} not reached within {limit} steps by {len(self.missing)} of {seeds}"
+            if self.reached:
+                text += f"; by the rest after {', '.join(f'{step:,.0f}' for step in sorted(self.reached))}"
+            return text
+        interval = self.interval()
+        spread = "" if interval is None else f"95 % interval {interval[0]:,.0f} to {interval[1]:,.0f}, "
+        return f"{level} after {self.mean:,.0f} steps ({spread}{seeds})"
+
+
+def reach_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]], level: float) -> Reach:
+    """Reach of one model from its curves: by seed, the steps of the evaluations and the accuracy at each.
+
+    Evaluations before training (step 0) that are below the level do no harm.
+    """
+    return Reach(
+        level=level,
+        steps={seed: steps_to(steps, accuracy, level) for seed, (steps, accuracy) in curves.items()},
+        within={seed: float(steps[-1]) for seed, (steps, _) in curves.items()},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReachComparison:
+    """Our model's steps over theirs, paired by seed.
+
+    Attributes:
+        outcome: "sooner" and "later" are said of ours, where the 95 % interval of the ratio leaves 1 out. Where a
+            run is missing there is no interval; "sooner in every seed" then says only what happened in these seeds,
+            and "undecided" is all that can be said of the rest.
+        text: the outcome in words, with its numbers.
+        ratio: geometric mean of ours / theirs; None where a run of either is missing.
+        low, high: ends of its interval; None where there is none.
+        at_least, at_most: every seed's own ratio lies between these; a run that did not reach the level is known to
+            need more than its last step, which gives a bound on one side. None where there is none.
+        seeds: number of pairs.
+    """
+
+    outcome: Literal[
+        "sooner", "later", "no difference shown", "sooner in every seed", "later in every seed", "undecided"
+    ]
+    text: str
+    ratio: float | None
+    low: float | None
+    high: float | None
+    at_least: float | None
+    at_most: float | None
+    seeds: int
+
+
+def compare_reach(
+    ours: Reach, theirs: Reach, *, names: tuple[str, str] = ("KV-shift", "vanilla"), confidence: float = 0.95
+) -> ReachComparison:
+    """The ratio of steps of two models with the same seeds, with Student's interval of the mean of its logarithm.
+
+    Pairing by seed takes out what both runs share, such as the order of the data.
+    """
+    if ours.level != theirs.level:
+        raise ValueError(f"ours and theirs must be of one level, got {ours.level:g} and {theirs.level:g}")
+    if ours.steps.keys() != theirs.steps.keys():
+        raise ValueError(f"pairs need the same seeds, got {sorted(ours.steps)} and {sorted(theirs.steps)}")
+    most = [_over(ours.steps[seed], theirs.steps[seed] or theirs.within[seed]) for seed in ours.steps]
+    least = [_over(ours.steps[seed] or ours.within[seed], theirs.steps[seed]) for seed in ours.steps]
+    at_most = None if None in most else max(value for value in most if value is not None)
+    at_least = None if None in least else min(value for value in least if value is not None)
+    found = ReachComparison(
+        outcome="undecided",
+        text="",
+        ratio=None,
+        low=None,
+        high=None,
+        at_least=at_least,
+        at_most=at_most,
+        seeds=len(ours.steps),
+    )
+    if ours.missing or theirs.missing:
+        return _censored(found, ours, theirs, names)
+    return _complete(found, [value for value in most if value is not None], names, confidence)
+
+
+def _over(ours: float | None, theirs: float | None) -> float | None:
+    return None if ours is None or theirs is None else ours / theirs
+
+
+def _censored(found: ReachComparison, ours: Reach, theirs: Reach, names: tuple[str, str]) -> ReachComparison:
+    both = f"{names[0]}: {ours.text}; {names[1]}: {theirs.text}"
+    if found.at_most is not None and found.at_most < 1:
+        bound = f"{names[0]} needs at most {found.at_most:.3g} of the steps in each of {_seeds(found.seeds)}"
+        return replace(found, outcome="sooner in every seed", text=f"{bound}, no interval ({both})")
+    if found.at_least is not None and found.at_least > 1:
+        bound = f"{names[0]} needs at least {found.at_least:.3g} times the steps in each of {_seeds(found.seeds)}"
+        return replace(found, outcome="later in every seed", text=f"{bound}, no interval ({both})")
+    return replace(found, text=f"undecided ({both})")
+
+
+def _complete(
+    found: ReachComparison, ratios: list[float], names: tuple[str, str], confidence: float
+) -> ReachComparison:
+    ratio = statistics.geometric_mean(ratios)
+    needs = f"{names[0]} needs {ratio:.3g} of the steps of {names[1]}"
+    if len(ratios) == 1:
+        text = f"{needs} in this one pair of runs; how much another seed changes that is unknown"
+        return replace(found, text=text, ratio=ratio)
+    if len(set(ratios)) == 1:
+        text = f"{needs} in each of {_seeds(found.seeds)}; equal to the last bit, they give no interval"
+        return replace(found, text=text, ratio=ratio)
+    low, high = (math.exp(end) for end in t_interval([math.log(value) for value in ratios], confidence))
+    interval = f"{100 * confidence:g} % interval {low:.3g} to {high:.3g}, {_seeds(found.seeds)}"
+    found = replace(found, ratio=ratio, low=low, high=high)
+    if low <= 1 <= high:
+        return replace(found, outcome="no difference shown", text=f"no difference shown: {needs} ({interval})")
+    return replace(found, outcome="sooner" if high < 1 else "later", text=f"{needs} ({interval})")
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level <= 1:
+        raise ValueError(f"level must lie above 0 and up to 1, got {level}")
+
+
+def _seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"{count} seeds"
