@@ -17,11 +17,12 @@ from kvshift.lab.checkpoints import list_checkpoints, size_fault
 from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
 
-__all__ = ["Loaded", "load_model", "locate", "model_folder"]
+__all__ = ["Loaded", "load_model", "load_weights", "locate", "model_folder"]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 
 class Loaded(NamedTuple):
@@ -44,26 +45,40 @@ def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: C
     Raises:
         LabError: there is no such model, it is not whole, or its tokenizer does not fit.
     """
-    place = _device(device)
+    _device(device)  # a device that is not there is said before a large model is read
     folder, tokenizer_folder = locate(name, say)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder)
+    except _UNREADABLE as error:
+        raise LabError(_unreadable(folder, error)) from error
+    model = load_weights(folder, dtype=dtype, device=device)
+    check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
+    return Loaded(model, tokenizer, folder)
+
+
+def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "auto", **kwargs: Any) -> Any:
+    """The causal language model in a folder, or of a name on the hub, in evaluation mode; no tokenizer is asked for.
+
+    Args:
+        folder: as `locate` or `model_folder` finds it.
+        dtype, device: as in `load_model`.
+        kwargs: for `from_pretrained`, such as attn_implementation.
+    """
+    place = _device(device)
+    try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **kwargs
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        here = Path(folder).is_dir()
-        what = "could not be loaded" if here else "is no folder here, and could not be had from the hub"
-        raise LabError(f"model: {folder} {what}: {_first_line(error)}") from error
+    except _UNREADABLE as error:
+        raise LabError(_unreadable(str(folder), error)) from error
     model, report = loaded
     if report["missing_keys"]:
         raise LabError(
             f"model: {folder} lacks {len(report['missing_keys'])} weights, {min(report['missing_keys'])} the first"
         )
-    check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
     ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**ids)  # some models bring a temperature and penalties of their own
-    return Loaded(model.to(place).eval(), tokenizer, folder)
+    return model.to(place).eval()
 
 
 def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:
@@ -132,6 +147,11 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise LabError(f"device must be auto, cpu, or an accelerator of this machine; got {name!r}") from error
     return device
+
+
+def _unreadable(folder: str, error: Exception) -> str:
+    what = "could not be loaded" if Path(folder).is_dir() else "is no folder here, and could not be had from the hub"
+    return f"model: {folder} {what}: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:
