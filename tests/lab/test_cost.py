@@ -10,6 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvshift.lab.cost import cache_size, count_parameters, training_flops, training_memory
+from kvshift.lab.optimizer import recompute_activations
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM, size_config
 
 # No two sizes share a factor beyond what Llama asks for, so that a swapped letter shows.
@@ -69,12 +70,6 @@ def test_parameters_are_those_of_the_model(options: dict[str, Any]) -> None:
     check_parameters(KVShiftLlamaConfig(**{**TINY, **options}))
 
 
-def enable_checkpointing(model: KVShiftLlamaForCausalLM) -> None:
-    """By the name of transformers 5.23, or that of before, of which 5.23 warns."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_parameters_of_the_papers_sizes(name: str) -> None:
     check_parameters(size_config(name))
@@ -87,7 +82,7 @@ def test_flops_are_those_that_torch_counts(options: dict[str, Any], checkpointin
     model = tiny(**options)
     model.set_attn_implementation("eager")
     if checkpointing:
-        enable_checkpointing(model)
+        recompute_activations(model)
     with FlopCounterMode(display=False) as rotary:  # transformers 5.16 multiplies positions and frequencies as matrices
         model.model.rotary_emb(torch.zeros(1), torch.arange(TOKENS).unsqueeze(0))
     with FlopCounterMode(display=False) as counter:
@@ -138,7 +133,7 @@ def test_activations_are_those_that_autograd_keeps(
     """To one in a hundred; the difference of two batches, so that copies of weights cancel."""
     model = tiny(**options)
     if checkpointing:
-        enable_checkpointing(model)
+        recompute_activations(model)
     measured = kept_bytes(model, 9, precision) - kept_bytes(model, 2, precision)
     few, many = (
         training_memory(
@@ -192,7 +187,7 @@ def test_busiest_moment_of_a_step(
     """Whichever is largest: the logits, a layer, or the weights and autocast's copies of them."""
     model = tiny(**shape)
     if checkpointing:
-        enable_checkpointing(model)
+        recompute_activations(model)
     expected = training_memory(
         model.config,
         rows=rows,

@@ -11,14 +11,14 @@ from typing import Any, cast
 from datasets import Dataset
 
 from kvshift.lab.checkpoints import find_checkpoint
-from kvshift.lab.config import ModelConfig, TrainConfig, config_hash, differences, to_json
+from kvshift.lab.config import ModelConfig, config_hash, differences
 from kvshift.lab.data import TextData
 from kvshift.lab.errors import LabError
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFolder, environment, remove_folder, write_json
 from kvshift.models.llama import KVShiftLlamaConfig
 
-__all__ = ["Start", "begin", "enter"]
+__all__ = ["Start", "begin", "data_facts", "enter", "resolved_model"]
 
 _SAMPLED_ROWS = 256
 
@@ -31,8 +31,13 @@ class Start:
     checkpoint: str | None
 
 
-def enter(folder: RunFolder, config: TrainConfig) -> bool:
-    """Check, before any data are read, that the folder is empty or holds this run; whether that is finished."""
+def enter(folder: RunFolder, options: dict[str, Any]) -> bool:
+    """Check, before any data are read, that the folder is empty or holds this run; whether that is finished.
+
+    Args:
+        folder: of the run.
+        options: as JSON; what they leave open (None, "auto") is not known yet, and is compared in `begin`.
+    """
     old = folder.read(folder.config)
     if old is None:
         foreign = sorted(
@@ -47,11 +52,9 @@ def enter(folder: RunFolder, config: TrainConfig) -> bool:
             )
         remove_folder(folder.tokenizer)  # of a run that ended before it had begun: perhaps only a part
         return False
-    new = to_json(config)
-    # What the options leave open is not known yet: that is compared in `begin`.
-    given = {name: value for name, value in new.items() if value not in (None, "auto")}
-    given["model"] = {name: value for name, value in new["model"].items() if value is not None}
-    given["optimizer"] = {name: value for name, value in new["optimizer"].items() if value is not None}
+    given = {name: value for name, value in options.items() if value not in (None, "auto")}
+    given["model"] = {name: value for name, value in options["model"].items() if value is not None}
+    given["optimizer"] = {name: value for name, value in options["optimizer"].items() if value is not None}
     known = {name: old.get(name) for name in given}
     for part in ("model", "optimizer"):
         known[part] = {name: (old.get(part) or {}).get(name) for name in given[part]}
@@ -61,34 +64,31 @@ def enter(folder: RunFolder, config: TrainConfig) -> bool:
 
 def begin(
     folder: RunFolder,
-    config: TrainConfig,
-    model_config: KVShiftLlamaConfig,
-    data: TextData,
+    options: dict[str, Any],
     processes: Processes,
     say: Callable[[str], Any],
+    facts: dict[str, Any] | None = None,
 ) -> Start:
     """Record options and surroundings, or compare them with what is recorded and find the newest whole checkpoint.
 
     Args:
         folder: of the run, entered.
-        config: with nothing left open but the model's fields, which are taken from `model_config`.
-        model_config: of the model to be trained.
-        data: to be trained on.
+        options: as JSON, with nothing left open.
         processes: of this run.
         say: is told of each checkpoint that is set aside, and where the run goes on.
+        facts: of the data, as `data_facts` gives them, where the options do not say all of them.
     """
-    options = to_json(config)
-    options["model"] |= _resolved(model_config)
-    facts = _facts(data)
     surroundings = environment(processes.device, processes.count)
     old = folder.read(folder.config)
     if old is None:
         write_json(folder.environment, surroundings)
-        write_json(folder.config, {**options, "config_hash": config_hash(options), "data_facts": facts})
+        known = {} if facts is None else {"data_facts": facts}
+        write_json(folder.config, {**options, "config_hash": config_hash(options), **known})
         return Start(0, None)
 
     _refuse(folder, differences({name: old.get(name) for name in options}, options))
-    _refuse_other_data(folder, old.get("data_facts", {}), facts)
+    if facts is not None:
+        _refuse_other_data(folder, old.get("data_facts", {}), facts)
     checkpoint = find_checkpoint(folder.path, say)
     step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     say(f"going on from {checkpoint.name}" if checkpoint else "no whole checkpoint yet: beginning anew")
@@ -96,6 +96,27 @@ def begin(
     again = {"step": step, **surroundings}
     write_json(folder.environment, {**first, "continued": [*first.get("continued", []), again]})
     return Start(step, None if checkpoint is None else str(checkpoint))
+
+
+def resolved_model(config: KVShiftLlamaConfig) -> dict[str, Any]:
+    """The fields of `ModelConfig` as the model has them."""
+    apart = ("size", "config", "freeze_shift", "rope_theta")
+    values = {field.name: getattr(config, field.name) for field in fields(ModelConfig) if field.name not in apart}
+    rope = cast(dict[str, Any], config.rope_parameters)
+    return {**values, "rope_theta": rope["rope_theta"], "shift_targets": list(config.shift_targets)}
+
+
+def data_facts(data: TextData) -> dict[str, Any]:
+    """What shows that data and tokenizer are still the same: numbers of rows, and digests."""
+    facts: dict[str, Any] = {
+        "tokens": len(data.tokenizer),
+        "tokenizer": _digest(data.tokenizer.backend_tokenizer.to_str()),
+        "validation_rows": len(data.validation),
+        "validation_sample": _sample(data.validation),
+    }
+    if isinstance(data.train, Dataset):
+        facts |= {"train_rows": len(data.train), "train_sample": _sample(data.train)}
+    return facts
 
 
 def _refuse(folder: RunFolder, lines: list[str]) -> None:
@@ -120,27 +141,6 @@ def _refuse_other_data(folder: RunFolder, old: dict[str, Any], new: dict[str, An
             f"the data are not those that the run in {folder.path} began with ({'; '.join(lines)}); "
             "put them back, or choose another folder for out"
         )
-
-
-def _resolved(config: KVShiftLlamaConfig) -> dict[str, Any]:
-    """The fields of `ModelConfig` as the model has them."""
-    apart = ("size", "config", "freeze_shift", "rope_theta")
-    values = {field.name: getattr(config, field.name) for field in fields(ModelConfig) if field.name not in apart}
-    rope = cast(dict[str, Any], config.rope_parameters)
-    return {**values, "rope_theta": rope["rope_theta"], "shift_targets": list(config.shift_targets)}
-
-
-def _facts(data: TextData) -> dict[str, Any]:
-    """What shows that data and tokenizer are still the same: numbers of rows, and digests."""
-    facts: dict[str, Any] = {
-        "tokens": len(data.tokenizer),
-        "tokenizer": _digest(data.tokenizer.backend_tokenizer.to_str()),
-        "validation_rows": len(data.validation),
-        "validation_sample": _sample(data.validation),
-    }
-    if isinstance(data.train, Dataset):
-        facts |= {"train_rows": len(data.train), "train_sample": _sample(data.train)}
-    return facts
 
 
 def _sample(rows: Dataset) -> str:

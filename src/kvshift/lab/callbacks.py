@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -22,7 +23,16 @@ from kvshift.lab.language_model import shift_layers
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import Metrics
 
-__all__ = ["InterruptedRunError", "Leave", "Moments", "Progress", "Recorder", "coefficients", "whole"]
+__all__ = [
+    "Evaluation",
+    "InterruptedRunError",
+    "Leave",
+    "Moments",
+    "Progress",
+    "Recorder",
+    "coefficients",
+    "whole",
+]
 
 
 class InterruptedRunError(LabError):
@@ -31,6 +41,14 @@ class InterruptedRunError(LabError):
     def __init__(self, message: str, number: int = signal.SIGINT) -> None:
         super().__init__(message)
         self.exit_code = 128 + number  # as a shell reports it
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one evaluation has shown: a line of metrics.jsonl, and the same in words."""
+
+    values: dict[str, Any]
+    text: str
 
 
 class Moments(TrainerCallback):
@@ -91,10 +109,13 @@ class Recorder(TrainerCallback):
     """Writes metrics.jsonl: a line for each log, each evaluation, and each layer's coefficients with it.
 
     Every process needs one, for coefficients may be sharded; only the first is given `metrics` to write to.
+    `evaluation` turns Trainer's metrics into what is written.
     """
 
-    def __init__(self, metrics: Metrics | None, tokens_per_step: int) -> None:
-        self._metrics, self._tokens = metrics, tokens_per_step
+    def __init__(
+        self, metrics: Metrics | None, tokens_per_step: int, evaluation: Callable[[dict[str, Any]], Evaluation]
+    ) -> None:
+        self._metrics, self._tokens, self._evaluation = metrics, tokens_per_step, evaluation
         self._before = metrics.seconds if metrics else 0.0
         self._start = self._mark = time.perf_counter()
         self._spent, self._steps = 0.0, 0
@@ -137,14 +158,7 @@ class Recorder(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._write(
-            "eval",
-            state,
-            loss=metrics["eval_loss"],
-            loss_stderr=metrics.get("eval_loss_stderr"),
-            perplexity=metrics["eval_perplexity"],
-            rows=metrics["eval_rows"],
-        )
+        self._write("eval", state, **self._evaluation(metrics).values)
         for number, layer in enumerate(coefficients(model)):
             self._write("coefficients", state, layer=number, **layer)
         self._mark = time.perf_counter()
@@ -160,8 +174,8 @@ class Recorder(TrainerCallback):
 class Progress(TrainerCallback):
     """A bar over steps, and a line for each evaluation."""
 
-    def __init__(self, *, bar: bool) -> None:
-        self._wanted = bar
+    def __init__(self, evaluation: Callable[[dict[str, Any]], Evaluation], *, bar: bool) -> None:
+        self._evaluation, self._wanted = evaluation, bar
         self._bar: Any = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -183,13 +197,8 @@ class Progress(TrainerCallback):
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
-        error = metrics.get("eval_loss_stderr")
-        tqdm.write(
-            f"step {state.global_step} of {state.max_steps}: validation loss {metrics['eval_loss']:.4f}"
-            + (f" +- {error:.4f}" if error is not None else "")
-            + f", perplexity {metrics['eval_perplexity']:.2f}",
-            file=sys.stderr,
-        )
+        text = f"step {state.global_step} of {state.max_steps}: {self._evaluation(metrics).text}"
+        tqdm.write(text, file=sys.stderr)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.close()

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvshift import param_groups
 from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.config import TrainConfig
 from kvshift.lab.data import collate, load_text_data
+from kvshift.lab.optimizer import adamw, recompute_activations
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 __all__ = ["measure_step_time", "take_turns"]
@@ -55,10 +55,8 @@ def _step_of(folder: Path, batch: dict[str, Any], config: TrainConfig) -> Callab
     model: Any = KVShiftLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.to(config.device).train()
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    options = config.optimizer
-    groups = param_groups(model, lr=options.learning_rate, weight_decay=options.weight_decay)
-    optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), fused=config.device == "cuda")
+        recompute_activations(model)
+    optimizer = adamw(model, config.optimizer, torch.device(config.device))
     parameters = list(model.parameters())
     forward = torch.compile(model) if config.compile else model
 
@@ -66,8 +64,8 @@ def _step_of(folder: Path, batch: dict[str, Any], config: TrainConfig) -> Callab
         with torch.autocast(config.device, torch.bfloat16, enabled=config.bf16 == "yes"):
             loss = forward(**batch, use_cache=False).loss
         loss.backward()
-        if options.clip_norm:
-            nn.utils.clip_grad_norm_(parameters, options.clip_norm)
+        if config.optimizer.clip_norm:
+            nn.utils.clip_grad_norm_(parameters, config.optimizer.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -16,50 +17,37 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
-from kvshift import clamp_after_step, param_groups
+from kvshift.lab.callbacks import Evaluation
 from kvshift.lab.checkpoints import keep_newest, seal
-from kvshift.lab.config import TrainConfig
-from kvshift.lab.language_model import shift_layers
+from kvshift.lab.config import RunConfig
+from kvshift.lab.optimizer import adamw
 from kvshift.lab.order import EndlessStream, ShuffledEpochs
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFailedError
 
-__all__ = ["LanguageModelTrainer", "row_losses", "summarize"]
+__all__ = ["LanguageModelTrainer", "RunTrainer", "row_losses", "summarize"]
 
 
-class LanguageModelTrainer(Trainer):
-    """Trains on rows of tokens, evaluates row by row, and stops at the first number that is not finite.
-
-    Attributes:
-        row_losses: of the last evaluation, the mean loss of each validation row, in nats per token, in order.
-        row_tokens: how many tokens each of them is the mean of.
-    """
+class RunTrainer(Trainer):
+    """Keeps whole checkpoints, and stops all processes at the first number that is not finite."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        arguments: TrainingArguments,
-        config: TrainConfig,
-        processes: Processes,
-        *,
-        train: Any,
-        validation: Dataset,
-        collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]],
+        self, model: nn.Module, arguments: TrainingArguments, config: RunConfig, processes: Processes, **kwargs: Any
     ) -> None:
         self._config = config
         self._processes = processes
         self._before_save: Callable[[], None] = lambda: None
-        self.row_losses: np.ndarray | None = None
-        self.row_tokens: np.ndarray | None = None
         self._last_loss = math.nan
-        super().__init__(
-            model,
-            arguments,
-            train_dataset=train if isinstance(train, Dataset) else EndlessStream(train),
-            eval_dataset=validation,
-            data_collator=collate,
-            compute_metrics=self._keep_and_summarize,
-        )
+        super().__init__(model, arguments, **kwargs)
+
+    @property
+    @abstractmethod
+    def evaluated(self) -> bool:
+        """Whether there has been an evaluation since this object was made."""
+
+    @abstractmethod
+    def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
+        """What the metrics of an evaluation come to, for files and for readers."""
 
     def before_save(self, function: Callable[[], None]) -> None:
         """Have `function` called in the first process before a checkpoint is declared whole."""
@@ -68,32 +56,9 @@ class LanguageModelTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW over the groups of `kvshift.param_groups`."""
         if self.optimizer is None:
-            options = self._config.optimizer
             trained = cast(nn.Module, self.model if model is None else model)
-            groups = param_groups(
-                trained,
-                lr=options.learning_rate,
-                weight_decay=options.weight_decay,
-                shift_lr_multiplier=options.shift_lr_multiplier,
-            )
-            self.optimizer = torch.optim.AdamW(
-                groups,
-                lr=options.learning_rate,
-                betas=(options.beta1, options.beta2),
-                eps=options.epsilon,
-                fused=self.args.device.type == "cuda",
-            )
-            if any(layer.constraint == "clamp" for layer in shift_layers(trained)):
-                clamp_after_step(self.optimizer, trained)
+            self.optimizer = adamw(trained, self._config.optimizer, self.args.device)
         return self.optimizer
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
-        rows = self.train_dataset if train_dataset is None else train_dataset
-        if not isinstance(rows, Dataset):
-            return None
-        args = self.args
-        in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return ShuffledEpochs(len(rows), args.max_steps * in_a_step, self._config.seed)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -112,26 +77,9 @@ class LanguageModelTrainer(Trainer):
             )
         return norm
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[None, Tensor, Tensor]:
-        """For each row the sum of its losses, where Trainer expects logits, and their number, where labels."""
-        inputs = {**self._prepare_inputs(inputs)}
-        labels = inputs.pop("labels")
-        with torch.no_grad(), self.compute_loss_context_manager():
-            logits = model(**inputs).logits
-        return (None, *row_losses(logits, labels))
-
-    def _keep_and_summarize(self, prediction: EvalPrediction) -> dict[str, float]:
-        sums, tokens = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
-        if not np.isfinite(sums).all():
-            self._fail(f"the validation loss is not finite after step {self.state.global_step}; {self._kept()}")
-        self.row_losses, self.row_tokens = sums / np.maximum(tokens, 1), tokens
-        return summarize(sums, tokens)
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = self._config.out / f"checkpoint-{self.state.global_step}"
-        self._together(folder, lambda: super(LanguageModelTrainer, self)._save_checkpoint(model, trial))
+        self._together(folder, lambda: super(RunTrainer, self)._save_checkpoint(model, trial))
         self._together(folder, (lambda: self._seal(folder)) if self._processes.is_main else lambda: None)
 
     def _seal(self, folder: Path) -> None:
@@ -171,6 +119,80 @@ class LanguageModelTrainer(Trainer):
         checkpoints = [path.parent.name for path in self._config.out.glob("checkpoint-*/manifest.json")]
         newest = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default=None)
         return f"{newest} is kept" if newest else "there is no checkpoint before it"
+
+
+class LanguageModelTrainer(RunTrainer):
+    """Trains on rows of tokens, and evaluates row by row.
+
+    Attributes:
+        row_losses: of the last evaluation, the mean loss of each validation row, in nats per token, in order.
+        row_tokens: how many tokens each of them is the mean of.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: TrainingArguments,
+        config: RunConfig,
+        processes: Processes,
+        *,
+        train: Any,
+        validation: Dataset,
+        collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]],
+    ) -> None:
+        self.row_losses: np.ndarray | None = None
+        self.row_tokens: np.ndarray | None = None
+        super().__init__(
+            model,
+            arguments,
+            config,
+            processes,
+            train_dataset=train if isinstance(train, Dataset) else EndlessStream(train),
+            eval_dataset=validation,
+            data_collator=collate,
+            compute_metrics=self._keep_and_summarize,
+        )
+
+    @property
+    def evaluated(self) -> bool:
+        return self.row_losses is not None
+
+    def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
+        """Loss with its error over rows, and perplexity; see `summarize`."""
+        loss, error = metrics["eval_loss"], metrics.get("eval_loss_stderr")
+        values = {
+            "loss": loss,
+            "loss_stderr": error,
+            "perplexity": metrics["eval_perplexity"],
+            "rows": metrics["eval_rows"],
+        }
+        margin = f" +- {error:.4f}" if error is not None else ""
+        return Evaluation(values, f"validation loss {loss:.4f}{margin}, perplexity {values['perplexity']:.2f}")
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        if not isinstance(rows, Dataset):
+            return None
+        args = self.args
+        in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return ShuffledEpochs(len(rows), args.max_steps * in_a_step, self._config.seed)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[None, Tensor, Tensor]:
+        """For each row the sum of its losses, where Trainer expects logits, and their number, where labels."""
+        inputs = {**self._prepare_inputs(inputs)}
+        labels = inputs.pop("labels")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            logits = model(**inputs).logits
+        return (None, *row_losses(logits, labels))
+
+    def _keep_and_summarize(self, prediction: EvalPrediction) -> dict[str, float]:
+        sums, tokens = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
+        if not np.isfinite(sums).all():
+            self._fail(f"the validation loss is not finite after step {self.state.global_step}; {self._kept()}")
+        self.row_losses, self.row_tokens = sums / np.maximum(tokens, 1), tokens
+        return summarize(sums, tokens)
 
 
 def row_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
