@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 from kvshift import ShiftState
+from kvshift.models.cache import ShiftCacheLayer
 from kvshift.models.llama import adopt_cache
-from kvshift.models.llama.cache import ShiftCacheLayer
 
 from .checks import ATOL, assert_next, check_crop, check_selection, check_splits, logits_of, reference_of
 from .tiny import left_padded, random_tokens, tiny_config, tiny_model

@@ -8,7 +8,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Qua
 from transformers.cache_utils import QuantizedLayer
 
 from kvshift.models.llama import KVShiftLlamaConfig, adopt_cache
-from kvshift.models.llama.modeling import create_masks
+from kvshift.models.shifted import create_masks
 
 from .checks import logits_of, new_tokens_of
 from .tiny import SIZES, left_padded, random_tokens, right_padded, tiny_model

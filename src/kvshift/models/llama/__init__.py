@@ -2,7 +2,7 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from kvshift.models.llama.cache import adopt_cache
+from kvshift.models.cache import adopt_cache
 from kvshift.models.llama.configuration import KVShiftLlamaConfig
 from kvshift.models.llama.modeling import KVShiftLlamaForCausalLM, KVShiftLlamaModel, KVShiftLlamaPreTrainedModel
 from kvshift.models.llama.sizes import SIZES, size_config

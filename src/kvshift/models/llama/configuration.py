@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
-from kvshift.layers import check_shift_options
+from kvshift.models.configuration import ShiftConfig
 
 
 @strict
-class KVShiftLlamaConfig(LlamaConfig):
+class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
     """What `KVShiftLlamaForCausalLM` is built from.
 
     Besides the fields of `transformers.LlamaConfig`:
@@ -48,35 +46,7 @@ class KVShiftLlamaConfig(LlamaConfig):
     sliding_window: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self._refuse_misspelt(kwargs)
-        check_shift_options(
-            self.shift_targets, self.shift_window, self.shift_constraint, self.shift_init, prefix="shift_"
-        )
-        self.shift_targets = list(self.shift_targets)
         window = self.sliding_window
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 2):
             raise ValueError(f"sliding_window must be an integer of at least 2, or None; got {window!r}")
-        layer_types = kwargs.pop("layer_types", None)
-        if layer_types is not None and layer_types != self.layer_types:
-            raise ValueError(
-                f"layer_types must be left out or {self.layer_types}, as the other fields have it; got {layer_types!r}"
-            )
         super().__post_init__(**kwargs)
-
-    @property
-    def layer_types(self) -> list[str]:
-        """Tells transformers' caches that every layer keeps the last raw keys and values beside the shifted ones."""
-        if self.shift_targets:
-            layer_type = "hybrid" if self.sliding_window is None else "hybrid_sliding"
-        else:
-            layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
-        return [layer_type] * self.num_hidden_layers
-
-    def _refuse_misspelt(self, unknown: dict[str, Any]) -> None:
-        """Transformers keeps unknown fields as attributes; one that looks like a known field is a mistake."""
-        known = [field.name for field in fields(self)]
-        for name in unknown:
-            close = get_close_matches(name, known, n=1, cutoff=0.85)
-            if close or name.startswith("shift_"):
-                hint = close[0] if close else ", ".join(field for field in known if field.startswith("shift_"))
-                raise ValueError(f"unknown configuration field {name!r} (value {unknown[name]!r}); known: {hint}")

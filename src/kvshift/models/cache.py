@@ -7,7 +7,7 @@ still empty, so that every operation on the cache moves both.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from kvshift.models.llama.configuration import KVShiftLlamaConfig
+from kvshift.layers import KVShift
+from kvshift.models.configuration import ShiftConfig
 from kvshift.ops import ShiftState
 
 
@@ -201,7 +202,43 @@ class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowL
         self.window = window
 
 
-def adopt_cache(cache: Cache, config: KVShiftLlamaConfig) -> None:
+def shift_on(
+    shift: KVShift,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Cache | None,
+    layer_idx: int,
+    *,
+    mask: Tensor | None,
+    seq_idx: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shift the heads of one layer, on from the state in the cache, and rotate them if tables are given.
+
+    Args:
+        shift: of the layer.
+        q, k, v: as in `KVShift.forward`.
+        cache: adopted; None: every row begins here.
+        layer_idx: which layer of the cache.
+        mask, seq_idx, rotary: as in `KVShift.forward`.
+    """
+    if cache is None or not shift.targets:
+        q, k, v, _ = shift(q, k, v, seq_idx=seq_idx, mask=mask, rotary=rotary)
+        return q, k, v
+    layer = cast(ShiftCacheLayer, cache.layers[layer_idx])
+    if layer.record_past and mask is not None:
+        # Padding on the left can as well be zeros: then one raw row is kept for every position, as `crop` counts.
+        padding = ~mask[:, :, None, None]
+        q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+        mask = None
+    state = layer.read_shift(q, k, v, with_queries="q" in shift.targets)
+    q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, rotary=rotary)
+    layer.write_shift(state)
+    return q, k, v
+
+
+def adopt_cache(cache: Cache, config: ShiftConfig) -> None:
     """Make the layers of an empty cache of transformers, in place, ones that carry the state of the shift.
 
     A cache made so already is left as it is, and so is any cache if the model shifts nothing.

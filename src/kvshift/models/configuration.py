@@ -1,0 +1,59 @@
+"""The fields of a configuration that say what a model shifts, and what follows from them for transformers."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from kvshift.layers import check_shift_options
+
+
+class ShiftConfig:
+    """Stands before a configuration class of transformers; the class made of both is a dataclass with these fields.
+
+    Attributes:
+        shift_targets: which of "q", "k", "v" each layer shifts; () is the model without shift.
+        shift_window: tokens mixed, the current one included; 2 in the paper.
+        shift_constraint: "free", "gate" or "clamp"; see `kvshift.KVShift`.
+        shift_init: "uniform" (the paper's, for training from scratch) or "identity" (a pretrained model computes what
+            it did before).
+    """
+
+    shift_targets: list[str] | tuple[str, ...]
+    shift_window: int
+    shift_constraint: str
+    shift_init: str
+    num_hidden_layers: int
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._refuse_misspelt(kwargs)
+        check_shift_options(
+            self.shift_targets, self.shift_window, self.shift_constraint, self.shift_init, prefix="shift_"
+        )
+        self.shift_targets = list(self.shift_targets)
+        layer_types = kwargs.pop("layer_types", None)
+        if layer_types is not None and layer_types != self.layer_types:
+            raise ValueError(
+                f"layer_types must be left out or {self.layer_types}, as the other fields have it; got {layer_types!r}"
+            )
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Tells transformers' caches that every layer keeps the last raw keys and values beside the shifted ones."""
+        sliding = getattr(self, "sliding_window", None) is not None
+        if self.shift_targets:
+            layer_type = "hybrid_sliding" if sliding else "hybrid"
+        else:
+            layer_type = "sliding_attention" if sliding else "full_attention"
+        return [layer_type] * self.num_hidden_layers
+
+    def _refuse_misspelt(self, unknown: dict[str, Any]) -> None:
+        """Transformers keeps unknown fields as attributes; one that looks like a known field is a mistake."""
+        known = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        for name in unknown:
+            close = get_close_matches(name, known, n=1, cutoff=0.85)
+            if close or name.startswith("shift_"):
+                hint = close[0] if close else ", ".join(field for field in known if field.startswith("shift_"))
+                raise ValueError(f"unknown configuration field {name!r} (value {unknown[name]!r}); known: {hint}")
