@@ -5,6 +5,7 @@ from kvshift.lab.tasks.hop import HopConfig, HopTask
 from kvshift.lab.tasks.induction import InductionConfig, InductionTask
 from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
 from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
+from kvshift.lab.tasks.registry import TaskConfig, WholeTask, make_task, task_name
 from kvshift.lab.tasks.streams import TaskBatches, generator_of
 
 __all__ = [
@@ -19,7 +20,11 @@ __all__ = [
     "NGramTask",
     "Task",
     "TaskBatches",
+    "TaskConfig",
+    "WholeTask",
     "concatenate",
     "count_correct",
     "generator_of",
+    "make_task",
+    "task_name",
 ]
