@@ -23,6 +23,7 @@ from kvshift.ops.plan import ShiftPlan
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _BUILDS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}  # what torch calls the machine: what the compiler does
+_PLAIN = (Tensor, torch.nn.Parameter)
 _MAX_WINDOW = 16
 _MAX_HEAD = 1024
 _ROWS_PER_SUM = 32  # rows whose gradients are summed in float32, before the sums are added in float64
@@ -65,54 +66,73 @@ def next_token_cpu(
 
     Returns:
         q turned, k shifted and turned, v shifted: the bits of `shift_eager` and `rotate_half`.
-        None where the kernel cannot take the tensors.
+        None where the kernel cannot take the tensors: what disagrees is for the general path to take, or to name.
     """
-    kernel = _kernels().next_token.get(k.dtype)
-    compute = torch.float64 if k.dtype == torch.float64 else torch.float32
-    batch, _, heads, size = q.shape
+    if not (type(q) is type(k) is type(v) is type(cos) is type(sin) is Tensor and q.ndim == k.ndim == v.ndim == 4):
+        return None
+    (batch, tokens, heads, size), k_shape, v_shape, angles = q.shape, k.shape, v.shape, cos.shape
+    groups, v_size, dtype = k_shape[2], v_shape[3], k.dtype
+    kernel = _kernels().next_token.get(dtype)
     if (
         kernel is None
-        or cpu_refusal(k, 2) is not None
+        or tokens != 1
         or size > _MAX_HEAD
         or size % 2
-        or not (q.dtype is k.dtype is v.dtype is cos.dtype is sin.dtype)
+        or k_shape != (batch, 1, groups, size)
+        or v_shape != (batch, 1, groups, v_size)
+        or angles not in ((1, 1, 1, size), (batch, 1, 1, size))
+        or sin.shape != angles
+        or not (q.dtype is v.dtype is cos.dtype is sin.dtype is dtype)
+        or not (q.is_cpu and k.is_cpu and v.is_cpu and cos.is_cpu and sin.is_cpu)
         or not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
-        or not (cos.shape == sin.shape and cos.shape[0] in (1, batch) and cos.shape[1:] == (1, 1, size))
         or not (cos.is_contiguous() and sin.is_contiguous())
+        or cpu_refusal(k, 2) is not None
     ):
         return None
     k_past = v_past = alpha_at = beta_at = None
     if past is not None:
-        if not (past[0].is_contiguous() and past[1].is_contiguous()):
+        if not (_may_read(past[0], k_shape, dtype) and _may_read(past[1], v_shape, dtype)):
             return None
         k_past, v_past = past[0].data_ptr(), past[1].data_ptr()
-    for mix in (alpha, beta):
-        if mix is not None and not (mix.dtype is compute and mix.is_contiguous()):
+    elif alpha is not None or beta is not None:
+        return None
+    compute = torch.float64 if dtype is torch.float64 else torch.float32
+    if alpha is not None:
+        if not _may_read(alpha, (groups, 2), compute):
             return None
-    alpha_at = None if alpha is None else alpha.data_ptr()
-    beta_at = None if beta is None else beta.data_ptr()
+        alpha_at = alpha.data_ptr()
+    if beta is not None:
+        if not _may_read(beta, (groups, 2), compute):
+            return None
+        beta_at = beta.data_ptr()
     q_hat, k_hat, v_hat = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     kernel(
-        batch, heads, k.shape[2], size, v.shape[3],
+        batch, heads, groups, size, v_size,
         q_hat.data_ptr(), k_hat.data_ptr(), v_hat.data_ptr(),
         q.data_ptr(), k.data_ptr(), v.data_ptr(), k_past, v_past, alpha_at, beta_at,
-        cos.data_ptr(), sin.data_ptr(), size if cos.shape[0] == batch else 0,
+        cos.data_ptr(), sin.data_ptr(), size if angles[0] == batch else 0,
     )  # fmt: skip
     return q_hat, k_hat, v_hat
 
 
-def cpu_refusal(x: Tensor, window: int) -> str | None:
-    """Why the kernel cannot take x; None if it can."""
+def _may_read(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether these elements lie one after the other at the address of x."""
+    return type(x) in _PLAIN and x.is_cpu and x.dtype is dtype and x.shape == shape and x.is_contiguous()
+
+
+def cpu_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:
+    """Why the kernel cannot take x, and the other tensors of the call beside it; None if it can."""
     if torch.compiler.is_compiling():
         return "it is not for torch.compile, which makes code of its own"
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         return f"it runs on the CPU, the tensors are on {x.device}"
     if x.dtype not in _DTYPES:
         return f"it knows {', '.join(_DTYPES.values())}, the tensors are {x.dtype}"
     if window > _MAX_WINDOW:
         return f"its window is {_MAX_WINDOW} at most, got {window}"
-    if type(x) not in (Tensor, torch.nn.Parameter):
-        return f"it takes plain tensors, got a {type(x).__name__}"
+    for tensor in (x, *others):
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return f"it takes plain tensors, got a {type(tensor).__name__}"
     if torch._C._are_functorch_transforms_active():
         return "it does not run under torch.func transforms"
     return _kernels().refusal

@@ -163,7 +163,7 @@ def _shift(
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
     window = _window(*mixes)
     if backend in ("auto", "cpu"):
-        refusal = cpu_refusal(inputs[0], window)
+        refusal = cpu_refusal(inputs[0], window, *inputs[1:], *mixes, *pasts, cu_seqlens, seq_idx, mask)
         if refusal is not None and backend == "cpu":
             raise ValueError(f'backend "cpu" cannot be used here: {refusal}')
         backend = "cpu" if refusal is None else "eager"
