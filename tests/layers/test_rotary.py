@@ -129,6 +129,71 @@ def test_what_the_one_call_cannot_take_goes_through_many(case, counted):
     assert not counted
 
 
+@pytest.mark.parametrize("turned", [True, False], ids=["turned", "not turned"])
+@pytest.mark.parametrize("kernel", [pytest.param(True, marks=needs_kernel), False], ids=["kernel", "no kernel"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ("k of fewer rows", ValueError, "v must match k"),
+        ("v of fewer rows", ValueError, "v must match k"),
+        ("v of fewer heads", ValueError, "v must match k"),
+        ("k and v of one head", ValueError, "alpha must be .* with 1 heads"),
+        ("k and v of more heads", ValueError, "alpha must be .* with 5 heads"),
+        ("state of fewer rows", ValueError, r"state\.k must be \(2, rows, 3, 10\)"),
+        ("state of more rows than it may keep", ValueError, "state must hold as many keys as values, max_rows at most"),
+        ("k without heads", ValueError, "k must have 4 dimensions"),
+        ("v in double precision", ValueError, "v must match k"),
+        ("k as a list", TypeError, "k must be a tensor"),
+        ("v as a list", TypeError, "v must be a tensor"),
+    ],
+)
+@torch.no_grad()
+def test_decoding_names_what_disagrees(change, error, message, kernel, turned, monkeypatch):
+    if not kernel:
+        monkeypatch.setattr(layer_module, "next_token_cpu", lambda *_: None)
+    q, k, v = inputs(2, 1, torch.float32)
+    state = past(2, torch.float32)
+    if change == "k of fewer rows":
+        k, state = k[:1], ShiftState(state.k[:1], state.v, 1)
+    elif change == "v of fewer rows":
+        v, state = v[:1], ShiftState(state.k, state.v[:1], 1)
+    elif change == "v of fewer heads":
+        v, state = v[:, :, :2].contiguous(), ShiftState(state.k, state.v[:, :, :2].contiguous(), 1)
+    elif change in ("k and v of one head", "k and v of more heads"):
+        heads = [0] if "one" in change else [0, 1, 2, 1, 0]
+        k, v, state = k[:, :, heads], v[:, :, heads], ShiftState(state.k[:, :, heads], state.v[:, :, heads], 1)
+    elif change == "state of fewer rows":
+        state = ShiftState(state.k[:1], state.v[:1], 1)
+    elif change == "state of more rows than it may keep":
+        k, v, q = (x.repeat(1, 2, 1, 1) for x in (k, v, q))
+        state = ShiftState(k, v, 1)
+    elif change == "k without heads":
+        k, state = k[:, :, 0], ShiftState(state.k[:, :, 0], state.v, 1)
+    elif change == "v in double precision":
+        v, state = v.double(), ShiftState(state.k, state.v.double(), 1)
+    elif change == "k as a list":
+        k = k.tolist()
+    elif change == "v as a list":
+        v = v.tolist()
+    with pytest.raises(error, match=message):
+        KVShift(G)(q, k, v, state=state, rotary=tables(2, 1, torch.float32) if turned else None)
+
+
+@needs_kernel
+@pytest.mark.parametrize("targets", [(), ("k", "v")], ids=str)
+@torch.no_grad()
+def test_queries_of_other_rows_are_turned_as_in_many_calls(targets, counted):
+    """Not a case of attention, but of memory: nothing is read that is not there."""
+    layer, rotary = KVShift(G, targets=targets), tables(1, 1, torch.float32)
+    (_, k, v), (q, *_) = inputs(5, 1, torch.float32), inputs(2, 1, torch.float32)
+    state = past(5, torch.float32) if targets else None
+    results = layer(q, k, v, state=state, rotary=rotary)
+    expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
+    for result, other in zip(results[:3], expected[:3], strict=True):
+        assert torch.equal(result, other)
+    assert not counted
+
+
 @torch.no_grad()
 def test_decoding_without_the_kernel(monkeypatch, tmp_path, counted):
     layer, (q, k, v) = KVShift(G), inputs(2, 1, torch.float32)

@@ -6,7 +6,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ Constraint = Literal["free", "gate", "clamp"]
 Init = Literal["uniform", "identity"]
 
 # The paper's letters: alpha mixes keys, beta values; queries are the variant of its appendix G.
-_PLAIN = (nn.Parameter, type(None))
 _COEFFICIENT = {"q": "gamma", "k": "alpha", "v": "beta"}
 
 
@@ -91,7 +90,7 @@ class KVShift(nn.Module):
                 parameter = nn.Parameter(torch.empty(cast(int, heads), width, dtype=torch.float32, device=device))
             self.register_parameter(name, parameter)
         self._is_free_pair = "q" not in self.targets and window == 2 and constraint == "free"
-        self._is_plain = self.targets == ("k", "v") and window == 2 and constraint == "free"
+        self._is_plain = self._is_free_pair and self.targets == ("k", "v")
         self._columns: tuple[Tensor, ...] = ()
         self.register_load_state_dict_pre_hook(_load_in_float32)
         self.reset_parameters()
@@ -140,12 +139,13 @@ class KVShift(nn.Module):
         """
         unbounded = cu_seqlens is None and seq_idx is None and mask is None
         if unbounded and backend == "auto" and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
-            if rotary is not None and k.shape[1] == 1:
+            if rotary is not None:
                 turned = self._turn_next_token(q, k, v, state, rotary)
                 if turned is not None:
                     return turned
-            if self._is_next_token(k, v, state):
-                k_hat, v_hat, new = self._shift_next_token(k, v, cast(ShiftState, state))
+            shifted = self._shift_next_token(k, v, state)
+            if shifted is not None:
+                k_hat, v_hat, new = shifted
                 return *_turn(q, k_hat, rotary), v_hat, new
         q_hat, k_hat, v_hat, new = self._shift(q, k, v, state, cu_seqlens, seq_idx, mask, backend)
         return *_turn(q_hat, k_hat, rotary), v_hat, new
@@ -183,18 +183,6 @@ class KVShift(nn.Module):
         q_hat, q_rows = shift_tokens(q, gamma, history=past, max_rows=max_rows, **where)
         return q_hat, k if alpha is None else k_hat, v_hat, ShiftState(new.k, new.v, new.max_rows, q_rows)
 
-    def _is_next_token(self, k: Tensor, v: Tensor, state: ShiftState | None) -> bool:
-        """Whether this is decoding in its plain form: one token onto one row, float32, the paper's method."""
-        return (
-            self._is_plain
-            and isinstance(state, ShiftState)
-            and state.max_rows == 1  # and so T = R = 1, if the shapes are equal
-            and k.dtype is v.dtype is state.k.dtype is state.v.dtype is torch.float32
-            and k.shape == state.k.shape
-            and v.shape == state.v.shape
-            and type(self._parameters["alpha"]) is nn.Parameter
-        )
-
     def _turn_next_token(
         self, q: Tensor, k: Tensor, v: Tensor, state: ShiftState | None, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None] | None:
@@ -202,28 +190,35 @@ class KVShift(nn.Module):
         if not self.targets:
             turned = next_token_cpu(q, k, v, None, None, None, *rotary)
             return None if turned is None else (*turned, None)
-        if (
-            not self._is_free_pair
-            or not isinstance(state, ShiftState)
-            or state.max_rows != 1
-            or state.k.shape != k.shape
-            or state.v.shape != v.shape
-            or not (state.k.dtype is state.v.dtype is k.dtype)
-        ):
+        if not (self._is_free_pair and _is_one_row(state)):
             return None
         alpha, beta = self._parameters["alpha"], self._parameters["beta"]
-        if type(alpha) not in _PLAIN or type(beta) not in _PLAIN:
-            return None
         turned = next_token_cpu(q, k, v, (state.k, state.v), alpha, beta, *rotary)
         return None if turned is None else (*turned, ShiftState(k, v, 1))
 
-    def _shift_next_token(self, k: Tensor, v: Tensor, state: ShiftState) -> tuple[Tensor, Tensor, ShiftState]:
-        """`kv_shift` in the fewest calls.
+    def _shift_next_token(
+        self, k: Tensor, v: Tensor, state: ShiftState | None
+    ) -> tuple[Tensor, Tensor, ShiftState] | None:
+        """`kv_shift` in the fewest calls, for one token in float32 and the paper's method; None for all else.
 
         Decoding a small model is bound by the number of its calls, not by the bytes it moves. The columns of the
         coefficients are views, so they follow every change in place; they are made anew where the memory is another.
         """
+        if not (self._is_plain and _is_one_row(state) and type(k) is type(v) is Tensor):
+            return None
         alpha, beta = cast(Tensor, self._parameters["alpha"]), cast(Tensor, self._parameters["beta"])
+        k_shape, v_shape = k.shape, v.shape
+        if not (
+            k.dtype is v.dtype is state.k.dtype is state.v.dtype is torch.float32
+            and k_shape == state.k.shape
+            and v_shape == state.v.shape
+            and (k_shape == v_shape or k_shape[:3] == v_shape[:3])
+            and len(k_shape) == 4
+            and k_shape[1] == 1
+            and type(alpha) is nn.Parameter
+            and alpha.shape == beta.shape == (k_shape[2], 2)
+        ):
+            return None
         columns = self._columns
         if not columns or columns[0].data_ptr() != alpha.data_ptr() or columns[2].data_ptr() != beta.data_ptr():
             columns = self._columns = (*alpha.detach().split(1, dim=1), *beta.detach().split(1, dim=1))
@@ -257,6 +252,11 @@ class KVShift(nn.Module):
             return tensor.to(device=moved.device, dtype=torch.float32)
 
         return super()._apply(keep_float32, recurse)
+
+
+def _is_one_row(state: ShiftState | None) -> TypeGuard[ShiftState]:
+    """Whether decoding keeps one row of each sequence: that of the token before."""
+    return isinstance(state, ShiftState) and state.max_rows == 1
 
 
 def _turn(q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
