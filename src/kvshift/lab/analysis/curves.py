@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvshift.lab.analysis.maps import map_coefficients
 from kvshift.lab.analysis.runs import Run, read_run
 from kvshift.lab.analysis.statistics import t_interval
 from kvshift.lab.errors import LabError
@@ -18,8 +19,6 @@ if TYPE_CHECKING:  # takes a second to import
 __all__ = ["plot_coefficients", "plot_curves", "save_figure"]
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by the colour-blind (Okabe and Ito)
-_SYMBOLS = {"alpha": "α", "beta": "β", "gamma": "γ"}
-_OF = {"alpha": "keys", "beta": "values", "gamma": "queries"}
 
 
 def plot_curves(folders: Sequence[Path]) -> Figure:
@@ -96,48 +95,7 @@ def _draw_differences(axes: Axes, vanilla: Mapping[int, Run], shifted: Mapping[i
 
 def plot_coefficients(folder: Path) -> Figure | None:
     """The learned coefficients of a finished run: a panel for each, layers down, heads across. None for vanilla."""
-    from matplotlib.figure import Figure
-
-    layers = read_run(folder).coefficients()
-    panels = [
-        (
-            f"${_SYMBOLS[name]}_{lag + 1}$: {_OF[name]}, {_lag(lag)}",
-            [[head[lag] for head in layer[name]] for layer in layers],
-        )
-        for name in (layers[0] if layers else ())
-        for lag in range(len(layers[0][name][0]))
-    ]
-    if not panels:
-        return None
-    heads = max(len(values[0]) for _, values in panels)
-    figure = Figure(
-        figsize=(len(panels) * max(2.4, 0.5 * heads + 1), max(2.2, 0.5 * len(layers) + 1.4)), layout="constrained"
-    )
-    # One scale for all, with 0 in its middle: a red and a blue cell pull in opposite directions.
-    limit = max(1.0, *(abs(value) for _, values in panels for row in values for value in row))
-    image, all_axes = None, []
-    for number, (title, values) in enumerate(panels, start=1):
-        axes = figure.add_subplot(1, len(panels), number)
-        image = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
-        axes.set(title=title, xlabel="head", xticks=range(len(values[0])), yticks=range(len(layers)))
-        axes.title.set_fontsize(9)
-        if number == 1:
-            axes.set_ylabel("layer")
-        if len(layers) * heads <= 64:
-            for row, line in enumerate(values):
-                for column, value in enumerate(line):
-                    shade = "white" if abs(value) > 0.6 * limit else "black"
-                    axes.text(
-                        column, row, f"{round(value, 2) + 0.0:.2f}", ha="center", va="center", fontsize=7, color=shade
-                    )
-        all_axes.append(axes)
-    if image is not None:
-        figure.colorbar(image, ax=all_axes)
-    return figure
-
-
-def _lag(lag: int) -> str:
-    return ("current token", "token before")[lag] if lag < 2 else f"{lag} tokens before"
+    return map_coefficients(read_run(folder).coefficients())
 
 
 def save_figure(figure: Figure, stem: Path) -> list[Path]:
