@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvshift.lab.data import DataConfig
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, require
 
 __all__ = [
     "ModelConfig",
@@ -100,18 +100,18 @@ class OptimizerConfig:
     def check(self, steps: int) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""
         for name in ("learning_rate", "epsilon"):
-            _require(getattr(self, name) > 0, f"optimizer.{name}", getattr(self, name), "more than 0")
+            require(getattr(self, name) > 0, f"optimizer.{name}", getattr(self, name), "more than 0")
         for name in ("weight_decay", "clip_norm", "shift_lr_multiplier"):
-            _require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "0 or more")
+            require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "0 or more")
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "at least 0, less than 1")
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "at least 0, less than 1")
         for name in ("decay_fraction", "min_lr_ratio"):
-            _require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "between 0 and 1")
+            require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "between 0 and 1")
         warmup = self.warmup_steps
-        _require(warmup is None or warmup >= 0, "optimizer.warmup_steps", warmup, "0 or more, or None")
+        require(warmup is None or warmup >= 0, "optimizer.warmup_steps", warmup, "0 or more, or None")
         if self.schedule == "wsd":
             room = steps - round(steps * self.decay_fraction)
-            _require(
+            require(
                 warmup is None or warmup <= room, "optimizer.warmup_steps", warmup, f"{room} at most, before the decay"
             )
 
@@ -157,10 +157,10 @@ class RunConfig:
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""
         for name in ("steps", "batch_size", "eval_every", "save_every", "keep_checkpoints", "log_every"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        _require(self.eval_rows is None or self.eval_rows >= 1, "eval_rows", self.eval_rows, "1 or more, or None")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
-        _require(self.data_workers >= 0, "data_workers", self.data_workers, "0 or more")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        require(self.eval_rows is None or self.eval_rows >= 1, "eval_rows", self.eval_rows, "1 or more, or None")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
+        require(self.data_workers >= 0, "data_workers", self.data_workers, "0 or more")
         self.optimizer.check(self.steps)
 
     @property
@@ -184,9 +184,9 @@ class TrainConfig(RunConfig):
         """Raise a LabError that names the field, its value, and what it may be."""
         super().check()
         tokens = self.tokens_per_step
-        _require(tokens is None or tokens >= 1, "tokens_per_step", tokens, "1 or more, or None")
+        require(tokens is None or tokens >= 1, "tokens_per_step", tokens, "1 or more, or None")
         if self.data.streaming:
-            _require(self.data_workers <= 1, "data_workers", self.data_workers, "0 or 1 with data.streaming")
+            require(self.data_workers <= 1, "data_workers", self.data_workers, "0 or 1 with data.streaming")
 
     def accumulation(self, devices: int) -> int:
         """Forward passes of each device in one optimizer step."""
@@ -241,8 +241,3 @@ def _revive(hint: Any, value: Any, where: str) -> Any:
     if isinstance(value, str) and Path in kinds and str not in kinds:
         return Path(value)
     return value
-
-
-def _require(holds: bool, name: str, value: Any, what: str) -> None:
-    if not holds:
-        raise LabError(f"{name} must be {what}, got {value!r}")

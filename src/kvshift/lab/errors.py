@@ -1,6 +1,8 @@
 """What a command tells its user when it cannot go on: a message, and the code the process exits with."""
 
-__all__ = ["LabError"]
+from typing import Any
+
+__all__ = ["LabError", "require"]
 
 
 class LabError(Exception):
@@ -11,3 +13,9 @@ class LabError(Exception):
     """
 
     exit_code = 2
+
+
+def require(holds: bool, name: str, value: Any, what: str) -> None:
+    """Raise a LabError that names an option, what it must be and its value, unless that holds."""
+    if not holds:
+        raise LabError(f"{name} must be {what}, got {value!r}")

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, require
 from kvshift.lab.loading import DType, load_model
 from kvshift.lab.prompts import answers_in, read_prompts
 from kvshift.lab.seeds import generator_for
@@ -72,14 +72,14 @@ class GenerateConfig:
         if (self.prompt is None) == (self.prompts is None):
             raise LabError("exactly one of prompt and prompts must be given")
         for name in ("max_new_tokens", "num_beams", "samples", "batch_size"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name in ("top_k", "prompt_lookup"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        _require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "more than 0")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "more than 0")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
         if self.samples > 1 and self.temperature == 0:
             raise LabError(f"samples must be 1 with temperature 0, which draws nothing; got {self.samples}")
         if self.num_beams > 1 and self.samples > self.num_beams:
@@ -308,8 +308,3 @@ def _ids_of(*candidates: int | list[int] | None) -> list[int]:
 
 def _say(text: str) -> None:
     print(f"kvshift generate: {text}", file=sys.stderr)
-
-
-def _require(holds: bool, name: str, value: Any, what: str) -> None:
-    if not holds:
-        raise LabError(f"{name} must be {what}, got {value!r}")

@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, require
 
 __all__ = ["check_at_least", "check_batch_size", "check_choices"]
 
@@ -25,8 +25,8 @@ def check_choices(task: str, config: Any) -> None:
 def check_at_least(task: str, config: Any, **smallest: int) -> None:
     """Raise a LabError where a field is below its smallest value."""
     for name, least in smallest.items():
-        if getattr(config, name) < least:
-            raise LabError(f"{task}.{name} must be {least} or more, got {getattr(config, name)}")
+        value = getattr(config, name)
+        require(value >= least, f"{task}.{name}", value, f"{least} or more")
 
 
 def check_batch_size(batch_size: int) -> None:
