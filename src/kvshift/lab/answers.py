@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.seeds import seed_for
 from kvshift.lab.tasks import generator_of
 from kvshift.lab.tasks.questions import Question, QuestionTask
 
@@ -62,7 +62,7 @@ def answer(model: Any, task: QuestionTask, questions: Sequence[Question], *, see
     )
     accelerators = [] if model.device.type == "cpu" else [model.device]
     with torch.random.fork_rng(accelerators, device_type=model.device.type if accelerators else "cuda"):
-        torch.manual_seed(generator_for("answers", seed).initial_seed())
+        torch.manual_seed(seed_for("answers", seed))
         written = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), generation_config=how)
     return [_before(row, task.end_token) for row in written[:, longest:].cpu()]
 

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from kvshift.lab.errors import LabError, require
 from kvshift.lab.loading import DType, load_model
 from kvshift.lab.prompts import answers_in, read_prompts
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.seeds import seed_for
 
 __all__ = ["Continuation", "GenerateConfig", "continue_batch", "encode", "generate"]
 
@@ -160,7 +160,7 @@ def continue_batch(
     ends = _ids_of(model.generation_config.eos_token_id, tokenizer.eos_token_id)
     accelerators = [] if model.device.type == "cpu" else [model.device]
     with torch.random.fork_rng(accelerators, device_type=model.device.type if accelerators else "cuda"):
-        torch.manual_seed(generator_for(f"generate from {first}", config.seed).initial_seed())
+        torch.manual_seed(seed_for(f"generate from {first}", config.seed))
         output = model.generate(ids, attention_mask=mask, generation_config=_how(config, pad=pad, ends=ends), **kwargs)
     rows = [
         _continuation(tokenizer, prompts[number // config.samples], row[length:].tolist(), ends)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Literal, get_args
 
 import torch
 from torch.utils.data import Dataset
 
+from kvshift.lab.seeds import seed_for
 from kvshift.lab.tasks.batch import Batch, Task
 
 __all__ = ["Split", "TaskBatches", "generator_of"]
@@ -21,7 +21,7 @@ _SEEDS = 2**31  # of each split: torch's generator on a CPU takes 32 bits, and t
 def generator_of(split: Split, seed: int, number: int) -> torch.Generator:
     """The generator of one batch.
 
-        seed of the generator = [split == evaluation] 2^31 + (hash(seed) + number) mod 2^31
+        seed of the generator = [split == evaluation] 2^31 + (seed_for("batches", seed) + number) mod 2^31
 
     So no training batch shares its generator with any evaluation batch, whatever the seeds, and none with another
     batch of its stream.
@@ -30,8 +30,7 @@ def generator_of(split: Split, seed: int, number: int) -> torch.Generator:
         raise ValueError(f"split must be training or evaluation, got {split!r}")
     if not 0 <= number < _SEEDS:
         raise ValueError(f"number must lie in 0 ... 2^31 - 1, got {number}")
-    digest = hashlib.sha256(f"batches {seed}".encode()).digest()
-    within = (int.from_bytes(digest[:4], "big") + number) % _SEEDS
+    within = (seed_for("batches", seed) + number) % _SEEDS
     return torch.Generator().manual_seed(within + (_SEEDS if split == "evaluation" else 0))
 
 
