@@ -31,6 +31,9 @@ _COMMANDS = {
     "generate": _Command(
         "Continue prompts with a trained model", "kvshift.lab.generation", "GenerateConfig", "generate"
     ),
+    "reproduce": _Command(
+        "Run the paper's figures and tables again", "kvshift.recipes.reproduce", "ReproduceConfig", "reproduce"
+    ),
     "plan": _Command("Say what a run will cost", "kvshift.lab.planning", "PlanConfig", "plan"),
 }
 

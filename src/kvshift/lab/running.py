@@ -159,8 +159,12 @@ def attach(
     start: Start,
     *,
     tokens_per_step: int,
+    narrated: bool = True,
 ) -> tuple[Recorder, Leave]:
-    """Give the trainer its callbacks; what they hold open is closed with `stack`, also after an error."""
+    """Give the trainer its callbacks; what they hold open is closed with `stack`, also after an error.
+
+    `narrated`: each evaluation is told on stderr.
+    """
     metrics = Metrics(folder.metrics, up_to_step=start.step) if processes.is_main else None
     recorder, leave = Recorder(metrics, tokens_per_step, trainer.evaluation), Leave(processes)
     trainer.remove_callback(PrinterCallback)
@@ -171,9 +175,10 @@ def attach(
     if metrics is not None:
         stack.callback(metrics.close)
         trainer.before_save(metrics.sync)
-        progress = Progress(trainer.evaluation, bar=config.progress)
-        stack.callback(progress.close)
-        trainer.add_callback(progress)
+        if narrated:
+            progress = Progress(trainer.evaluation, bar=config.progress)
+            stack.callback(progress.close)
+            trainer.add_callback(progress)
         if "tensorboard" in config.report_to:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -75,6 +75,8 @@ class TaskTrainConfig(RunConfig):
     end; None: always train `steps`."""
     stop_after: int = 3
     """See `stop_at`."""
+    progress: bool = True
+    """Tell each evaluation on stderr, and show a bar where that is a terminal."""
     save_every: int = 1000
     report_to: tuple[str, ...] = ()
     log_every: int = 50
@@ -154,7 +156,9 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
         dropout_at_eval=config.dropout_at_eval,
     )
     tokens = config.accumulation * config.batch_size * task.length
-    recorder, leave = attach(stack, trainer, config, folder, processes, start, tokens_per_step=tokens)
+    recorder, leave = attach(
+        stack, trainer, config, folder, processes, start, tokens_per_step=tokens, narrated=config.progress
+    )
     if config.stop_at is not None:
         before = [line["accuracy"][task.slice_names[0]] for line in read_metrics(folder.metrics, "eval")]
         trainer.add_callback(Mastery(task.slice_names[0], config.stop_at, config.stop_after, before))

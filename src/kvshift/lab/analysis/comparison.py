@@ -208,7 +208,8 @@ def as_text(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def as_markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The table in Markdown."""
+def as_markdown(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+    """The table in Markdown; `numbers`: set all columns but the first to the right."""
     heading, *others = ("| " + " | ".join(row) + " |" for row in rows)
-    return "\n".join([heading, "|---|" + "---:|" * (len(rows[0]) - 1), *others])
+    rule = "---:|" if numbers else "---|"
+    return "\n".join([heading, "|---|" + rule * (len(rows[0]) - 1), *others])

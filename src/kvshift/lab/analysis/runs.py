@@ -14,7 +14,7 @@ from kvshift.lab.errors import LabError
 if TYPE_CHECKING:
     from kvshift.lab.config import TrainConfig
 
-__all__ = ["Run", "is_finished", "read_json", "read_run"]
+__all__ = ["Run", "is_finished", "read_json", "read_lines", "read_run"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_run(folder: Path) -> Run:
         folder,
         read_json(folder / "config.json"),
         read_json(folder / "environment.json"),
-        list(_lines(folder / "metrics.jsonl")),
+        list(read_lines(folder / "metrics.jsonl")),
         read_json(folder / "result.json"),
     )
 
@@ -90,7 +90,8 @@ def read_json(path: Path) -> Any:
         raise LabError(f"{path}: cannot be read: {error}") from error
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines; raises LabError that names file and line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

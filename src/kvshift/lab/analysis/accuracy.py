@@ -1,0 +1,39 @@
+"""Curves of accuracy over training steps, a color for each model and a line for each seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.axes import Axes
+
+__all__ = ["COLORS", "Curves", "draw_accuracy"]
+
+COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""Told apart by the colour-blind (Okabe and Ito)."""
+
+Curves = Mapping[str, Mapping[int, tuple[Sequence[float], Sequence[float]]]]
+"""By model and seed: steps, and a value at each."""
+
+
+def draw_accuracy(
+    axes: Axes, curves: Curves, *, title: str, ylabel: str = "accuracy", chance: float | None = None
+) -> None:
+    """Draw the curves of all models into `axes`.
+
+    Args:
+        axes: of matplotlib.
+        curves: see `Curves`; a curve that ends early was stopped because the task was learned.
+        title, ylabel: of the axes.
+        chance: level of a guess, drawn as a dotted line.
+    """
+    for color, (label, seeds) in zip(COLORS, curves.items(), strict=False):
+        for number, (steps, values) in enumerate(seeds.values()):
+            axes.plot(steps, values, color=color, linewidth=1.3, alpha=0.85, label="" if number else label)
+            axes.plot(steps[-1:], values[-1:], "o", color=color, markersize=3)
+    if chance is not None:
+        axes.axhline(chance, color="black", linestyle=":", linewidth=0.9, label="chance")
+    axes.set(xlabel="step", ylabel=ylabel, title=title, ylim=(-0.02, 1.02))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)

@@ -1,0 +1,73 @@
+"""What Figures 1a and 1b share: models of one or more layers on induction, curves of accuracy, steps to a level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvshift.lab.analysis.accuracy import draw_accuracy
+from kvshift.lab.analysis.learning import Reach, reach_of
+from kvshift.lab.config import ModelConfig
+from kvshift.lab.tasks import InductionConfig, InductionTask
+from kvshift.recipes.recipe import Record, by_label
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["SCORED", "final_accuracy", "model_label", "plot_induction", "reach_by_label", "sized"]
+
+SCORED = "first_repeat"
+"""The paper's metric: the target of the first repeat of each row."""
+
+
+def model_label(layers: int, shifted: bool) -> str:
+    """What figures and tables call the model."""
+    return f"{'KV-shift' if shifted else 'vanilla'}, {layers} layer{'s' if layers > 1 else ''}"
+
+
+def sized(width: int, layers: int, shifted: bool, *, heads: int) -> ModelConfig:
+    """A Llama of the paper's proportions: F = ceil(8 E / 3), rounded up to a multiple of 8.
+
+    That makes the sizes of Figure 9 come out exactly; the paper does not state F.
+    """
+    return ModelConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=-(-8 * width // 24) * 8,
+        tie_word_embeddings=False,
+        rope_theta=10_000,
+        shift_targets=("k", "v") if shifted else (),
+    )
+
+
+def reach_by_label(records: Sequence[Record], level: float) -> dict[str, Reach]:
+    """When each model reached an accuracy at the first repeat."""
+    return {
+        label: reach_of({seed: _curve(record) for seed, record in seeds.items()}, level)
+        for label, seeds in by_label(records).items()
+    }
+
+
+def final_accuracy(seeds: Mapping[int, Record]) -> list[float]:
+    """Of each seed, at the end of training."""
+    return [float(_curve(record)[1][-1]) for record in seeds.values()]
+
+
+def plot_induction(records: Sequence[Record], title: str) -> Figure:
+    """Accuracy at the first repeat over steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    curves = {
+        label: {seed: _curve(record) for seed, record in seeds.items()} for label, seeds in by_label(records).items()
+    }
+    task = {name: value for name, value in records[0].options["task"].items() if name != "name"}
+    chance = InductionTask(InductionConfig(**task)).chance[SCORED]
+    draw_accuracy(figure.add_subplot(), curves, title=title, ylabel="accuracy at the first repeat", chance=chance)
+    return figure
+
+
+def _curve(record: Record) -> tuple[Sequence[float], Sequence[float]]:
+    steps, accuracy = record.curve["step"], record.curve[SCORED]
+    return [float(step or 0) for step in steps], [float(value or 0) for value in accuracy]

@@ -1,0 +1,103 @@
+"""The two kinds of jobs: train on a task, or work something out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvshift.lab.analysis.runs import is_finished, read_json, read_lines
+from kvshift.lab.config import config_hash, to_json
+from kvshift.lab.records import RunFolder, environment, write_json
+from kvshift.lab.task_training import TaskTrainConfig, train_task
+
+__all__ = ["Computation", "TrainingJob"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """Train one model on one task; see `kvshift.lab.task_training`."""
+
+    label: str
+    config: TaskTrainConfig
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    def is_finished(self, out: Path) -> bool:
+        return is_finished(out)
+
+    def run(self, out: Path) -> None:
+        train_task(dataclasses.replace(self.config, out=out))
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """With the curves of loss and accuracies, and the last coefficients among the results."""
+        options = read_json(out / "config.json")
+        lines = list(read_lines(out / "metrics.jsonl"))
+        evaluations = [line for line in lines if line["kind"] == "eval"]
+        curve: dict[str, list[float | None]] = {"step": [], "loss": []}
+        for line in evaluations:
+            curve["step"].append(line["step"])
+            curve["loss"].append(line["loss"])
+            for name, accuracy in line["accuracy"].items():
+                curve.setdefault(name, []).append(accuracy)
+        result = read_json(out / "result.json")
+        last = [line for line in lines if line["kind"] == "coefficients" and line["step"] == evaluations[-1]["step"]]
+        result["coefficients"] = [
+            {name: line[name] for name in ("alpha", "beta", "gamma") if name in line} for line in last
+        ]
+        return {
+            "config_hash": options.pop("config_hash"),
+            "options": {name: value for name, value in options.items() if name not in _OF_THE_MACHINE},
+            "environment": read_json(out / "environment.json"),
+            "curve": curve,
+            "result": result,
+        }
+
+
+_OF_THE_MACHINE = ("out", "progress", "report_to", "data_workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """Work out numbers that need no training.
+
+    Attributes:
+        label: which variant.
+        config: a frozen dataclass, the options.
+        function: from `config` to JSON, on the top level of a module.
+        seed: of what is drawn, if anything is.
+    """
+
+    label: str
+    config: Any
+    function: Callable[[Any], dict[str, Any]]
+    seed: int = 0
+
+    def is_finished(self, out: Path) -> bool:
+        return is_finished(out)
+
+    def run(self, out: Path) -> None:
+        folder = RunFolder(out)
+        with folder.locked():
+            if self.is_finished(out):
+                return
+            options = to_json(self.config)
+            write_json(folder.environment, environment(torch.device("cpu"), 1))
+            write_json(folder.config, {**options, "config_hash": config_hash(options)})
+            write_json(folder.result, self.function(self.config))
+
+    def record(self, out: Path) -> dict[str, Any]:
+        options = read_json(out / "config.json")
+        return {
+            "config_hash": options.pop("config_hash"),
+            "options": options,
+            "environment": read_json(out / "environment.json"),
+            "curve": {},
+            "result": read_json(out / "result.json"),
+        }

@@ -1,0 +1,129 @@
+"""From kept records to Markdown: the report of one preset, and `docs/results.md` over all of them.
+
+    python -m kvshift.recipes.page [--check]
+
+writes `docs/results.md` and its figures from `results/`, in the working directory; with --check it writes nothing and
+fails where the page is not what the records give.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvshift.lab.analysis.comparison import as_markdown
+from kvshift.lab.analysis.curves import save_figure
+from kvshift.lab.records import write_bytes
+from kvshift.recipes.catalogue import NAMES, find_recipe
+from kvshift.recipes.claims import Claim
+from kvshift.recipes.recipe import Recipe, Record
+from kvshift.recipes.records import read_records
+
+__all__ = ["report", "results_page"]
+
+_HEAD = """# Results
+
+The paper's claims beside what we measured. This page is made from `results/` by `make results`; nothing in it is
+written by hand. `kvshift reproduce RECIPE --preset PRESET` runs any of it again.
+
+"holds" and "fails" are said where our numbers decide the matter, "not shown" where they do not. A *laptop* preset is a
+miniature of ours, never a setting of the paper: of it only the direction of a claim can hold or fail. Intervals are
+95 % t-intervals over seeds.
+"""
+
+
+def report(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequence[Claim], *, figure: str) -> str:
+    """The page of one preset of one recipe."""
+    return f"# {_heading(recipe, preset)}\n\n{_section(recipe, records, claims, figure)}"
+
+
+def results_page(results: Path, figures: Path | None = None) -> str:
+    """The text of `docs/results.md`.
+
+    Args:
+        results: folder with RECIPE/PRESET.jsonl.
+        figures: where each recipe's figure is drawn, as RECIPE-PRESET.svg; None: nowhere.
+    """
+    rows, sections = [("recipe", "claim", "paper", "ours", "preset", "seeds", "verdict")], []
+    for name in NAMES:
+        recipe = find_recipe(name)
+        for preset in recipe.presets:
+            path = results / name / f"{preset}.jsonl"
+            if not path.exists():
+                continue
+            records = read_records(path)
+            claims = recipe.claims(records)
+            seeds = str(len({record.seed for record in records}))
+            link = f"[{name}](#{_anchor(recipe, preset)})"
+            rows += [(link, c.statement, c.paper, c.ours, preset, seeds, _bold(c)) for c in claims]
+            if figures is not None:
+                figures.mkdir(parents=True, exist_ok=True)
+                for image in save_figure(recipe.plot(records), figures / f"{name}-{preset}"):
+                    if image.suffix == ".png":
+                        image.unlink()
+            section = _section(recipe, records, claims, f"figures/{name}-{preset}.svg")
+            sections.append(f"## {_heading(recipe, preset)}\n\n{section}")
+    return "\n".join([_HEAD, as_markdown(rows, numbers=False), "", *sections])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write or check the page; returns the exit code."""
+    results, page = Path("results"), Path("docs/results.md")
+    if list(arguments) not in ([], ["--check"]):
+        print(f"usage: python -m kvshift.recipes.page [--check], got {' '.join(arguments)}", file=sys.stderr)
+        return 2
+    if not arguments:
+        write_bytes(page, results_page(results, page.parent / "figures").encode())
+        return 0
+    if page.exists() and page.read_text() == results_page(results):
+        return 0
+    print(f"{page} is not what {results} gives: run `make results` and commit what it changes", file=sys.stderr)
+    return 1
+
+
+def _bold(claim: Claim) -> str:
+    return f"**{claim.direction}**"
+
+
+def _heading(recipe: Recipe, preset: str) -> str:
+    return f"{recipe.name}, {preset}: {recipe.title}"
+
+
+def _anchor(recipe: Recipe, preset: str) -> str:
+    """As GitHub makes it: lower case, without signs, with - for each space."""
+    kept = "".join(sign for sign in _heading(recipe, preset).lower() if sign.isalnum() or sign in " -_")
+    return kept.replace(" ", "-")
+
+
+def _section(recipe: Recipe, records: Sequence[Record], claims: Sequence[Claim], figure: str) -> str:
+    rows = [("claim", "paper", "ours", "size", "verdict")]
+    rows += [(c.statement, c.paper, c.ours, c.size, _bold(c)) for c in claims]
+    parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})", as_markdown(rows, numbers=False)]
+    if recipe.notes:
+        parts.append("\n".join(f"- {note}" for note in recipe.notes))
+    parts.append(_provenance(records))
+    return "\n\n".join(parts) + "\n"
+
+
+def _provenance(records: Sequence[Record]) -> str:
+    """Where the numbers come from, in a line: runs, hardware, program, dates, processor time."""
+    hardware = sorted({_machine(record) for record in records})
+    commits = sorted({str(record.environment.get("commit"))[:8] for record in records})
+    days = sorted({str(record.environment.get("started"))[:10] for record in records})
+    times = [record.result.get("processor_seconds") for record in records]
+    known = [seconds for seconds in times if seconds is not None]
+    spent = f"; {sum(known) / 60:.0f} minutes of processor time" if known and len(known) == len(times) else ""
+    return (
+        f"{len(records)} runs on {', '.join(hardware)}, commit {', '.join(commits)}, "
+        f"{days[0] if len(days) == 1 else f'{days[0]} to {days[-1]}'}{spent}."
+    )
+
+
+def _machine(record: Record) -> str:
+    hardware = record.environment["hardware"]
+    return hardware["cpu"] if hardware["device"] == "cpu" else hardware["device"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

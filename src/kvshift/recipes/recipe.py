@@ -1,0 +1,112 @@
+"""What a recipe consists of, and the records that it draws from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvshift.recipes.claims import Claim
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+__all__ = ["Job", "Preset", "Recipe", "Record", "by_label"]
+
+
+class Job(Protocol):
+    """One unit of work, which leaves what it found in a folder of its own. Jobs travel to other processes."""
+
+    @property
+    def label(self) -> str:
+        """Which variant: "KV-shift, 1 layer"; with the seed it names the job."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """Jobs of one seed are pairs: they see the same data."""
+        ...
+
+    def is_finished(self, out: Path) -> bool:
+        """Whether `out` holds all that `record` reads."""
+        ...
+
+    def run(self, out: Path) -> None:
+        """Do the work, or go on with it, or find that it is done."""
+        ...
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """What is kept of it, as JSON: "options" and their "config_hash", "environment", "curve", "result"."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What is kept of one job: a line of `results/RECIPE/PRESET.jsonl`.
+
+    Attributes:
+        label: which variant.
+        seed: of the job.
+        config_hash: of all options that decide numbers.
+        options: the options themselves.
+        environment: commit, versions, hardware, start.
+        curve: by name, values over training; "step" is their place. May be empty.
+        result: final numbers.
+    """
+
+    label: str
+    seed: int
+    config_hash: str
+    options: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    curve: Mapping[str, Sequence[float | None]]
+    result: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """One size of a recipe.
+
+    Attributes:
+        seeds: how many by default: 0 ... seeds - 1.
+        cost: what it takes, in words: time, and on what.
+    """
+
+    seeds: int
+    cost: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A figure or table of the paper.
+
+    Attributes:
+        name: as typed: "fig01a".
+        title: one line.
+        source: where it stands in the paper.
+        presets: by name: "smoke" (seconds), "laptop" (minutes on two cores), "paper" (a GPU).
+        jobs: of a preset, for some seeds, the longest first.
+        plot: the figure, from the records of one preset.
+        claims: what the paper says and what the records show.
+        paper: the numbers in print.
+        notes: what the paper leaves open or has wrong, and what was chosen.
+    """
+
+    name: str
+    title: str
+    source: str
+    presets: Mapping[str, Preset]
+    jobs: Callable[[str, Sequence[int]], Sequence[Job]]
+    plot: Callable[[Sequence[Record]], Figure]
+    claims: Callable[[Sequence[Record]], Sequence[Claim]]
+    paper: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def by_label(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
+    """The records of each variant by seed, in the order in which they come."""
+    found: dict[str, dict[int, Record]] = {}
+    for record in records:
+        found.setdefault(record.label, {})[record.seed] = record
+    return found

@@ -1,0 +1,160 @@
+"""`kvshift reproduce`: the paper's figures and tables, run again.
+
+OUT/RECIPE/PRESET/LABEL/seed-S/    a folder for each job; finished ones are kept, killed ones go on
+OUT/RECIPE/PRESET/records.jsonl    what is kept of them, one line each; figure and report are drawn from it
+OUT/RECIPE/PRESET/RECIPE.png, .svg, report.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from kvshift.lab.analysis.curves import save_figure
+from kvshift.lab.errors import LabError
+from kvshift.lab.records import RunFailedError, RunFolder, write_bytes
+from kvshift.recipes.catalogue import NAMES, find_recipe
+from kvshift.recipes.claims import Claim
+from kvshift.recipes.page import report
+from kvshift.recipes.recipe import Job, Recipe, Record
+from kvshift.recipes.records import read_records, record_of, write_records
+from kvshift.recipes.sweep import Cluster, sweep
+
+__all__ = ["ReproduceConfig", "folder_of", "reproduce"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceConfig:
+    """Which figure or table, how large, and where. Without a recipe: list them, with what is done and what they cost.
+
+    The same command, given again, goes on where it was stopped.
+    """
+
+    recipe: tyro.conf.Positional[str | None] = None
+    """Such as fig01a."""
+    preset: str = "laptop"
+    """smoke: seconds. laptop: minutes on two cores. paper: the paper's own sizes, for a GPU."""
+    seeds: int | None = None
+    """How many seeds, 0 and up; None: the preset's."""
+    jobs: int | None = None
+    """Runs at a time; None: one for each core, or one where there is a GPU. With one, it runs in this very process."""
+    cluster: Cluster = "local"
+    """ray: over the Ray cluster that RAY_ADDRESS names, or one started here; OUT must be seen by all its machines."""
+    out: Path = Path("runs/reproduce")
+    """Folder of all recipes."""
+    results: Path | None = None
+    """Also keep the records here, as RESULTS/RECIPE/PRESET.jsonl, which `docs/results.md` is made from."""
+
+    def check(self) -> None:
+        """Raise a LabError that names the field, its value, and what it may be."""
+        for name in ("seeds", "jobs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise LabError(f"{name} must be 1 or more, got {value}")
+        if self.recipe is not None and self.preset not in find_recipe(self.recipe).presets:
+            presets = ", ".join(find_recipe(self.recipe).presets)
+            raise LabError(f"preset must be one of {presets}, got {self.preset!r}")
+
+
+def reproduce(config: ReproduceConfig) -> None:
+    """Run what is missing of a recipe, draw it, and print our numbers beside the paper's.
+
+    Raises:
+        LabError: options or folders are not fit.
+        RunFailedError: at least one run failed; the others are kept.
+        InterruptedRunError: a signal came.
+    """
+    config.check()
+    if config.recipe is None:
+        print(overview(config.out))
+        return
+    recipe = find_recipe(config.recipe)
+    preset = recipe.presets[config.preset]
+    seeds = range(config.seeds or preset.seeds)
+    folder = config.out / recipe.name / config.preset
+    jobs = [(job, folder_of(folder, job)) for job in recipe.jobs(config.preset, seeds)]
+    with RunFolder(folder).locked():
+        print(f"{recipe.name}, {config.preset}: {recipe.title} ({recipe.source}); {preset.cost}", file=sys.stderr)
+        problems = _run(jobs, config)
+        finished = [(job, out) for job, out in jobs if job.is_finished(out)]
+        records = [record_of(job.label, job.seed, job.record(out)) for job, out in finished]
+        write_records(folder / "records.jsonl", records)
+        if not problems:
+            _show(recipe, config, folder, records)
+    if problems:
+        listed = "\n  ".join(problems)
+        raise RunFailedError(
+            f"{len(problems)} of {len(jobs)} runs failed; the same command tries them again:\n  {listed}"
+        )
+
+
+def folder_of(folder: Path, job: Job) -> Path:
+    """Where a job of a preset does its work."""
+    label = re.sub(r"[^a-z0-9.]+", "-", job.label.lower()).strip("-")
+    return folder / label / f"seed-{job.seed}"
+
+
+def overview(out: Path) -> str:
+    """All recipes with their presets: what is done of each, and what it costs."""
+    rows: list[tuple[str, ...]] = [("recipe", "what", "preset", "runs done", "cost")]
+    for name in NAMES:
+        recipe = find_recipe(name)
+        for number, (label, preset) in enumerate(recipe.presets.items()):
+            jobs = recipe.jobs(label, range(preset.seeds))
+            done = sum(job.is_finished(folder_of(out / name / label, job)) for job in jobs)
+            what = (name, recipe.title) if number == 0 else ("", "")
+            rows.append((*what, label, f"{done} of {len(jobs)}", preset.cost))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _run(jobs: Sequence[tuple[Job, Path]], config: ReproduceConfig) -> list[str]:
+    missing = [(job, out) for job, out in jobs if not job.is_finished(out)]
+    if len(missing) < len(jobs):
+        _say(f"{len(jobs) - len(missing)} of {len(jobs)} runs were finished before")
+    if not missing:
+        return []
+    start, ended = time.monotonic(), 0
+
+    def done(number: int, problem: str | None) -> None:
+        nonlocal ended
+        ended += 1
+        job = missing[number][0]
+        what = "finished" if problem is None else f"FAILED: {problem}"
+        _say(f"[{ended} of {len(missing)}, {time.monotonic() - start:.0f} s] {job.label}, seed {job.seed}: {what}")
+
+    return sweep(missing, workers=config.jobs, cluster=config.cluster, done=done)
+
+
+def _show(recipe: Recipe, config: ReproduceConfig, folder: Path, records: Sequence[Record]) -> None:
+    claims = recipe.claims(records)
+    images = save_figure(recipe.plot(records), folder / recipe.name)
+    page = folder / "report.md"
+    write_bytes(page, report(recipe, config.preset, records, claims, figure=f"{recipe.name}.svg").encode())
+    if config.results is not None:
+        kept = config.results / recipe.name / f"{config.preset}.jsonl"
+        write_records(kept, read_records(folder / "records.jsonl"))
+    print(f"\n{_text(claims)}\n")
+    written = [("report", page), ("records", folder / "records.jsonl"), *(("figure", image) for image in images)]
+    for what, path in written:
+        print(f"{what:<8} {path.resolve()}")
+
+
+def _text(claims: Sequence[Claim]) -> str:
+    parts = []
+    for claim in claims:
+        rows = [("paper:", claim.paper), ("ours:", claim.ours), ("size:", claim.size)]
+        detail = "\n".join(f"    {name:<7}{text}" for name, text in rows)
+        parts.append(f"{claim.direction.upper():<9} {claim.statement}\n{detail}")
+    return "\n".join(parts)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,96 @@
+"""Many jobs over the cores of a machine, or over a cluster, through joblib."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import joblib
+import torch
+
+from kvshift.lab.callbacks import InterruptedRunError
+from kvshift.lab.errors import LabError
+from kvshift.recipes.recipe import Job
+
+__all__ = ["Cluster", "sweep"]
+
+Cluster = Literal["local", "ray"]
+
+
+def sweep(
+    jobs: Sequence[tuple[Job, Path]],
+    *,
+    workers: int | None = None,
+    cluster: Cluster = "local",
+    done: Callable[[int, str | None], object] = lambda number, problem: None,
+) -> list[str]:
+    """Run jobs, each in its folder; one that fails does not stop the others.
+
+    Args:
+        jobs: with the folder of each; on a cluster, one that all its machines see.
+        workers: jobs at a time. None: as many as this machine has cores, or one where it has a GPU; on a cluster,
+            as many as it has cores.
+        cluster: "local": processes of this machine; one worker works in this very process. "ray": the Ray cluster
+            that RAY_ADDRESS names, or else one that is started here.
+        done: is told the number of each job that ends, and what was wrong with it, if anything.
+
+    Returns:
+        What was wrong, a line for each job that failed.
+
+    Raises:
+        InterruptedRunError: a signal came; what was finished is kept, and the rest can be continued.
+    """
+    with ExitStack() as stack:
+        cores = joblib.cpu_count()
+        if cluster == "ray":
+            cores = _enter_ray(stack)
+        if workers is None:
+            workers = 1 if torch.cuda.is_available() and cluster == "local" else cores
+        workers = max(1, min(workers, len(jobs)))
+        threads = max(1, cores // workers)
+        if cluster == "ray":
+            stack.enter_context(joblib.parallel_config(backend="ray", n_jobs=workers))
+        else:
+            backend = "sequential" if workers == 1 else "loky"
+            stack.enter_context(joblib.parallel_config(backend=backend, n_jobs=workers))
+        tasks = (joblib.delayed(_work)(number, job, out, threads) for number, (job, out) in enumerate(jobs))
+        as_they_end = "list" if cluster == "ray" else "generator_unordered"  # Ray's backend gives no generator
+        parallel: Any = joblib.Parallel(batch_size=1, return_as=as_they_end)  # type: ignore[arg-type]  # declared str
+        problems = []
+        for number, problem in parallel(tasks):
+            done(number, problem)
+            if problem is not None:
+                problems.append(f"{jobs[number][0].label}, seed {jobs[number][0].seed}: {problem}")
+        return problems
+
+
+def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | None]:
+    """Run one job in this process; errors that the user can mend come back as text."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        job.run(out)
+    except InterruptedRunError:
+        raise  # the others are told to end, too
+    except LabError as error:
+        return number, str(error)
+    finally:
+        torch.set_num_threads(before)
+    return number, None
+
+
+def _enter_ray(stack: ExitStack) -> int:
+    """Connect joblib to Ray until `stack` is closed; returns the cores of the cluster."""
+    try:
+        import ray
+        from ray.util.joblib import register_ray
+    except ModuleNotFoundError as error:
+        raise LabError("cluster is ray, which is not installed: pip install 'kvshift[ray]'") from error
+    register_ray()
+    if not ray.is_initialized():
+        ray.init(address=os.environ.get("RAY_ADDRESS"), include_dashboard=False, log_to_driver=False)
+        stack.callback(ray.shutdown)
+    return max(1, int(ray.cluster_resources().get("CPU", 1)))
