@@ -1,4 +1,4 @@
-"""`kvshift generate`: every row as it would be alone, nothing lost or repeated, each fault named."""
+"""`kvshift generate`: every row as it would be alone, each fault named."""
 
 from __future__ import annotations
 
@@ -6,79 +6,21 @@ import dataclasses
 import io
 import json
 import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvshift.cli import main
-from kvshift.lab import loading
-from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.errors import LabError
 from kvshift.lab.generation import GenerateConfig, encode, generate
-from kvshift.lab.loading import load_model, locate
-from kvshift.lab.prompts import read_prompts
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.llama import KVShiftLlamaForCausalLM
 
-TEXT = ["to be or not to be, that is the question: whether 'tis nobler in the mind", "naïve café — 東京 🙂"]
-PROMPTS = ["to be", "or not to be, that is the question: whether", "t", "café — 東京 🙂 the mind"]
-SHAPE: dict[str, Any] = {
-    "hidden_size": 40,
-    "intermediate_size": 58,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 5,
-    "max_position_embeddings": 64,
-}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    return train_bpe(iter(TEXT), 277)
-
-
-def save_model(folder: Path, cls: type = KVShiftLlamaForCausalLM, **options: Any) -> Path:
-    """A model whose weights are large enough to make every text another."""
-    torch.manual_seed(0)
-    config_class = KVShiftLlamaConfig if cls is KVShiftLlamaForCausalLM else LlamaConfig
-    model = cls(config_class(**{**SHAPE, "vocab_size": 277, "bos_token_id": 0, "eos_token_id": 0, **options}))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and ".shift." not in name:
-                parameter.normal_(0, 0.3)
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_model(tmp_path_factory.mktemp("models") / "model")
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def write_prompts(folder: Path, prompts: list[str] = PROMPTS) -> Path:
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt, "id": 7}) + "\n" for prompt in prompts), encoding="utf-8")
-    return path
-
-
-def batch_config(model_folder: Path, tmp_path: Path, **options: Any) -> GenerateConfig:
-    defaults = {"max_new_tokens": 11, "temperature": 0.0, "batch_size": 3}
-    prompts = options.pop("prompts", None) or write_prompts(tmp_path)
-    output = tmp_path / "answers.jsonl"
-    return GenerateConfig(model=str(model_folder), prompts=prompts, output=output, **{**defaults, **options})
-
+from .generation_cases import PROMPTS, batch_config, lines, save_model, tokenizer, write_prompts
 
 # What is generated
 
@@ -232,12 +174,6 @@ def test_other_models_of_transformers(tmp_path: Path, kind: str) -> None:
     assert [line["prompt"] for line in lines(config.output)] == PROMPTS
 
 
-def test_a_bfloat16_model_keeps_its_coefficients(model_folder: Path) -> None:
-    model, *_ = load_model(str(model_folder), dtype="bfloat16", say=print)
-    dtypes = {".shift." in name: parameter.dtype for name, parameter in model.named_parameters()}
-    assert dtypes == {True: torch.float32, False: torch.bfloat16}
-
-
 # What is printed
 
 
@@ -323,283 +259,6 @@ def test_an_empty_prompt_without_such_a_token_is_an_error() -> None:
         encode(bare, "", "prompts.txt:3")
 
 
-# What was stopped goes on
-
-
-@pytest.fixture
-def finished(model_folder: Path, tmp_path: Path) -> tuple[GenerateConfig, bytes]:
-    config = batch_config(model_folder, tmp_path, temperature=0.9, samples=2)
-    generate(config)
-    return config, config.output.read_bytes()
-
-
-def cuts(content: bytes) -> Iterator[int]:
-    """After every line, and within every line."""
-    end = 0
-    yield 0
-    for line in content.splitlines(keepends=True):
-        yield end + len(line) // 2
-        end += len(line)
-        yield end - 1
-        yield end
-
-
-def test_a_file_that_was_cut_anywhere_ends_as_if_it_had_not_been(finished: tuple[GenerateConfig, bytes]) -> None:
-    config, content = finished
-    for cut in cuts(content):
-        config.output.write_bytes(content[:cut])
-        generate(config)
-        assert config.output.read_bytes() == content, cut
-
-
-def test_what_is_there_is_not_made_again(
-    finished: tuple[GenerateConfig, bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, content = finished
-
-    def never(*_: Any, **__: Any) -> None:
-        raise AssertionError("a finished file needs no model")
-
-    monkeypatch.setattr(KVShiftLlamaForCausalLM, "generate", never)
-    generate(config)
-    assert config.output.read_bytes() == content
-    assert "has 8 of 8 lines already" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_kill_and_rerun(model_folder: Path, tmp_path: Path) -> None:
-    """A real kill -9 while lines are written."""
-    prompts = write_prompts(tmp_path, [f"{prompt} {n}" for n in range(10) for prompt in PROMPTS])
-    config = batch_config(model_folder, tmp_path, prompts=prompts, max_new_tokens=30, temperature=0.9)
-    command = [sys.executable, "-m", "kvshift", "generate", config.model, "--prompts", str(prompts)]
-    command += ["--output", str(config.output), "--max-new-tokens", "30", "--temperature", "0.9", "--batch-size", "3"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    try:
-        deadline = time.monotonic() + 120
-        while not (config.output.exists() and config.output.stat().st_size):
-            assert process.poll() is None, process.communicate()[1].decode()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        process.communicate()
-    partial = config.output.read_bytes()
-    assert 0 < partial.count(b"\n") < 40
-    generate(config)
-    whole = config.output.read_bytes()
-    assert whole.startswith(partial[: partial.rfind(b"\n") + 1])
-    fresh = dataclasses.replace(config, output=tmp_path / "fresh.jsonl")
-    generate(fresh)
-    assert fresh.output.read_bytes() == whole
-
-
-def test_a_greedy_file_goes_on_with_smaller_batches(model_folder: Path, tmp_path: Path) -> None:
-    config = batch_config(model_folder, tmp_path)
-    generate(config)
-    content = config.output.read_bytes()
-    config.output.write_bytes(content[: len(content) // 2])
-    generate(dataclasses.replace(config, batch_size=1, seed=5))
-    assert config.output.read_bytes() == content
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"temperature": 0.8}, r"answers\.jsonl:1 was made by another model or with other options"),
-        ({"seed": 1}, r"answers\.jsonl:1 was made by another model or with other options"),
-        ({"samples": 1}, r"answers\.jsonl:1 was made by another model or with other options"),
-    ],
-)
-def test_lines_of_other_options_are_not_mixed(
-    finished: tuple[GenerateConfig, bytes], change: dict[str, Any], message: str
-) -> None:
-    config, content = finished
-    with pytest.raises(LabError, match=message):
-        generate(dataclasses.replace(config, **change))
-    assert config.output.read_bytes() == content
-
-
-def test_lines_of_another_model_or_other_prompts_are_not_mixed(
-    finished: tuple[GenerateConfig, bytes], tmp_path: Path
-) -> None:
-    config, content = finished
-    copy = shutil.copytree(config.model, tmp_path / "copy")
-    with pytest.raises(LabError, match="was made by another model"):
-        generate(dataclasses.replace(config, model=str(copy)))
-    write_prompts(tmp_path, [PROMPTS[0], "another", *PROMPTS[2:]])
-    with pytest.raises(LabError, match=r"answers\.jsonl:3 belongs to other prompts"):
-        generate(config)
-    write_prompts(tmp_path, PROMPTS[:3])
-    with pytest.raises(LabError, match=r"answers\.jsonl:7 belongs to other prompts"):
-        generate(config)
-    assert config.output.read_bytes() == content
-    config.output.write_bytes(b"something else\n")
-    with pytest.raises(LabError, match=r"answers\.jsonl:1 was not written by this command"):
-        generate(config)
-    assert config.output.read_bytes() == b"something else\n"
-
-
-def test_two_processes_do_not_write_to_one_file(finished: tuple[GenerateConfig, bytes]) -> None:
-    from filelock import FileLock
-
-    config, content = finished
-    with (
-        FileLock(config.output.with_name(".answers.jsonl.lock")),
-        pytest.raises(LabError, match="another process") as e,
-    ):
-        generate(config)
-    assert e.value.exit_code == 4
-    assert config.output.read_bytes() == content
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvshift.lab.prompts as module
-
-    config = batch_config(model_folder, tmp_path)
-    syncs = iter([None, OSError(28, "No space left on device")])
-
-    def fsync(_: int) -> None:
-        if (problem := next(syncs)) is not None:
-            raise problem
-
-    monkeypatch.setattr(module.os, "fsync", fsync)
-    with pytest.raises(LabError, match=r"No space left on device; its 3 lines are whole") as error:
-        generate(config)
-    assert error.value.exit_code == 3
-    assert len(lines(config.output)) == 3
-    monkeypatch.undo()
-    generate(config)
-    assert [line["index"] for line in lines(config.output)] == [0, 1, 2, 3]
-
-
-# Where a model is found
-
-
-@pytest.fixture
-def run_folder(model_folder: Path, tmp_path: Path) -> Path:
-    """A run that was stopped, in the layout of `kvshift train`: its checkpoints have no tokenizer."""
-    run = tmp_path / "run"
-    (run / "tokenizer").mkdir(parents=True)
-    tokenizer().save_pretrained(run / "tokenizer")
-    (run / "config.json").write_text(json.dumps({"steps": 3, "model": {"size": None}}))
-    for step in (9, 100, 20):
-        checkpoint = run / f"checkpoint-{step}"
-        shutil.copytree(model_folder, checkpoint, ignore=shutil.ignore_patterns("*token*"))
-        sizes = {path.name: {"size": path.stat().st_size} for path in checkpoint.iterdir()}
-        (checkpoint / "manifest.json").write_text(json.dumps({"files": sizes}))
-    return run
-
-
-def said(name: Path) -> tuple[tuple[str, str], list[str]]:
-    notes: list[str] = []
-    return locate(str(name), notes.append), notes
-
-
-def test_a_run_stands_for_its_newest_checkpoint_and_then_its_model(run_folder: Path, model_folder: Path) -> None:
-    tokens = str(run_folder / "tokenizer")
-    where, notes = said(run_folder)
-    assert where == (str(run_folder / "checkpoint-100"), tokens)
-    assert notes == [f"{run_folder} has no final model yet: taking checkpoint-100"]
-    (run_folder / "checkpoint-100" / "manifest.json").unlink()  # being written
-    assert said(run_folder)[0][0] == str(run_folder / "checkpoint-20")
-    weights = run_folder / "checkpoint-20" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    assert said(run_folder)[0][0] == str(run_folder / "checkpoint-9")
-    assert said(run_folder / "checkpoint-20")[0] == (str(run_folder / "checkpoint-20"), tokens)
-    shutil.copytree(model_folder, run_folder / "model")
-    assert said(run_folder) == ((str(run_folder / "model"), str(run_folder / "model")), [])
-
-
-def test_generate_from_a_checkpoint(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(run_folder), "--prompt", "to be", "--max-new-tokens", "3"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith("to be")
-    assert printed.err == f"kvshift generate: {run_folder} has no final model yet: taking checkpoint-100\n"
-
-
-def test_no_checkpoint_is_whole(run_folder: Path) -> None:
-    for manifest in run_folder.glob("*/manifest.json"):
-        manifest.write_text("{")
-    with pytest.raises(LabError, match="none of its 3 checkpoints is whole"):
-        said(run_folder)
-
-
-def test_a_checkpoint_without_tokenizer(run_folder: Path) -> None:
-    shutil.rmtree(run_folder / "tokenizer")
-    with pytest.raises(LabError, match=r"checkpoint-100 has no tokenizer, neither in itself nor in .*tokenizer"):
-        said(run_folder)
-
-
-def test_the_folder_of_a_model_that_has_no_tokenizer(run_folder: Path) -> None:
-    """What looks into a model, and asks it nothing, needs none."""
-    shutil.rmtree(run_folder / "tokenizer")
-    notes: list[str] = []
-    assert loading.model_folder(run_folder, notes.append) == run_folder / "checkpoint-100"
-    assert notes == [f"{run_folder} has no final model yet: taking checkpoint-100"]
-    assert loading.model_folder(str(run_folder / "checkpoint-9"), notes.append) == run_folder / "checkpoint-9"
-    assert len(notes) == 1
-    with pytest.raises(LabError, match="model: there is no folder nobody/nothing"):
-        loading.model_folder("nobody/nothing", notes.append)
-
-
-def test_a_truncated_checkpoint_is_not_loaded(run_folder: Path) -> None:
-    weights = run_folder / "checkpoint-100" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(LabError, match="checkpoint-100 could not be loaded"):
-        load_model(str(weights.parent), say=print)
-
-
-def test_a_checkpoint_that_lacks_weights_is_not_filled_up(model_folder: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = shutil.copytree(model_folder, tmp_path / "lacks")
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.self_attn.shift.alpha"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(LabError, match=r"lacks 1 weights, model\.layers\.1\.self_attn\.shift\.alpha"):
-        load_model(str(folder), say=print)
-
-
-def test_a_pickled_checkpoint_is_not_loaded(model_folder: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.save(KVShiftLlamaForCausalLM.from_pretrained(model_folder).state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(LabError, match="could not be loaded"):
-        load_model(str(folder), say=print)
-
-
-def test_a_tokenizer_of_another_model(model_folder: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(model_folder, tmp_path / "other")
-    train_bpe(iter([*TEXT, "quite a few more words for a larger vocabulary of tokens"]), 300).save_pretrained(folder)
-    with pytest.raises(
-        LabError, match=r"tokenizer .* does not fit the model: its ids go up to \d+, the model's up to 276"
-    ):
-        load_model(str(folder), say=print)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("./absent", r"there is no folder \./absent"),
-        ("/absent/model", r"there is no folder /absent/model"),
-        ("runs/a/b", r"there is no folder runs/a/b"),
-        ("nobody/nothing", r"nobody/nothing is no folder here, and could not be had from the hub"),
-    ],
-)
-def test_no_such_model(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(LabError, match=message):
-        load_model(name, say=print)
-
-
-def test_no_model_in_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(LabError, match=r"is neither a model \(no config\.json with a model_type\) nor a run"):
-        said(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(LabError, match="is a file; expected"):
-        said(tmp_path / "file")
-
-
 # Options
 
 
@@ -631,14 +290,6 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         generate(GenerateConfig(model="absent", **options))
 
 
-def test_wrong_device(model_folder: Path) -> None:
-    for name in ("gpu", "cuda:99"):
-        with pytest.raises(
-            LabError, match=f"device must be auto, cpu, or an accelerator of this machine; got '{name}'"
-        ):
-            load_model(str(model_folder), device=name, say=print)
-
-
 def test_too_long_a_prompt_is_named_before_anything_is_generated(model_folder: Path, tmp_path: Path) -> None:
     long = " ".join(["to be"] * 40)
     count = len(tokenizer()(long)["input_ids"])
@@ -656,40 +307,3 @@ def test_too_long_a_prompt_is_named_before_anything_is_generated(model_folder: P
         LabError, match=rf"has {one} token\(s\); with max_new_tokens 64 .*: it takes at most {64 - one}"
     ):
         generate(dataclasses.replace(config, max_new_tokens=64))
-
-
-def test_prompts_of_a_text_file_are_its_lines(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_bytes("to be\r\n\nnaïve ".encode())
-    assert read_prompts(path) == ["to be", "", "naïve "]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', r"p\.jsonl:2: no JSON: "),
-        ("p.jsonl", b'{"prompt": "a"}\n\n{"prompt": "b"}\n', r"p\.jsonl:2: no JSON: "),
-        ("p.jsonl", b'{"text": "a"}\n', r'p\.jsonl:1: expected an object with a string "prompt", got {"text": "a"}'),
-        ("p.jsonl", b'["a"]', r'p\.jsonl:1: expected an object with a string "prompt"'),
-        ("p.jsonl", b'{"prompt": 3}', r'p\.jsonl:1: expected an object with a string "prompt"'),
-        ("p.txt", b"", r"p\.txt is empty"),
-        ("p.txt", b"caf\xe9", r"p\.txt cannot be read: .* position 3"),
-        ("p.csv", b"a", r"prompts must be a \.txt .* or \.jsonl .* file, got .*p\.csv"),
-    ],
-)
-def test_bad_prompt_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(LabError, match=message):
-        read_prompts(tmp_path / name)
-
-
-def test_no_prompt_file(tmp_path: Path) -> None:
-    with pytest.raises(LabError, match=r"prompts: .*absent\.txt cannot be read: .*No such file"):
-        read_prompts(tmp_path / "absent.txt")
-
-
-def test_output_that_cannot_be_written(model_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for output in (tmp_path, tmp_path / "file" / "answers.jsonl"):
-        with pytest.raises(LabError, match=r"output: .* cannot be written"):
-            generate(dataclasses.replace(batch_config(model_folder, tmp_path), output=output))
