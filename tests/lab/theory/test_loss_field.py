@@ -1,4 +1,4 @@
-"""Figure 2: its numbers, and what is drawn of them; how it looks is for eyes."""
+"""Figure 2: its numbers."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 
 from kvshift.lab.theory.checks import check_field
 from kvshift.lab.theory.limit_loss import exact, loss, paper, script
-from kvshift.lab.theory.loss_field import FIGURE2, Field, descend_within, draw_fields, figure2_fields, loss_field
+from kvshift.lab.theory.loss_field import FIGURE2, Field, descend_within, figure2_fields, loss_field
 
 
 def lost(form, alpha1, beta1):
@@ -87,35 +87,6 @@ def test_fields_survive_a_file():
         np.testing.assert_array_equal(getattr(again, name), values)
 
 
-def test_panels_show_levels_streams_and_induction():
-    rows = {
-        "exact": {"T = 4": loss_field(exact(4), 9), "T = 102": loss_field(exact(102), 9)},
-        "script": {"O(T) = 100": loss_field(script(100), 9)},
-    }
-    with_levels, exact_102, script_100 = draw_fields(rows).axes
-    assert [axes.get_title() for axes in (with_levels, exact_102, script_100)] == [
-        "exact, T = 4",
-        "exact, T = 102",
-        "script, O(T) = 100",
-    ]
-    (contour,) = [drawn for drawn in with_levels.collections if hasattr(drawn, "levels")]
-    assert contour.levels.tolist() == pytest.approx([1.25, 1.3, 1.35, 1.4, 1.45, 1.5])
-    assert not with_levels.texts
-    for axes, text in ((exact_102, "no level in\n4.61 to 4.63"), (script_100, "no level in\n99.97 to 99.99")):
-        assert not any(hasattr(drawn, "levels") for drawn in axes.collections)
-        assert [label.get_text() for label in axes.texts] == [text]
-    (induction,) = with_levels.lines
-    assert induction.get_xydata().tolist() == [[0, 1]]
-
-
-def test_levels_may_be_others():
-    (axes,) = draw_fields({"exact": {"T = 102": loss_field(exact(102), 9)}}, levels=[4.61, 4.62]).axes
-    (contour,) = [drawn for drawn in axes.collections if hasattr(drawn, "levels")]
-    assert contour.levels.tolist() == [4.61, 4.62]
-
-
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="points must be at least 2, got 1"):
         loss_field(exact(8), points=1)
-    with pytest.raises(ValueError, match="rows must hold at least one field, got none"):
-        draw_fields({})

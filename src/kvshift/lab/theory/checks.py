@@ -22,7 +22,7 @@ from kvshift.lab.theory import finite_model, one_layer_head, two_layer_head
 from kvshift.lab.theory.gradient_flow import gradient_flow
 from kvshift.lab.theory.induction_head import induction_head, random_tokens
 from kvshift.lab.theory.limit_loss import exact, loss
-from kvshift.lab.theory.loss_field import FIGURE2, Field, descend_within, loss_field
+from kvshift.lab.theory.loss_field import FIGURE2, LEVELS, Field, descend_within, loss_field
 from kvshift.layers.positions import alibi_slopes
 
 __all__ = ["COEFFICIENTS", "check_field", "check_figure2", "check_flow", "check_match", "check_monte_carlo"]
@@ -256,7 +256,7 @@ def check_field(field: Field) -> dict[str, Any]:
         "lowest": lowest,
         "highest": highest,
         "corner_minima": corners,
-        "levels_crossed": sum(lowest < 0.05 * level < highest for level in range(200)),
+        "levels_crossed": int(((lowest < LEVELS) & (highest > LEVELS)).sum()),
         "share_away": float(away.mean()),
     }
 

@@ -1,15 +1,14 @@
 """Figure 2: the loss of Theorem 3.4 and its descent directions on the square a2 = 1 - a1, b2 = 1 - b1.
 
-`loss_field` computes, `draw_fields` draws what it is given. Three rows for three formulas, `exact`, `paper` and
-`script` of `limit_loss`; three columns for O(T) = 0, 10, 100, which is T = 4 (the least that the derivation allows),
-12 and 102 in the row `exact`.
+Three rows for three formulas, `exact`, `paper` and `script` of `limit_loss`; three columns for O(T) = 0, 10, 100, which
+is T = 4 (the least that the derivation allows), 12 and 102 in the row `exact`. `lab.analysis.fields` draws them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +16,7 @@ from torch import Tensor
 
 from kvshift.lab.theory.limit_loss import Form, exact, loss, paper, script
 
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
-
-__all__ = ["FIGURE2", "Field", "descend_within", "draw_fields", "figure2_fields", "loss_field"]
+__all__ = ["FIGURE2", "LEVELS", "Field", "descend_within", "figure2_fields", "loss_field"]
 
 # Rows and columns of the figure: title and formula of each panel.
 FIGURE2: Mapping[str, Mapping[str, Form]] = {
@@ -29,8 +25,8 @@ FIGURE2: Mapping[str, Mapping[str, Form]] = {
     "script": {f"O(T) = {constant}": script(constant) for constant in (0, 10, 100)},
 }
 
-# Appendix L: np.arange(0, 10, 0.05).
-_LEVELS = np.arange(0, 10, 0.05)
+# Contour levels of the script of appendix L, in nats.
+LEVELS = np.arange(0, 10, 0.05)
 
 
 @dataclass(frozen=True)
@@ -103,44 +99,3 @@ def figure2_fields(points: int = 101) -> dict[str, dict[str, Field]]:
 
 def _coefficients(alpha1: Tensor, beta1: Tensor) -> Tensor:
     return torch.stack([alpha1, 1 - alpha1, beta1, 1 - beta1], dim=-1)
-
-
-def draw_fields(rows: Mapping[str, Mapping[str, Field]], levels: Sequence[float] | np.ndarray = _LEVELS) -> Figure:
-    """A panel for each field, with contour lines of the loss and the streamlines of descent.
-
-    Args:
-        rows: by name of the row, then by title of the panel.
-        levels: of the contour lines, in nats; those of appendix L by default. A panel that none of them crosses says
-            between which losses it lies: it is not flat, the levels miss it.
-    """
-    from matplotlib.figure import Figure
-
-    columns = max((len(panels) for panels in rows.values()), default=0)
-    if columns == 0:
-        raise ValueError("rows must hold at least one field, got none")
-    figure = Figure(figsize=(3.2 * columns, 3.3 * len(rows)), layout="constrained")
-    grid = figure.subplots(len(rows), columns, squeeze=False)
-    for line, (name, panels) in zip(grid, rows.items(), strict=True):
-        for axes in line[len(panels) :]:
-            axes.remove()
-        for axes, (title, field) in zip(line, panels.items(), strict=False):
-            axes.streamplot(
-                field.alpha1,
-                field.beta1,
-                field.alpha1_step,
-                field.beta1_step,
-                color="#0072b2",
-                linewidth=0.7,
-                density=0.8,
-            )
-            low, high = float(field.loss.min()), float(field.loss.max())
-            crossed = [level for level in levels if low < level < high]
-            if crossed:
-                axes.contour(field.alpha1, field.beta1, field.loss, levels=crossed, colors="black", linewidths=0.6)
-            else:
-                axes.text(0.5, 0.5, f"no level in\n{low:.2f} to {high:.2f}", ha="center", va="center").set_bbox(
-                    {"facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-                )
-            axes.plot(0, 1, "o", color="#d55e00", markersize=7, clip_on=False, zorder=5)
-            axes.set(title=f"{name}, {title}", xlabel="$α_1$", ylabel="$β_1$", xlim=(0, 1), ylim=(0, 1), aspect="equal")
-    return figure
