@@ -1,0 +1,199 @@
+"""Problems as tokens: with a closed vocabulary of words, or with any tokenizer of transformers.
+
+Problem and solution are encoded apart and then joined, so that a question is, token by token, how a row of training
+begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.tasks.igsm.problem import Problem
+from kvshift.lab.tasks.igsm.text import MODULUS, VOCABULARY, written
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["WORDS", "Encoded", "Encoder", "Layout", "make_encoder"]
+
+WORDS = "words"
+"""Name of the closed vocabulary, which is a part of this package."""
+
+_MARKS = (222, 223)  # before the problem and before the solution (Ye et al.)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Tokens of a problem.
+
+    Attributes:
+        prompt: the problem, with what parts it from the solution.
+        solution: with the end token.
+        values: where in the solution the results of computations stand.
+    """
+
+    prompt: list[int]
+    solution: list[int]
+    values: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What stands in which order; see IGSMConfig for the fields."""
+
+    order: str = "pq"
+    markers: bool = False
+
+    def prompt(self, problem: Problem) -> str:
+        """The problem in spaced words, to the end of its last line."""
+        parts = (" ".join(problem.statements), problem.question)
+        if self.order == "qp":
+            parts = parts[::-1]
+        return " ".join(parts) if self.markers else " \n ".join((*parts, ""))[:-1]
+
+    @property
+    def between(self) -> str:
+        """What parts the sentences of a solution."""
+        return " " if self.markers else "\n"
+
+
+class Encoder(Protocol):
+    """Texts to tokens and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        ...
+
+    @property
+    def end_token(self) -> int:
+        """The last token of every solution."""
+        ...
+
+    @property
+    def whole_values(self) -> bool:
+        """Whether each of the numbers 0 ... 22 is one token."""
+        ...
+
+    def encode(self, problems: Sequence[Problem]) -> list[Encoded]:
+        """Each problem by itself."""
+        ...
+
+    def decode(self, ids: Tensor) -> str:
+        """A text that `spaced` understands."""
+        ...
+
+
+def make_encoder(tokenizer: str, layout: Layout) -> Encoder:
+    """By name: "words", or a folder or a name on the hub that transformers loads a tokenizer from."""
+    return _Words(layout) if tokenizer == WORDS else _Subwords(tokenizer, layout)
+
+
+class _Words:
+    """One token for each word of `VOCABULARY`."""
+
+    whole_values = True
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.ids = {word: at for at, word in enumerate(VOCABULARY)}
+        self.vocab_size = len(VOCABULARY)
+        self.end_token = self.ids["<end>"]
+        self.begin, self.parting = ([self.ids["<problem>"]], [self.ids["<solution>"]]) if layout.markers else ([], [])
+        self.between = [] if layout.markers else [self.ids["\n"]]
+
+    def encode(self, problems: Sequence[Problem]) -> list[Encoded]:
+        """See `Encoder.encode`."""
+        return [self._one(problem) for problem in problems]
+
+    def _one(self, problem: Problem) -> Encoded:
+        ids = self.ids
+        prompt = [*self.begin, *(ids[word] for word in self.layout.prompt(problem).split(" ")), *self.parting]
+        solution: list[int] = []
+        values: list[int] = []
+        for sentence, computed in zip(problem.solution, problem.computed, strict=True):
+            if solution:
+                solution += self.between
+            solution += [ids[word] for word in sentence.split(" ")]
+            if computed:
+                values.append(len(solution) - 2)  # before the full stop
+        solution.append(self.end_token)
+        return Encoded(prompt, solution, values)
+
+    def decode(self, ids: Tensor) -> str:
+        """See `Encoder.decode`."""
+        return " ".join(VOCABULARY[at] for at in ids.tolist())
+
+
+class _Subwords:
+    """The tokens of a tokenizer; its end-of-text token ends solutions."""
+
+    def __init__(self, name: str, layout: Layout) -> None:
+        from kvshift.lab.data.tokenizers import load_tokenizer  # takes a second to import
+
+        folder = Path(name).expanduser()
+        self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(folder if folder.exists() else name)
+        self.layout = layout
+        self.vocab_size = len(self.tokenizer)
+        assert isinstance(self.tokenizer.eos_token_id, int)  # load_tokenizer sees to it
+        self.end_token = self.tokenizer.eos_token_id
+        self.begin, self.parting = ([_MARKS[0]], [_MARKS[1]]) if layout.markers else ([], [])
+        if layout.markers and not self._leaves_out(_MARKS):
+            raise LabError(
+                f"igsm.markers takes the tokens {_MARKS[0]} and {_MARKS[1]}, which the tokenizer {name!r} has not or "
+                "needs for texts: give markers no, or GPT-2's tokenizer"
+            )
+        numbers = self.tokenizer([f" {number}" for number in range(MODULUS)], add_special_tokens=False)["input_ids"]
+        self.whole_values = all(len(number) == 1 for number in numbers)
+
+    def encode(self, problems: Sequence[Problem]) -> list[Encoded]:
+        """See `Encoder.encode`."""
+        between = self.layout.between
+        solutions: list[str] = []
+        spans: list[list[tuple[int, int]]] = []
+        for problem in problems:
+            text, ends = "", []
+            for sentence, computed in zip(problem.solution, problem.computed, strict=True):
+                text += (between if text else "") + written(sentence)
+                if computed:
+                    value = sentence.rsplit(" ", 2)[1]
+                    ends.append((len(text) - 1 - len(value), len(text) - 1))
+            solutions.append(text)
+            spans.append(ends)
+        prompts = [written(self.layout.prompt(problem)) for problem in problems]
+        prompt_ids = self.tokenizer(prompts, add_special_tokens=False, verbose=False)["input_ids"]
+        found = self.tokenizer(solutions, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [
+            Encoded([*self.begin, *prompt, *self.parting], [*solution, self.end_token], _inside(offsets, ends))
+            for prompt, solution, offsets, ends in zip(
+                prompt_ids, found["input_ids"], found["offset_mapping"], spans, strict=True
+            )
+        ]
+
+    def decode(self, ids: Tensor) -> str:
+        """See `Encoder.decode`."""
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+    def _leaves_out(self, ids: tuple[int, ...]) -> bool:
+        text = " ".join(VOCABULARY[3:])
+        used = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return max(ids) < self.vocab_size and not set(ids) & set(used)
+
+
+def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Tokens that overlap a span; both in ascending order."""
+    found: list[int] = []
+    left = iter(spans)
+    span = next(left, None)
+    for at, (start, end) in enumerate(offsets):
+        while span is not None and start >= span[1]:
+            span = next(left, None)
+        if span is not None and end > span[0]:
+            found.append(at)
+    return found

@@ -1,0 +1,217 @@
+"""Problems after kaminocode/iGSM, the code that the paper started from.
+
+Every item drawn is a quantity, "item in each category". Each in turn is made a constant, or a sum, difference or
+product of up to three of those that are still left; so what comes later never depends on what came before.
+
+    The number of Gel Pen in each Stationery is the difference between the number of Trail Pack in each Backpack and the
+    sum of Map Hall in each Classroom. [...] How many Gel Pen does Stationery have?
+
+    Define Map Hall in each Classroom as a; so a = 4.
+    Define Trail Pack in each Backpack as b; so b = 3 * 4 = 12.
+    Define Gel Pen in each Stationery as c; so c = 12 - (4) = 8.
+
+The solution defines every quantity, needed or not, those it depends on first; all is modulo 23.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from kvshift.lab.tasks.igsm.drawing import Uniform, chosen
+from kvshift.lab.tasks.igsm.names import SYSTEMS, Category
+from kvshift.lab.tasks.igsm.problem import Known, Problem, Step
+from kvshift.lab.tasks.igsm.text import LETTERS, MODULUS
+
+__all__ = ["MAX_OPS", "Rule", "UndefinedQuantityError", "as_printed", "draw", "problem_of", "solution_order"]
+
+MAX_OPS = 26
+"""Quantities that there are letters for: kaminocode/iGSM names them a ... z."""
+_MOST_DEPENDENCIES = 3
+_CATEGORIES = SYSTEMS[0]
+
+Operation = Literal["constant", "+", "-", "*"]
+
+
+class UndefinedQuantityError(ValueError):
+    """A quantity depends on one that was never defined: the released generator cuts its graph, and then fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a quantity is: with dependencies d_1 ... d_n and a number c (for n < 2, else there is none)
+
+    constant    c
+    +           d_1 + ... + d_n + c
+    *           d_1 ... d_n c
+    -           d_1 - (d_2 + ... + d_n + c)
+
+    all mod 23.
+    """
+
+    operation: Operation
+    dependencies: tuple[str, ...]
+    number: int | None
+
+    def operands(self, values: Mapping[str, int]) -> list[int]:
+        """Values of the dependencies, then the number."""
+        operands = [values[name] for name in self.dependencies]
+        return operands if self.number is None else [*operands, self.number]
+
+    def value(self, values: Mapping[str, int]) -> int:
+        """See `Definition.value`."""
+        operands = self.operands(values)
+        if self.operation == "*":
+            return math.prod(operands) % MODULUS
+        if self.operation == "-":
+            return (operands[0] - sum(operands[1:])) % MODULUS
+        return sum(operands) % MODULUS
+
+    def agrees(self, step: Step, known: Known) -> bool:
+        """`letter = expression = value` (constants: `letter = value`) with the operands' values, in any order but for
+        what is subtracted from."""
+        if len(step.equations) != 1:
+            return False
+        (letter, *sides), operands = step.equations[0], self.operands(known.values)
+        if letter != (step.letter,) or sides[-1:] != [(str(self.value(known.values)),)]:
+            return False
+        if self.operation == "constant":
+            return len(sides) == 1
+        return len(sides) == 2 and _same_operands(sides[0], self.operation, operands)
+
+
+def draw(uniform: Uniform, ops: int) -> Problem:
+    """A problem with `ops` quantities: items drawn over the four categories, at least one of each where ops >= 4."""
+    return problem_of(_rules(_items(uniform, ops), uniform, ops), uniform)
+
+
+def as_printed(uniform: Uniform, *, max_operations: int = 15, min_items: int = 1, max_items: int = 3) -> Problem:
+    """A problem by the released law: min_items ... max_items items of each category, cut at `max_operations` rules.
+
+    Raises:
+        UndefinedQuantityError: a rule depends on a quantity that the cut has left without one.
+    """
+    quantities: list[str] = []
+    for category in _CATEGORIES:
+        count = min_items + int(uniform() * (max_items - min_items + 1))
+        quantities += _quantities(category, chosen(category.items, count, uniform))
+    return problem_of(_rules(quantities, uniform, max_operations), uniform)
+
+
+def solution_order(rules: Mapping[str, Rule]) -> list[str]:
+    """Every quantity after those that it depends on: depth first, from the first to the last.
+
+    Raises:
+        UndefinedQuantityError: there is no rule for a dependency.
+    """
+    order: dict[str, None] = {}
+
+    def visit(name: str) -> None:
+        if name in order:
+            return
+        rule = rules.get(name)
+        if rule is None:
+            raise UndefinedQuantityError(f"no rule defines {name!r}")
+        for dependency in rule.dependencies:
+            visit(dependency)
+        order[name] = None
+
+    for name in rules:
+        visit(name)
+    return list(order)
+
+
+def problem_of(rules: Mapping[str, Rule], uniform: Uniform) -> Problem:
+    """The texts for a graph: statements shuffled, and a quantity to ask for; both are drawn."""
+    if len(rules) > MAX_OPS:
+        raise ValueError(f"a problem has at most {MAX_OPS} quantities, got {len(rules)}")
+    values: dict[str, int] = {}
+    solution: list[str] = []
+    for letter, name in zip(LETTERS, solution_order(rules), strict=False):
+        rule = rules[name]
+        values[name] = rule.value(values)
+        solution.append(f"Define {name} as {letter} ; so {letter} ={_expression(rule, values)} {values[name]} .")
+    statements = [_statement(name, rule) for name, rule in rules.items()]
+    key = "\n".join(sorted(statements))
+    asked = list(rules)[int(uniform() * len(rules))]
+    item, category = asked.split(" in each ")
+    return Problem(
+        statements=tuple(chosen(statements, len(statements), uniform)),
+        question=f"How many {item} does {category} have ?",
+        solution=tuple(solution),
+        computed=tuple(rules[name].operation != "constant" for name in values),
+        asked=asked,
+        values=values,
+        definitions=rules,
+        key=key,
+    )
+
+
+def _items(uniform: Uniform, ops: int) -> list[str]:
+    """`ops` quantities: an equal share to begin with, the others wherever there is room."""
+    rooms = [len(category.items) for category in _CATEGORIES]
+    counts = [1 if ops >= len(rooms) else 0] * len(rooms)
+    while sum(counts) < ops:
+        open_to = [at for at, room in enumerate(rooms) if counts[at] < room]
+        counts[open_to[int(uniform() * len(open_to))]] += 1
+    quantities: list[str] = []
+    for category, count in zip(_CATEGORIES, counts, strict=True):
+        quantities += _quantities(category, chosen(category.items, count, uniform))
+    return quantities
+
+
+def _quantities(category: Category, items: list[str]) -> list[str]:
+    return [f"{item} in each {category.name}" for item in items]
+
+
+def _rules(quantities: list[str], uniform: Uniform, max_operations: int) -> dict[str, Rule]:
+    left = list(quantities)
+    rules: dict[str, Rule] = {}
+    while left and len(rules) < max_operations:
+        at = int(uniform() * len(left))
+        name, left[at] = left[at], left[-1]
+        left.pop()
+        count = int(uniform() * (min(_MOST_DEPENDENCIES, len(left)) + 1))
+        operation: Operation = "constant" if count == 0 else ("+", "-", "*")[int(uniform() * 3)]
+        number = 1 + int(uniform() * (MODULUS - 1)) if count < 2 else None
+        rules[name] = Rule(operation, tuple(chosen(left, count, uniform)), number)
+    return rules
+
+
+def _statement(name: str, rule: Rule) -> str:
+    item = f"The number of {name} is"
+    if rule.operation == "constant":
+        return f"{item} {rule.number} ."
+    first, *rest = rule.dependencies
+    if not rest:
+        relation = {"+": "more than", "-": "less than", "*": "times"}[rule.operation]
+        return f"{item} {rule.number} {relation} the number of {first} ."
+    if rule.operation == "+":
+        return f"{item} the sum of the number of {' , '.join((first, *rest[:-1]))} and {rest[-1]} ."
+    if rule.operation == "-":
+        return f"{item} the difference between the number of {first} and the sum of {' , '.join(rest)} ."
+    return f"{item} the product of the number of {' and '.join(rule.dependencies)} ."
+
+
+def _expression(rule: Rule, values: Mapping[str, int]) -> str:
+    """With what it takes to be followed by a value."""
+    if rule.operation == "constant":
+        return ""
+    operands = [str(operand) for operand in rule.operands(values)]
+    if rule.operation == "-":
+        return f" {operands[0]} - ( {' + '.join(operands[1:])} ) ="
+    return f" {f' {rule.operation} '.join(operands)} ="
+
+
+def _same_operands(words: tuple[str, ...], operation: Operation, operands: list[int]) -> bool:
+    """Whether an expression is the one that `_expression` writes, but for the order of what is added or multiplied."""
+    wanted = [str(operand) for operand in operands]
+    if operation == "-":
+        head, words, wanted = words[:3], words[3:], wanted
+        if head != (wanted[0], "-", "(") or words[-1:] != (")",):
+            return False
+        words, wanted, operation = words[:-1], wanted[1:], "+"
+    signs = words[1::2]
+    return set(signs) <= {operation} and len(words) == 2 * len(wanted) - 1 and sorted(words[::2]) == sorted(wanted)

@@ -1,0 +1,138 @@
+"""Tokens: the words' closed vocabulary, and tokenizers of transformers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvshift.lab.data.tokenizers import train_bpe
+from kvshift.lab.errors import LabError
+from kvshift.lab.tasks.igsm import kamino
+from kvshift.lab.tasks.igsm.encoding import Encoder, Layout, make_encoder
+from kvshift.lab.tasks.igsm.problem import Problem
+from kvshift.lab.tasks.igsm.text import VOCABULARY, spaced, written
+
+from .reading import problem_text, solution_text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small byte-level BPE, saved as transformers saves them."""
+    path = tmp_path_factory.mktemp("bpe")
+    texts = (problem_text(problem) + "\n" + solution_text(problem) for problem in problems(300, ops=7))
+    train_bpe(texts, 700).save_pretrained(path)
+    return path
+
+
+def problems(count: int, ops: int = 5, seed: int = 0) -> list[Problem]:
+    uniform = random.Random(seed).random
+    return [kamino.draw(uniform, ops) for _ in range(count)]
+
+
+def text_of(encoder: Encoder, ids: list[int]) -> str:
+    return encoder.decode(torch.tensor(ids))
+
+
+@pytest.mark.parametrize("order", ["pq", "qp"])
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_tokens_spell_the_texts(kind: str, order: str, folder: Path):
+    encoder = make_encoder("words" if kind == "words" else str(folder), Layout(order))
+    found = problems(17, seed=1)
+    for problem, encoded in zip(found, encoder.encode(found), strict=True):
+        lines = [" ".join(problem.statements), problem.question][:: 1 if order == "pq" else -1]
+        prompt = text_of(encoder, encoded.prompt)
+        assert spaced(prompt) == " \n ".join(lines) + " \n"
+        assert spaced(text_of(encoder, encoded.solution[:-1])) == " \n ".join(problem.solution)
+        if kind == "bpe":
+            assert prompt == "\n".join(map(written, lines)) + "\n"
+            assert text_of(encoder, encoded.solution[:-1]) == solution_text(problem)
+        assert encoded.solution[-1] == encoder.end_token
+        assert max(encoded.prompt + encoded.solution) < encoder.vocab_size
+
+
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_values_are_the_results_of_computations(kind: str, folder: Path):
+    encoder = make_encoder("words" if kind == "words" else str(folder), Layout())
+    assert encoder.whole_values
+    found = problems(29, seed=2)
+    for problem, encoded in zip(found, encoder.encode(found), strict=True):
+        results = [
+            sentence.split()[-2]
+            for sentence, computed in zip(problem.solution, problem.computed, strict=True)
+            if computed
+        ]
+        assert [text_of(encoder, [encoded.solution[at]]).strip() for at in encoded.values] == results
+
+
+def test_values_may_take_several_tokens(tmp_path: Path):
+    train_bpe(iter(["no numbers here"]), 258).save_pretrained(tmp_path)
+    encoder = make_encoder(str(tmp_path), Layout())
+    assert not encoder.whole_values
+    found = problems(11, seed=3)
+    for problem, encoded in zip(found, encoder.encode(found), strict=True):
+        results = [
+            sentence.split()[-2]
+            for sentence, computed in zip(problem.solution, problem.computed, strict=True)
+            if computed
+        ]
+        assert text_of(encoder, [encoded.solution[at] for at in encoded.values]) == "".join(results)
+
+
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_markers_stand_where_ye_et_al_have_them(kind: str, folder: Path):
+    encoder = make_encoder("words" if kind == "words" else str(folder), Layout(markers=True))
+    (problem,) = problems(1, seed=4)
+    (encoded,) = encoder.encode([problem])
+    assert [encoded.prompt[0], encoded.prompt[-1]] == ([1, 2] if kind == "words" else [222, 223])
+    assert spaced(text_of(encoder, encoded.prompt[1:-1])) == " ".join((*problem.statements, problem.question))
+    assert spaced(text_of(encoder, encoded.solution[:-1])) == " ".join(problem.solution)
+    assert not {*encoded.prompt[1:-1], *encoded.solution} & {encoded.prompt[0], encoded.prompt[-1]}
+
+
+def test_markers_that_texts_need_are_refused(tmp_path: Path):
+    """Of a text with many merges from the first, tokens 222 and 223 are text."""
+    train_bpe(iter(["Gel Pen"]), 257).save_pretrained(tmp_path / "short")
+    make_encoder(str(tmp_path / "short"), Layout(markers=True))
+    words = {word: at for at, word in enumerate(["<end>", *VOCABULARY[3:]])}
+    save_word_level(words, tmp_path / "words")
+    make_encoder(str(tmp_path / "words"), Layout())
+    with pytest.raises(LabError, match=r"igsm.markers takes the tokens 222 and 223"):
+        make_encoder(str(tmp_path / "words"), Layout(markers=True))
+
+
+def save_word_level(words: dict[str, int], folder: Path) -> None:
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<end>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path):
+    with pytest.raises(LabError, match=r"tokenizer: cannot load .*nowhere"):
+        make_encoder(str(tmp_path / "nowhere"), Layout())
+
+
+def test_the_vocabulary_has_each_word_once():
+    assert len(set(VOCABULARY)) == len(VOCABULARY)
+    assert VOCABULARY[:3] == ("<end>", "<problem>", "<solution>")
+    assert {str(number) for number in range(23)} <= set(VOCABULARY)
+    assert not any(" " in word for word in VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("so b = 9 - ( 4 + 3 ) = 2 .", "so b = 9 - (4 + 3) = 2."),
+        ("How many Gel Pen does Stationery have ? \n Define", "How many Gel Pen does Stationery have?\nDefine"),
+        ("each Red Rock Middle 's Map Hall , and", "each Red Rock Middle's Map Hall, and"),
+    ],
+)
+def test_spaced_and_written_are_inverse(words: str, text: str):
+    assert written(words) == text
+    assert spaced(text) == words
+    assert spaced(words) == words

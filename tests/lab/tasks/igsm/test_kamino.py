@@ -1,0 +1,160 @@
+"""Problems after kaminocode/iGSM: its published statistics, and texts that say what the graph says."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from kvshift.lab.tasks.igsm import kamino
+from kvshift.lab.tasks.igsm.problem import Problem
+from kvshift.lab.tasks.igsm.text import VOCABULARY
+
+from .reading import defined, evaluated, kamino_formulas, names_in, problem_text, solution_text
+
+
+def drawn(ops: int, count: int, seed: int = 0) -> list[Problem]:
+    uniform = random.Random(seed).random
+    return [kamino.draw(uniform, ops) for _ in range(count)]
+
+
+def needed(problem: Problem) -> set[str]:
+    found: set[str] = set()
+    left = [problem.asked]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += problem.definitions[name].dependencies
+    return found
+
+
+def is_constant(problem: Problem, name: str) -> bool:
+    return not problem.definitions[name].dependencies
+
+
+@pytest.mark.parametrize("ops", [1, 2, 3, 7, 15, 26])
+def test_texts_say_what_the_graph_says(ops: int):
+    for problem in drawn(ops, 23):
+        formulas = kamino_formulas(problem_text(problem))
+        assert len(formulas) == ops == len(problem.statements) == len(problem.solution)
+        assert {name: sorted(names_in(formula)) for name, formula in formulas.items()} == {
+            name: sorted(rule.dependencies) for name, rule in problem.definitions.items()
+        }
+        assert evaluated(formulas) == problem.values
+
+
+@pytest.mark.parametrize("ops", [1, 4, 13, 26])
+def test_solutions_define_everything_once_after_what_it_depends_on(ops: int):
+    for problem in drawn(ops, 19, seed=1):
+        known: dict[str, int] = {}
+        for at, (name, letter, value) in enumerate(defined(solution_text(problem))):
+            assert letter == chr(ord("a") + at)
+            assert set(problem.definitions[name].dependencies) <= known.keys()
+            known[name] = value
+        assert known == problem.values
+
+
+def test_a_solution_by_hand():
+    """Depth first from the first rule, dependencies in their order; numbers after dependencies."""
+    names = [f"{item} in each School" for item in ("One High", "Two High", "Three High", "Four High", "Five High")]
+    one, two, three, four, five = names
+    rules = {
+        one: kamino.Rule("-", (two, three, four), None),
+        four: kamino.Rule("*", (five,), 9),
+        two: kamino.Rule("constant", (), 5),
+        three: kamino.Rule("-", (four,), 20),
+        five: kamino.Rule("constant", (), 7),
+    }
+    problem = kamino.problem_of(rules, lambda: 0.0)
+    assert solution_text(problem).split("\n") == [
+        "Define Two High in each School as a; so a = 5.",
+        "Define Five High in each School as b; so b = 7.",
+        "Define Four High in each School as c; so c = 7 * 9 = 17.",
+        "Define Three High in each School as d; so d = 17 - (20) = 20.",
+        "Define One High in each School as e; so e = 5 - (20 + 17) = 14.",
+    ]
+    assert problem.computed == (False, False, True, True, True)
+    assert problem_text(problem) == (
+        "The number of One High in each School is the difference between the number of Two High in each School and the "
+        "sum of Three High in each School, Four High in each School. "
+        "The number of Four High in each School is 9 times the number of Five High in each School. "
+        "The number of Two High in each School is 5. "
+        "The number of Three High in each School is 20 less than the number of Four High in each School. "
+        "The number of Five High in each School is 7. "
+        "How many One High does School have?"
+    )
+
+
+def test_items_are_spread_over_the_categories():
+    for ops, least in ((3, 0), (4, 1), (26, 1)):
+        for problem in drawn(ops, 29, seed=2):
+            counts = [
+                sum(name.endswith(f"each {c}") for name in problem.values)
+                for c in ("School", "Classroom", "Backpack", "Stationery")
+            ]
+            assert sum(counts) == ops
+            assert least <= min(counts)
+            assert max(counts) <= 10
+
+
+def test_statistics_of_the_released_law():
+    """experiments: 4 to 12 quantities, 8 on average; 39 % of queries ask for a constant; 2.6 quantities needed."""
+    uniform = random.Random(3).random
+    problems = [kamino.as_printed(uniform) for _ in range(4000)]
+    sizes = [len(problem.values) for problem in problems]
+    assert (min(sizes), max(sizes)) == (4, 12)
+    assert statistics.mean(sizes) == pytest.approx(8, abs=4 * 1.63 / 4000**0.5)
+    constants = statistics.mean(is_constant(problem, problem.asked) for problem in problems)
+    assert constants == pytest.approx(0.39, abs=0.005 + 3 * (0.39 * 0.61 / 4000) ** 0.5)  # printed to two digits
+    sub_graphs = [len(needed(problem)) for problem in problems]
+    error = 3 * statistics.stdev(sub_graphs) / 4000**0.5
+    assert statistics.mean(sub_graphs) == pytest.approx(2.6, abs=0.05 + error)
+
+
+@pytest.mark.parametrize(("max_operations", "low", "high"), [(12, 0.0, 0.0), (8, 0.34, 0.42), (7, 0.58, 0.66)])
+def test_cut_graphs_fail_in_the_solution(max_operations: int, low: float, high: float):
+    """The pool has up to 12 quantities; cut below, most of those that lose one fail."""
+    uniform = random.Random(4).random
+    failed = 0
+    for _ in range(2000):
+        try:
+            problem = kamino.as_printed(uniform, max_operations=max_operations)
+            assert len(problem.solution) <= max_operations
+        except kamino.UndefinedQuantityError:
+            failed += 1
+    assert low <= failed / 2000 <= high
+
+
+def test_rules_are_drawn_as_released():
+    """Operations and numbers uniform; the last rule always a constant, the last but one half the time."""
+    problems = drawn(12, 700, seed=5)
+    rules = [r for problem in problems for r in problem.definitions.values() if isinstance(r, kamino.Rule)]
+    operations = [rule.operation for rule in rules if rule.dependencies]
+    for sign in "+-*":
+        assert operations.count(sign) / len(operations) == pytest.approx(1 / 3, abs=3 * 0.471 / len(operations) ** 0.5)
+    numbers = [rule.number for rule in rules if rule.number is not None]
+    assert (min(numbers), max(numbers)) == (1, 22)
+    assert statistics.mean(numbers) == pytest.approx(11.5, abs=3 * 6.34 / len(numbers) ** 0.5)
+    assert all((rule.number is None) == (len(rule.dependencies) > 1) for rule in rules)
+    by_order = [[len(rule.dependencies) for rule in problem.definitions.values()] for problem in problems]
+    assert {counts[-1] for counts in by_order} == {0}
+    assert statistics.mean(counts[-2] for counts in by_order) == pytest.approx(0.5, abs=3 * 0.5 / 700**0.5)
+    assert statistics.mean(counts[0] for counts in by_order) == pytest.approx(1.5, abs=3 * 1.118 / 700**0.5)
+
+
+def test_all_words_are_known():
+    words = {
+        word
+        for p in drawn(20, 50, seed=6)
+        for text in (*p.statements, p.question, *p.solution)
+        for word in text.split()
+    }
+    assert words <= set(VOCABULARY)
+
+
+def test_more_quantities_than_letters_are_refused():
+    rules = {f"Item {at} in each School": kamino.Rule("constant", (), 1) for at in range(27)}
+    with pytest.raises(ValueError, match="at most 26 quantities, got 27"):
+        kamino.problem_of(rules, lambda: 0.0)

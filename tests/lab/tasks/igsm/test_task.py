@@ -1,0 +1,260 @@
+"""Rows and questions: cut where they should be, never of the same problem, judged as the checker does."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask, kamino
+from kvshift.lab.tasks.igsm import task as igsm_task
+from kvshift.lab.tasks.igsm.problem import bucket_of
+from kvshift.lab.tasks.igsm.text import VOCABULARY
+from kvshift.lab.tasks.questions import QuestionTask
+
+from ..cases import check_shape, seeded
+
+SMALL: dict[str, Any] = {"ops": 4, "test_ops": 5, "length": 211}
+TASKS: dict[str, Any] = {
+    "kamino": SMALL,
+    "question first": {**SMALL, "order": "qp"},
+    "markers": {**SMALL, "markers": True},
+    "solutions": {**SMALL, "loss": "solutions"},
+    "igsm": {**SMALL, "generator": "igsm", "length": 307},
+    "as printed": {**SMALL, "as_printed": True, "max_operations": 9, "test_ops": 6, "length": 401},
+}
+
+
+def words(ids: Tensor) -> list[str]:
+    return [VOCABULARY[at] for at in ids.tolist()]
+
+
+def whole(ids: list[int]) -> list[list[int]]:
+    """The problems of a row that end in it, without their end tokens."""
+    found: list[list[int]] = [[]]
+    for token in ids:
+        if token == 0:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return found[:-1]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_rows_are_problems_end_to_end(name: str):
+    task = IGSMTask(IGSMConfig(**TASKS[name]))
+    batch = task.batch(seeded(0), 13)
+    check_shape(task, batch, 13)
+    for row, labels, slices in zip(batch.input_ids, batch.labels, batch.slices, strict=True):
+        in_solution, seen = False, 0
+        for column, word in enumerate(words(row)):
+            starts = word == "Define" and not in_solution
+            in_solution |= starts
+            assert in_solution == (int(slices[column]) >= 0)
+            if in_solution or (task.config.loss == "all" and column):
+                assert labels[column] == row[column]
+            else:
+                assert labels[column] == -100
+            if word == "<end>":
+                in_solution, seen = False, seen + 1
+        assert seen >= 1  # each row begins with a whole problem
+        first = words(row)[0]
+        expected = {"question first": "How", "markers": "<problem>"}.get(name, "The")
+        assert first == expected
+        ends = (row == task.end_token).nonzero().flatten()[:-1]
+        assert all(VOCABULARY[row[int(at) + 1]] == expected for at in ends)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_values_are_labelled_so(name: str):
+    task = IGSMTask(IGSMConfig(**TASKS[name]))
+    batch = task.batch(seeded(1), 31)
+    for row, slices in zip(batch.input_ids, batch.slices, strict=True):
+        text = words(row)
+        for column, at in enumerate(slices.tolist()):
+            if at == 1:
+                assert text[column].isdigit()
+                assert text[column - 1] == "="
+                assert {"+", "-", "*"} & set(text[column - 12 : column])
+    values = batch.labels[batch.slices == 1]
+    assert len(values) > 31
+    guess = values.bincount().max() / len(values)
+    assert task.chance == {"values": 1 / 23}
+    assert guess < 0.16  # the most frequent value, of few: 0 where products are frequent
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_questions_are_of_exactly_so_many_operations_and_begin_rows_of_training(name: str):
+    task = IGSMTask(IGSMConfig(**TASKS[name]))
+    assert isinstance(task, QuestionTask)
+    questions = task.questions(seeded(2), 7)
+    again = task.questions(seeded(2), 7)
+    for question, same in zip(questions, again, strict=True):
+        assert torch.equal(question.prompt, same.prompt)
+        if task.config.generator == "kamino":
+            assert len(question.truth.solution) == task.config.test_ops
+        (encoded,) = task.encoder.encode([question.truth])
+        assert question.prompt.tolist() == encoded.prompt
+        assert question.prompt.dtype == torch.int64
+        answer = torch.tensor(encoded.solution[:-1])
+        assert task.judge(question, answer) == {"paper": True, "strict": True}
+        assert task.judge(question, answer[:-2]) == {"paper": False, "strict": False} or len(answer) > 40
+        assert task.judge(question, answer[:0]) == {"paper": False, "strict": False}
+
+
+@pytest.mark.parametrize("generator", ["kamino", "igsm"])
+def test_training_and_questions_never_meet(generator: str):
+    """Of few operations, where they would: keys are apart, the shares 16 and 7 of 23."""
+    config: dict[str, Any] = {"ops": 5, "test_ops": 5, "generator": generator}
+    task = IGSMTask(IGSMConfig(**config))
+    uniform = random.Random(3).random
+    trained = [task.draw(uniform, training=True) for _ in range(400)]
+    asked = [task.draw(uniform, training=False) for _ in range(200)]
+    assert not {problem.key for problem in trained} & {problem.key for problem in asked}
+    assert {bucket_of(problem.key) for problem in trained} <= set(range(16))
+    assert {bucket_of(problem.key) for problem in asked} <= set(range(16, 23))
+
+
+def test_share_of_problems_kept_from_training():
+    """Seven buckets of 23, all alike."""
+    counts = [0] * 23
+    uniform = random.Random(4).random
+    task = IGSMTask(IGSMConfig())
+    for _ in range(4600):
+        problem = task._of_ops(uniform, 3)
+        assert problem is not None
+        counts[bucket_of(problem.key)] += 1
+    statistic = sum((count - 200) ** 2 / 200 for count in counts)
+    assert statistic < 48.3  # chi-squared, 22 degrees of freedom: one in a thousand
+
+
+def test_the_order_of_statements_tells_nothing():
+    """The same statements in another order, or another question on them, are the same problem to the split."""
+    task = IGSMTask(IGSMConfig())
+    problem = task._of_ops(random.Random(5).random, 6)
+    assert problem is not None
+    assert problem.key == "\n".join(sorted(problem.statements))
+
+
+@pytest.mark.parametrize(("law", "generator", "smaller"), [
+    ("of_the_generator", "kamino", False),
+    ("of_the_generator", "igsm", True),
+    ("uniform", "igsm", False),
+    ("smaller_of_two", "kamino", True),
+])  # fmt: skip
+def test_operations_in_training(law: Any, generator: Any, smaller: bool):
+    task = IGSMTask(IGSMConfig(ops=12, ops_law=law, generator=generator))
+    uniform = random.Random(6).random
+    ops = torch.tensor([task._ops(uniform) for _ in range(6000)])
+    chances = torch.tensor([(2 * (12 - k) + 1) / 144 if smaller else 1 / 12 for k in range(1, 13)], dtype=torch.float64)
+    counts = ops.bincount(minlength=13)[1:]
+    statistic = ((counts - 6000 * chances) ** 2 / (6000 * chances)).sum()
+    assert statistic < 31.3  # chi-squared, 11 degrees of freedom: one in a thousand
+
+
+def test_kamino_rows_have_the_operations_asked_for():
+    task = IGSMTask(IGSMConfig(ops=3, test_ops=5, length=307))
+    counts = set()
+    for row in task.batch(seeded(7), 29).input_ids.tolist():
+        counts |= {problem.count(VOCABULARY.index("Define")) for problem in whole(row)}
+    assert counts == {1, 2, 3}
+
+
+def test_problems_that_are_too_long_are_left_out():
+    """Of three operations there is hardly one in a hundred tokens, of one and two there are."""
+    config = IGSMConfig(ops=3, test_ops=5, length=83)
+    rows = IGSMTask(config).batch(seeded(8), 53).input_ids.tolist()
+    assert {problem.count(VOCABULARY.index("Define")) for row in rows for problem in whole(row)} == {1, 2}
+    assert all(0 in row for row in rows)
+
+
+def test_a_row_that_holds_no_problem_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(igsm_task, "_TRIES", 50)
+    with pytest.raises(LabError, match=r"igsm.length must hold a problem and its solution, got 20: 50 problems"):
+        IGSMTask(IGSMConfig(length=20)).batch(seeded(9), 1)
+
+
+def test_operations_that_do_not_occur_are_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(igsm_task, "_TRIES", 50)
+    with pytest.raises(LabError, match=r"igsm.test_ops: none of 50 problems drawn has 52 operations and is kept from"):
+        IGSMTask(IGSMConfig(generator="igsm", test_ops=52, max_edges=4)).questions(seeded(10), 1)
+    with pytest.raises(LabError, match=r"igsm.ops: none of 50 problems drawn has 1 operations and is for training"):
+        IGSMTask(IGSMConfig(generator="igsm", ops=1)).batch(seeded(10), 1)
+    with pytest.raises(LabError, match=r"igsm.test_ops: none of 50 problems drawn has 13 operations"):
+        IGSMTask(IGSMConfig(as_printed=True, test_ops=13)).questions(seeded(10), 1)
+
+
+def test_batches_follow_from_the_generator_and_go_on():
+    task = IGSMTask(IGSMConfig(**SMALL))
+    first, second = seeded(11), seeded(11)
+    one, two = task.batch(first, 5), task.batch(first, 5)
+    assert torch.equal(one.input_ids, task.batch(second, 5).input_ids)
+    assert torch.equal(two.input_ids, task.batch(second, 5).input_ids)
+    assert not torch.equal(one.input_ids, two.input_ids)
+
+
+def test_a_tokenizer_from_a_folder(tmp_path: Path):
+    from kvshift.lab.data.tokenizers import train_bpe
+
+    words_task = IGSMTask(IGSMConfig(**SMALL))
+    texts = (words_task.encoder.decode(row) for row in words_task.batch(seeded(12), 20).input_ids)
+    train_bpe(texts, 600).save_pretrained(tmp_path)
+    task = IGSMTask(IGSMConfig(**{**SMALL, "length": 409}, tokenizer=str(tmp_path)))
+    batch = task.batch(seeded(13), 5)
+    check_shape(task, batch, 5)
+    assert task.end_token == 0
+    for question in task.questions(seeded(14), 3):
+        (encoded,) = task.encoder.encode([question.truth])
+        assert question.prompt.tolist() == encoded.prompt
+        assert task.judge(question, torch.tensor(encoded.solution[:-1])) == {"paper": True, "strict": True}
+    values = batch.slices == 1
+    assert all(re.fullmatch(r" ?\d+", task.encoder.decode(token)) for token in batch.input_ids[values])
+
+
+def test_the_row_that_the_docstring_draws():
+    gel, trail = "Gel Pen in each Stationery", "Trail Pack in each Backpack"
+    rules = {gel: kamino.Rule("+", (trail,), 6), trail: kamino.Rule("constant", (), 9)}
+    task = IGSMTask(IGSMConfig())
+    (encoded,) = task.encoder.encode([kamino.problem_of(rules, lambda: 0.0)])
+    ids = encoded.prompt + encoded.solution
+    marks = ["."] * len(encoded.prompt) + ["s"] * len(encoded.solution)
+    for at in encoded.values:
+        marks[len(encoded.prompt) + at] = "v"
+    row = ["|" if word == "\n" else word for word in words(torch.tensor(ids))]
+    for name, expected in (("input_ids", row), ("slices", marks)):
+        lines = re.findall(rf"^    {name}  (.*?)(?: {{6}}v values.*)?$", igsm_task.__doc__ or "", re.MULTILINE)
+        assert " ".join(lines).split() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"generator": "gsm"}, "igsm.generator must be one of kamino, igsm, got 'gsm'"),
+        ({"ops": 0}, "igsm.ops must be 1 or more, got 0"),
+        ({"ops": 27}, "igsm.ops must be 26 or less"),
+        ({"test_ops": 28}, "igsm.test_ops must be 26 or less .solutions name quantities a ... z., got 28"),
+        ({"generator": "igsm", "test_ops": 53}, "igsm.test_ops must be 52 or less"),
+        ({"temperature": -1.0}, "igsm.temperature must be 0 or more"),
+        ({"max_new_tokens": 0}, "igsm.max_new_tokens must be None, or 1 or more, got 0"),
+        ({"as_printed": True, "generator": "igsm"}, "igsm.as_printed is for the generator kamino, got igsm"),
+        ({"max_items": 11}, "igsm.max_items must be 10 or less"),
+        ({"as_printed": True, "max_items": 7, "max_operations": 27}, "igsm.max_operations must be 26 or less"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str):
+    with pytest.raises(LabError, match=message):
+        IGSMConfig(**options)
+
+
+def test_batches_and_questions_have_a_number():
+    task = IGSMTask(IGSMConfig(**SMALL))
+    with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
+        task.batch(seeded(0), 0)
+    with pytest.raises(ValueError, match="count must be 1 or more, got 0"):
+        task.questions(seeded(0), 0)
