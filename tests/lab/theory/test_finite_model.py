@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvshift.lab.seeds import generator_for
-from kvshift.lab.theory.checks import COEFFICIENTS, check_monte_carlo, check_orthonormal, check_places
+from kvshift.lab.theory.checks import COEFFICIENTS, check_logits, check_monte_carlo, check_orthonormal, check_places
 from kvshift.lab.theory.finite_model import build_layer, draw_losses, model_loss, random_embeddings
 from kvshift.lab.theory.limit_loss import exact, loss
 
@@ -18,6 +18,21 @@ def test_with_orthonormal_embeddings_layer_and_operator_meet_the_derivation_and_
     found = check_orthonormal(tokens, coefficients)
     assert found["exact"] < 1e-12
     assert found["printed"] > 1e-3
+
+
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+@pytest.mark.parametrize("tokens", [4, 5, 8])
+def test_table_3_errs_at_the_sides_alone(tokens, coefficients):
+    found = check_logits(tokens, coefficients)
+    assert set(found) == {"target", "repeated", "side"} | ({"other"} if tokens > 4 else set())
+    for kind, row in found.items():
+        assert row["spread"] < 1e-15
+        assert row["model"] == pytest.approx(row["derived"], abs=1e-15)
+        if kind != "side":
+            assert row["printed"] == row["derived"]
+    a1, a2, _, b2 = coefficients
+    slip = (math.exp(a2) - math.exp(a1)) * b2 / (2 * math.exp(a1) + math.exp(a2) + tokens - 2)
+    assert found["side"]["printed"] - found["side"]["model"] == pytest.approx(slip, abs=1e-15)
 
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)

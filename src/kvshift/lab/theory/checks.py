@@ -21,12 +21,13 @@ from kvshift.lab.seeds import generator_for
 from kvshift.lab.theory import finite_model, one_layer_head, two_layer_head
 from kvshift.lab.theory.gradient_flow import gradient_flow
 from kvshift.lab.theory.induction_head import induction_head, random_tokens
-from kvshift.lab.theory.limit_loss import exact, loss
+from kvshift.lab.theory.limit_loss import exact, loss, token_logits
 from kvshift.lab.theory.loss_field import FIGURE2, LEVELS, Field, descend_within, loss_field
 from kvshift.layers.positions import alibi_slopes
 
-__all__ = ["COEFFICIENTS", "check_field", "check_figure2", "check_flow", "check_match", "check_monte_carlo"]
-__all__ += ["check_one_layer", "check_orthonormal", "check_places", "check_two_layers", "matching_tokens"]
+__all__ = ["COEFFICIENTS", "check_field", "check_figure2", "check_flow", "check_logits", "check_match"]
+__all__ += ["check_monte_carlo", "check_one_layer", "check_orthonormal", "check_places", "check_two_layers"]
+__all__ += ["matching_tokens"]
 
 # Of the table of Monte Carlo draws: a1, a2, b1, b2.
 COEFFICIENTS = ((0.0, 1.0, 1.0, 0.0), (0.3, 0.7, 0.2, 0.8), (2.0, -1.0, -1.0, 3.0), (3.0, 0.0, 0.0, 4.0))
@@ -183,6 +184,34 @@ def check_orthonormal(tokens: int, coefficients: Sequence[float]) -> dict[str, f
             printed=(by_layer - printed).abs().max(),
         )
     return worst
+
+
+def check_logits(tokens: int, coefficients: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Table 3, U = I: the logits of the model at the last position, by the kind of token as in `TokenLogits`.
+
+    Each row:
+        model: the logit, the same for i = 2 .. T - 2 and all tokens of the kind, to `spread`; no row where T = 4 has
+            no others.
+        derived, printed: by the form as derived, and by Table 3 (A2 for A1).
+    """
+    embeddings = torch.eye(tokens, dtype=torch.float64).unsqueeze(0)
+    mix = torch.tensor(coefficients, dtype=torch.float64)
+    found: dict[str, list[float]] = {}
+    for repeated in range(2, tokens - 1):
+        logits = finite_model.model_logits(embeddings, repeated, mix[:2], mix[2:])[0].tolist()
+        kinds = {repeated + 1: "target", repeated: "repeated", repeated - 1: "side", tokens: "side"}
+        for token, logit in enumerate(logits, start=1):
+            found.setdefault(kinds.get(token, "other"), []).append(logit)
+    derived, printed = (token_logits(mix, form) for form in (exact(tokens), replace(exact(tokens), side="A2")))
+    return {
+        kind: {
+            "model": values[0],
+            "spread": max(values) - min(values),
+            "derived": getattr(derived, kind).item(),
+            "printed": getattr(printed, kind).item(),
+        }
+        for kind, values in ((kind, found[kind]) for kind in derived._fields if kind in found)
+    }
 
 
 def check_places(tokens: int, coefficients: Sequence[float]) -> list[float]:

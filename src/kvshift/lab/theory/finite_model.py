@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvshift import KVShiftAttention, kv_shift
 
-__all__ = ["build_layer", "draw_losses", "layer_loss", "model_loss", "random_embeddings"]
+__all__ = ["build_layer", "draw_losses", "layer_loss", "model_logits", "model_loss", "random_embeddings"]
 
 
 def random_embeddings(batch: int, tokens: int, width: int, generator: torch.Generator) -> Tensor:
@@ -24,8 +24,8 @@ def random_embeddings(batch: int, tokens: int, width: int, generator: torch.Gene
     return torch.randn(batch, tokens, width, generator=generator, dtype=torch.float64) / math.sqrt(width)
 
 
-def model_loss(embeddings: Tensor, repeated: int, alpha: Tensor, beta: Tensor) -> Tensor:
-    """Cross-entropy of the last position of x_1 .. x_T x_i against x_{i+1}.
+def model_logits(embeddings: Tensor, repeated: int, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Logits of the last position of x_1 .. x_T x_i.
 
         k_hat, v_hat = kv_shift(u, u, alpha, beta)
         logits = U softmax( u_{T+1} k_hat^T ) v_hat
@@ -38,7 +38,7 @@ def model_loss(embeddings: Tensor, repeated: int, alpha: Tensor, beta: Tensor) -
         alpha, beta: (a1, a2) and (b1, b2), (2,).
 
     Returns:
-        (B,), in nats; differentiable.
+        (B, T), those of tokens 1 .. T; differentiable.
 
     Source:
         Theorem 3.4, "the simplified condition we describe".
@@ -47,7 +47,12 @@ def model_loss(embeddings: Tensor, repeated: int, alpha: Tensor, beta: Tensor) -
     k_hat, v_hat, _ = kv_shift(x_BL1D, x_BL1D, alpha.unsqueeze(0), beta.unsqueeze(0))
     # The last token sees all: the causal mask takes nothing from it.
     weights = torch.einsum("bd,bsd->bs", x_BL1D[:, -1, 0], k_hat.squeeze(2)).softmax(dim=1)
-    return _cross_entropy(embeddings, torch.einsum("bs,bsd->bd", weights, v_hat.squeeze(2)), repeated)
+    return _logits(embeddings, torch.einsum("bs,bsd->bd", weights, v_hat.squeeze(2)))
+
+
+def model_loss(embeddings: Tensor, repeated: int, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Cross-entropy of `model_logits` against x_{i+1}, (B,), in nats; differentiable."""
+    return _cross_entropy(model_logits(embeddings, repeated, alpha, beta), repeated)
 
 
 def build_layer(width: int) -> KVShiftAttention:
@@ -66,7 +71,7 @@ def build_layer(width: int) -> KVShiftAttention:
 def layer_loss(layer: KVShiftAttention, embeddings: Tensor, repeated: int) -> Tensor:
     """As `model_loss`, with `build_layer` for the attention and whatever coefficients it holds."""
     out, _ = layer(_sequence(embeddings, repeated))
-    return _cross_entropy(embeddings, out[:, -1], repeated)
+    return _cross_entropy(_logits(embeddings, out[:, -1]), repeated)
 
 
 def draw_losses(
@@ -111,7 +116,10 @@ def _sequence(embeddings: Tensor, repeated: int) -> Tensor:
     return torch.cat([embeddings, embeddings[:, repeated - 1 : repeated]], dim=1)
 
 
-def _cross_entropy(embeddings: Tensor, out: Tensor, repeated: int) -> Tensor:
-    logits_BT = torch.einsum("btd,bd->bt", embeddings, out)
-    target_B = torch.full((embeddings.shape[0],), repeated, device=out.device)  # from 0, so that of x_{i+1}
+def _logits(embeddings: Tensor, out: Tensor) -> Tensor:
+    return torch.einsum("btd,bd->bt", embeddings, out)
+
+
+def _cross_entropy(logits_BT: Tensor, repeated: int) -> Tensor:
+    target_B = torch.full(logits_BT.shape[:1], repeated, device=logits_BT.device)  # from 0, so that of x_{i+1}
     return F.cross_entropy(logits_BT, target_B, reduction="none")
