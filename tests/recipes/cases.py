@@ -1,0 +1,80 @@
+"""Jobs that train nothing, and records that were never measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvshift.lab.callbacks import InterruptedRunError
+from kvshift.lab.errors import LabError
+from kvshift.recipes.recipe import Record
+
+HARDWARE = {"device": "cpu", "cpu": "abacus", "cores": 2, "threads": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counting:
+    """Writes how often it was run, by which process, with how many threads; `ends` says how."""
+
+    label: str
+    seed: int = 0
+    ends: str = "well"
+
+    def is_finished(self, out: Path) -> bool:
+        return (out / "result.json").exists()
+
+    def run(self, out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / "runs").open("a") as file:
+            file.write("x")
+        if self.ends == "badly":
+            raise LabError("the beads are lost")
+        if self.ends == "interrupted":
+            raise InterruptedRunError("told to end")
+        found = {
+            "process": os.getpid(),
+            "threads": torch.get_num_threads(),
+            "main": threading.current_thread() is threading.main_thread(),
+        }
+        (out / "result.json").write_text(json.dumps(found))
+
+    def record(self, out: Path) -> dict[str, Any]:
+        return {
+            "config_hash": "0123456789abcdef",
+            "options": {"beads": 7},
+            "environment": {"started": "2026-01-02T03:04:05", "commit": "c0ffee", "hardware": HARDWARE},
+            "curve": {},
+            "result": json.loads((out / "result.json").read_text()),
+        }
+
+
+def runs(out: Path) -> int:
+    """How often the job in this folder was run."""
+    path = out / "runs"
+    return len(path.read_text()) if path.exists() else 0
+
+
+def made_up(
+    label: str,
+    seed: int = 0,
+    *,
+    curve: Mapping[str, Sequence[float | None]] = {},
+    options: Mapping[str, Any] = {},
+    **result: Any,
+) -> Record:
+    return Record(
+        label=label,
+        seed=seed,
+        config_hash="0123456789abcdef",
+        options=options,
+        environment={"started": "2026-01-02T03:04:05", "commit": "c0ffee12345", "hardware": HARDWARE},
+        curve=curve,
+        result=result,
+    )

@@ -1,0 +1,162 @@
+"""`kvshift reproduce`: what is missing is run, what is there is kept, and the claims are printed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvshift import cli
+from kvshift.lab.errors import LabError
+from kvshift.lab.records import RunFailedError
+from kvshift.recipes import catalogue
+from kvshift.recipes import reproduce as module
+from kvshift.recipes.catalogue import NAMES, find_recipe
+from kvshift.recipes.claims import Claim
+from kvshift.recipes.recipe import Preset, Recipe
+from kvshift.recipes.records import read_records
+from kvshift.recipes.reproduce import ReproduceConfig, reproduce
+
+from .cases import Counting, runs
+
+
+def drawing(records):
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.add_subplot().plot([record.seed for record in records])
+    return figure
+
+
+def claims(records):
+    ours = f"{len(records)} beads"
+    return [Claim(statement="Beads count", paper="8 beads", ours=ours, direction="holds", size="fewer")]
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    made = Recipe(
+        name="abacus",
+        title="counting with beads",
+        source="Figure 0",
+        presets={"smoke": Preset(seeds=2, cost="nothing")},
+        jobs=lambda preset, seeds: [Counting(label=f"Beads, {kind}", seed=seed) for kind in "ab" for seed in seeds],
+        plot=drawing,
+        claims=claims,
+        notes=("The paper does not say which beads.",),
+    )
+    find = lambda name: made if name == "abacus" else find_recipe(name)  # noqa: E731
+    for place in (module, catalogue):
+        monkeypatch.setattr(place, "find_recipe", find)
+    monkeypatch.setattr(module, "NAMES", ("abacus",))
+    return made
+
+
+def config(out: Path, **changes) -> ReproduceConfig:
+    return replace(ReproduceConfig(recipe="abacus", preset="smoke", out=out, jobs=1), **changes)
+
+
+def test_all_is_run_drawn_and_written(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    reproduce(config(tmp_path, results=tmp_path / "kept"))
+    folder = tmp_path / "abacus" / "smoke"
+    for label in ("beads-a", "beads-b"):
+        assert [runs(folder / label / f"seed-{seed}") for seed in (0, 1)] == [1, 1]
+    records = read_records(folder / "records.jsonl")
+    assert [(record.label, record.seed) for record in records] == [
+        ("Beads, a", 0),
+        ("Beads, a", 1),
+        ("Beads, b", 0),
+        ("Beads, b", 1),
+    ]
+    assert read_records(tmp_path / "kept" / "abacus" / "smoke.jsonl") == records
+    assert (folder / "abacus.png").exists()
+    page = (folder / "report.md").read_text()
+    assert "![counting with beads](abacus.svg)" in page
+    assert "| Beads count | 8 beads | 4 beads | fewer | **holds** |" in page
+    assert "- The paper does not say which beads." in page
+    assert "4 runs on abacus, commit c0ffee, 2026-01-02." in page
+    printed = capsys.readouterr()
+    assert "HOLDS     Beads count\n    paper: 8 beads\n    ours:  4 beads\n    size:  fewer" in printed.out
+    assert str((folder / "report.md").resolve()) in printed.out
+    assert "[4 of 4, 0 s] Beads, b, seed 1: finished" in printed.err
+
+
+def test_what_is_finished_is_kept(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    reproduce(config(tmp_path, seeds=1))
+    reproduce(config(tmp_path, seeds=3))
+    folder = tmp_path / "abacus" / "smoke" / "beads-a"
+    assert [runs(folder / f"seed-{seed}") for seed in range(3)] == [1, 1, 1]
+    assert "2 of 6 runs were finished before" in capsys.readouterr().err
+
+
+def test_failed_runs_are_named_and_tried_again(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = replace(
+        recipe, jobs=lambda preset, seeds: [Counting(label="Beads, a", ends="badly"), Counting(label="b")]
+    )
+    monkeypatch.setattr(module, "find_recipe", lambda name: failing)
+    with pytest.raises(RunFailedError, match=r"1 of 2 runs failed; .*\n  Beads, a, seed 0: the beads are lost"):
+        reproduce(config(tmp_path))
+    folder = tmp_path / "abacus" / "smoke"
+    assert [record.label for record in read_records(folder / "records.jsonl")] == ["b"]
+    assert not (folder / "report.md").exists()
+    monkeypatch.setattr(module, "find_recipe", lambda name: recipe)
+    reproduce(config(tmp_path, seeds=1))
+    assert runs(folder / "beads-a" / "seed-0") == 2
+
+
+def test_the_list_says_what_is_done(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    reproduce(config(tmp_path, recipe=None))
+    assert "abacus  counting with beads  smoke   0 of 4     nothing" in capsys.readouterr().out
+    reproduce(config(tmp_path, seeds=1))
+    reproduce(config(tmp_path, recipe=None))
+    assert "abacus  counting with beads  smoke   2 of 4     nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": "fig99"}, "recipe: there is no 'fig99'; there are fig01a, "),
+        ({"preset": "huge"}, "preset must be one of smoke, got 'huge'"),
+        ({"seeds": 0}, "seeds must be 1 or more, got 0"),
+        ({"jobs": 0}, "jobs must be 1 or more, got 0"),
+    ],
+    ids=["recipe", "preset", "seeds", "jobs"],
+)
+def test_bad_options_are_named(recipe: Recipe, tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(LabError, match=message):
+        reproduce(config(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_has_the_three_presets_and_jobs_with_names_of_their_own(name: str) -> None:
+    recipe = find_recipe(name)
+    assert recipe.name == name
+    assert [*recipe.presets] == ["smoke", "laptop", "paper"]
+    for preset in recipe.presets:
+        jobs = recipe.jobs(preset, range(2))
+        folders = {module.folder_of(Path(), job) for job in jobs}
+        assert len(folders) == len(jobs) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_smoke(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """From the command line to the page, with one seed."""
+    code = cli.main(["reproduce", name, "--preset", "smoke", "--out", str(tmp_path), "--jobs", "1", "--seeds", "1"])
+    assert code == 0
+    folder = tmp_path / name / "smoke"
+    records = read_records(folder / "records.jsonl")
+    assert len(records) == len(find_recipe(name).jobs("smoke", range(1)))
+    for record in records:
+        assert record.environment["commit"] is None or len(record.environment["commit"]) >= 40
+        assert len(record.config_hash) == 16
+        assert str(tmp_path) not in json.dumps(vars(record))
+    claimed = find_recipe(name).claims(records)
+    assert claimed
+    printed = capsys.readouterr().out
+    for claim in claimed:
+        assert claim.statement in printed
+        assert claim.ours in printed
+        assert f"| {claim.statement} | {claim.paper} | {claim.ours} |" in (folder / "report.md").read_text()

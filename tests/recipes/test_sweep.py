@@ -1,0 +1,70 @@
+"""A sweep runs all its jobs, each once, and says which failed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvshift.lab.callbacks import InterruptedRunError
+from kvshift.recipes.sweep import sweep
+
+from .cases import Counting, runs
+
+
+def results(folders: list[Path]) -> list[dict]:
+    return [json.loads((folder / "result.json").read_text()) for folder in folders]
+
+
+def test_one_worker_works_in_this_process(tmp_path: Path) -> None:
+    folders = [tmp_path / str(number) for number in range(3)]
+    told: list[tuple[int, str | None]] = []
+    threads = torch.get_num_threads()
+    problems = sweep(
+        [(Counting(label="a", seed=number), folder) for number, folder in enumerate(folders)],
+        workers=1,
+        done=lambda number, problem: told.append((number, problem)),
+    )
+    assert problems == []
+    assert told == [(0, None), (1, None), (2, None)]
+    assert [runs(folder) for folder in folders] == [1, 1, 1]
+    assert {found["process"] for found in results(folders)} == {os.getpid()}
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.slow
+def test_two_workers_are_processes_that_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("joblib.cpu_count", lambda: 6)
+    folders = [tmp_path / str(number) for number in range(4)]
+    told: list[int] = []
+    jobs = [(Counting(label="a", seed=number), folder) for number, folder in enumerate(folders)]
+    problems = sweep(jobs, workers=2, done=lambda number, problem: told.append(number))
+    assert problems == []
+    assert sorted(told) == [0, 1, 2, 3]
+    found = results(folders)
+    assert os.getpid() not in {result["process"] for result in found}
+    assert {result["threads"] for result in found} == {3}
+    assert all(result["main"] for result in found)  # where signals arrive
+
+
+def test_a_job_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    told: list[tuple[int, str | None]] = []
+    jobs = [(Counting(label=ends, seed=3, ends=ends), tmp_path / ends) for ends in ("badly", "well")]
+    problems = sweep(jobs, workers=1, done=lambda number, problem: told.append((number, problem)))
+    assert problems == ["badly, seed 3: the beads are lost"]
+    assert told == [(0, "the beads are lost"), (1, None)]
+    assert runs(tmp_path / "well") == 1
+
+
+def test_an_interruption_stops_the_sweep(tmp_path: Path) -> None:
+    jobs = [(Counting(label=ends, ends=ends), tmp_path / ends) for ends in ("interrupted", "well")]
+    with pytest.raises(InterruptedRunError, match="told to end"):
+        sweep(jobs, workers=1)
+    assert runs(tmp_path / "well") == 0
+
+
+def test_no_jobs() -> None:
+    assert sweep([], workers=2) == []
