@@ -1,23 +1,35 @@
 """Synthetic tasks: streams of rows whose targets can be worked out, for what attention can and cannot do."""
 
 from kvshift.lab.tasks.batch import Batch, Task, concatenate, count_correct
+from kvshift.lab.tasks.cfg import CFG3F, CFG3S, CFGConfig, CFGGrammar, CFGTask
 from kvshift.lab.tasks.hop import HopConfig, HopTask
+from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask
 from kvshift.lab.tasks.induction import InductionConfig, InductionTask
 from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
 from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
+from kvshift.lab.tasks.questions import Question, QuestionTask
 from kvshift.lab.tasks.registry import TaskConfig, WholeTask, make_task, task_name
 from kvshift.lab.tasks.streams import TaskBatches, generator_of
 
 __all__ = [
+    "CFG3F",
+    "CFG3S",
     "Batch",
+    "CFGConfig",
+    "CFGGrammar",
+    "CFGTask",
     "HopConfig",
     "HopTask",
+    "IGSMConfig",
+    "IGSMTask",
     "InductionConfig",
     "InductionTask",
     "MQARConfig",
     "MQARTask",
     "NGramConfig",
     "NGramTask",
+    "Question",
+    "QuestionTask",
     "Task",
     "TaskBatches",
     "TaskConfig",

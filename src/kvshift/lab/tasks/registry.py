@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from kvshift.lab.tasks.batch import Batch, Task
+from kvshift.lab.tasks.cfg import CFGConfig, CFGTask
 from kvshift.lab.tasks.hop import HopConfig, HopTask
+from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask
 from kvshift.lab.tasks.induction import InductionConfig, InductionTask
 from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
 from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
 
 __all__ = ["TaskConfig", "WholeTask", "make_task", "task_name"]
 
-TaskConfig = HopConfig | InductionConfig | MQARConfig | NGramConfig
+TaskConfig = CFGConfig | HopConfig | IGSMConfig | InductionConfig | MQARConfig | NGramConfig
 
 _TASKS = {
+    "cfg": (CFGConfig, CFGTask),
     "hop": (HopConfig, HopTask),
+    "igsm": (IGSMConfig, IGSMTask),
     "induction": (InductionConfig, InductionTask),
     "mqar": (MQARConfig, MQARTask),
     "ngram": (NGramConfig, NGramTask),

@@ -1,0 +1,263 @@
+"""Context-free grammars with finitely many sentences: drawing, parsing, and the law of lengths.
+
+Source: Allen-Zhu and Li, "Physics of Language Models: Part 1" (2023), whose cfg3f is here.
+
+Shapes: S sentences, M symbols in a stream, R rules, W longest rule, V tokens, N longest sentence, n of one sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from graphlib import CycleError, TopologicalSorter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvshift.lab.errors import LabError
+
+__all__ = ["BOS", "CFG3F", "CFG3S", "CFGGrammar", "Lengths"]
+
+BOS = 0  # the token before each sentence; no rule writes it
+
+Rule = tuple[int, ...]
+
+_LINE = re.compile(r" *\d+ *->( *\d+)+( *\|( *\d+)+)* *", re.ASCII)
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """The exact law of a grammar's sentences, by position.
+
+    Attributes:
+        probability: (N + 1,), of each length.
+        token_at: (V, N), probability that the sentence reaches position q (from 0) and has this token there.
+    """
+
+    probability: np.ndarray
+    token_at: np.ndarray
+
+    @property
+    def shortest(self) -> int:
+        """Least length of a sentence."""
+        return int(np.flatnonzero(self.probability)[0])
+
+    @property
+    def longest(self) -> int:
+        """N."""
+        return len(self.probability) - 1
+
+    @property
+    def mean(self) -> float:
+        """Expected length."""
+        return float(self.probability @ np.arange(len(self.probability)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CFGGrammar:
+    """A grammar as a value, in words that one can read and a JSON file can hold.
+
+        CFGGrammar(rules=("5 -> 4 4 | 4 3 4", "4 -> 1 2 | 2", "3 -> 1 1"))
+
+    The first symbol is the root. Symbols without rules are the terminals 1 ... K, and their tokens are the same
+    numbers; token 0 stands before each sentence. Of a symbol's rules each is as likely (one written twice counts
+    twice). No symbol comes back in what it becomes, so there are finitely many sentences.
+    """
+
+    rules: tuple[str, ...]
+    """For each symbol what it may become: "symbol -> right side | right side"."""
+
+    def __post_init__(self) -> None:
+        rules = self.rules_of
+        named = {symbol for sides in rules.values() for side in sides for symbol in side}
+        terminals = sorted(named - set(rules))
+        if min(rules) <= BOS or terminals != list(range(1, len(terminals) + 1)):
+            raise LabError(
+                f"grammar.rules: the symbols without rules must be 1, 2, ... ({BOS} begins a sentence and is no "
+                f"symbol), got {terminals}"
+            )
+        if unused := sorted(set(rules) - named - {self.root}):
+            raise LabError(
+                f"grammar.rules: nothing becomes {', '.join(map(str, unused))}; the first symbol is the root"
+            )
+        try:
+            order = self.bottom_up
+        except CycleError as error:
+            raise LabError(
+                f"grammar.rules: no symbol may come back in what it becomes, got {' <- '.join(map(str, error.args[1]))}"
+            ) from None
+        least = dict.fromkeys(terminals, 0.0)
+        for symbol in order:
+            least[symbol] = min(sum(least[part] for part in side) for side in rules[symbol]) - math.log(
+                len(rules[symbol])
+            )
+        if least[self.root] < math.log(np.finfo(np.float64).tiny):
+            raise LabError(
+                "grammar.rules: every derivation must have a probability that float64 can hold, got one of "
+                f"exp({least[self.root]:.0f})"
+            )
+
+    @cached_property
+    def rules_of(self) -> Mapping[int, tuple[Rule, ...]]:
+        """Right sides by symbol, the root first."""
+        rules: dict[int, tuple[Rule, ...]] = {}
+        for line in self.rules:
+            if not _LINE.fullmatch(line):
+                raise LabError(f'grammar.rules must be lines such as "7 -> 2 2 1 | 3 2", got {line!r}')
+            left, right = line.split("->")
+            symbol, sides = int(left), tuple(tuple(map(int, side.split())) for side in right.split("|"))
+            if symbol in rules:
+                raise LabError(f"grammar.rules must have one line for each symbol, got two for {symbol}")
+            rules[symbol] = sides
+        if not rules:
+            raise LabError("grammar.rules must have 1 line or more, got none")
+        return rules
+
+    @property
+    def root(self) -> int:
+        """The symbol that becomes a sentence."""
+        return next(iter(self.rules_of))
+
+    @cached_property
+    def bottom_up(self) -> tuple[int, ...]:
+        """Symbols that have rules, each after those that its rules name; the root is the last."""
+        parts = {symbol: {part for side in sides for part in side} for symbol, sides in self.rules_of.items()}
+        return tuple(symbol for symbol in TopologicalSorter(parts).static_order() if symbol in parts)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """V: the terminals and BOS."""
+        named = {symbol for sides in self.rules_of.values() for side in sides for symbol in side}
+        return 1 + len(named - set(self.rules_of))
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """The law of lengths and of tokens by position, exactly.
+
+        p_A(n) = mean over rules A -> B_1 ... B_m of (p_B1 * ... * p_Bm)(n), with * for convolution; a token at
+        position q of A is one at q' of some B_j, where B_1 ... B_{j-1} have q - q' tokens together.
+        """
+        probability = {token: np.array([0.0, 1.0]) for token in range(1, self.vocab_size)}
+        token_at = {token: np.eye(self.vocab_size)[:, token : token + 1] for token in probability}
+        for symbol in self.bottom_up:
+            sides = self.rules_of[symbol]
+            longest = max(sum(len(probability[part]) - 1 for part in side) for side in sides)
+            probability[symbol], token_at[symbol] = np.zeros(longest + 1), np.zeros((self.vocab_size, longest))
+            for side in sides:
+                before = np.ones(1) / len(sides)
+                for part in side:
+                    for token in range(1, self.vocab_size):
+                        at = np.convolve(before, token_at[part][token])
+                        token_at[symbol][token, : len(at)] += at
+                    before = np.convolve(before, probability[part])
+                probability[symbol][: len(before)] += before
+        return Lengths(probability[self.root], token_at[self.root])
+
+    @cached_property
+    def _tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """By symbol, its first rule and how many it has; by rule, its parts and which of them there are.
+
+        A token has one rule, to stay as it is.
+        """
+        rules_of = {**{token: ((token,),) for token in range(self.vocab_size)}, **self.rules_of}
+        sides = [side for of_symbol in rules_of.values() for side in of_symbol]
+        first_rule = np.zeros(max(rules_of) + 1, np.int64)
+        rule_count = np.ones_like(first_rule)
+        rule_count[list(rules_of)] = [len(of_symbol) for of_symbol in rules_of.values()]
+        first_rule[list(rules_of)] = np.cumsum(rule_count[list(rules_of)]) - rule_count[list(rules_of)]
+        width_R = np.array([len(side) for side in sides])
+        present_RW = np.arange(width_R.max()) < width_R[:, None]
+        parts_RW = np.zeros(present_RW.shape, np.int64)
+        parts_RW[present_RW] = [part for side in sides for part in side]
+        return first_rule, rule_count, parts_RW, present_RW
+
+    def stream(self, generator: torch.Generator, sentences: int) -> np.ndarray:
+        """`sentences` random sentences one after the other, BOS before each: (M,) int64.
+
+        All symbols of a stream become what follows them at once, again and again until only tokens are left.
+        """
+        first_rule, rule_count, parts_RW, present_RW = self._tables
+        choices = math.lcm(*rule_count.tolist())  # a multiple of every symbol's rules: each rule is exactly as likely
+        symbols_M = np.tile([BOS, self.root], sentences)
+        while symbols_M.max(initial=0) >= self.vocab_size:
+            drawn_M = torch.randint(choices, (len(symbols_M),), generator=generator).numpy()
+            rule_M = first_rule[symbols_M] + drawn_M % rule_count[symbols_M]
+            symbols_M = parts_RW[rule_M][present_RW[rule_M]]
+        return symbols_M
+
+    def sentences(self, generator: torch.Generator, count: int) -> list[Tensor]:
+        """`count` random sentences, each (n,) int64, without BOS."""
+        stream = torch.from_numpy(self.stream(generator, count))
+        return [sentence[1:] for sentence in stream.tensor_split(torch.nonzero(stream == BOS)[1:, 0])]
+
+    def log_probability(self, tokens: Tensor) -> float:
+        """log P(sentence), in nats; -inf for tokens (n,) that are no sentence.
+
+        The inside algorithm. With C_A[i, j] = P(A becomes tokens i ... j - 1), a sum over where the parts of a rule
+        meet is a product of matrices:
+
+            C_A = mean over rules A -> B_1 ... B_m of C_B1 @ ... @ C_Bm
+
+        bottom up, once for each symbol. All terms are positive or exactly 0, and none underflows.
+        """
+        from scipy.sparse import csr_array  # takes a quarter of a second to import
+
+        n = len(tokens)
+        chart = {}
+        for token in range(1, self.vocab_size):
+            at = np.flatnonzero(tokens.numpy() == token)
+            chart[token] = csr_array((np.ones(len(at)), (at, at + 1)), shape=(n + 1, n + 1))
+        for symbol in self.bottom_up:
+            sides = self.rules_of[symbol]
+            chart[symbol] = sum(
+                (reduce(operator.matmul, (chart[part] for part in side)) for side in sides[1:]),
+                start=reduce(operator.matmul, (chart[part] for part in sides[0])),
+            ) / len(sides)
+        probability = chart[self.root][0, n]
+        return math.log(probability) if probability else -math.inf
+
+    def parses(self, tokens: Tensor) -> bool:
+        """Whether tokens (n,) are a sentence."""
+        lengths = self.lengths
+        return lengths.shortest <= len(tokens) <= lengths.longest and self.log_probability(tokens) > -math.inf
+
+
+CFG3F = CFGGrammar(
+    rules=(
+        "22 -> 20 21 | 20 19 21 | 21 19 19 | 20 20",
+        "19 -> 18 16 18 | 17 18 | 18 18",
+        "20 -> 16 16 | 16 17 | 17 16 18",
+        "21 -> 18 17 | 17 16 | 16 17 18 | 16 18",
+        "16 -> 15 15 | 13 15 13 | 14 13 | 14 14",
+        "17 -> 15 14 13 | 14 15 | 15 14",
+        "18 -> 14 15 13 | 15 13 13 | 13 15",
+        "13 -> 11 12 | 12 11 12 | 10 12 11",
+        "14 -> 10 12 | 12 10 12 | 12 11 | 10 12 12",
+        "15 -> 10 11 11 | 11 11 10 | 10 10 | 12 12 11",
+        "10 -> 8 9 9 | 9 7 9 | 7 9 9",
+        "11 -> 8 8 | 9 7 | 9 7 7",
+        "12 -> 7 9 7 | 9 8 | 8 8 9",
+        "7 -> 2 2 1 | 3 2 2 | 3 1 2 | 3 2",
+        "8 -> 3 1 1 | 1 2 | 3 3 1",
+        "9 -> 1 2 1 | 3 3 | 1 1",
+    )
+)
+"""The grammar of the paper's rebuttal: sentences of 64 ... 729 tokens, 249.86 on average."""
+
+CFG3S = CFGGrammar(
+    rules=(
+        "10 -> 7 8 9 | 8 7 7 | 9 9 8 | 8 9 7",
+        "7 -> 4 5 | 6 4 5 | 5 6 6",
+        "8 -> 5 4 | 6 6 4 | 4 6",
+        "9 -> 4 4 6 | 6 5 | 5 5 4",
+        "4 -> 1 2 | 3 3 1 | 2 1",
+        "5 -> 2 3 | 1 1 2 | 3 2 2",
+        "6 -> 3 2 | 2 2 3 | 1 3",
+    )
+)
+"""Ours, of that shape, for laptops and tests: three levels of rules instead of six, sentences of 12 ... 27 tokens."""
