@@ -16,6 +16,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionAndStaticFullAttentionLayer,
@@ -244,10 +245,13 @@ def adopt_cache(cache: Cache, config: ShiftConfig) -> None:
     A cache made so already is left as it is, and so is any cache if the model shifts nothing.
 
     Raises:
-        ValueError: the cache holds tokens without that state, or cannot carry it (quantized or offloaded).
+        ValueError: the cache holds tokens without that state, or cannot carry it (quantized, offloaded, or of an
+            encoder and decoder).
     """
     if not config.shift_targets:
         return
+    if isinstance(cache, EncoderDecoderCache):
+        raise ValueError("past_key_values is an EncoderDecoderCache: a model with KV shift has no cross-attention")
     if cache.layers and len(cache.layers) != config.num_hidden_layers:
         raise ValueError(f"past_key_values has {len(cache.layers)} layers, this model has {config.num_hidden_layers}")
     if cache.layers and all(isinstance(layer, ShiftCacheLayer) for layer in cache.layers):

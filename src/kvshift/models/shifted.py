@@ -43,6 +43,13 @@ class ShiftedPreTrainedModel:
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Also modules without parameters of their own, which transformers leaves out in classes that are not its own.
+
+        Some scale those of a child: GPT-2's blocks the last matrix of each residual branch.
+        """
+        super()._initialize_weights(module)  # type: ignore[misc]
+
 
 class ShiftedDecoder:
     """A stack of layers with shift, without a head."""

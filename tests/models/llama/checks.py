@@ -7,72 +7,72 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvshift.models.llama import KVShiftLlamaForCausalLM
-
+from ..retrofit.reference import gpt2_logits
 from .reference import reference_greedy, reference_logits
 from .tiny import left_padded, random_tokens, right_padded
+
+REFERENCES = {"kvshift_llama": reference_logits, "kvshift_gpt2": gpt2_logits}
 
 # Llama's norms and rotary angles are in float32, in a float64 model too; logits here are of size 1 to 8.
 ATOL = 3e-5
 
 
-def logits_of(model: KVShiftLlamaForCausalLM, ids: Tensor, **inputs: Any) -> Tensor:
+def logits_of(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
     with torch.no_grad():
         return model(ids, **inputs).logits
 
 
-def reference_of(model: KVShiftLlamaForCausalLM, row: Tensor) -> Tensor:
+def reference_of(model: PreTrainedModel, row: Tensor) -> Tensor:
     """Logits (T, V) of one row by the reference."""
     with torch.no_grad():
-        return reference_logits(model.state_dict(), model.config, row.tolist())
+        return REFERENCES[model.config.model_type](model.state_dict(), model.config, row.tolist())
 
 
-def new_tokens_of(model: KVShiftLlamaForCausalLM, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+def new_tokens_of(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """What greedy `generate` adds to the prompts, (B, new tokens)."""
     mask = torch.ones_like(ids) if mask is None else mask
     options = {"do_sample": False, "max_new_tokens": 7, **options}
     return model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :]
 
 
-def assert_greedy(model: KVShiftLlamaForCausalLM, rows: Sequence[Tensor], generated: Tensor) -> None:
+def assert_greedy(model: PreTrainedModel, rows: Sequence[Tensor], generated: Tensor) -> None:
     """Each row got the tokens that the reference gives it alone."""
     for row, got in zip(rows, generated.tolist(), strict=True):
-        expected = reference_greedy(model.state_dict(), model.config, row.tolist(), len(got))
+        reference = REFERENCES[model.config.model_type]
+        expected = reference_greedy(model.state_dict(), model.config, row.tolist(), len(got), reference)
         assert got == expected, f"prompt of {len(row)} tokens: generated {got}, reference {expected}"
 
 
-def assert_next(
-    model: KVShiftLlamaForCausalLM, rows: Sequence[Tensor], cache: Cache, next_ids: Tensor, **inputs
-) -> None:
+def assert_next(model: PreTrainedModel, rows: Sequence[Tensor], cache: Cache, next_ids: Tensor, **inputs) -> None:
     """`cache` stands where these rows end: one more token gives the reference's logits."""
     got = logits_of(model, next_ids, past_key_values=cache, **inputs)[:, -1]
     for row, token, logits in zip(rows, next_ids, got, strict=True):
         torch.testing.assert_close(logits, reference_of(model, torch.cat([row, token]))[-1], rtol=0, atol=ATOL)
 
 
-def check_forward(model: KVShiftLlamaForCausalLM, length: int = 23) -> None:
+def check_forward(model: PreTrainedModel, length: int = 23) -> None:
     ids = random_tokens(2, length)
     logits = logits_of(model, ids)
     for row, got in zip(ids, logits, strict=True):
         torch.testing.assert_close(got, reference_of(model, row), rtol=0, atol=ATOL)
 
 
-def check_decoding(model: KVShiftLlamaForCausalLM, **options: Any) -> None:
+def check_decoding(model: PreTrainedModel, **options: Any) -> None:
     for length in (1, 2, 5, 13):
         ids = random_tokens(1, length, seed=length)
         assert_greedy(model, ids, new_tokens_of(model, ids, **options))
 
 
-def check_left_padding(model: KVShiftLlamaForCausalLM, **options: Any) -> None:
+def check_left_padding(model: PreTrainedModel, **options: Any) -> None:
     """Each row of a left-padded batch gets its own tokens."""
     rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
     ids, mask = left_padded(rows)
     assert_greedy(model, rows, new_tokens_of(model, ids, mask, **options))
 
 
-def check_padding_without_positions(model: KVShiftLlamaForCausalLM) -> None:
+def check_padding_without_positions(model: PreTrainedModel) -> None:
     """The mask alone tells the padding; rotary angles are relative, so that positions may as well begin in it."""
     rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
     for ids, mask in (left_padded(rows), right_padded(rows)):
@@ -81,7 +81,7 @@ def check_padding_without_positions(model: KVShiftLlamaForCausalLM) -> None:
             torch.testing.assert_close(got[real], reference_of(model, row), rtol=0, atol=ATOL)
 
 
-def check_right_padding(model: KVShiftLlamaForCausalLM, cache: Cache | None = None) -> None:
+def check_right_padding(model: PreTrainedModel, cache: Cache | None = None) -> None:
     """Padding behind a row does not reach the tokens that go on from it."""
     rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
     ids, mask = right_padded(rows)
@@ -98,7 +98,7 @@ def check_right_padding(model: KVShiftLlamaForCausalLM, cache: Cache | None = No
         rows = [torch.cat([row, new]) for row, new in zip(rows, token, strict=True)]
 
 
-def check_beams(model: KVShiftLlamaForCausalLM, **options: Any) -> None:
+def check_beams(model: PreTrainedModel, **options: Any) -> None:
     """Beam search finds the same with a cache as without, all returned beams of a left-padded batch."""
     ids, mask = left_padded([random_tokens(length, seed=length) for length in (3, 9)])
     beams = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 8}
@@ -106,13 +106,13 @@ def check_beams(model: KVShiftLlamaForCausalLM, **options: Any) -> None:
     torch.testing.assert_close(new_tokens_of(model, ids, mask, **beams, **options), expected, rtol=0, atol=0)
 
 
-def check_chunked_prefill(model: KVShiftLlamaForCausalLM, **options: Any) -> None:
+def check_chunked_prefill(model: PreTrainedModel, **options: Any) -> None:
     """The prompt in chunks of 1, 4 and 8, of which some hold padding alone, and some begin in the middle of a row."""
     for size in (1, 4, 8):
         check_left_padding(model, prefill_chunk_size=size, **options)
 
 
-def check_splits(model: KVShiftLlamaForCausalLM, length: int = 9, atol: float = 1e-12, **inputs: Any) -> None:
+def check_splits(model: PreTrainedModel, length: int = 9, atol: float = 1e-12, **inputs: Any) -> None:
     """A row in two pieces is the row whole, wherever it is cut; and so is the row token by token."""
     ids = random_tokens(1, length)
     whole = logits_of(model, ids)
@@ -124,7 +124,7 @@ def check_splits(model: KVShiftLlamaForCausalLM, length: int = 9, atol: float = 
         )
 
 
-def check_crop(model: KVShiftLlamaForCausalLM) -> None:
+def check_crop(model: PreTrainedModel) -> None:
     """Tokens taken back were never there, for every number of them within what was recorded."""
     kept, drafted, token = random_tokens(1, 6), random_tokens(1, 5, seed=1), random_tokens(1, 1, seed=2)
     for n in range(drafted.shape[1] + 1):
@@ -138,7 +138,7 @@ def check_crop(model: KVShiftLlamaForCausalLM) -> None:
         assert_next(model, row, cache, token)
 
 
-def check_selection(model: KVShiftLlamaForCausalLM) -> None:
+def check_selection(model: PreTrainedModel) -> None:
     """Rows of a cache can be repeated, selected and reordered, as custom decoding loops do."""
     rows = random_tokens(3, 8)
     moves = {
@@ -153,7 +153,7 @@ def check_selection(model: KVShiftLlamaForCausalLM) -> None:
         assert_next(model, rows[order], cache, random_tokens(len(order), 1, seed=3))
 
 
-def check_documents(model: KVShiftLlamaForCausalLM, atol: float = ATOL) -> None:
+def check_documents(model: PreTrainedModel, atol: float = ATOL) -> None:
     """Documents packed into one row give what each gives alone."""
     documents = [random_tokens(length, seed=length) for length in (5, 1, 7, 2)]
     ids = torch.cat(documents).unsqueeze(0)

@@ -6,7 +6,7 @@ Shapes: T positions, H query heads, G KV heads, D head size, E model width, V vo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +33,17 @@ def reference_logits(weights: Mapping[str, Tensor], config: Any, tokens: Sequenc
 
 
 @torch.no_grad()
-def reference_greedy(weights: Mapping[str, Tensor], config: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
+def reference_greedy(
+    weights: Mapping[str, Tensor],
+    config: Any,
+    prompt: Sequence[int],
+    new_tokens: int,
+    logits: Callable[..., Tensor] = reference_logits,
+) -> list[int]:
     """The `new_tokens` likeliest tokens after the prompt, each found by starting from nothing."""
     tokens = list(prompt)
     for _ in range(new_tokens):
-        tokens.append(int(reference_logits(weights, config, tokens)[-1].argmax()))
+        tokens.append(int(logits(weights, config, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
 
 

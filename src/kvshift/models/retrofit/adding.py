@@ -1,0 +1,102 @@
+"""`add_kv_shift`: KV shift into a loaded model; `load_kv_shift`: such a model from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import AutoConfig, PreTrainedModel
+
+from kvshift.layers import KVShift, check_shift_options
+from kvshift.layers.shift import Constraint, Init, Target
+from kvshift.models.retrofit.family import Family, RetrofitConfig, convert, shifted_config
+from kvshift.models.retrofit.gpt2 import GPT2
+
+FAMILIES: tuple[Family, ...] = (GPT2,)
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def add_kv_shift(
+    model: Model,
+    *,
+    targets: Sequence[Target] = ("k", "v"),
+    window: int = 2,
+    constraint: Constraint = "free",
+    init: Init = "identity",
+) -> Model:
+    """Give every self-attention of a model of transformers a shift of its keys and values, in place.
+
+    With init="identity" the model computes what it did before, bit for bit, until its coefficients are trained (on a
+    CPU with head sizes that are a multiple of 4, as those of pretrained models are; matrix products of other sizes
+    round by the layout of their operands). The coefficients are float32 in a model of any dtype and belong to no
+    weight decay: see `kvshift.param_groups`. Weights keep their tensors and names; the coefficients come to stand
+    beside them as `attn.shift.alpha` and `attn.shift.beta`. The model changes its class (GPT2LMHeadModel becomes
+    KVShiftGPT2LMHeadModel, a subclass) and its configuration.
+
+    Args:
+        model: of a class in `FAMILIES`: as `from_pretrained` or its constructor made it, before `torch.compile`, PEFT,
+            FSDP or a `device_map`.
+        targets, window, constraint, init: see `kvshift.KVShift`; the global random generator draws "uniform".
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: an option is not one of `KVShift`'s, the model has a shift or cross-attention, or its class is
+            unknown here. The model is then as it was.
+    """
+    check_shift_options(targets, window, constraint, init)
+    if any(isinstance(module, KVShift) for module in model.modules()):
+        raise ValueError(f"model already has a KV shift: {type(model).__name__}")
+    family = _family_of(model)
+    family.refuse(model.config)
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            raise ValueError(
+                f"model has a hook in the place of {name or 'its own'}.forward, as a device_map of several devices "
+                "leaves there: add the shift before the model is spread over devices"
+            )
+    config = shifted_config(model.config, family, targets=targets, window=window, constraint=constraint, init=init)
+    convert(model, family, config)
+    return model
+
+
+def load_kv_shift(folder: str | Path, **options: Any) -> PreTrainedModel:
+    """A model with shift from the folder, or the hub's repository, that `save_pretrained` wrote.
+
+    Args:
+        folder: of the model; its class is that which was saved.
+        options: of `from_pretrained`.
+
+    Raises:
+        ValueError: what is there is no model with a shift from `add_kv_shift`.
+    """
+    hub = {name: options[name] for name in ("cache_dir", "local_files_only", "revision", "token") if name in options}
+    config = AutoConfig.from_pretrained(folder, **hub)
+    classes = {
+        shifted.__name__: shifted
+        for family in FAMILIES
+        if isinstance(config, family.config)
+        for shifted in family.models.values()
+    }
+    name = (getattr(config, "architectures", None) or ["none"])[0]
+    if not isinstance(config, RetrofitConfig) or name not in classes:
+        known = ", ".join(shifted.__name__ for family in FAMILIES for shifted in family.models.values())
+        raise ValueError(
+            f"{folder} holds no model that add_kv_shift made: its model_type is {config.model_type!r}, its class "
+            f"{name}; known: {known}"
+        )
+    return classes[name].from_pretrained(folder, **options)
+
+
+def _family_of(model: PreTrainedModel) -> Family:
+    for family in FAMILIES:
+        if type(model) in family.models:
+            return family
+    known = ", ".join(plain.__name__ for family in FAMILIES for plain in family.models)
+    kind = getattr(getattr(model, "config", None), "model_type", "none")
+    raise ValueError(
+        f"model is a {type(model).__name__} (model_type {kind!r}), for which there is no KV shift here; known: {known}"
+    )

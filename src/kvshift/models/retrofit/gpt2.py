@@ -1,0 +1,193 @@
+"""GPT-2 with KV shift: what differs from transformers' GPT-2, and nothing else.
+
+Positions are learned and added to the embeddings; there is no rotary embedding. One matrix, `c_attn`, makes queries,
+keys and values; every query head has a KV head of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, eager_attention_forward
+from transformers.utils.generic import merge_with_config_defaults
+
+from kvshift.layers import KVShift
+from kvshift.models.cache import shift_on
+from kvshift.models.retrofit.family import Family, RetrofitConfig, convert
+from kvshift.models.shifted import ShiftedDecoder, ShiftedGeneration, ShiftedPreTrainedModel
+
+
+@strict
+class KVShiftGPT2Config(RetrofitConfig, GPT2Config):
+    """What `KVShiftGPT2LMHeadModel` is built from.
+
+    Besides the fields of `transformers.GPT2Config`:
+
+    Args:
+        shift_targets: which of "q", "k", "v" each layer shifts; () is GPT-2 itself.
+        shift_window: tokens mixed, the current one included; 2 in the paper.
+        shift_constraint: "free", "gate" or "clamp"; see `kvshift.KVShift`.
+        shift_init: "uniform" (the paper's, for training from scratch) or "identity" (a pretrained model computes what
+            it did before).
+    """
+
+    model_type = "kvshift_gpt2"
+
+    shift_targets: list[str] | tuple[str, ...] = ("k", "v")
+    shift_window: int = 2
+    shift_constraint: str = "free"
+    shift_init: str = "uniform"
+
+
+class KVShiftGPT2Attention(GPT2Attention):
+    """GPT-2's self-attention over shifted keys and values."""
+
+    shift: KVShift
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        shift_mask: Tensor | None = None,
+        shift_seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        batch, positions = hidden_states.shape[:2]
+        query, key, value = (
+            projected.view(batch, positions, -1, self.head_dim)  # the layout of the operator
+            for projected in self.c_attn(hidden_states).split(self.split_size, dim=2)
+        )
+        query, key, value = shift_on(
+            self.shift,
+            query,
+            key,
+            value,
+            past_key_values,
+            self.layer_idx,
+            mask=shift_mask,
+            seq_idx=shift_seq_idx,
+        )
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+
+        implementation = self.config._attn_implementation
+        if implementation == "eager" and self.reorder_and_upcast_attn:
+            output, weights = self._upcast_and_reordered_attn(query, key, value, attention_mask)
+        else:
+            attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+            output, weights = attention(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=self.attn_dropout.p if self.training else 0.0,
+                scaling=self.scaling,
+                **kwargs,
+            )
+        return self.resid_dropout(self.c_proj(output.reshape(batch, positions, -1).contiguous())), weights
+
+
+class KVShiftGPT2Model(ShiftedDecoder, ShiftedPreTrainedModel, GPT2Model):
+    """The decoder without a head; see `transformers.GPT2Model`."""
+
+    config: KVShiftGPT2Config
+    config_class = KVShiftGPT2Config
+
+    def __init__(self, config: KVShiftGPT2Config) -> None:
+        _refuse(config)
+        super().__init__(config)
+        convert(self, GPT2, config)
+
+    @merge_with_config_defaults
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """As `transformers.GPT2Model.forward`, and documents packed into one row do not see each other.
+
+        Neither shift nor attention crosses a boundary, with a cache or without. The first document of a call goes on
+        with the last one in the cache.
+
+        Args:
+            seq_idx: (B, T) number of the document at each position; one begins where it changes.
+            cu_seq_lens_q: (S + 1,) boundaries of the documents in the one row of a pack.
+            position_ids: (B, T); where neither of the above is given, a document begins wherever they do not go on
+                by one. Where they are not given, they count from the start of each document. As in GPT-2 they are
+                needed beside padding on the left: the mask does not move the positions.
+        """
+        if encoder_hidden_states is not None or encoder_attention_mask is not None:
+            raise ValueError("encoder_hidden_states must be None: GPT-2 with KV shift has no cross-attention")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        if inputs_embeds is None:
+            if not isinstance(attention_mask, dict):
+                self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+            inputs_embeds = self.wte(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        masks, position_ids = self.begin(
+            inputs_embeds, attention_mask, position_ids, past_key_values, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
+        )
+        if cu_seq_lens_q is not None:
+            kwargs["cu_seq_lens_q"] = cu_seq_lens_q
+        return super().forward(
+            past_key_values=past_key_values,
+            attention_mask=masks["attention"],
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            shift_mask=masks["padding"],
+            shift_seq_idx=masks["documents"],
+            **kwargs,
+        )
+
+
+class KVShiftGPT2LMHeadModel(ShiftedGeneration, ShiftedPreTrainedModel, GPT2LMHeadModel):
+    """GPT-2 with KV shift and a language-modelling head; see `transformers.GPT2LMHeadModel`."""
+
+    config: KVShiftGPT2Config
+    config_class = KVShiftGPT2Config
+
+    def __init__(self, config: KVShiftGPT2Config) -> None:
+        _refuse(config)
+        super().__init__(config)
+        convert(self, GPT2, config)
+
+
+def _refuse(config: GPT2Config) -> None:
+    if config.add_cross_attention:
+        raise ValueError(
+            "add_cross_attention is True in the configuration: the shift has no meaning for the keys and values of "
+            "its crossattention layers, which come from an encoder"
+        )
+
+
+GPT2 = Family(
+    config=KVShiftGPT2Config,
+    attention=(GPT2Attention, KVShiftGPT2Attention),
+    models={GPT2Model: KVShiftGPT2Model, GPT2LMHeadModel: KVShiftGPT2LMHeadModel},
+    heads=lambda config: (config.num_attention_heads, config.num_attention_heads),
+    refuse=_refuse,
+)

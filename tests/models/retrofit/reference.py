@@ -1,0 +1,84 @@
+"""GPT-2 with KV shift from the formulas: one row, no cache, no batch, no transformers. All else is compared with it.
+
+Shapes: T positions, H heads, D head size, E model width, V vocabulary, W window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def gpt2_hidden(weights: Mapping[str, Tensor], config: Any, tokens: Sequence[int]) -> Tensor:
+    """Last hidden states (T, E) of one document, in the dtype of the weights; differentiable.
+
+    Args:
+        weights: a state dict under the names of a GPT2Model's checkpoint.
+        config: anything with the fields of `KVShiftGPT2Config`.
+        tokens: the document.
+    """
+    x_TE = weights["wte.weight"][torch.tensor(list(tokens))] + weights["wpe.weight"][: len(tokens)]
+    for i in range(config.n_layer):
+        prefix = f"h.{i}."
+        layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        x_TE = x_TE + _attention(layer, config, _layer_norm(layer, "ln_1", x_TE, config))
+        if "mlp.c_fc.weight" in layer:
+            h_TF = _linear(layer, "mlp.c_fc", _layer_norm(layer, "ln_2", x_TE, config))
+            h_TF = 0.5 * h_TF * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h_TF + 0.044715 * h_TF**3)))
+            x_TE = x_TE + _linear(layer, "mlp.c_proj", h_TF)
+    return _layer_norm(weights, "ln_f", x_TE, config)
+
+
+def gpt2_logits(weights: Mapping[str, Tensor], config: Any, tokens: Sequence[int]) -> Tensor:
+    """Logits (T, V) of one document by the names of a GPT2LMHeadModel's checkpoint."""
+    inner = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    return gpt2_hidden(inner, config, tokens) @ weights["lm_head.weight"].T
+
+
+def _attention(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor) -> Tensor:
+    length = x_TE.shape[0]
+    heads = (length, config.n_head, -1)
+    q_TE, k_TE, v_TE = _linear(layer, "attn.c_attn", x_TE).chunk(3, dim=1)
+    q_THD = _shift(q_TE.reshape(heads), _coefficients(layer, config, "gamma"))
+    k_THD = _shift(k_TE.reshape(heads), _coefficients(layer, config, "alpha"))
+    v_THD = _shift(v_TE.reshape(heads), _coefficients(layer, config, "beta"))
+    rows = []
+    for t in range(length):
+        scores = torch.einsum("hd,thd->ht", q_THD[t], k_THD[: t + 1]) / math.sqrt(q_THD.shape[2])
+        rows.append(torch.einsum("ht,thd->hd", scores.softmax(1), v_THD[: t + 1]).flatten())
+    return _linear(layer, "attn.c_proj", torch.stack(rows))
+
+
+def _coefficients(layer: Mapping[str, Tensor], config: Any, name: str) -> Tensor | None:
+    """(heads, W), or None where that target is not shifted."""
+    parameter = layer.get(f"attn.shift.{name}")
+    if parameter is None:
+        return None
+    if config.shift_constraint == "gate":
+        return torch.cat([parameter.sigmoid(), 1 - parameter.sigmoid()], dim=1)
+    return parameter.clamp(0, 1) if config.shift_constraint == "clamp" else parameter
+
+
+def _shift(x_THD: Tensor, mix_HW: Tensor | None) -> Tensor:
+    """y[t] = mix[0] * x[t] + mix[1] * x[t-1] + ..., and nothing before the first."""
+    if mix_HW is None:
+        return x_THD
+    rows = []
+    for t in range(x_THD.shape[0]):
+        lags = range(min(t + 1, mix_HW.shape[1]))
+        rows.append(sum(mix_HW[:, lag, None] * x_THD[t - lag] for lag in lags))
+    return torch.stack(rows)
+
+
+def _linear(layer: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return x @ layer[f"{name}.weight"] + layer[f"{name}.bias"]  # GPT-2 keeps its matrices as (in, out)
+
+
+def _layer_norm(layer: Mapping[str, Tensor], name: str, x: Tensor, config: Any) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred / (centred.square().mean(-1, keepdim=True) + config.layer_norm_epsilon).sqrt()
+    return scaled * layer[f"{name}.weight"] + layer[f"{name}.bias"]

@@ -1,0 +1,124 @@
+"""What cannot be right is refused, with the reason, and leaves the model as it was."""
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertModel,
+    DynamicCache,
+    EncoderDecoderCache,
+    GPT2Config,
+    GPT2DoubleHeadsModel,
+    GPT2LMHeadModel,
+)
+
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2LMHeadModel, add_kv_shift
+
+from ..llama.checks import logits_of, new_tokens_of
+from ..llama.tiny import random_tokens, tiny_config
+from .tiny import SIZES, shifted_gpt2, tiny_gpt2
+
+
+def test_a_model_that_has_a_shift():
+    with pytest.raises(ValueError, match="model already has a KV shift: KVShiftGPT2LMHeadModel"):
+        add_kv_shift(add_kv_shift(tiny_gpt2()))
+    with pytest.raises(ValueError, match="model already has a KV shift: KVShiftLlamaForCausalLM"):
+        add_kv_shift(KVShiftLlamaForCausalLM(tiny_config()))
+    with pytest.raises(ValueError, match="model already has a KV shift"):
+        add_kv_shift(shifted_gpt2(targets=()))
+
+
+def test_an_unknown_model_is_named_beside_the_known_ones():
+    bert = BertModel(
+        BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=61)
+    )
+    with pytest.raises(ValueError, match=r"BertModel \(model_type 'bert'\), .* known: GPT2Model, GPT2LMHeadModel"):
+        add_kv_shift(bert)
+    with pytest.raises(ValueError, match=r"model is a GPT2DoubleHeadsModel \(model_type 'gpt2'\)"):
+        add_kv_shift(GPT2DoubleHeadsModel(GPT2Config(**SIZES)))
+    with pytest.raises(ValueError, match=r"model is a Linear \(model_type 'none'\)"):
+        add_kv_shift(torch.nn.Linear(2, 3))
+
+
+def test_a_subclass_may_compute_something_else():
+    class MyGPT2(GPT2LMHeadModel):
+        pass
+
+    with pytest.raises(ValueError, match="model is a MyGPT2"):
+        add_kv_shift(MyGPT2(GPT2Config(**SIZES)))
+
+
+def test_cross_attention_is_named():
+    model = GPT2LMHeadModel(GPT2Config(**SIZES, add_cross_attention=True))
+    with pytest.raises(ValueError, match=r"add_cross_attention is True .* crossattention layers"):
+        add_kv_shift(model)
+    assert type(model) is GPT2LMHeadModel
+    with pytest.raises(ValueError, match=r"add_cross_attention is True"):
+        KVShiftGPT2LMHeadModel(KVShiftGPT2Config(**SIZES, add_cross_attention=True))
+
+
+def test_an_encoder_beside_it():
+    model, ids = shifted_gpt2(), random_tokens(1, 5)
+    with pytest.raises(ValueError, match="encoder_hidden_states must be None"):
+        model(ids, encoder_hidden_states=torch.zeros(1, 5, 36))
+    with pytest.raises(ValueError, match="past_key_values is an EncoderDecoderCache"):
+        model(ids, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"targets": ("key",)}, "targets must be"),
+        ({"window": 1}, "window must be"),
+        ({"constraint": "none"}, "constraint must be"),
+        ({"init": "zeros"}, "init must be"),
+        ({"constraint": "gate"}, "no sigmoid is exactly 1"),
+    ],
+    ids=str,
+)
+def test_options(options: dict, message: str):
+    model = tiny_gpt2()
+    with pytest.raises(ValueError, match=message):
+        add_kv_shift(model, **options)
+    assert type(model) is GPT2LMHeadModel
+    assert set(model.state_dict()) == set(tiny_gpt2().state_dict())
+
+
+def test_a_forward_that_a_hook_has_replaced():
+    """As accelerate does for a device_map: it would go on calling the forward of the class before."""
+    model = tiny_gpt2()
+    attention = model.transformer.h[0].attn
+    attention.forward = attention.forward
+    with pytest.raises(ValueError, match=r"a hook in the place of transformer\.h\.0\.attn\.forward"):
+        add_kv_shift(model)
+    assert type(model) is GPT2LMHeadModel
+
+
+def test_a_cache_that_holds_tokens_of_plain_gpt2():
+    cache = tiny_gpt2()(random_tokens(1, 5)).past_key_values
+    with pytest.raises(ValueError, match="already holds tokens, but not their raw keys and values"):
+        shifted_gpt2()(random_tokens(1, 1), past_key_values=cache)
+
+
+def test_continuous_batching():
+    with pytest.raises(NotImplementedError, match="continuous batching"):
+        shifted_gpt2().generate_batch([[3, 4, 5]])
+    with pytest.raises(NotImplementedError, match="continuous batching"):
+        new_tokens_of(shifted_gpt2(), random_tokens(1, 5), cache_implementation="paged")
+
+
+def test_attention_of_servers():
+    model = shifted_gpt2()
+    model.config._attn_implementation_internal = "vllm"
+    with pytest.raises(ValueError, match="attn_implementation must be one of eager, sdpa"):
+        logits_of(model, random_tokens(1, 5))
+
+
+def test_configuration_fields():
+    with pytest.raises(ValueError, match="unknown configuration field 'shift_target'"):
+        KVShiftGPT2Config(**SIZES, shift_target=("k",))
+    with pytest.raises(ValueError, match="shift_window must be an integer of at least 2"):
+        KVShiftGPT2Config(**SIZES, shift_window=1)
+    with pytest.raises(ValueError, match="layer_types must be left out or"):
+        KVShiftGPT2Config(**SIZES, layer_types=["full_attention"] * 2)
