@@ -48,7 +48,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvshift.lab.callbacks import coefficients
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, require
 from kvshift.lab.seeds import generator_for
 
 __all__ = [
@@ -77,8 +77,8 @@ class RepeatConfig:
     """Rows at once; the attention of all layers is held for them."""
     seed: int = 0
     """Of the tokens."""
-    lowest_token: int = 0
-    """Tokens are drawn from this number on: for vocabularies that begin with numbers the model never saw."""
+    lowest_token: int | None = None
+    """Tokens are drawn from this number on: for vocabularies that begin with numbers the model never saw. None: 0."""
     highest_token: int | None = None
     """And up to this one. None: the last of the vocabulary."""
     begin: int | None = None
@@ -87,8 +87,7 @@ class RepeatConfig:
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""
         for name in ("rows", "batch_size"):
-            if getattr(self, name) < 1:
-                raise LabError(f"{name} must be 1 or more, got {getattr(self, name)}")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +124,7 @@ class Measured:
     Attributes:
         heads: every head, layer by layer.
         coefficients: by layer, {"alpha": (G, W), "beta": (G, W)} as lists, of what the model shifts; empty: nothing.
+        window: W of its shift; 1: nothing is shifted.
         length, rows: of the rows.
         uniform: "previous" and "earlier": the scores of a head that attends to all it sees alike.
         behaviour: "first" and "second" half: the loss (nats) and accuracy of the model on all but the first token of
@@ -133,6 +133,7 @@ class Measured:
 
     heads: Sequence[HeadScores]
     coefficients: Sequence[Mapping[str, Any]]
+    window: int
     length: int
     rows: int
     uniform: Mapping[str, float]
@@ -148,15 +149,16 @@ def repeated_rows(config: RepeatConfig, *, vocab_size: int, positions: int | Non
         window: of its shift: rows must be long enough to tell the places apart that it reads.
     """
     config.check()
+    first = config.lowest_token or 0
     last = vocab_size - 1 if config.highest_token is None else config.highest_token
-    if not 0 <= config.lowest_token <= last < vocab_size:
+    if not 0 <= first <= last < vocab_size:
         raise LabError(
             f"lowest_token and highest_token must be an ascending pair within 0 to {vocab_size - 1}, the tokens of the "
-            f"model; got {config.lowest_token} and {last}"
+            f"model; got {first} and {last}"
         )
     if config.begin is not None and not 0 <= config.begin < vocab_size:
         raise LabError(f"begin must be one of the model's tokens, 0 to {vocab_size - 1}, got {config.begin}")
-    tokens = [token for token in range(config.lowest_token, last + 1) if token != config.begin]
+    tokens = [token for token in range(first, last + 1) if token != config.begin]
     longest = len(tokens)
     if positions is not None:
         longest = min(longest, (positions - (config.begin is not None)) // 2)
@@ -271,6 +273,7 @@ def measure_heads(model: Any, config: RepeatConfig) -> Measured:
     return Measured(
         heads=[_mean(scores, sizes) for scores in zip(*batches, strict=True)],
         coefficients=mixes,
+        window=window,
         length=length,
         rows=config.rows,
         uniform={
@@ -302,6 +305,8 @@ def attention_maps(model: Any, ids: Sequence[int] | Tensor, heads: Sequence[tupl
 
 def _run(model: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     output = model(input_ids=ids.to(model.device), output_attentions=True, use_cache=False)
+    if not output.attentions or any(layer is None for layer in output.attentions):
+        raise LabError(f"model: {type(model).__name__} has layers that give no attention probabilities")
     return output.logits, output.attentions
 
 

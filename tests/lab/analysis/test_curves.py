@@ -1,8 +1,10 @@
 """What the plots hold; how they look is for eyes."""
 
+import json
+
 import pytest
 
-from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, save_figure
+from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, plot_learning, save_figure
 from kvshift.lab.errors import LabError
 
 from .run_folders import write_pair, write_run
@@ -56,6 +58,34 @@ def test_nothing_to_draw(tmp_path):
         plot_curves([])
     with pytest.raises(LabError, match="no finished run"):
         plot_curves([tmp_path])
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_learning_of_a_text_is_its_loss(tmp_path):
+    (losses,) = plot_learning(write_run(tmp_path / "run", steps=30) / "metrics.jsonl").axes
+    training, evaluation = losses.lines
+    assert list(training.get_xdata()) == [5, 10, 15, 20, 25, 30]
+    assert list(evaluation.get_xdata()) == [10, 20, 30]
+    assert losses.get_xlabel() == "step"
+
+
+def test_learning_of_a_task_is_its_accuracy_too(tmp_path):
+    lines = [
+        {"kind": "eval", "step": step, "loss": 3 - step / 10, "accuracy": {"seen": step / 20, "rare": rare}}
+        for step, rare in ((5, None), (10, 0.25))  # a slice may have no answers
+    ]
+    _, accuracy = plot_learning(write_lines(tmp_path / "metrics.jsonl", lines)).axes
+    points = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in accuracy.lines}
+    assert points == {"seen": ([5, 10], [0.25, 0.5]), "rare": ([10], [0.25])}
+
+
+def test_before_the_first_evaluation_there_is_nothing_to_draw(tmp_path):
+    lines = [{"kind": "train", "step": 5, "loss": 3.0}]
+    assert plot_learning(write_lines(tmp_path / "metrics.jsonl", lines)) is None
 
 
 def test_coefficients_have_a_panel_each(tmp_path):

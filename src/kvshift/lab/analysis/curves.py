@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.analysis.maps import map_coefficients
 from kvshift.lab.analysis.runs import Run, read_run
 from kvshift.lab.analysis.statistics import t_interval
 from kvshift.lab.errors import LabError
+from kvshift.lab.records import read_metrics
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_coefficients", "plot_curves", "save_figure"]
+__all__ = ["plot_coefficients", "plot_curves", "plot_learning", "save_figure"]
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by the colour-blind (Okabe and Ito)
 
@@ -93,6 +94,51 @@ def _draw_differences(axes: Axes, vanilla: Mapping[int, Run], shifted: Mapping[i
     axes.grid(alpha=0.25)
 
 
+def plot_learning(metrics: Path) -> Figure | None:
+    """Loss over steps of one run, finished or not, and beside it the accuracy by slice where a task was learned.
+
+    Args:
+        metrics: the run's metrics.jsonl.
+
+    Returns:
+        None before the first evaluation.
+    """
+    from matplotlib.figure import Figure
+
+    training, evaluations = (read_metrics(metrics, kind) for kind in ("train", "eval"))
+    if not evaluations:
+        return None
+    names = list(evaluations[-1].get("accuracy", {}))
+    figure = Figure(figsize=(10, 4.2) if names else (6, 4.2), layout="constrained")
+    axes = figure.add_subplot(1, 2 if names else 1, 1)
+    axes.plot(*_over_steps(training, lambda line: line["loss"]), color=_COLORS[0], alpha=0.25, label="training")
+    axes.plot(
+        *_over_steps(evaluations, lambda line: line["loss"]), "o-", color=_COLORS[0], markersize=2.5, label="evaluation"
+    )
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+    if names:
+        axes = figure.add_subplot(1, 2, 2)
+        for name in names:
+            axes.plot(
+                *_over_steps(evaluations, lambda line, name=name: line["accuracy"][name]),
+                "o-",
+                markersize=2.5,
+                label=name,
+            )
+        axes.set(xlabel="step", ylabel="accuracy", title="Accuracy by slice", ylim=(-0.02, 1.02))
+        axes.legend(frameon=False)
+        axes.grid(alpha=0.25)
+    return figure
+
+
+def _over_steps(lines: Sequence[dict[str, Any]], read: Callable[[dict[str, Any]], float | None]) -> tuple[list, list]:
+    """Steps and values; a slice without answers has none."""
+    points = [(line["step"], read(line)) for line in lines if read(line) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
 def plot_coefficients(folder: Path) -> Figure | None:
     """The learned coefficients of a finished run: a panel for each, layers down, heads across. None for vanilla."""
     return map_coefficients(read_run(folder).coefficients())
@@ -105,5 +151,6 @@ def save_figure(figure: Figure, stem: Path) -> list[Path]:
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
     with matplotlib.rc_context({"svg.hashsalt": "kvshift"}):
         figure.savefig(paths[0], dpi=150, metadata={"Software": None})
+        figure.set_layout_engine("none")  # it stands; worked out anew, it takes as long as the drawing
         figure.savefig(paths[1], metadata={"Date": None})
     return paths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shlex
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from kvshift.lab.analysis.comparison import Pair, as_markdown, explanation, summarize, table
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, save_figure
+from kvshift.lab.analysis.pages import inline, render
 from kvshift.lab.analysis.runs import Run, read_json, read_run
 
 __all__ = ["read_pair", "write_report"]
@@ -47,14 +47,15 @@ def write_report(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
         figure = plot_coefficients(pair.shifted.folder)
         if figure is not None:
             images = save_figure(figure, out / f"coefficients-seed-{pair.seed}")
-            coefficients.append({"seed": pair.seed, "image": _inline(images[1])})
+            coefficients.append({"seed": pair.seed, "image": inline(images[1])})
     runs = [(pair.seed, run) for pair in pairs for run in pair.sides.values()]
-    page = _page(
+    page = render(
+        _TEMPLATE,
         title=f"{summary['names']['shifted']} and {summary['names']['vanilla']}",
         verdict=summary["verdict"]["text"],
         table=rows,
         explanation=explanation(summary),
-        curves=_inline(curves[1]),
+        curves=inline(curves[1]),
         coefficients=coefficients,
         samples=samples,
         runs=[_description(seed, run) for seed, run in runs],
@@ -65,20 +66,9 @@ def write_report(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
     return summary
 
 
-def _page(**values: Any) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader("kvshift.lab.analysis", package_path=".")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template(_TEMPLATE).render(values)
-
-
 def _description(seed: int, run: Run) -> dict[str, Any]:
     command = shlex.join(["kvshift", *run.environment["command"][1:]])
     return {"name": run.name, "seed": seed, "folder": str(run.folder.resolve()), "command": command}
-
-
-def _inline(svg: Path) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg.read_bytes()).decode("ascii")
 
 
 def _read_if_there(path: Path) -> Any:

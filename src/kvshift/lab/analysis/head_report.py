@@ -1,0 +1,115 @@
+"""The files that `kvshift analyze` ends with, drawn from heads.json, attention.safetensors and a run's metrics."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvshift.lab.analysis.curves import plot_learning, save_figure
+from kvshift.lab.analysis.maps import count_coefficients, map_attention, map_coefficients, map_scores
+from kvshift.lab.analysis.pages import inline, render
+from kvshift.lab.analysis.runs import read_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["SCORES", "best_heads", "write_head_report"]
+
+SCORES = {
+    "previous_token": ("previous token", "previous"),
+    "duplicate_token": ("duplicate token", "earlier"),
+    "induction": ("induction", "earlier+1"),
+}
+"""By score: its name in words, and the place it is about."""
+
+_LISTED = 5  # heads of each score in the table
+
+
+def best_heads(heads: Sequence[Mapping[str, Any]], score: str) -> list[Mapping[str, Any]]:
+    """Heads as in heads.json by one of `SCORES`, the highest first."""
+    place = SCORES[score][1]
+    return sorted(heads, key=lambda head: -head["moved"][place])
+
+
+def write_head_report(out: Path, metrics: Path | None = None) -> Path:
+    """Draw everything anew from the files in the folder of an analysis.
+
+    Reads heads.json and attention.safetensors, and `metrics`, the metrics.jsonl of a run, for its learning curve.
+    Writes head-scores, attention and, where there is something to draw, coefficients and learning, each as PNG and
+    SVG, and analysis.html, which holds them all.
+
+    Returns:
+        The page.
+    """
+    found = read_json(out / "heads.json")
+    heads, layers = found["heads"], found["coefficients"]
+    learning = plot_learning(metrics) if metrics is not None else None
+    coefficients = map_coefficients(layers)
+    page = render(
+        "heads.html.jinja",
+        title=f"Heads of {found['name']}",
+        model=_describe(found),
+        behaviour=found["behaviour"],
+        rows=found["rows"],
+        length=found["length"],
+        learning=learning and _image(learning, out / "learning"),
+        best=[_row(heads, score, found["uniform"]) for score in SCORES],
+        shifted=bool(layers),
+        scores=_image(map_scores(heads), out / "head-scores"),
+        coefficients=coefficients and _image(coefficients, out / "coefficients"),
+        counts=count_coefficients(layers),
+        shown=found["maps"]["caption"],
+        attention=_image(_attention(found["maps"], out), out / "attention"),
+        options=json.dumps(found["options"], indent=1),
+    )
+    path = out / "analysis.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _describe(found: Mapping[str, Any]) -> str:
+    heads = found["heads"]
+    layers = 1 + max(head["layer"] for head in heads)
+    text = f"{found['model']}: {_count(layers, 'layer')}, {_count(len(heads) // layers, 'head')} in each"
+    shifted = found["coefficients"]
+    if not shifted:
+        return f"{text}; nothing is shifted."
+    names = {"gamma": "queries", "alpha": "keys", "beta": "values"}
+    targets = " and ".join(names[name] for name in names if name in shifted[0])
+    window = len(next(iter(shifted[0].values()))[0])
+    return f"{text}; {targets} mixed with those of {_count(window - 1, 'token')} before."
+
+
+def _row(heads: Sequence[Mapping[str, Any]], score: str, uniform: Mapping[str, float]) -> dict[str, Any]:
+    name, place = SCORES[score]
+    best = [
+        f"{head['layer']}.{head['head']}: {head['moved'][place]:.2f}" for head in best_heads(heads, score)[:_LISTED]
+    ]
+    return {"name": name, "heads": best, "uniform": uniform["previous" if place == "previous" else "earlier"]}
+
+
+def _attention(maps: Mapping[str, Any], out: Path) -> Figure:
+    from safetensors.numpy import load_file
+
+    stored = load_file(out / "attention.safetensors")
+    shown = maps["heads"]
+    return map_attention(
+        [stored[f"{head['layer']}.{head['head']}"] for head in shown],
+        [head["title"] for head in shown],
+        tokens=maps["tokens"],
+        repeat=maps["repeat"],
+    )
+
+
+def _image(figure: Figure, stem: Path) -> str:
+    with warnings.catch_warnings():
+        # A token in a script that the font has not is drawn as a box.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        return inline(save_figure(figure, stem)[1])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

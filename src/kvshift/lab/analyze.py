@@ -1,0 +1,156 @@
+"""`kvshift analyze`: what the heads of a trained model do: scores, coefficients, attention, on one page.
+
+OUT/heads.json               head scores, coefficients, loss and accuracy on repeated rows; see `head_scores`
+OUT/attention.safetensors    attention of the heads that are drawn, (T, T) each, by "layer.head"
+OUT/analysis.html, ...       drawn from these files and the run's metrics; see `analysis.head_report`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from safetensors.torch import save
+from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.utils import logging
+
+from kvshift.lab.analysis.head_report import SCORES, best_heads, write_head_report
+from kvshift.lab.config import to_json
+from kvshift.lab.errors import LabError, require
+from kvshift.lab.head_scores import Measured, RepeatConfig, attention_maps, measure_heads, rows_for
+from kvshift.lab.loading import DType, load_weights, locate, model_folder
+from kvshift.lab.records import write_bytes, write_json
+
+__all__ = ["AnalyzeConfig", "analyze"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeConfig(RepeatConfig):
+    """Which model to analyze, and on which rows."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """A run folder, of text or of a task, or the folder of a model."""
+    out: Path | None = None
+    """Folder for what is found. None: RUN/analysis."""
+    lowest_token: int | None = None
+    """Rows are made of tokens from this number on. None: from the lowest that the run's task uses, or 0."""
+    maps: int = 1
+    """Heads whose attention is drawn, for each score those with the highest."""
+    text: str | None = None
+    """Draw their attention on this text; the model needs a tokenizer. None: on the first row that repeats itself."""
+    dtype: DType = "auto"
+    """Of the weights; auto: as they were saved."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps ...; auto: the accelerator where there is one."""
+
+    def check(self) -> None:
+        """Raise a LabError that names the option, its value, and what it may be."""
+        super().check()
+        require(self.maps >= 1, "maps", self.maps, "1 or more")
+
+
+def analyze(config: AnalyzeConfig) -> Path:
+    """Measure, write, draw; returns the page."""
+    config.check()
+    out = config.run / "analysis" if config.out is None else config.out
+    folder = model_folder(config.run, _say)
+    tokenizer = None if config.text is None else AutoTokenizer.from_pretrained(locate(str(config.run), _nothing)[1])
+    logging.disable_progress_bar()
+    model = load_weights(folder, dtype=config.dtype, device=config.device, attn_implementation="eager")
+    lowest = _lowest_token(config.run) if config.lowest_token is None else config.lowest_token
+    options = dataclasses.replace(config, lowest_token=lowest)
+    measured = measure_heads(model, options)
+    heads = [dataclasses.asdict(head) for head in measured.heads]
+    shown = _shown(heads, config.maps)
+    ids, maps = _row(model, options, measured, tokenizer)
+    drawn = attention_maps(model, ids, [(head["layer"], head["head"]) for head in shown])
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LabError(f"out: {out} cannot be written to: {error}") from error
+    tensors = {
+        f"{head['layer']}.{head['head']}": values.contiguous() for head, values in zip(shown, drawn, strict=True)
+    }
+    write_bytes(out / "attention.safetensors", save(tensors))
+    write_json(
+        out / "heads.json",
+        {
+            "name": config.run.resolve().name,
+            "source": str(folder),
+            "model": type(model).__name__,
+            **{name: value for name, value in dataclasses.asdict(measured).items() if name != "heads"},
+            "heads": heads,
+            "maps": {"heads": shown, "input_ids": ids.tolist(), **maps},
+            "options": to_json(options),
+        },
+    )
+    metrics = config.run / "metrics.jsonl"
+    page = write_head_report(out, metrics if metrics.exists() else None)
+    _print_summary(heads, measured, page)
+    return page
+
+
+def _shown(heads: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The heads to draw, each once: the best of each score, with a title that says of what."""
+    titles: dict[tuple[int, int], list[str]] = {}
+    for score, (name, place) in SCORES.items():
+        for head in best_heads(heads, score)[:count]:
+            titles.setdefault((head["layer"], head["head"]), []).append(f"{name} {head['moved'][place]:.2f}")
+    return [
+        {"layer": layer, "head": head, "title": f"layer {layer}, head {head}: {', '.join(of)}"}
+        for (layer, head), of in titles.items()
+    ]
+
+
+def _row(model: Any, config: AnalyzeConfig, measured: Measured, tokenizer: Any) -> tuple[Tensor, dict[str, Any]]:
+    """The row that attention is drawn on, and what is said of it."""
+    if tokenizer is None:
+        ids = rows_for(model, config, measured.window)[0]
+        caption = "On the first of the rows that repeat themselves, which begin anew at the lines."
+        return ids, {
+            "caption": caption,
+            "repeat": len(ids) - measured.length,
+            "tokens": [str(id) for id in ids.tolist()],
+        }
+    ids = torch.tensor(tokenizer(config.text)["input_ids"], dtype=torch.long)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if len(ids) < 2 or (positions is not None and len(ids) > positions):
+        limit = "more" if positions is None else f"at most {positions}"
+        raise LabError(f"text must have 2 tokens or more, and {limit}; got {len(ids)}")
+    caption = f"On the text {json.dumps(config.text, ensure_ascii=False)}."
+    return ids, {"caption": caption, "repeat": None, "tokens": [tokenizer.decode([id]) for id in ids.tolist()]}
+
+
+def _lowest_token(run: Path) -> int:
+    """Of the task that a run learned: tokens below it have never been seen."""
+    try:
+        return int(json.loads((run / "config.json").read_text(encoding="utf-8"))["task"]["lowest_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _print_summary(heads: list[dict[str, Any]], measured: Measured, page: Path) -> None:
+    for score, (name, place) in SCORES.items():
+        head = best_heads(heads, score)[0]
+        print(f"{name:<16} {head['moved'][place]:.2f}  layer {head['layer']}, head {head['head']}")
+    halves = ", ".join(
+        f"{name} half: loss {half['loss']:.3f}, accuracy {100 * half['accuracy']:.1f} %"
+        for name, half in measured.behaviour.items()
+    )
+    print(f"{halves}\n{page}")
+
+
+def _nothing(text: str) -> None:
+    """The name of the checkpoint has been said."""
+
+
+def _say(text: str) -> None:
+    print(f"kvshift analyze: {text}", file=sys.stderr)
