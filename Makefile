@@ -30,16 +30,21 @@ test-gpu: .venv/stamp  ## Run the tests that need a CUDA device
 	@HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m gpu $(ARGS)
 
 .PHONY: check
-check: .venv/stamp  ## Check lint, format, types and import contract; changes no file
+check: .venv/stamp  ## Check lint, format, types, import contract and that docs/results.md is current; changes no file
 	@.venv/bin/ruff check --quiet
 	@.venv/bin/ruff format --check --quiet --diff
 	@.venv/bin/pyright
 	@.venv/bin/lint-imports --no-logo
+	@.venv/bin/python -m kvshift.recipes.page --check
 
 .PHONY: format
 format: .venv/stamp  ## Format the code and apply the safe lint fixes
 	@.venv/bin/ruff check --fix-only --quiet
 	@.venv/bin/ruff format --quiet
+
+.PHONY: results
+results: .venv/stamp  ## Make docs/results.md and its figures from results/
+	@.venv/bin/python -m kvshift.recipes.page
 
 .PHONY: bench-shift
 bench-shift: .venv/stamp  ## Measure the operator's time and memory beside its baselines
