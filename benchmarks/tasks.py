@@ -20,6 +20,8 @@ import torch
 from kvshift.lab.tasks import (
     HopConfig,
     HopTask,
+    IGSMConfig,
+    IGSMTask,
     InductionConfig,
     InductionTask,
     MQARConfig,
@@ -45,6 +47,8 @@ TASKS: dict[str, tuple[Task, int]] = {
     "hop, k to 16": (HopTask(HopConfig()), 32),
     "ngram": (NGramTask(NGramConfig()), 512),
     "ngram, packed": (NGramTask(NGramConfig(length=510)), 512),
+    "igsm, kamino": (IGSMTask(IGSMConfig()), 64),
+    "igsm, igsm": (IGSMTask(IGSMConfig(generator="igsm", ops=15)), 64),
 }
 
 

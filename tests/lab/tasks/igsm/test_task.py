@@ -258,3 +258,10 @@ def test_batches_and_questions_have_a_number():
         task.batch(seeded(0), 0)
     with pytest.raises(ValueError, match="count must be 1 or more, got 0"):
         task.questions(seeded(0), 0)
+
+
+def test_the_page_draws_the_same_row():
+    page = (Path(__file__).parents[4] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^    (?:input_ids|slices)  .*$", igsm_task.__doc__ or "", re.MULTILINE)
+    assert len(lines) == 10
+    assert "\n".join(lines) in page
