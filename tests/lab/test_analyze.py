@@ -21,6 +21,7 @@ from kvshift.lab.loading import load_weights
 from kvshift.lab.task_training import TaskTrainConfig, train_task
 from kvshift.lab.tasks import InductionConfig
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.retrofit import add_kv_shift
 
 TEXT = "to be or not to be"
 SHAPE = {
@@ -179,6 +180,23 @@ def test_gpt2_as_it_is(tmp_path: Path) -> None:
     analyze(AnalyzeConfig(run=tmp_path, rows=2, device="cpu"))
     files = found(tmp_path / "analysis")
     assert (files["length"], files["coefficients"], len(files["heads"])) == (13, [], 6)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_gpt2_with_shift(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=26, n_embd=15, n_layer=2, n_head=3))
+    model = add_kv_shift(model, init="uniform")
+    model.save_pretrained(tmp_path)
+    analyze(AnalyzeConfig(run=tmp_path, rows=2, device="cpu"))
+    files = found(tmp_path / "analysis")
+    shifts = [block.attn.shift for block in model.transformer.h]
+    for layer, shift in zip(files["coefficients"], shifts, strict=True):
+        assert layer == {"alpha": shift.alpha.tolist(), "beta": shift.beta.tolist()}
+    for head in files["heads"]:
+        now, before = (abs(x) for x in shifts[head["layer"]].beta[head["head"]].tolist())
+        places = head["attention"]
+        spread = (now * places["earlier+1"] + before * places["earlier+2"]) / (now + before)
+        assert head["moved"]["earlier+1"] == pytest.approx(spread, rel=1e-5)
 
 
 @pytest.mark.usefixtures("undrawn")

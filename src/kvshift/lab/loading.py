@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-import kvshift.models.llama  # noqa: F401  registers kvshift_llama with the Auto classes
+import kvshift.models.llama  # registers kvshift_llama with the Auto classes
+import kvshift.models.retrofit  # noqa: F401  and kvshift_gpt2
 from kvshift.lab.checkpoints import list_checkpoints, size_fault
 from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
