@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvshift.lab.analysis.learning import compare_reach
+from kvshift.lab.analysis.learning import ReachComparison, compare_reach
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import InductionConfig
@@ -42,9 +42,10 @@ PAPER = TaskTrainConfig(
 )
 LAPTOP = replace(
     PAPER,
-    task=InductionConfig(length=48, vocab_size=256),
+    # Few tokens, and many repeats of each: two layers without shift learn it, too, while one waits.
+    task=InductionConfig(length=96, vocab_size=75, pool=24),
     optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100, clip_norm=0.0),
-    steps=2000,
+    steps=1200,
     batch_size=64,
     accumulation=1,
     eval_every=25,
@@ -75,11 +76,10 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     """The four that the paper draws from the figure."""
     models = by_label(records)
     ours, one, two, four = (model_label(*model) for model in ((1, True), (1, False), (2, False), (4, False)))
-    reach = reach_by_label(records, 0.99)
+    reach, sooner = reach_by_label(records, 0.99), reach_by_label(records, 0.9)
     alone = final_accuracy(models[one])
-    against_two = compare_reach(reach[ours], reach[two], names=(ours, two))
-    deeper = compare_reach(reach[four], reach[two], names=(four, two))
-    half = against_two.high if against_two.high is not None else against_two.at_most
+    against_two = compare_reach(sooner[ours], sooner[two], names=(ours, two))
+    deeper = compare_reach(sooner[four], sooner[two], names=(four, two))
     return [
         Claim(
             statement="One layer with KV shift learns induction",
@@ -99,7 +99,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             statement="One layer with KV shift learns in at most half the steps of two layers without",
             paper="much earlier (the axis is not legible in print)",
             ours=against_two.text,
-            direction="not shown" if half is None else "holds" if half <= 0.5 else "fails",
+            direction=_at_most(against_two, 0.5),
             size="print gives no ratio",
         ),
         Claim(
@@ -110,6 +110,14 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             size="print gives no ratio",
         ),
     ]
+
+
+def _at_most(found: ReachComparison, ratio: float) -> Direction:
+    """Whether the ratio of steps is at most `ratio`: by its interval, else by the bounds of each seed."""
+    low, high = (found.at_least, found.at_most) if found.high is None else (found.low, found.high)
+    if high is not None and high <= ratio:
+        return "holds"
+    return "fails" if low is not None and low > ratio else "not shown"
 
 
 _NO_SOONER: dict[str, Direction] = {

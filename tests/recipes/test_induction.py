@@ -1,0 +1,95 @@
+"""Figures 1a and 1b: the verdicts that curves lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from kvshift.recipes import fig01a, fig01b
+from kvshift.recipes.recipe import Record
+
+from .cases import made_up
+
+ALWAYS = {"vanilla, 4 layers": (0.1, 0.5, 0.95, 1.0), "vanilla, 2 layers": (0.1, 0.5, 0.95, 1.0)}
+NEVER = (0.1, 0.1, 0.1, 0.1)
+AT_ONCE = (0.95, 1.0, 1.0, 1.0)
+
+
+def records(curves: Mapping[str, Sequence[float]], jitter: float = 1e-3) -> list[Record]:
+    return [
+        made_up(
+            label,
+            seed,
+            curve={
+                "step": [100, 200, 300, 400],
+                "first_repeat": [max(0, value - seed * jitter * (1 + number)) for number, value in enumerate(accuracy)],
+            },
+        )
+        for label, accuracy in curves.items()
+        for seed in range(3)
+    ]
+
+
+def directions(curves: Mapping[str, Sequence[float]]) -> list[str]:
+    return [claim.direction for claim in fig01a.RECIPE.claims(records(curves))]
+
+
+@pytest.mark.parametrize(
+    ("ours", "one", "two", "expected"),
+    [
+        (AT_ONCE, NEVER, (0.1, 0.5, 0.95, 1.0), ["holds", "holds", "holds"]),
+        (NEVER, NEVER, (0.1, 0.5, 0.95, 1.0), ["fails", "holds", "fails"]),
+        (AT_ONCE, AT_ONCE, (0.1, 0.5, 0.95, 1.0), ["holds", "fails", "holds"]),
+        (AT_ONCE, NEVER, AT_ONCE, ["holds", "holds", "fails"]),
+        (AT_ONCE, NEVER, NEVER, ["holds", "holds", "holds"]),  # sooner than the last step of a run that never came
+        ((0.1, 0.5, 0.95, 1.0), NEVER, NEVER, ["holds", "holds", "not shown"]),  # at most 0.7: perhaps a half
+    ],
+    ids=["paper", "no-learner", "one-layer-too", "equal", "never", "late"],
+)
+def test_claims_of_figure_1a(ours, one, two, expected) -> None:
+    curves = {
+        "vanilla, 4 layers": two,
+        "vanilla, 2 layers": two,
+        "vanilla, 1 layer": one,
+        "KV-shift, 1 layer": ours,
+    }
+    assert directions(curves)[:3] == expected
+
+
+def test_four_layers_sooner_than_two_fails_the_claim() -> None:
+    curves = {**ALWAYS, "vanilla, 1 layer": NEVER, "KV-shift, 1 layer": AT_ONCE}
+    assert directions(curves)[3] == "not shown"
+    assert directions({**curves, "vanilla, 4 layers": AT_ONCE})[3] == "fails"
+    assert directions({**curves, "vanilla, 2 layers": AT_ONCE})[3] == "holds"
+
+
+def test_claim_of_figure_1b() -> None:
+    shifted, plain = "KV-shift, 1 layer", "vanilla, 2 layers"
+    [ahead] = fig01b.RECIPE.claims(records({plain: NEVER, shifted: AT_ONCE}))
+    assert ahead.direction == "holds"
+    assert "points (95 % interval" in ahead.ours
+    [behind] = fig01b.RECIPE.claims(records({plain: AT_ONCE, shifted: NEVER}))
+    assert behind.direction == "fails"
+
+
+def test_models_have_the_papers_sizes() -> None:
+    """Figure 9 states the parameters of its three models, which F = 8 E / 3 in multiples of 8 gives exactly."""
+    from kvshift.recipes.induction import sized
+
+    for width, layers, heads, mlp, stated in ((1024, 4, 8, 2736, 50e6), (128, 2, 1, 344, 0.4e6), (8, 1, 1, 24, 0.8e3)):
+        options = sized(width, layers, False, heads=heads)
+        assert options.intermediate_size == mlp
+        beyond_embeddings = layers * (4 * width * width + 3 * width * mlp + 2 * width)
+        assert beyond_embeddings == pytest.approx(stated, rel=0.1)
+
+
+def test_the_papers_preset_is_the_papers() -> None:
+    jobs = fig01a.RECIPE.jobs("paper", range(3))
+    assert len(jobs) == 12
+    for job in jobs:
+        config = job.config
+        assert config.batch_size * config.accumulation == 8 * 512
+        assert (config.task.length, config.task.vocab_size, config.task.mode) == (512, 8000, "script")
+        assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (2e-4, 1000)
+        assert config.model.hidden_size == 1024

@@ -1,0 +1,79 @@
+"""The results page is made from the records alone, and the check sees when it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvshift.lab.errors import LabError
+from kvshift.recipes import page
+from kvshift.recipes.records import read_records, write_records
+
+from .cases import made_up
+
+TASK = {"task": {"name": "induction", "length": 16, "vocab_size": 64}}
+
+
+def curve(*accuracy: float) -> dict[str, list[float]]:
+    steps = [float(100 * (number + 1)) for number in range(len(accuracy))]
+    return {"step": steps, "loss": [1.0] * len(steps), "first_repeat": [*accuracy]}
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    records = [
+        made_up(label, seed, curve=curve(*accuracy, end), options=TASK, processor_seconds=90.0)
+        for label, accuracy in {
+            "vanilla, 4 layers": (0.1, 0.5, 0.9),
+            "vanilla, 2 layers": (0.1, 0.5, 0.9),
+            "vanilla, 1 layer": (0.1, 0.1, 0.1),
+            "KV-shift, 1 layer": (1.0, 1.0, 1.0),
+        }.items()
+        for seed, end in ((0, 0.99), (1, 0.995))
+    ]
+    write_records(tmp_path / "results" / "fig01a" / "laptop.jsonl", records)
+    (tmp_path / "docs").mkdir()
+    return tmp_path / "results"
+
+
+def test_records_come_back_as_they_were(results: Path) -> None:
+    path = results / "fig01a" / "laptop.jsonl"
+    records = read_records(path)
+    assert len(records) == 8
+    write_records(path.with_name("again.jsonl"), records)
+    assert path.with_name("again.jsonl").read_bytes() == path.read_bytes()
+
+
+def test_a_broken_record_is_named(results: Path) -> None:
+    path = results / "fig01a" / "laptop.jsonl"
+    path.write_text(path.read_text() + '{"label": "x"}\n')
+    with pytest.raises(LabError, match=r"laptop\.jsonl:9: not a record of a recipe"):
+        read_records(path)
+
+
+def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(results: Path) -> None:
+    text = page.results_page(results)
+    table = text.partition("\n## ")[0]
+    assert table.count("| [fig01a](#fig01a-laptop-one-layer-learns-induction) |") == 4
+    assert "\n## fig01a, laptop: one layer learns induction\n" in text
+    assert "![one layer learns induction](figures/fig01a-laptop.svg)" in text
+    assert "8 runs on abacus, commit c0ffee12, 2026-01-02; 12 minutes of processor time." in text
+
+
+def test_the_check_sees_a_stale_page(results: Path, capsys: pytest.CaptureFixture) -> None:
+    assert page.main(["--check"]) == 1  # no page yet
+    assert page.main([]) == 0
+    assert (results.parent / "docs" / "figures" / "fig01a-laptop.svg").exists()
+    assert page.main(["--check"]) == 0
+    path = results / "fig01a" / "laptop.jsonl"
+    path.write_text(path.read_text().replace("0.995", "0.975"))
+    capsys.readouterr()
+    assert page.main(["--check"]) == 1
+    assert "run `make results`" in capsys.readouterr().err
+
+
+def test_other_arguments_are_refused(results: Path, capsys: pytest.CaptureFixture) -> None:
+    assert page.main(["--dry-run"]) == 2
+    assert "usage" in capsys.readouterr().err
