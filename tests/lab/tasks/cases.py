@@ -10,8 +10,6 @@ from kvshift.lab.tasks import (
     Batch,
     HopConfig,
     HopTask,
-    IGSMConfig,
-    IGSMTask,
     InductionConfig,
     InductionTask,
     MQARConfig,
@@ -29,7 +27,6 @@ TASKS: dict[str, Task] = {
     "repeats": InductionTask(InductionConfig(length=29, vocab_size=101, loss="repeats")),
     "mqar": MQARTask(MQARConfig(length=30, pairs=3, vocab_size=101)),
     "mqar random": MQARTask(MQARConfig(length=30, pairs=3, vocab_size=101, filler="random")),
-    "igsm": IGSMTask(IGSMConfig(ops=2, test_ops=3, length=101)),
     "hop": HopTask(HopConfig(letters=29)),
     "ngram": NGramTask(NGramConfig(length=30)),
 }

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvshift.lab.errors import LabError
+from kvshift.lab.tasks import TaskBatches
 from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask, kamino
 from kvshift.lab.tasks.igsm import task as igsm_task
 from kvshift.lab.tasks.igsm.problem import bucket_of
@@ -265,3 +269,35 @@ def test_the_page_draws_the_same_row():
     lines = re.findall(r"^    (?:input_ids|slices)  .*$", igsm_task.__doc__ or "", re.MULTILINE)
     assert len(lines) == 10
     assert "\n".join(lines) in page
+
+
+def test_batches_by_number_are_the_same_in_any_order_and_process():
+    task = IGSMTask(IGSMConfig(**SMALL))
+    batches = TaskBatches(task, split="training", seed=3, batch_size=2, batches=5)
+    forward = [batch.input_ids for batch in batches]
+    assert all(torch.equal(batches[number].input_ids, forward[number]) for number in (4, 0, 2))
+    loader = DataLoader(batches, batch_size=None, num_workers=1)
+    assert all(torch.equal(one.input_ids, other) for one, other in zip(loader, forward, strict=True))
+    evaluation = TaskBatches(task, split="evaluation", seed=3, batch_size=2, batches=5)
+    assert not torch.equal(evaluation[0].input_ids, forward[0])
+
+
+def test_the_loss_of_a_model_is_that_of_the_output_before_each_label():
+    """GPT-2 of transformers, on rows whose labels are those of solutions."""
+    task = IGSMTask(IGSMConfig(**TASKS["solutions"]))
+    batch = task.batch(seeded(15), 3)
+    torch.manual_seed(0)
+    described = GPT2Config(
+        vocab_size=task.vocab_size,
+        n_positions=task.length,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=task.end_token,
+        eos_token_id=task.end_token,
+    )
+    found = GPT2LMHeadModel(described).eval()(input_ids=batch.input_ids, labels=batch.labels)
+    labelled = batch.labels[:, 1:] != -100
+    assert (labelled == (batch.slices[:, 1:] >= 0)).all()
+    expected = F.cross_entropy(found.logits[:, :-1][labelled], batch.labels[:, 1:][labelled])
+    torch.testing.assert_close(found.loss, expected)
