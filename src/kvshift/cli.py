@@ -34,6 +34,9 @@ _COMMANDS = {
     "reproduce": _Command(
         "Run the paper's figures and tables again", "kvshift.recipes.reproduce", "ReproduceConfig", "reproduce"
     ),
+    "analyze": _Command(
+        "Look into a trained model: heads, coefficients, attention", "kvshift.lab.analyze", "AnalyzeConfig", "analyze"
+    ),
     "plan": _Command("Say what a run will cost", "kvshift.lab.planning", "PlanConfig", "plan"),
 }
 
