@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,19 +18,21 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from kvshift.layers import KVShift
 from kvshift.models.configuration import ShiftConfig
 
-# What stands for each layer in a saved config.json: transformers' own classes know no such layer and say so.
-_SAVED_LAYER_TYPE = "kv_shift: load it with kvshift.models.retrofit.load_kv_shift"
-
 
 class RetrofitConfig(ShiftConfig):
     """A `ShiftConfig` of a model that transformers' own class would take as well, and compute without the shift.
 
-    Such a class reads the weights and leaves the coefficients aside. It is kept from that by `layer_types` of the
-    saved configuration.
+    Such a class reads the weights and leaves the coefficients aside. It is kept from that by the `layer_types` of a
+    saved configuration: it knows no layers of that type, and says so.
+
+    Attributes:
+        loaded_by: the function or class that loads what is saved, as that message names it.
     """
 
+    loaded_by: ClassVar[str] = "kvshift.models.retrofit.load_kv_shift"
+
     def __post_init__(self, **kwargs: Any) -> None:
-        if kwargs.get("layer_types") == [_SAVED_LAYER_TYPE] * self.num_hidden_layers:
+        if kwargs.get("layer_types") == self._saved_layer_types():
             del kwargs["layer_types"]
         super().__post_init__(**kwargs)
 
@@ -38,8 +40,11 @@ class RetrofitConfig(ShiftConfig):
         """Of transformers; what is saved."""
         saved = super().to_dict()  # type: ignore[misc]
         if self.shift_targets:
-            saved["layer_types"] = [_SAVED_LAYER_TYPE] * self.num_hidden_layers
+            saved["layer_types"] = self._saved_layer_types()
         return saved
+
+    def _saved_layer_types(self) -> list[str]:
+        return [f"kv_shift: load it with {self.loaded_by}"] * self.num_hidden_layers
 
 
 @dataclass(frozen=True, kw_only=True)
