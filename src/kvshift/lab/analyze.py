@@ -18,14 +18,13 @@ import torch
 import tyro
 from safetensors.torch import save
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from kvshift.lab.analysis.head_report import SCORES, best_heads, write_head_report
 from kvshift.lab.config import to_json
 from kvshift.lab.errors import LabError, require
 from kvshift.lab.head_scores import Measured, RepeatConfig, attention_maps, measure_heads, rows_for
-from kvshift.lab.loading import DType, load_weights, locate, model_folder
+from kvshift.lab.loading import DType, load_tokenizer, load_weights, locate, model_folder
 from kvshift.lab.records import write_bytes, write_json
 
 __all__ = ["AnalyzeConfig", "analyze"]
@@ -61,7 +60,7 @@ def analyze(config: AnalyzeConfig) -> Path:
     config.check()
     out = config.run / "analysis" if config.out is None else config.out
     folder = model_folder(config.run, _say)
-    tokenizer = None if config.text is None else AutoTokenizer.from_pretrained(locate(str(config.run), _nothing)[1])
+    tokenizer = None if config.text is None else load_tokenizer(locate(str(config.run), _nothing)[1])
     logging.disable_progress_bar()
     model = load_weights(folder, dtype=config.dtype, device=config.device, attn_implementation="eager")
     lowest = _lowest_token(config.run) if config.lowest_token is None else config.lowest_token

@@ -18,7 +18,7 @@ from kvshift.lab.checkpoints import list_checkpoints, size_fault
 from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
 
-__all__ = ["Loaded", "load_model", "load_weights", "locate", "model_folder"]
+__all__ = ["Loaded", "load_model", "load_tokenizer", "load_weights", "locate", "model_folder"]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -48,13 +48,18 @@ def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: C
     """
     _device(device)  # a device that is not there is said before a large model is read
     folder, tokenizer_folder = locate(name, say)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_folder)
-    except _UNREADABLE as error:
-        raise LabError(_unreadable(folder, error)) from error
+    tokenizer = load_tokenizer(tokenizer_folder)
     model = load_weights(folder, dtype=dtype, device=device)
     check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
     return Loaded(model, tokenizer, folder)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer in a folder, as `locate` finds it, or of a name on the hub."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except _UNREADABLE as error:
+        raise LabError(_unreadable(str(folder), error)) from error
 
 
 def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "auto", **kwargs: Any) -> Any:

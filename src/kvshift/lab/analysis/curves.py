@@ -103,6 +103,8 @@ def plot_learning(metrics: Path) -> Figure | None:
     Returns:
         None before the first evaluation.
     """
+    import numpy as np
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     training, evaluations = (read_metrics(metrics, kind) for kind in ("train", "eval"))
@@ -120,15 +122,12 @@ def plot_learning(metrics: Path) -> Figure | None:
     axes.grid(alpha=0.25)
     if names:
         axes = figure.add_subplot(1, 2, 2)
-        for name in names:
-            axes.plot(
-                *_over_steps(evaluations, lambda line, name=name: line["accuracy"][name]),
-                "o-",
-                markersize=2.5,
-                label=name,
-            )
+        shades = colormaps["viridis"](np.linspace(0, 0.95, len(names)))  # slices are in order, such as numbers of hops
+        for name, shade in zip(names, shades, strict=True):
+            points = _over_steps(evaluations, lambda line, name=name: line["accuracy"][name])
+            axes.plot(*points, "o-", color=shade, markersize=2.5, label=name)
         axes.set(xlabel="step", ylabel="accuracy", title="Accuracy by slice", ylim=(-0.02, 1.02))
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, fontsize=8, ncols=1 + len(names) // 10)
         axes.grid(alpha=0.25)
     return figure
 
