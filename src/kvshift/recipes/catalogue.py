@@ -9,7 +9,7 @@ from kvshift.recipes.recipe import Recipe
 
 __all__ = ["NAMES", "find_recipe"]
 
-NAMES = ("fig01a", "fig01b")
+NAMES = ("fig01a", "fig01b", "fig02", "tab03")
 
 
 def find_recipe(name: str) -> Recipe:

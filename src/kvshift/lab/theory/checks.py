@@ -21,13 +21,13 @@ from kvshift.lab.seeds import generator_for
 from kvshift.lab.theory import finite_model, one_layer_head, two_layer_head
 from kvshift.lab.theory.gradient_flow import gradient_flow
 from kvshift.lab.theory.induction_head import induction_head, random_tokens
-from kvshift.lab.theory.limit_loss import exact, loss, token_logits
+from kvshift.lab.theory.limit_loss import Form, exact, loss, token_logits
 from kvshift.lab.theory.loss_field import FIGURE2, LEVELS, Field, descend_within, loss_field
 from kvshift.layers.positions import alibi_slopes
 
 __all__ = ["COEFFICIENTS", "check_field", "check_figure2", "check_flow", "check_logits", "check_match"]
-__all__ += ["check_monte_carlo", "check_one_layer", "check_orthonormal", "check_places", "check_two_layers"]
-__all__ += ["matching_tokens"]
+__all__ += ["check_monte_carlo", "check_one_layer", "check_orthonormal", "check_panel", "check_places"]
+__all__ += ["check_two_layers", "matching_tokens"]
 
 # Of the table of Monte Carlo draws: a1, a2, b1, b2.
 COEFFICIENTS = ((0.0, 1.0, 1.0, 0.0), (0.3, 0.7, 0.2, 0.8), (2.0, -1.0, -1.0, 3.0), (3.0, 0.0, 0.0, 4.0))
@@ -248,18 +248,22 @@ def check_monte_carlo(
 
 
 def check_figure2(points: int = 101) -> list[dict[str, Any]]:
-    """Figure 2, a row for each panel: `check_field` and
+    """Figure 2, a row for each panel."""
+    return [
+        {"form": name, "panel": title, **check_panel(form, points)}
+        for name, panels in FIGURE2.items()
+        for title, form in panels.items()
+    ]
 
-    share_caught: of 21 x 21 starts, those from which descent within the square does not end at induction.
+
+def check_panel(form: Form, points: int = 101, starts: int = 21) -> dict[str, Any]:
+    """One panel of Figure 2, by a grid of `points` to a side: `check_field` and
+
+    share_caught: of `starts` x `starts`, those from which descent within the square does not end at induction.
     """
-    rows = []
-    for name, panels in FIGURE2.items():
-        for title, form in panels.items():
-            ends = descend_within(form)
-            caught = float((np.abs(ends - np.array([0.0, 1.0])).max(axis=-1) > 0.05).mean())
-            field = check_field(loss_field(form, points))
-            rows.append({"form": name, "panel": title, **field, "share_caught": caught})
-    return rows
+    ends = descend_within(form, starts)
+    caught = float((np.abs(ends - np.array([0.0, 1.0])).max(axis=-1) > 0.05).mean())
+    return {**check_field(loss_field(form, points)), "share_caught": caught}
 
 
 def check_field(field: Field) -> dict[str, Any]:
