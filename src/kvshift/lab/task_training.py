@@ -24,6 +24,7 @@ from kvshift.lab.answers import ask
 from kvshift.lab.beginning import begin
 from kvshift.lab.config import ModelConfig, RunConfig, to_json
 from kvshift.lab.errors import LabError
+from kvshift.lab.gpt2 import GPT2Options, build_gpt2
 from kvshift.lab.language_model import build_model, llama_config, shift_layers
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFolder, read_metrics, write_json
@@ -56,7 +57,7 @@ class TaskTrainConfig(RunConfig):
     """Folder of the run; made where it is missing. A recipe fills it in."""
     task: TaskConfig
     """What is learned: the config of a class in `kvshift.lab.tasks`."""
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig | GPT2Options = field(default_factory=ModelConfig)
     """What learns it. The vocabulary is the task's."""
     accumulation: int = 1
     """Forward passes of `batch_size` rows in one optimizer step."""
@@ -103,7 +104,7 @@ def task_options(config: TaskTrainConfig) -> dict[str, Any]:
     """The options as JSON; the kinds of task and model have names of their own there."""
     options = to_json(config)
     options["task"] = {"name": task_name(config.task), **options["task"]}
-    options["model"] = {"family": "llama", **options["model"]}
+    options["model"] = {"family": "gpt2" if isinstance(config.model, GPT2Options) else "llama", **options["model"]}
     return options
 
 
@@ -194,6 +195,8 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
 
 
 def _build(config: TaskTrainConfig, task: Task) -> PreTrainedModel:
+    if isinstance(config.model, GPT2Options):
+        return build_gpt2(config.model, vocab_size=task.vocab_size, length=task.length, seed=config.seed)
     described = llama_config(config.model, vocab_size=task.vocab_size, sequence_length=task.length)
     return build_model(described, seed=config.seed, freeze_shift=config.model.freeze_shift)
 
