@@ -13,6 +13,7 @@ from kvshift.lab.head_scores import (
     attention_scores,
     measure_heads,
     repeated_rows,
+    rows_for,
     shares,
 )
 from kvshift.lab.theory.one_layer_head import kv_shift_head
@@ -238,6 +239,20 @@ def test_the_half_that_comes_again_is_told_from_the_first_by_one_place_exactly()
     found = measure_heads(by_hand(), replace(ROWS, begin=7))
     assert found.behaviour["second"]["accuracy"] == 1
     assert found.heads[0].alone > 0.99
+
+
+@pytest.mark.parametrize("begin", [None, 7])
+def test_halves_are_all_but_the_first_token_of_each(begin):
+    model, config = by_hand(query=0.3), replace(ROWS, begin=begin)
+    rows = rows_for(model, config, window=2)
+    with torch.no_grad():
+        surprise = -model(rows).logits.log_softmax(-1)
+    start = 0 if begin is None else 1
+    halves = {"first": range(start + 1, start + N), "second": range(start + N + 1, start + T)}
+    found = measure_heads(model, config).behaviour
+    for name, tokens in halves.items():
+        by_token = [surprise[row, t - 1, rows[row, t]] for row in range(3) for t in tokens]
+        assert found[name]["loss"] == pytest.approx(float(torch.stack(by_token).mean()), rel=1e-5), name
 
 
 def test_models_of_other_families():

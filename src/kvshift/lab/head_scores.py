@@ -59,6 +59,7 @@ __all__ = [
     "attention_scores",
     "measure_heads",
     "repeated_rows",
+    "rows_for",
     "shares",
 ]
 
