@@ -1,0 +1,128 @@
+"""The grammar recipe: what it runs, what it says of what was found, and one run of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvshift.lab.config import to_json
+from kvshift.lab.tasks import CFG3F, CFG3S
+from kvshift.recipes import cfg
+from kvshift.recipes.recipe import Record
+
+from .cases import made_up
+
+RECIPE = cfg.RECIPE
+STEPS = {"step": [2, 4], "loss": [1.2, 1.1]}
+
+
+def records(
+    start: tuple[Sequence[float], Sequence[float]],
+    prefix: tuple[Sequence[float], Sequence[float]] = ([0.3], [0.3]),
+    loss: tuple[Sequence[float], Sequence[float]] = ([0.8], [0.8]),
+) -> list[Record]:
+    """With shares and losses of KV-shift and of vanilla, by seed."""
+    found = []
+    for which, label in enumerate(("KV-shift", "vanilla")):
+        for seed, share in enumerate(start[which]):
+            shares = {"from_start": share, "from_prefix": prefix[which][seed % len(prefix[which])]}
+            answers = {name: {"share": value, "stderr": 0.01, "questions": 100} for name, value in shares.items()}
+            found.append(
+                made_up(
+                    label,
+                    seed,
+                    curve=STEPS,
+                    options={"task": {"name": "cfg", **to_json(cfg.SMOKE.task)}},
+                    answers=answers,
+                    evaluation={"loss": loss[which][seed % len(loss[which])]},
+                )
+            )
+    return found
+
+
+@pytest.mark.parametrize("preset", RECIPE.presets)
+def test_both_models_see_the_same(preset: str):
+    jobs = RECIPE.jobs(preset, [0, 7])
+    assert [(job.label, job.seed) for job in jobs] == [
+        (label, seed) for seed in (0, 7) for label in ("KV-shift", "vanilla")
+    ]
+    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
+        ours.config.check()
+        assert ours.config.model.shift_targets == ("k", "v")
+        assert theirs.config.model.shift_targets == ()
+        assert replace(ours.config, model=theirs.config.model) == theirs.config
+        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
+
+
+def test_the_paper_preset_is_the_setting_of_part_1():
+    config = RECIPE.jobs("paper", [0])[0].config
+    assert (config.task.grammar, config.task.length, config.task.prefix) == (CFG3F, 512, 50)
+    assert (config.steps, config.batch_size, config.accumulation) == (100_000, 96, 1)
+    assert (config.model.hidden_size, config.model.num_hidden_layers, config.model.num_attention_heads) == (768, 12, 12)
+    optimizer = config.optimizer
+    assert (optimizer.learning_rate, optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (3e-4, 0.9, 0.98, 0.1)
+    # linear from the end of the warm-up to the end of training
+    assert optimizer.warmup_steps == config.steps - round(config.steps * optimizer.decay_fraction)
+    assert RECIPE.jobs("laptop", [0])[0].config.task.grammar == CFG3S
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "direction"),
+    [
+        ([0.50, 0.51, 0.50], [0.50, 0.50, 0.51], "holds"),
+        ([0.70, 0.71, 0.70], [0.50, 0.50, 0.51], "fails"),
+        ([0.50, 0.50, 0.51], [0.70, 0.71, 0.70], "fails"),
+        ([0.50, 0.60, 0.40], [0.50, 0.50, 0.51], "not shown"),
+        ([0.5], [0.5], "not shown"),
+    ],
+)
+@pytest.mark.parametrize("measure", range(3))
+def test_each_measure_is_judged_by_its_own_interval(
+    ours: list[float], theirs: list[float], direction: str, measure: int
+):
+    """Paired by seed, in whatever order the records come; losses at their own margin, a fifth of that of shares."""
+    assert cfg.SHARE_MARGIN == 5 * cfg.LOSS_MARGIN
+    measures = [([0.3] * len(ours), [0.3] * len(ours)) for _ in range(3)]
+    scale = 0.2 if measure == 2 else 1
+    measures[measure] = ([scale * value for value in ours], [scale * value for value in theirs])
+    claims = RECIPE.claims(records(*measures)[::-1])
+    assert len(claims) == 3
+    assert claims[measure].direction == direction
+    others = {claim.direction for at, claim in enumerate(claims) if at != measure}
+    assert others == {"not shown" if len(ours) == 1 else "holds"}
+
+
+def test_a_claim_states_both_shares_and_their_difference():
+    first, second, third = RECIPE.claims(
+        records(([0.5, 0.6, 0.7], [0.5, 0.5, 0.5]), ([0.25, 0.25, 0.25], [0.2] * 3), ([0.8, 0.81, 0.79], [0.8] * 3))
+    )
+    assert first.ours == (
+        "60.0 % (95 % interval 35.2 to 84.8, 3 seeds) against 50.0 % (95 % interval 50.0 to 50.0, 3 seeds): "
+        "+10.0 points (95 % interval -14.8 to +34.8)"
+    )
+    assert second.ours.endswith("+5.0 points (95 % interval +5.0 to +5.0)")
+    assert third.ours.startswith("no difference shown: KV-shift minus vanilla is ")
+
+
+def test_the_figure_shows_both_models_and_the_floor():
+    left, right = RECIPE.plot(records(([0.5, 0.6], [0.5, 0.4]))).axes
+    assert left.get_legend_handles_labels()[1] == ["KV-shift", "vanilla", "entropy of the stream"]
+    assert right.get_legend_handles_labels()[1] == ["KV-shift", "vanilla"]
+    assert [len(line.get_xdata()) for line in left.lines[:4]] == [2] * 4
+    assert len(right.containers) == 8  # two models, two seeds, two kinds of questions
+
+
+def test_a_run_of_smoke(tmp_path: Path):
+    job = RECIPE.jobs("smoke", [3])[0]
+    job.run(tmp_path)
+    record = job.record(tmp_path)
+    assert record["curve"]["step"][-1] == cfg.SMOKE.steps
+    answers = record["result"]["answers"]
+    assert {name: answers[name]["questions"] for name in answers} == {"from_prefix": 4, "from_start": 4}
+    given = Record(label="KV-shift", seed=3, **record)
+    other = replace(given, label="vanilla")
+    assert [claim.direction for claim in RECIPE.claims([given, other])] == ["not shown"] * 3
+    assert cfg._task_config(given) == cfg.SMOKE.task

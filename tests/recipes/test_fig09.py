@@ -1,0 +1,129 @@
+"""Figure 9: what it runs, what it says of what was found, and one run of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvshift.lab.config import to_json
+from kvshift.lab.language_model import llama_config
+from kvshift.lab.tasks import NGramTask
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+from kvshift.recipes import fig09
+from kvshift.recipes.recipe import Record
+
+from .cases import made_up
+
+RECIPE = fig09.RECIPE
+
+
+def records(size: str, ours: list[float], theirs: list[float]) -> list[Record]:
+    options = {"task": {"name": "ngram", **to_json(fig09.SMOKE.task)}}
+    return [
+        made_up(
+            f"{kind}, {size}",
+            seed,
+            curve={"step": [2, 4], "loss": [2.0, 1.0], "new": [0.1, value], "repeated": [None, None]},
+            options=options,
+            evaluation={"accuracy": {"new": value, "repeated": None}},
+        )
+        for kind, values in (("KV-shift", ours), ("vanilla", theirs))
+        for seed, value in enumerate(values)
+    ]
+
+
+def parameters(job) -> int:
+    """Of the blocks alone: without embedding, output and the coefficients of the shift."""
+    described = llama_config(job.config.model, vocab_size=32, sequence_length=3)
+    with torch.device("meta"):
+        model = KVShiftLlamaForCausalLM(described)
+    return sum(p.numel() for name, p in model.named_parameters() if "layers" in name and "shift" not in name)
+
+
+def test_the_sizes_are_those_of_the_paper():
+    sizes = {job.label: parameters(job) for job in RECIPE.jobs("paper", [0])}
+    assert sizes["vanilla, 50M"] == sizes["KV-shift, 50M"] == pytest.approx(50.4e6, rel=2e-3)
+    assert sizes["vanilla, 0.4M"] == sizes["KV-shift, 0.4M"] == pytest.approx(0.396e6, rel=2e-3)
+    assert sizes["vanilla, 0.8K"] == sizes["KV-shift, 0.8K"] == pytest.approx(0.85e3, rel=2e-2)
+    laptop = {job.label: parameters(job) for job in RECIPE.jobs("laptop", [0])}
+    assert laptop["vanilla, 3.2M"] == pytest.approx(3.2e6, rel=2e-2)
+
+
+@pytest.mark.parametrize("preset", RECIPE.presets)
+def test_both_models_of_a_size_see_the_same(preset: str):
+    jobs = RECIPE.jobs(preset, [0, 7])
+    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 4 * len(fig09.SIZES[preset][1])
+    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
+        ours.config.check()
+        assert ours.label.replace("KV-shift", "vanilla") == theirs.label
+        assert ours.config.model.shift_targets == ("k", "v")
+        assert theirs.config.model.shift_targets == ()
+        assert replace(ours.config, model=theirs.config.model) == theirs.config
+        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "direction"),
+    [
+        ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], "holds"),
+        ([0.50, 0.506, 0.50], [0.50, 0.50, 0.506], "holds"),
+        ([0.9, 0.92, 0.91], [0.5, 0.53, 0.5], "fails"),
+        ([0.5, 0.53, 0.5], [0.9, 0.92, 0.91], "fails"),
+        ([0.9, 0.4, 0.6], [0.5, 0.53, 0.5], "not shown"),
+        ([1.0], [1.0], "not shown"),
+    ],
+)
+def test_each_size_is_judged_by_its_own_interval(ours: list[float], theirs: list[float], direction: str):
+    other = records("0.8K", [0.1] * len(ours), [0.1] * len(ours))
+    much, soon, much_more, _ = RECIPE.claims([*records("0.4M", ours, theirs), *other][::-1])
+    assert "0.8K" in much.statement
+    assert much.direction == ("not shown" if len(ours) == 1 else "holds")
+    assert soon.direction == "not shown"
+    assert "0.4M" in much_more.statement
+    assert much_more.direction == direction
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "direction"),
+    [
+        ([100, 110, 120], [101, 112, 119], "holds"),
+        ([50, 55, 61], [101, 112, 119], "fails"),
+        ([101, 112, 119], [50, 55, 61], "fails"),
+        ([50, 112, 240], [101, 112, 119], "not shown"),
+        ([100], [100], "not shown"),
+        ([100, 110, None], [101, 112, 119], "not shown"),
+    ],
+)
+def test_how_soon_is_judged_by_the_interval_of_the_ratio(ours: list, theirs: list, direction: str):
+    """From curves that reach 99 % at these steps, or never."""
+    given = []
+    for kind, steps in (("KV-shift", ours), ("vanilla", theirs)):
+        for record, step in zip(records("0.4M", [0.9] * len(steps), [0.9] * len(steps)), steps, strict=False):
+            curve = {"step": [1, step or 300, 400], "new": [0.1, 0.99 if step else 0.5, 0.99 if step else 0.6]}
+            given.append(replace(record, label=f"{kind}, 0.4M", curve=curve))
+    _, soon = RECIPE.claims(given)
+    assert soon.direction == direction
+
+
+def test_the_figure_has_a_panel_for_each_size():
+    given = [*records("0.4M", [0.9, 0.8], [0.7, 0.9]), *records("0.8K", [0.2, 0.1], [0.1, 0.2])]
+    panels = RECIPE.plot(given).axes
+    assert [axes.get_title() for axes in panels] == ["0.4M parameters", "0.8K parameters"]
+    for axes, size in zip(panels, ("0.4M", "0.8K"), strict=True):
+        assert axes.get_legend_handles_labels()[1] == [f"KV-shift, {size}", f"vanilla, {size}", "chance"]
+
+
+def test_a_run_of_smoke(tmp_path: Path):
+    job = RECIPE.jobs("smoke", [3])[-1]
+    assert job.label == "vanilla, 0.8K"
+    job.run(tmp_path)
+    record = Record(label=job.label, seed=3, **job.record(tmp_path))
+    pairs = len(NGramTask(fig09.SMOKE.task).pairs)
+    assert record.result["evaluation"]["rows"] == pairs
+    assert record.curve["step"] == [2, 4]
+    assert fig09._final({3: record}) == [record.curve["new"][-1]]
+    claims = RECIPE.claims([record, replace(record, label="KV-shift, 0.8K")])
+    assert [claim.direction for claim in claims] == ["not shown"] * 2
