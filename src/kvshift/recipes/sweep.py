@@ -51,16 +51,21 @@ def sweep(
             workers = 1 if torch.cuda.is_available() and cluster == "local" else cores
         workers = max(1, min(workers, len(jobs)))
         threads = max(1, cores // workers)
+        tasks = [joblib.delayed(_work)(number, job, out, threads) for number, (job, out) in enumerate(jobs)]
+        turns = [tasks]
         if cluster == "ray":
-            stack.enter_context(joblib.parallel_config(backend="ray", n_jobs=workers))
+            # For one worker joblib would leave the cluster and work here: a pool of two takes one job at a time.
+            turns = [[task] for task in tasks] if workers == 1 else turns
+            stack.enter_context(joblib.parallel_config(backend="ray", n_jobs=min(max(2, workers), cores)))
         else:
             backend = "sequential" if workers == 1 else "loky"
             stack.enter_context(joblib.parallel_config(backend=backend, n_jobs=workers))
-        tasks = (joblib.delayed(_work)(number, job, out, threads) for number, (job, out) in enumerate(jobs))
         as_they_end = "list" if cluster == "ray" else "generator_unordered"  # Ray's backend gives no generator
         parallel: Any = joblib.Parallel(batch_size=1, return_as=as_they_end)  # type: ignore[arg-type]  # declared str
+        if cluster == "ray":
+            stack.enter_context(parallel)  # one pool for all turns
         problems = []
-        for number, problem in parallel(tasks):
+        for number, problem in (ended for turn in turns for ended in parallel(turn)):
             done(number, problem)
             if problem is not None:
                 problems.append(f"{jobs[number][0].label}, seed {jobs[number][0].seed}: {problem}")

@@ -1,0 +1,105 @@
+"""A sweep over a real Ray cluster of this machine: two workers, no dashboard."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshift.lab.callbacks import InterruptedRunError
+from kvshift.lab.errors import LabError
+from kvshift.recipes.sweep import sweep
+
+from .cases import Counting, runs
+
+ray = pytest.importorskip("ray", reason="ray is not installed")
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting(Counting):
+    """Ends once the other jobs of its sweep have begun, too."""
+
+    others: int
+
+    def run(self, out: Path) -> None:
+        (out.parent / f"here-{self.seed}").touch()
+        deadline = time.monotonic() + 120
+        while len([*out.parent.glob("here-*")]) <= self.others:
+            if time.monotonic() > deadline:
+                raise LabError("nobody came")
+            time.sleep(0.02)
+        super().run(out)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def surroundings() -> Iterator[None]:
+    """Ray leaves nothing in the user's folders, asks nobody's token, reports to nobody; workers find these jobs."""
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        patch.setenv("RAY_TMPDIR", folder)  # short: the names of its sockets must be
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(surroundings: None) -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def found(out: Path) -> dict[str, Any]:
+    return json.loads((out / "result.json").read_text())
+
+
+def test_jobs_run_at_a_time_in_processes_of_their_own(cluster: None, tmp_path: Path) -> None:
+    folders = [tmp_path / str(seed) for seed in (0, 1)]
+    jobs = [(Meeting(label="a", seed=seed, others=1), folder) for seed, folder in enumerate(folders)]
+    told: list[tuple[int, str | None]] = []
+    assert sweep(jobs, cluster="ray", done=lambda number, problem: told.append((number, problem))) == []
+    assert sorted(told) == [(0, None), (1, None)]
+    assert [runs(folder) for folder in folders] == [1, 1]
+    processes = {found(folder)["process"] for folder in folders}
+    assert len(processes) == 2
+    assert os.getpid() not in processes
+    assert {found(folder)["threads"] for folder in folders} == {1}  # two cores for two workers
+    assert all(found(folder)["main"] for folder in folders)  # where signals arrive
+    assert ray.is_initialized()  # a cluster that was there before stays
+
+
+def test_a_job_that_fails_does_not_stop_the_others(cluster: None, tmp_path: Path) -> None:
+    jobs = [(Counting(label=ends, seed=3, ends=ends), tmp_path / ends) for ends in ("badly", "well")]
+    told: list[int] = []
+    problems = sweep(jobs, cluster="ray", workers=1, done=lambda number, problem: told.append(number))
+    assert problems == ["badly, seed 3: the beads are lost"]
+    assert told == [0, 1]
+    assert runs(tmp_path / "well") == 1
+    assert found(tmp_path / "well")["process"] != os.getpid()  # one at a time, on the cluster all the same
+    assert found(tmp_path / "well")["threads"] == 2
+
+
+def test_an_interruption_reaches_the_caller(cluster: None, tmp_path: Path) -> None:
+    jobs = [(Counting(label="a", seed=seed, ends="interrupted"), tmp_path / str(seed)) for seed in (0, 1)]
+    with pytest.raises(InterruptedRunError, match="told to end"):
+        sweep(jobs, cluster="ray", workers=2)
+
+
+def test_a_cluster_that_was_not_there_is_started_and_ended(tmp_path: Path) -> None:
+    if ray.is_initialized():
+        ray.shutdown()
+    assert sweep([(Counting(label="a"), tmp_path)], cluster="ray") == []
+    assert runs(tmp_path) == 1
+    assert found(tmp_path)["process"] != os.getpid()
+    assert not ray.is_initialized()
