@@ -1,0 +1,117 @@
+"""Table 4: what it runs, what it says of what was found, and one run of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvshift.lab.config import ModelConfig
+from kvshift.lab.tasks import IGSMConfig
+from kvshift.recipes import tab04
+from kvshift.recipes.recipe import Record
+
+from .cases import made_up
+
+RECIPE = tab04.RECIPE
+
+
+def records(setting: str, ours: list[float], theirs: list[float]) -> list[Record]:
+    return [
+        made_up(
+            f"{model}, {setting}",
+            seed,
+            curve={"step": [2, 4], "loss": [2.0, 1.0], "solution": [0.5, 0.9], "values": [0.04, share]},
+            answers={
+                "paper": {"share": share, "stderr": 0.01, "questions": 100},
+                "strict": {"share": share / 2, "stderr": 0.01, "questions": 100},
+            },
+        )
+        for model, shares in (("KV-shift", ours), ("vanilla", theirs))
+        for seed, share in enumerate(shares)
+    ]
+
+
+@pytest.mark.parametrize("preset", RECIPE.presets)
+def test_both_models_see_the_same(preset: str):
+    jobs = tab04.jobs(preset, [0, 7])
+    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 4 * len(tab04.SIZES[preset][0])
+    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
+        ours.config.check()
+        assert ours.label.replace("KV-shift", "vanilla") == theirs.label
+        assert ours.config.model.shift_targets == ("k", "v")
+        assert theirs.config.model.shift_targets == ()
+        assert replace(ours.config, model=theirs.config.model) == theirs.config
+        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
+
+
+def test_the_paper_settings_are_those_stated():
+    jobs = {job.label: job.config for job in tab04.jobs("paper", [0])}
+    assert list(jobs) == ["KV-shift, Tr21-Te24", "vanilla, Tr21-Te24", "KV-shift, Tr12-Te15", "vanilla, Tr12-Te15"]
+    for setting, rows, steps, decay in (("Tr12-Te15", 512, 100_000, 0.05), ("Tr21-Te24", 256, 200_000, 0.03)):
+        config = jobs[f"KV-shift, {setting}"]
+        assert isinstance(config.task, IGSMConfig)
+        assert isinstance(config.model, ModelConfig)
+        assert (config.task.generator, config.task.tokenizer, config.task.length) == ("kamino", "gpt2", 1024)
+        assert config.batch_size * config.accumulation == rows
+        assert config.steps == steps
+        assert config.questions == 4096
+        optimizer = config.optimizer
+        assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.warmup_steps) == (2e-4, decay, 1000)
+        assert (optimizer.beta1, optimizer.beta2, optimizer.min_lr_ratio) == (0.9, 0.98, 0.01)
+        assert config.model.num_hidden_layers == config.model.num_attention_heads == 12
+        assert config.model.hidden_size == 768
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "direction"),
+    [
+        ([0.9, 0.88, 0.89], [0.81, 0.82, 0.80], "holds"),
+        ([0.81, 0.82, 0.80], [0.9, 0.88, 0.89], "fails"),
+        ([0.9, 0.7, 0.8], [0.8, 0.82, 0.79], "not shown"),
+        ([0.9], [0.8], "not shown"),
+    ],
+)
+def test_each_setting_is_judged_by_its_own_interval(ours: list[float], theirs: list[float], direction: str):
+    other = records("Tr12-Te15", [0.9] * len(ours), [0.9] * len(ours))
+    first, second = RECIPE.claims([*records("Tr21-Te24", ours, theirs), *other])
+    assert "Tr12-Te15" in first.statement
+    assert first.paper == "89.09 % against 81.54 %: +7.55 points"
+    assert first.direction == "not shown"
+    assert "Tr21-Te24" in second.statement
+    assert second.paper == "90.62 % against 87.11 %: +3.51 points"
+    assert second.direction == direction
+    assert f"{100 * sum(ours) / len(ours):.1f} %" in second.ours
+    assert f"{50 * sum(ours) / len(ours):.1f} %" in second.ours
+
+
+def test_a_miniature_is_not_compared_with_print():
+    (claim,) = RECIPE.claims(records("Tr3-Te4", [0.3, 0.31], [0.2, 0.22]))
+    assert claim.paper.endswith("(Tr12-Te15)")
+    assert "miniature" in claim.size
+
+
+def test_the_figure_has_both_models_and_what_is_in_print():
+    given = [*records("Tr21-Te24", [0.9, 0.8], [0.7, 0.9]), *records("Tr12-Te15", [0.6, 0.5], [0.4, 0.3])]
+    left, *right = RECIPE.plot(given).axes
+    assert left.get_legend_handles_labels()[1] == ["KV-shift", "vanilla"]
+    assert [label.get_text() for label in left.get_xticklabels()] == ["Tr12-Te15", "Tr21-Te24"]
+    crosses = sorted(np.asarray(line.get_ydata()).item() for line in left.lines if line.get_marker() == "x")
+    assert crosses == sorted(share for shares in tab04.PAPER_SHARES.values() for share in shares.values())
+    assert [axes.get_title() for axes in right] == ["Tr12-Te15", "Tr21-Te24"]
+    assert right[0].get_legend_handles_labels()[1] == ["KV-shift", "vanilla", "chance"]
+    assert not any(line.get_marker() == "x" for line in RECIPE.plot(records("Tr3-Te4", [0.3], [0.2])).axes[0].lines)
+
+
+def test_a_run_of_smoke(tmp_path: Path):
+    job = tab04.jobs("smoke", [3])[0]
+    assert job.label == "KV-shift, Tr2-Te3"
+    job.run(tmp_path)
+    record = Record(label=job.label, seed=3, **job.record(tmp_path))
+    assert record.curve["step"] == [2, 4]
+    assert record.result["answers"]["paper"]["questions"] == 8
+    claims = RECIPE.claims([record, replace(record, label="vanilla, Tr2-Te3")])
+    assert [claim.direction for claim in claims] == ["not shown"]
+    RECIPE.plot([record, replace(record, label="vanilla, Tr2-Te3")])
