@@ -18,6 +18,9 @@ from collections.abc import Callable
 import torch
 
 from kvshift.lab.tasks import (
+    CFG3S,
+    CFGConfig,
+    CFGTask,
     HopConfig,
     HopTask,
     IGSMConfig,
@@ -47,6 +50,8 @@ TASKS: dict[str, tuple[Task, int]] = {
     "hop, k to 16": (HopTask(HopConfig()), 32),
     "ngram": (NGramTask(NGramConfig()), 512),
     "ngram, packed": (NGramTask(NGramConfig(length=510)), 512),
+    "cfg, small": (CFGTask(CFGConfig(grammar=CFG3S, length=48, prefix=8)), 32),
+    "cfg": (CFGTask(CFGConfig()), 96),
     "igsm, kamino": (IGSMTask(IGSMConfig()), 64),
     "igsm, igsm": (IGSMTask(IGSMConfig(generator="igsm", ops=15)), 64),
 }

@@ -7,7 +7,10 @@ from types import ModuleType
 import torch
 
 from kvshift.lab.tasks import (
+    CFG3S,
     Batch,
+    CFGConfig,
+    CFGTask,
     HopConfig,
     HopTask,
     InductionConfig,
@@ -27,6 +30,7 @@ TASKS: dict[str, Task] = {
     "repeats": InductionTask(InductionConfig(length=29, vocab_size=101, loss="repeats")),
     "mqar": MQARTask(MQARConfig(length=30, pairs=3, vocab_size=101)),
     "mqar random": MQARTask(MQARConfig(length=30, pairs=3, vocab_size=101, filler="random")),
+    "cfg": CFGTask(CFGConfig(grammar=CFG3S, length=29, prefix=5)),
     "hop": HopTask(HopConfig(letters=29)),
     "ngram": NGramTask(NGramConfig(length=30)),
 }

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ DRAWN = CFGGrammar(rules=("5 -> 4 3 | 3 4 4", "4 -> 1 2 | 2", "3 -> 1 1 | 4 2"))
 RAGGED = CFGGrammar(rules=("9 -> 6 7 6 | 7 7 | 6 3", "6 -> 1 | 2 3 | 1", "7 -> 6 6 | 3 | 2"))
 TINY = {"drawn": DRAWN, "ragged": RAGGED}
 """Of few sentences, some with several derivations; the second has rules of one part and levels that mix."""
+PAGE = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text(encoding="utf-8")
 FIELDS = ("input_ids", "labels", "slices")
 
 
@@ -285,6 +287,9 @@ def test_the_rows_that_the_docstring_draws():
         assert labels == [-100, *row[1:]]
         assert slices == [-1, *(0 if has_begun else 1 for has_begun in begun[1:])]
         stream += row
+    drawn = re.findall(r"^    (?:input_ids|labels|slices)  .*$", cfg.__doc__ or "", flags=re.MULTILINE)
+    assert len(drawn) == 6
+    assert "\n".join(drawn) in PAGE
     first, *whole, _ = split(stream)
     assert all(DRAWN.parses(torch.tensor(sentence)) for sentence in whole)
     assert any(list(sentence[-len(first) :]) == first for sentence in written_out(DRAWN))
