@@ -157,7 +157,7 @@ RECIPE = Recipe(
     source="Rebuttal; the setting of Allen-Zhu and Li, Physics of Language Models: Part 1",
     presets={
         "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="10 minutes on two cores"),
+        "laptop": Preset(seeds=3, cost="8 minutes on two cores"),
         "paper": Preset(seeds=3, cost="days on one GPU; not measured"),
     },
     jobs=jobs,
