@@ -1,4 +1,4 @@
-"""A sweep over a real Ray cluster of this machine: two workers, no dashboard."""
+"""A sweep over a real Ray cluster of this machine: two cores, no dashboard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from kvshift.lab.callbacks import InterruptedRunError
 from kvshift.lab.errors import LabError
-from kvshift.recipes.sweep import sweep
+from kvshift.recipes.sweep import _gpu_share, sweep
 
 from .cases import Counting, runs
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting(Counting):
-    """Ends once the other jobs of its sweep have begun, too."""
+    """Ends once the other jobs of its sweep have begun, too; writes which GPUs it sees."""
 
     others: int
 
@@ -38,6 +38,7 @@ class Meeting(Counting):
                 raise LabError("nobody came")
             time.sleep(0.02)
         super().run(out)
+        (out / "gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +56,8 @@ def surroundings() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster(surroundings: None) -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    """With one GPU, by name only: Ray asks no driver, and the jobs use none."""
+    ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -68,7 +70,7 @@ def test_jobs_run_at_a_time_in_processes_of_their_own(cluster: None, tmp_path: P
     folders = [tmp_path / str(seed) for seed in (0, 1)]
     jobs = [(Meeting(label="a", seed=seed, others=1), folder) for seed, folder in enumerate(folders)]
     told: list[tuple[int, str | None]] = []
-    assert sweep(jobs, cluster="ray", done=lambda number, problem: told.append((number, problem))) == []
+    assert sweep(jobs, workers=2, cluster="ray", done=lambda number, problem: told.append((number, problem))) == []
     assert sorted(told) == [(0, None), (1, None)]
     assert [runs(folder) for folder in folders] == [1, 1]
     processes = {found(folder)["process"] for folder in folders}
@@ -76,18 +78,26 @@ def test_jobs_run_at_a_time_in_processes_of_their_own(cluster: None, tmp_path: P
     assert os.getpid() not in processes
     assert {found(folder)["threads"] for folder in folders} == {1}  # two cores for two workers
     assert all(found(folder)["main"] for folder in folders)  # where signals arrive
+    assert [(folder / "gpus").read_text() for folder in folders] == ["0", "0"]  # they share it
     assert ray.is_initialized()  # a cluster that was there before stays
 
 
-def test_a_job_that_fails_does_not_stop_the_others(cluster: None, tmp_path: Path) -> None:
+def test_with_one_gpu_there_is_one_job_at_a_time_and_one_that_fails_stops_no_other(
+    cluster: None, tmp_path: Path
+) -> None:
     jobs = [(Counting(label=ends, seed=3, ends=ends), tmp_path / ends) for ends in ("badly", "well")]
     told: list[int] = []
-    problems = sweep(jobs, cluster="ray", workers=1, done=lambda number, problem: told.append(number))
+    problems = sweep(jobs, cluster="ray", done=lambda number, problem: told.append(number))
     assert problems == ["badly, seed 3: the beads are lost"]
     assert told == [0, 1]
     assert runs(tmp_path / "well") == 1
-    assert found(tmp_path / "well")["process"] != os.getpid()  # one at a time, on the cluster all the same
+    assert found(tmp_path / "well")["process"] != os.getpid()  # but on the cluster
     assert found(tmp_path / "well")["threads"] == 2
+
+
+@pytest.mark.parametrize(("workers", "gpus", "share"), [(2, 0, 0), (2, 1, 0.5), (3, 2, 0.5), (4, 4, 1), (2, 8, 1)])
+def test_all_workers_find_room_on_the_gpus(workers: int, gpus: int, share: float) -> None:
+    assert _gpu_share(workers, gpus) == share
 
 
 def test_an_interruption_reaches_the_caller(cluster: None, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -32,7 +33,7 @@ def sweep(
     Args:
         jobs: with the folder of each; on a cluster, one that all its machines see.
         workers: jobs at a time. None: as many as this machine has cores, or one where it has a GPU; on a cluster,
-            as many as it has cores.
+            as many as it has GPUs, or else cores. Each sees one GPU; where there are more workers, they share.
         cluster: "local": processes of this machine; one worker works in this very process. "ray": the Ray cluster
             that RAY_ADDRESS names, or else one that is started here.
         done: is told the number of each job that ends, and what was wrong with it, if anything.
@@ -44,11 +45,11 @@ def sweep(
         InterruptedRunError: a signal came; what was finished is kept, and the rest can be continued.
     """
     with ExitStack() as stack:
-        cores = joblib.cpu_count()
+        cores, gpus = joblib.cpu_count(), int(torch.cuda.is_available())
         if cluster == "ray":
-            cores = _enter_ray(stack)
+            cores, gpus = _enter_ray(stack)
         if workers is None:
-            workers = 1 if torch.cuda.is_available() and cluster == "local" else cores
+            workers = gpus or cores
         workers = max(1, min(workers, len(jobs)))
         threads = max(1, cores // workers)
         tasks = [joblib.delayed(_work)(number, job, out, threads) for number, (job, out) in enumerate(jobs)]
@@ -56,7 +57,9 @@ def sweep(
         if cluster == "ray":
             # For one worker joblib would leave the cluster and work here: a pool of two takes one job at a time.
             turns = [[task] for task in tasks] if workers == 1 else turns
-            stack.enter_context(joblib.parallel_config(backend="ray", n_jobs=min(max(2, workers), cores)))
+            pool = min(max(2, workers), cores)
+            each = {"num_gpus": _gpu_share(pool, gpus)}
+            stack.enter_context(joblib.parallel_config(backend="ray", n_jobs=pool, ray_remote_args=each))
         else:
             backend = "sequential" if workers == 1 else "loky"
             stack.enter_context(joblib.parallel_config(backend=backend, n_jobs=workers))
@@ -87,8 +90,13 @@ def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | No
     return number, None
 
 
-def _enter_ray(stack: ExitStack) -> int:
-    """Connect joblib to Ray until `stack` is closed; returns the cores of the cluster."""
+def _gpu_share(workers: int, gpus: int) -> float:
+    """Of a GPU for each worker, such that all find room: one, or a part that fits into one a whole number of times."""
+    return 1 / math.ceil(workers / gpus) if gpus else 0
+
+
+def _enter_ray(stack: ExitStack) -> tuple[int, int]:
+    """Connect joblib to Ray until `stack` is closed; returns the cores and the GPUs of the cluster."""
     try:
         import ray
         from ray.util.joblib import register_ray
@@ -98,4 +106,5 @@ def _enter_ray(stack: ExitStack) -> int:
     if not ray.is_initialized():
         ray.init(address=os.environ.get("RAY_ADDRESS"), include_dashboard=False, log_to_driver=False)
         stack.callback(ray.shutdown)
-    return max(1, int(ray.cluster_resources().get("CPU", 1)))
+    resources = ray.cluster_resources()
+    return max(1, int(resources.get("CPU", 1))), int(resources.get("GPU", 0))
