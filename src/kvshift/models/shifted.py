@@ -38,8 +38,10 @@ class ShiftedPreTrainedModel:
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, KVShift):
-            for name, start in module.start_values().items():
-                init.copy_(getattr(module, name), start)
+            # Coefficients that were loaded are marked; where all are, nothing is drawn from the caller's generator.
+            if not all(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
+                for name, start in module.start_values().items():
+                    init.copy_(getattr(module, name), start)
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
