@@ -16,6 +16,7 @@ from kvshift.lab.analyze import AnalyzeConfig, analyze
 from kvshift.lab.config import ModelConfig
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.errors import LabError
+from kvshift.lab.gpt2 import GPT2Options, build_gpt2
 from kvshift.lab.head_scores import RepeatConfig, measure_heads
 from kvshift.lab.loading import load_weights
 from kvshift.lab.task_training import TaskTrainConfig, train_task
@@ -197,6 +198,17 @@ def test_gpt2_with_shift(tmp_path: Path) -> None:
         places = head["attention"]
         spread = (now * places["earlier+1"] + before * places["earlier+2"]) / (now + before)
         assert head["moved"]["earlier+1"] == pytest.approx(spread, rel=1e-5)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_gpt2_of_the_lab_is_given_tokens_that_its_task_has(tmp_path: Path) -> None:
+    options = GPT2Options(width=30, heads=3, layers=1, embedding_rows=41)
+    build_gpt2(options, vocab_size=23, length=60, seed=0).save_pretrained(tmp_path)
+    analyze(AnalyzeConfig(run=tmp_path, rows=2, device="cpu"))
+    files = found(tmp_path / "analysis")
+    assert files["length"] == 23
+    assert set(files["maps"]["input_ids"]) == set(range(23))
+    assert len(files["coefficients"]) == 1
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -23,6 +23,7 @@ from transformers.utils import logging
 from kvshift.lab.analysis.head_report import SCORES, best_heads, write_head_report
 from kvshift.lab.config import to_json
 from kvshift.lab.errors import LabError, require
+from kvshift.lab.gpt2 import LabGPT2
 from kvshift.lab.head_scores import Measured, RepeatConfig, attention_maps, measure_heads, rows_for
 from kvshift.lab.loading import DType, load_tokenizer, load_weights, locate, model_folder
 from kvshift.lab.records import write_bytes, write_json
@@ -64,7 +65,10 @@ def analyze(config: AnalyzeConfig) -> Path:
     logging.disable_progress_bar()
     model = load_weights(folder, dtype=config.dtype, device=config.device, attn_implementation="eager")
     lowest = _lowest_token(config.run) if config.lowest_token is None else config.lowest_token
-    options = dataclasses.replace(config, lowest_token=lowest)
+    highest = config.highest_token
+    if highest is None and isinstance(model, LabGPT2):
+        highest = model.config.classes - 1  # its embedding may have more rows than there are tokens
+    options = dataclasses.replace(config, lowest_token=lowest, highest_token=highest)
     measured = measure_heads(model, options)
     heads = [dataclasses.asdict(head) for head in measured.heads]
     shown = _shown(heads, config.maps)

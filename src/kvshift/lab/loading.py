@@ -12,8 +12,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-import kvshift.models.llama  # registers kvshift_llama with the Auto classes
-import kvshift.models.retrofit  # noqa: F401  and kvshift_gpt2
+# Imported for their model types, which they register with the Auto classes:
+import kvshift.lab.gpt2
+import kvshift.models.llama
+import kvshift.models.retrofit  # noqa: F401
 from kvshift.lab.checkpoints import list_checkpoints, size_fault
 from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
@@ -51,6 +53,8 @@ def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: C
     tokenizer = load_tokenizer(tokenizer_folder)
     model = load_weights(folder, dtype=dtype, device=device)
     check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
+    ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**ids)  # some models bring a temperature and penalties of their own
     return Loaded(model, tokenizer, folder)
 
 
@@ -82,8 +86,6 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
         raise LabError(
             f"model: {folder} lacks {len(report['missing_keys'])} weights, {min(report['missing_keys'])} the first"
         )
-    ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model.generation_config = GenerationConfig(**ids)  # some models bring a temperature and penalties of their own
     return model.to(place).eval()
 
 
