@@ -76,8 +76,8 @@ class TaskTrainConfig(RunConfig):
     end; None: always train `steps`."""
     stop_after: int = 3
     """See `stop_at`."""
-    progress: bool = True
-    """Tell each evaluation on stderr, and show a bar where that is a terminal."""
+    progress: bool = False
+    """Tell each evaluation on stderr, and show a bar where that is a terminal; several runs at a time would mingle."""
     save_every: int = 1000
     report_to: tuple[str, ...] = ()
     log_every: int = 50

@@ -61,7 +61,7 @@ RECIPE = Recipe(
     source="Figure 1b, Section 3.1, Appendix K",
     presets={
         "smoke": Preset(seeds=1, cost="10 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="minutes on two cores"),
+        "laptop": Preset(seeds=3, cost="3 minutes on two cores"),
         "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
     },
     jobs=jobs,

@@ -36,4 +36,4 @@ def draw_accuracy(
         axes.axhline(chance, color="black", linestyle=":", linewidth=0.9, label="chance")
     axes.set(xlabel="step", ylabel=ylabel, title=title, ylim=(-0.02, 1.02))
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    axes.legend(framealpha=0.9, edgecolor="none")
