@@ -187,6 +187,7 @@ def build_gpt2(options: GPT2Options, *, vocab_size: int, length: int, seed: int)
         n_embd=options.width,
         n_layer=options.layers,
         n_head=options.heads,
+        activation_function="gelu_pytorch_tanh",  # the formula of GPT-2's gelu_new in one call instead of eight
         embd_pdrop=options.dropout,
         attn_pdrop=options.dropout,
         resid_pdrop=options.dropout,

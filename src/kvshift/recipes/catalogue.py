@@ -9,7 +9,7 @@ from kvshift.recipes.recipe import Recipe
 
 __all__ = ["NAMES", "find_recipe"]
 
-NAMES = ("fig01a", "fig01b", "fig02", "fig09", "tab03", "tab04", "cfg")
+NAMES = ("fig01a", "fig01b", "fig02", "fig08", "fig09", "tab03", "tab04", "cfg", "mqar")
 
 
 def find_recipe(name: str) -> Recipe:

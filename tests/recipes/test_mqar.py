@@ -1,0 +1,128 @@
+"""MQAR: what it runs, and what it says of what was found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvshift.lab.config import to_json
+from kvshift.lab.gpt2 import build_gpt2
+from kvshift.recipes import mqar
+from kvshift.recipes.induction import model_label
+from kvshift.recipes.recipe import Record
+
+from .cases import made_up
+
+RECIPE = mqar.RECIPE
+
+
+def record(
+    model: tuple[int, bool], accuracy: float, *, seed: int = 0, rate: float = 2e-3, width: int = 64, reached: int = 100
+) -> Record:
+    """A run that had `accuracy` from step `reached` to the end, and 10 % before."""
+    layers, shifted = model
+    options = {
+        "task": {"name": "mqar", **to_json(mqar.LAPTOP.task)},
+        "model": {"layers": layers, "width": width, "shift_targets": ["k", "v"] if shifted else []},
+        "optimizer": {"learning_rate": rate},
+    }
+    return made_up(
+        f"{model_label(*model)}, width {width}, rate {rate:.2g}",
+        seed,
+        options=options,
+        curve={"step": [1, reached, 400], "queries": [0.1, accuracy, accuracy]},
+        evaluation={"accuracy": {"queries": accuracy}},
+    )
+
+
+def records(accuracy: dict[tuple[int, bool], float] | None = None, *, seeds: int = 3, **options) -> list[Record]:
+    given = {(2, False): 1.0, (2, True): 1.0, (1, False): 0.3, (1, True): 1.0, **(accuracy or {})}
+    return [record(model, value, seed=seed, **options) for model, value in given.items() for seed in range(seeds)]
+
+
+def directions(given: list[Record]) -> dict[str, str]:
+    return {claim.statement.split(": ", 1)[1]: claim.direction for claim in RECIPE.claims(given)}
+
+
+@pytest.mark.parametrize("preset", RECIPE.presets)
+def test_every_model_has_every_cell_and_twins_differ_in_the_shift_alone(preset: str):
+    jobs = RECIPE.jobs(preset, [0, 7])
+    configs, widths, rates = mqar.SIZES[preset]
+    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 8 * len(configs) * len(widths) * len(rates)
+    by_label = {(job.label, job.seed): job for job in jobs}
+    for (label, seed), job in by_label.items():
+        job.config.check()
+        if label.startswith("KV-shift"):
+            twin = by_label[label.replace("KV-shift", "vanilla"), seed].config
+            assert replace(job.config.model, shift_targets=()) == twin.model
+            assert replace(job.config, model=twin.model) == twin
+
+
+def test_the_paper_preset_is_figure_2_of_zoology():
+    jobs = [job for job in RECIPE.jobs("paper", [0]) if job.label.startswith("vanilla, 2 layers")]
+    settings = {(job.config.task.length, job.config.task.pairs, job.config.batch_size) for job in jobs}
+    assert settings == {(64, 4, 512), (128, 8, 512), (256, 16, 256)}
+    assert {job.config.model.width for job in jobs} == {64, 128, 256, 512}
+    assert sorted({round(job.config.optimizer.learning_rate, 6) for job in jobs}) == [1e-4, 4.64e-4, 2.154e-3, 1e-2]
+    for job in jobs:
+        assert job.config.task.vocab_size == 8192
+        assert job.config.optimizer.weight_decay == 0.1
+        epochs = job.config.steps * job.config.batch_size / 100_000
+        assert 64 <= epochs < 64.3  # the last batch of each epoch is not full there
+    model = build_gpt2(jobs[-1].config.model, vocab_size=8192, length=64, seed=0)
+    names = {name.split(".")[-2] for name, _ in model.named_parameters()}
+    assert names == {"wte", "wpe", "ln_1", "c_attn", "c_proj", "ln_f"}
+    assert model.config.n_head == 1
+
+
+def test_what_is_claimed_where_only_one_plain_layer_fails():
+    assert directions(records()) == {
+        "vanilla, 2 layers, answers": "holds",
+        "vanilla, 1 layer, does not": "holds",
+        "KV-shift, 2 layers, answers": "holds",
+        "KV-shift, 1 layer, answers": "holds",
+        "of two layers, those with KV shift learn sooner": "not shown",
+    }
+
+
+def test_one_seed_that_does_not_answer_fails_the_claim():
+    given = [*records(), record((1, True), 0.5, seed=3), record((1, False), 0.995, seed=3)]
+    found = directions(given)
+    assert found["KV-shift, 1 layer, answers"] == "fails"
+    assert found["vanilla, 1 layer, does not"] == "fails"
+
+
+@pytest.mark.parametrize(("ours", "theirs", "direction"), [(50, 200, "holds"), (200, 50, "fails")])
+def test_sooner_by_steps_to_the_level(ours: int, theirs: int, direction: str):
+    given = [one for one in records() if one.options["model"]["layers"] == 1]
+    for shifted, step in ((True, ours), (False, theirs)):
+        given += [record((2, shifted), 1.0, seed=seed, reached=step + seed) for seed in range(3)]
+    assert directions(given)["of two layers, those with KV shift learn sooner"] == direction
+
+
+def test_the_best_learning_rate_counts_and_the_lower_of_equals():
+    given = [*records(rate=1e-4), *records({(2, False): 0.4, (1, False): 1.0}, rate=1e-2)]
+    best = {model: mqar._best(given, 32, 64, model)[0].options["optimizer"]["learning_rate"] for model in mqar.MODELS}
+    assert best == {(2, False): 1e-4, (2, True): 1e-4, (1, False): 1e-2, (1, True): 1e-4}
+
+
+def test_each_width_is_a_panel_and_has_its_claims():
+    given = [*records(width=64), *records(width=128)]
+    assert len(RECIPE.claims(given)) == 10
+    panels = RECIPE.plot(given).axes
+    assert [axes.get_title() for axes in panels] == [f"32 tokens, 4 pairs, width {width}" for width in (64, 128)]
+    labels = [model_label(*model) for model in mqar.MODELS]
+    assert panels[0].get_legend_handles_labels()[1] == [*labels, "chance"]
+
+
+def test_a_run_of_smoke(tmp_path: Path):
+    job = RECIPE.jobs("smoke", [3])[-1]
+    assert job.label == "KV-shift, 1 layer, 16 tokens, width 8, rate 0.002"
+    job.run(tmp_path)
+    found = Record(label=job.label, seed=3, **job.record(tmp_path))
+    assert found.curve["step"] == [2, 4]
+    assert found.result["evaluation"]["rows"] == 9
+    assert mqar._cells([found]) == [(16, 8)]
+    assert mqar._best([found], 16, 8, (1, True)) == {3: found}
