@@ -40,6 +40,7 @@ def test_no_difference_is_shown_by_an_interval_within_the_margin(ours, theirs, f
 def test_percent():
     # mean 0.5, standard error 0.1 / sqrt(3), and 4.3027 of them on each side
     assert percent([0.4, 0.5, 0.6]) == "50.0 % (95 % interval 25.2 to 74.8, 3 seeds)"
+    assert percent([0.9, 1.0, 1.0]) == "96.7 % (95 % interval 82.3 to 100.0, 3 seeds)"
     assert percent([0.123456], digits=2) == "12.35 % (1 seed)"
 
 

@@ -54,11 +54,11 @@ def no_difference(ours: Sequence[float], theirs: Sequence[float], *, margin: flo
 
 
 def percent(values: Sequence[float], digits: int = 1) -> str:
-    """The mean of shares in per cent, with its interval."""
+    """The mean of shares in per cent, with what of its interval lies between 0 and 100."""
     mean = 100 * sum(values) / len(values)
     if len(values) == 1:
         return f"{mean:.{digits}f} % (1 seed)"
-    low, high = (100 * end for end in t_interval(values))
+    low, high = (100 * min(1, max(0, end)) for end in t_interval(values))
     return f"{mean:.{digits}f} % (95 % interval {low:.{digits}f} to {high:.{digits}f}, {len(values)} seeds)"
 
 
