@@ -12,6 +12,7 @@ from kvshift import KVShift
 from kvshift.lab.config import from_json, to_json
 from kvshift.lab.errors import LabError
 from kvshift.lab.gpt2 import GPT2Options, LabGPT2, build_gpt2
+from kvshift.lab.loading import load_weights
 from kvshift.lab.tasks import HopConfig, HopTask, MQARConfig, MQARTask
 
 from ..models.retrofit.reference import gpt2_hidden
@@ -124,6 +125,12 @@ def test_a_saved_model_is_the_same_bit_for_bit(tmp_path, options: GPT2Options):
         got, expected = (m(input_ids=rows.input_ids, labels=rows.labels) for m in (loaded, model))
         assert torch.equal(got.logits, expected.logits)
         assert torch.equal(got.loss, expected.loss)
+
+
+def test_the_lab_loads_it_though_it_cannot_generate(tmp_path):
+    model, ids = built(SMALL).eval(), batch().input_ids
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load_weights(tmp_path, device="cpu")(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
 def test_another_class_refuses_the_folder(tmp_path):

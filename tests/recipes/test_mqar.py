@@ -94,6 +94,15 @@ def test_one_seed_that_does_not_answer_fails_the_claim():
     assert found["vanilla, 1 layer, does not"] == "fails"
 
 
+@pytest.mark.parametrize(("vocab_size", "direction"), [(128, "not shown"), (8192, "fails")])
+def test_two_plain_layers_fail_at_the_size_of_zoology_alone(vocab_size: int, direction: str):
+    given = [
+        replace(one, options={**one.options, "task": {**one.options["task"], "vocab_size": vocab_size}})
+        for one in records({(2, False): 0.3})
+    ]
+    assert directions(given)["vanilla, 2 layers, answers"] == direction
+
+
 @pytest.mark.parametrize(("ours", "theirs", "direction"), [(50, 200, "holds"), (200, 50, "fails")])
 def test_sooner_by_steps_to_the_level(ours: int, theirs: int, direction: str):
     given = [one for one in records() if one.options["model"]["layers"] == 1]
