@@ -82,8 +82,8 @@ def names_in(formula: str) -> list[str]:
     return [found[0] or found[1] for found in re.findall(r"'([^']+)'|\"([^\"]+)\"", formula)]
 
 
-def evaluated(formulas: Formulas) -> dict[str, int]:
-    """Every quantity, mod 23."""
+def evaluated(formulas: Formulas, modulus: int = 23) -> dict[str, int]:
+    """Every quantity, by the modulus."""
     values: dict[str, int] = {}
 
     def value(name: str) -> int:
@@ -93,7 +93,7 @@ def evaluated(formulas: Formulas) -> dict[str, int]:
             for each, number in known.items():
                 text = text.replace(each, number)
             assert re.fullmatch(r"[0-9 +*()-]+", text), text
-            values[name] = eval(text) % 23
+            values[name] = eval(text) % modulus
         return values[name]
 
     for name in formulas:

@@ -16,13 +16,20 @@ from .reading import solution_text
 RIGHT = {"paper": True, "strict": True}
 LENIENT = {"paper": True, "strict": False}
 WRONG = {"paper": False, "strict": False}
+GENERATORS = ("kamino", "kamino, random letters", "igsm")
 
 
-def drawn(generator: str, ops: int, count: int) -> list[Problem]:
+def drawn(generator: str, ops: int, count: int, modulus: int = 23) -> list[Problem]:
+    """Of "kamino", "kamino, random letters" or "igsm"."""
     uniform = random.Random(f"{generator} {ops}").random
+    letters: kamino.Letters = "random" if "random" in generator else "in_order"
     found: list[Problem] = []
     while len(found) < count:
-        problem = kamino.draw(uniform, ops) if generator == "kamino" else igsm.draw(uniform, ops, 20)
+        problem = (
+            igsm.draw(uniform, ops, 20, modulus=modulus)
+            if generator == "igsm"
+            else kamino.draw(uniform, ops, letters=letters, modulus=modulus)
+        )
         if problem is not None:
             found.append(problem)
     return found
@@ -32,10 +39,11 @@ def asked_line(problem: Problem) -> int:
     return list(problem.definitions and [s.split(" as ")[0] for s in problem.solution]).index(f"Define {problem.asked}")
 
 
+@pytest.mark.parametrize("modulus", [23, 6])
 @pytest.mark.parametrize("ops", [1, 3, 8, 15])
-@pytest.mark.parametrize("generator", ["kamino", "igsm"])
-def test_every_true_solution_is_right(generator: str, ops: int):
-    for problem in drawn(generator, ops, 61):
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_every_true_solution_is_right(generator: str, ops: int, modulus: int):
+    for problem in drawn(generator, ops, 61, modulus):
         assert is_right(problem, solution_text(problem)) == RIGHT
         assert is_right(problem, " \n ".join(problem.solution)) == RIGHT
         assert is_right(problem, " ".join(problem.solution)) == RIGHT
@@ -48,30 +56,31 @@ def test_what_follows_the_answer_counts_in_neither(generator: str):
             assert is_right(problem, f"{solution_text(problem)}\n{junk}") == RIGHT
 
 
+@pytest.mark.parametrize(("modulus", "change"), [(23, 1), (7, 1), (7, 7)])
 @pytest.mark.parametrize("generator", ["kamino", "igsm"])
-def test_a_wrong_number_anywhere_is_caught(generator: str):
-    """Each number in turn is made another: in the line of the answer's value nobody accepts it."""
-    for problem in drawn(generator, 6, 31):
+def test_a_wrong_number_anywhere_is_caught(generator: str, modulus: int, change: int):
+    """Each number in turn is made another, or not reduced: in the line of the answer's value nobody accepts it."""
+    for problem in drawn(generator, 6, 31, modulus):
         last = asked_line(problem)
         for at, sentence in enumerate(problem.solution[: last + 1]):
             words = sentence.split(" ")
             for place, word in enumerate(words):
                 if not word.isdigit():
                     continue
-                changed = [*words[:place], str((int(word) + 1) % 23), *words[place + 1 :]]
+                changed = [*words[:place], str((int(word) + change) % 23), *words[place + 1 :]]
                 text = "\n".join([*problem.solution[:at], " ".join(changed), *problem.solution[at + 1 :]])
                 is_answer = at == last and place == len(words) - 2
                 assert is_right(problem, text) == (WRONG if is_answer else LENIENT)
 
 
-@pytest.mark.parametrize("generator", ["kamino", "igsm"])
+@pytest.mark.parametrize("generator", GENERATORS)
 def test_a_wrong_letter_anywhere_is_caught(generator: str):
     """A letter that stands for something is exchanged for one that stands for nothing."""
     for problem in drawn(generator, 6, 31):
         last = asked_line(problem)
         unused = (
             "Q"
-            if generator == "kamino"
+            if generator == "kamino"  # its own are a ... f
             else next(c for c in "QRSTUVWXYZ" if f" {c} " not in " ".join(problem.solution))
         )
         for at, sentence in enumerate(problem.solution[: last + 1]):
@@ -151,6 +160,20 @@ def test_two_wrongs_that_give_the_right_value_are_caught():
     assert is_right(problem, start + more + end.format("5 + 5 + 2")) == LENIENT
 
 
+def test_a_letter_used_before_is_caught():
+    """Random letters need no order, but each line a new one."""
+    for problem in drawn("kamino, random letters", 6, 31):
+        last = asked_line(problem)
+        letters = [sentence.split(" as ")[1][0] for sentence in problem.solution]
+        for at in range(1, last + 1):
+            repeated = problem.solution[at].replace(
+                f" as {letters[at]} ; so {letters[at]} ", f" as {letters[0]} ; so {letters[0]} "
+            )
+            assert repeated != problem.solution[at]
+            text = "\n".join([*problem.solution[:at], repeated, *problem.solution[at + 1 :]])
+            assert is_right(problem, text) == LENIENT
+
+
 def test_subtraction_has_an_order():
     names = [f"{item} in each School" for item in ("One High", "Two High", "Three High", "Four High")]
     rules = {
@@ -193,6 +216,20 @@ def test_igsm_steps_may_be_split_otherwise():
         "so c = 3 * R = 3 * 5 = 15.",
     ):
         assert is_right(problem, start + wrong) == LENIENT
+
+
+@pytest.mark.parametrize(("modulus", "judged"), [(5, RIGHT), (7, LENIENT)])
+def test_what_is_the_same_depends_on_the_modulus(modulus: int, judged: dict[str, bool]):
+    """c = p, computed as 6 p: mod 5 that is the same, mod 7 only where p is 0, as here."""
+    definitions = {
+        "H 's A": igsm.Instance((), number=0, modulus=modulus),
+        "H 's C": igsm.Instance(("H 's A",), modulus=modulus),
+    }
+    problem = Problem((), "", (), (), "H 's C", {"H 's A": 0, "H 's C": 0}, definitions, "")
+    start = "Define H's A as p; so p = 0. Define H's C as c; "
+    assert is_right(problem, start + "so c = p = 0.") == RIGHT
+    sums = "R = p + p = 0 + 0 = 0; S = R + R = 0 + 0 = 0; T = S + p = 0 + 0 = 0; so c = T + p = 0 + 0 = 0."
+    assert is_right(problem, start + sums) == judged
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,13 @@ def test_values_may_take_several_tokens(tmp_path: Path):
         assert text_of(encoder, [encoded.solution[at] for at in encoded.values]) == "".join(results)
 
 
+def test_values_are_whole_where_those_below_the_modulus_are(tmp_path: Path):
+    """Two digits are never merged."""
+    train_bpe(iter(["0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5 6 7 8 9"]), 268).save_pretrained(tmp_path)
+    assert make_encoder(str(tmp_path), Layout(), modulus=10).whole_values
+    assert not make_encoder(str(tmp_path), Layout(), modulus=11).whole_values
+
+
 @pytest.mark.parametrize("kind", ["words", "bpe"])
 def test_markers_stand_where_ye_et_al_have_them(kind: str, folder: Path):
     encoder = make_encoder("words" if kind == "words" else str(folder), Layout(markers=True))

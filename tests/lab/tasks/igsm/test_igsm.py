@@ -17,11 +17,11 @@ from .reading import defined, evaluated, igsm_formulas, names_in, problem_text, 
 CATEGORIES = {item: category.name for system in SYSTEMS for category in system for item in category.items}
 
 
-def drawn(ops: int, count: int, *, max_edges: int = 20, seed: int = 0) -> list[Problem]:
+def drawn(ops: int, count: int, *, max_edges: int = 20, seed: int = 0, modulus: int = 23) -> list[Problem]:
     uniform = random.Random(seed).random
     found: list[Problem] = []
     while len(found) < count:
-        problem = igsm.draw(uniform, ops, max_edges)
+        problem = igsm.draw(uniform, ops, max_edges, modulus=modulus)
         if problem is not None:
             found.append(problem)
     return found
@@ -45,11 +45,14 @@ def operations(formula: str) -> int:
     return max(1, len(names_in(formula)) + bool(re.match(r"\d", formula)) - 1)
 
 
-@pytest.mark.parametrize(("ops", "max_edges"), [(1, 20), (5, 20), (15, 20), (21, 28)])
-def test_texts_say_what_the_graph_says(ops: int, max_edges: int):
-    for problem in drawn(ops, 17, max_edges=max_edges):
+@pytest.mark.parametrize(
+    ("ops", "max_edges", "modulus"),
+    [(1, 20, 23), (5, 20, 23), (15, 20, 23), (21, 28, 23), (5, 20, 2), (15, 20, 6), (15, 20, 7)],
+)
+def test_texts_say_what_the_graph_says(ops: int, max_edges: int, modulus: int):
+    for problem in drawn(ops, 17, max_edges=max_edges, modulus=modulus):
         formulas = igsm_formulas(problem_text(problem), CATEGORIES)
-        values = evaluated(formulas)
+        values = evaluated(formulas, modulus)
         assert values == {name.replace(" 's", "'s"): value for name, value in problem.values.items()}
         need = needed(formulas, asked(problem))
         assert sum(operations(formulas[name]) for name in need) == ops
@@ -64,8 +67,9 @@ def test_texts_say_what_the_graph_says(ops: int, max_edges: int):
             before.add(name)
 
 
-def test_every_step_has_one_sign_and_a_new_letter():
-    for problem in drawn(15, 23, seed=1):
+@pytest.mark.parametrize("modulus", [23, 5])
+def test_every_step_has_one_sign_and_a_new_letter(modulus: int):
+    for problem in drawn(15, 23, seed=1, modulus=modulus):
         values: dict[str, int] = {}
         letters: list[str] = []
         for sentence in solution_text(problem).split("\n"):
@@ -75,7 +79,7 @@ def test_every_step_has_one_sign_and_a_new_letter():
                 assert equation.startswith("so ") == (equation is equations[-1])
                 numbers = re.sub(r"[A-Za-z]", lambda found, known=values: str(known[found[0]]), first)
                 sides = [first] if numbers == first else [first, numbers]
-                expected = [*dict.fromkeys([*sides, str(eval(numbers) % 23)])]
+                expected = [*dict.fromkeys([*sides, str(eval(numbers) % modulus)])]
                 assert [first, *rest] == expected
                 assert len(re.findall(r"[+*-]", first)) <= 1
                 values[letter] = int(expected[-1])
@@ -102,12 +106,14 @@ def test_structures_are_within_their_bounds():
             assert any(names == [c.name for c in system][at : at + len(names)] for system in SYSTEMS for at in range(3))
 
 
-def test_rules_are_within_their_bounds():
-    rules = [r for p in drawn(12, 200, seed=3) for r in p.definitions.values() if isinstance(r, igsm.Instance)]
+@pytest.mark.parametrize("modulus", [23, 2, 6])
+def test_rules_are_within_their_bounds(modulus: int):
+    problems = drawn(12, 200, seed=3, modulus=modulus)
+    rules = [r for p in problems for r in p.definitions.values() if isinstance(r, igsm.Instance)]
     assert {len(rule.dependencies) for rule in rules} == {0, 1, 2, 3, 4}
     assert all(len(set(rule.dependencies)) == len(rule.dependencies) for rule in rules)
-    assert {rule.number for rule in rules if rule.times} == set(range(1, 23))
-    assert {rule.number for rule in rules if not rule.times} == {None, *range(23)}
+    assert {rule.number for rule in rules if rule.times} == set(range(1, modulus))
+    assert {rule.number for rule in rules if not rule.times} == {None, *range(modulus)}
     assert {len(rule.dependencies) for rule in rules if rule.minus} == {2}
     assert {rule.number is None for rule in rules if not rule.dependencies} == {False}
 
@@ -120,6 +126,8 @@ def test_an_abstract_quantity_by_hand():
     assert pens.value(values) == 11
     assert rooms.value({**values, "A 's Pen": 11}) == 15
     assert (pens.operations, rooms.operations) == (1, 3)
+    assert igsm.Abstract(pens.terms, modulus=7).value(values) == 4
+    assert igsm.Abstract(rooms.terms, modulus=7).value({**values, "A 's Pen": 4}) == 5  # 12 + 28
 
 
 def test_all_words_are_known():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import statistics
+import string
+from collections import Counter
 
 import pytest
 
@@ -14,9 +16,11 @@ from kvshift.lab.tasks.igsm.text import VOCABULARY
 from .reading import defined, evaluated, kamino_formulas, names_in, problem_text, solution_text
 
 
-def drawn(ops: int, count: int, seed: int = 0) -> list[Problem]:
+def drawn(
+    ops: int, count: int, seed: int = 0, *, letters: kamino.Letters = "in_order", modulus: int = 23
+) -> list[Problem]:
     uniform = random.Random(seed).random
-    return [kamino.draw(uniform, ops) for _ in range(count)]
+    return [kamino.draw(uniform, ops, letters=letters, modulus=modulus) for _ in range(count)]
 
 
 def needed(problem: Problem) -> set[str]:
@@ -34,26 +38,41 @@ def is_constant(problem: Problem, name: str) -> bool:
     return not problem.definitions[name].dependencies
 
 
-@pytest.mark.parametrize("ops", [1, 2, 3, 7, 15, 26])
-def test_texts_say_what_the_graph_says(ops: int):
-    for problem in drawn(ops, 23):
+@pytest.mark.parametrize(
+    ("ops", "modulus"), [(1, 23), (2, 23), (3, 23), (7, 23), (15, 23), (26, 23), (1, 2), (7, 6), (15, 7), (26, 22)]
+)
+def test_texts_say_what_the_graph_says(ops: int, modulus: int):
+    for problem in drawn(ops, 23, modulus=modulus):
         formulas = kamino_formulas(problem_text(problem))
         assert len(formulas) == ops == len(problem.statements) == len(problem.solution)
         assert {name: sorted(names_in(formula)) for name, formula in formulas.items()} == {
             name: sorted(rule.dependencies) for name, rule in problem.definitions.items()
         }
-        assert evaluated(formulas) == problem.values
+        assert evaluated(formulas, modulus) == problem.values
+        assert [value for *_, value in defined(solution_text(problem))] == list(problem.values.values())
 
 
-@pytest.mark.parametrize("ops", [1, 4, 13, 26])
-def test_solutions_define_everything_once_after_what_it_depends_on(ops: int):
-    for problem in drawn(ops, 19, seed=1):
+@pytest.mark.parametrize(
+    ("letters", "ops"), [("in_order", 1), ("in_order", 4), ("in_order", 13), ("in_order", 26), ("random", 40)]
+)
+def test_solutions_define_everything_once_after_what_it_depends_on(letters: kamino.Letters, ops: int):
+    for problem in drawn(ops, 19, seed=1, letters=letters):
         known: dict[str, int] = {}
+        assert len({letter for _, letter, _ in defined(solution_text(problem))}) == ops
         for at, (name, letter, value) in enumerate(defined(solution_text(problem))):
-            assert letter == chr(ord("a") + at)
+            assert letters == "random" or letter == chr(ord("a") + at)
             assert set(problem.definitions[name].dependencies) <= known.keys()
             known[name] = value
         assert known == problem.values
+
+
+def test_random_letters_are_all_alike_at_every_place():
+    problems = drawn(3, 2080, seed=7, letters="random")
+    for at in range(3):
+        counts = Counter(list(defined(solution_text(problem)))[at][1] for problem in problems)
+        assert set(counts) == set(string.ascii_letters)
+        statistic = sum((count - 40) ** 2 / 40 for count in counts.values())
+        assert statistic < 87.97  # chi-squared, 51 degrees of freedom: one in a thousand
 
 
 def test_a_solution_by_hand():
@@ -85,6 +104,23 @@ def test_a_solution_by_hand():
         "The number of Five High in each School is 7. "
         "How many One High does School have?"
     )
+
+
+def test_a_solution_by_another_modulus_with_random_letters():
+    """4 x 3 = 2 and 2 - 4 = 3, mod 5; letters as drawn."""
+    names = [f"{item} in each School" for item in ("One High", "Two High", "Three High")]
+    one, two, three = names
+    rules = {
+        one: kamino.Rule("-", (two, three), None, 5),
+        two: kamino.Rule("*", (three,), 3, 5),
+        three: kamino.Rule("constant", (), 4, 5),
+    }
+    problem = kamino.problem_of(rules, iter((0.0, 0.99, 0.5, *[0.0] * 9)).__next__, "random")
+    assert solution_text(problem).split("\n") == [
+        "Define Three High in each School as a; so a = 4.",
+        "Define Two High in each School as Z; so Z = 4 * 3 = 2.",
+        "Define One High in each School as B; so B = 2 - (4) = 3.",
+    ]
 
 
 def test_items_are_spread_over_the_categories():
@@ -127,6 +163,15 @@ def test_cut_graphs_fail_in_the_solution(max_operations: int, low: float, high: 
     assert low <= failed / 2000 <= high
 
 
+@pytest.mark.parametrize("modulus", [2, 7])
+def test_numbers_are_below_the_modulus(modulus: int):
+    uniform = random.Random(8).random
+    for problems in (drawn(9, 60, modulus=modulus), [kamino.as_printed(uniform, modulus=modulus) for _ in range(60)]):
+        rules = [rule for problem in problems for rule in problem.definitions.values() if isinstance(rule, kamino.Rule)]
+        assert {rule.number for rule in rules} == {None, *range(1, modulus)}
+        assert {value for problem in problems for value in problem.values.values()} == set(range(modulus))
+
+
 def test_rules_are_drawn_as_released():
     """Operations and numbers uniform; the last rule always a constant, the last but one half the time."""
     problems = drawn(12, 700, seed=5)
@@ -158,3 +203,7 @@ def test_more_quantities_than_letters_are_refused():
     rules = {f"Item {at} in each School": kamino.Rule("constant", (), 1) for at in range(27)}
     with pytest.raises(ValueError, match="at most 26 quantities, got 27"):
         kamino.problem_of(rules, lambda: 0.0)
+    assert len(kamino.problem_of(rules, lambda: 0.0, "random").solution) == 27
+    more = {f"Item {at} in each School": kamino.Rule("constant", (), 1) for at in range(41)}
+    with pytest.raises(ValueError, match="at most 40 quantities, got 41"):
+        kamino.problem_of(more, lambda: 0.0, "random")

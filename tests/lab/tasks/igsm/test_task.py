@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import string
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ TASKS: dict[str, Any] = {
     "markers": {**SMALL, "markers": True},
     "solutions": {**SMALL, "loss": "solutions"},
     "igsm": {**SMALL, "generator": "igsm", "length": 307},
+    "random letters": {**SMALL, "letters": "random", "modulus": 5},
+    "igsm, modulus": {**SMALL, "generator": "igsm", "length": 307, "modulus": 7},
     "as printed": {**SMALL, "as_printed": True, "max_operations": 9, "test_ops": 6, "length": 401},
 }
 
@@ -89,8 +92,9 @@ def test_values_are_labelled_so(name: str):
     values = batch.labels[batch.slices == 1]
     assert len(values) > 31
     guess = values.bincount().max() / len(values)
-    assert task.chance == {"values": 1 / 23}
-    assert guess < 0.16  # the most frequent value, of few: 0 where products are frequent
+    assert int(values.max()) - VOCABULARY.index("0") == task.config.modulus - 1
+    assert task.chance == {"values": 1 / task.config.modulus}
+    assert guess < task.chance["values"] + 0.117  # the most frequent value, of few: 0 where products are frequent
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -112,10 +116,12 @@ def test_questions_are_of_exactly_so_many_operations_and_begin_rows_of_training(
         assert task.judge(question, answer[:0]) == {"paper": False, "strict": False}
 
 
-@pytest.mark.parametrize("generator", ["kamino", "igsm"])
-def test_training_and_questions_never_meet(generator: str):
-    """Of few operations, where they would: keys are apart, the shares 16 and 7 of 23."""
-    config: dict[str, Any] = {"ops": 5, "test_ops": 5, "generator": generator}
+@pytest.mark.parametrize(
+    "options", [{}, {"generator": "igsm"}, {"letters": "random", "modulus": 5}, {"generator": "igsm", "modulus": 5}]
+)
+def test_training_and_questions_never_meet(options: dict[str, Any]):
+    """Of few operations, where they would: keys are apart, the shares 16 and 7 of 23, whatever the modulus."""
+    config: dict[str, Any] = {"ops": 5, "test_ops": 5, **options}
     task = IGSMTask(IGSMConfig(**config))
     uniform = random.Random(3).random
     trained = [task.draw(uniform, training=True) for _ in range(400)]
@@ -168,6 +174,15 @@ def test_kamino_rows_have_the_operations_asked_for():
     for row in task.batch(seeded(7), 29).input_ids.tolist():
         counts |= {problem.count(VOCABULARY.index("Define")) for problem in whole(row)}
     assert counts == {1, 2, 3}
+
+
+@pytest.mark.parametrize(("letters", "seen"), [("in_order", "abc"), ("random", string.ascii_letters)])
+def test_letters_that_training_has(letters: Any, seen: str):
+    task = IGSMTask(IGSMConfig(ops=3, test_ops=5, length=307, letters=letters))
+    uniform = random.Random(8).random
+    problems = [task.draw(uniform, training=True) for _ in range(300)]
+    found = {sentence.split(" as ")[1][0] for problem in problems for sentence in problem.solution}
+    assert found == set(seen)
 
 
 def test_problems_that_are_too_long_are_left_out():
@@ -242,6 +257,10 @@ def test_the_row_that_the_docstring_draws():
         ({"generator": "gsm"}, "igsm.generator must be one of kamino, igsm, got 'gsm'"),
         ({"ops": 0}, "igsm.ops must be 1 or more, got 0"),
         ({"ops": 27}, "igsm.ops must be 26 or less"),
+        ({"letters": "random", "ops": 41}, "igsm.ops must be 40 or less .there are 40 items., got 41"),
+        ({"letters": "shuffled"}, "igsm.letters must be one of in_order, random, got 'shuffled'"),
+        ({"modulus": 1}, r"igsm.modulus must be 2 \.\.\. 23, got 1"),
+        ({"modulus": 24}, r"igsm.modulus must be 2 \.\.\. 23, got 24"),
         ({"test_ops": 28}, "igsm.test_ops must be 26 or less .solutions name quantities a ... z., got 28"),
         ({"generator": "igsm", "test_ops": 53}, "igsm.test_ops must be 52 or less"),
         ({"temperature": -1.0}, "igsm.temperature must be 0 or more"),

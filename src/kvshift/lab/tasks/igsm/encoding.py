@@ -78,7 +78,7 @@ class Encoder(Protocol):
 
     @property
     def whole_values(self) -> bool:
-        """Whether each of the numbers 0 ... 22 is one token."""
+        """Whether each value is one token."""
         ...
 
     def encode(self, problems: Sequence[Problem]) -> list[Encoded]:
@@ -90,9 +90,13 @@ class Encoder(Protocol):
         ...
 
 
-def make_encoder(tokenizer: str, layout: Layout) -> Encoder:
-    """By name: "words", or a folder or a name on the hub that transformers loads a tokenizer from."""
-    return _Words(layout) if tokenizer == WORDS else _Subwords(tokenizer, layout)
+def make_encoder(tokenizer: str, layout: Layout, modulus: int = MODULUS) -> Encoder:
+    """By name: "words", or a folder or a name on the hub that transformers loads a tokenizer from.
+
+    Args:
+        modulus: values are 0 ... modulus - 1.
+    """
+    return _Words(layout) if tokenizer == WORDS else _Subwords(tokenizer, layout, modulus)
 
 
 class _Words:
@@ -134,7 +138,7 @@ class _Words:
 class _Subwords:
     """The tokens of a tokenizer; its end-of-text token ends solutions."""
 
-    def __init__(self, name: str, layout: Layout) -> None:
+    def __init__(self, name: str, layout: Layout, modulus: int) -> None:
         from kvshift.lab.data.tokenizers import load_tokenizer  # takes a second to import
 
         folder = Path(name).expanduser()
@@ -149,7 +153,7 @@ class _Subwords:
                 f"igsm.markers takes the tokens {_MARKS[0]} and {_MARKS[1]}, which the tokenizer {name!r} has not or "
                 "needs for texts: give markers no, or GPT-2's tokenizer"
             )
-        numbers = self.tokenizer([f" {number}" for number in range(MODULUS)], add_special_tokens=False)["input_ids"]
+        numbers = self.tokenizer([f" {number}" for number in range(modulus)], add_special_tokens=False)["input_ids"]
         self.whole_values = all(len(number) == 1 for number in numbers)
 
     def encode(self, problems: Sequence[Problem]) -> list[Encoded]:

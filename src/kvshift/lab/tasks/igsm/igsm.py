@@ -13,7 +13,7 @@ item holds is an *abstract* quantity: implied by the structure, never stated, to
     Define Drama Room's Backpack as d; so d = q = 7.
     Define Maple Street High's Backpack as k; so k = e * d = 9 * 7 = 17.
 
-The solution defines what is needed and nothing else; all is modulo 23.
+The solution defines what is needed and nothing else; all is modulo 23, or a smaller number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from itertools import pairwise
 
 from kvshift.lab.tasks.igsm.drawing import Uniform, chosen
 from kvshift.lab.tasks.igsm.names import SYSTEMS, Category
-from kvshift.lab.tasks.igsm.polynomial import Polynomial, combined, constant, quantity
+from kvshift.lab.tasks.igsm.polynomial import Polynomial, combined, constant, quantity, reduced
 from kvshift.lab.tasks.igsm.problem import Known, Problem, Step
 from kvshift.lab.tasks.igsm.text import LETTERS, MODULUS
 
@@ -40,12 +40,15 @@ class Instance:
 
     base      d_1,  d_1 + ... + d_n,  or (minus, n = 2) d_1 - d_2
     quantity  base,  r + base,  or (times) r base;  r alone where there are no dependencies
+
+    all modulo `modulus`.
     """
 
     dependencies: tuple[str, ...]
     minus: bool = False
     number: int | None = None
     times: bool = False
+    modulus: int = MODULUS
 
     @property
     def operations(self) -> int:
@@ -57,8 +60,8 @@ class Instance:
         first, *rest = [values[name] for name in self.dependencies] or [0]
         base = first - sum(rest) if self.minus else first + sum(rest)
         if self.number is None:
-            return base % MODULUS
-        return (self.number * base if self.times else self.number + base) % MODULUS
+            return base % self.modulus
+        return (self.number * base if self.times else self.number + base) % self.modulus
 
     def agrees(self, step: Step, known: Known) -> bool:
         """See `_agrees`."""
@@ -67,14 +70,18 @@ class Instance:
             base = combined(base, "-" if self.minus and at else "+", quantity(name))
         if self.number is not None:
             base = combined(constant(self.number), "*" if self.times else "+", base)
-        return _agrees(step, known, base)
+        return _agrees(step, known, base, self.modulus)
 
 
 @dataclass(frozen=True, slots=True)
 class Abstract:
-    """The sum of products that counts a category in an item: of the items it holds, times what each of them holds."""
+    """The sum of products that counts a category in an item: of the items it holds, times what each of them holds.
+
+    All modulo `modulus`.
+    """
 
     terms: tuple[tuple[str, ...], ...]
+    modulus: int = MODULUS
 
     @property
     def dependencies(self) -> tuple[str, ...]:
@@ -88,7 +95,7 @@ class Abstract:
 
     def value(self, values: Mapping[str, int]) -> int:
         """See `Definition.value`."""
-        return sum(math.prod(values[name] for name in term) for term in self.terms) % MODULUS
+        return sum(math.prod(values[name] for name in term) for term in self.terms) % self.modulus
 
     def agrees(self, step: Step, known: Known) -> bool:
         """See `_agrees`."""
@@ -98,7 +105,7 @@ class Abstract:
             for name in term:
                 product = combined(product, "*", quantity(name))
             total = combined(total, "+", product)
-        return _agrees(step, known, total)
+        return _agrees(step, known, total, self.modulus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +123,14 @@ class Structure:
     edges: tuple[tuple[int, int, int], ...]
 
 
-def draw(uniform: Uniform, ops: int, max_edges: int) -> Problem | None:
+def draw(uniform: Uniform, ops: int, max_edges: int, *, modulus: int = MODULUS) -> Problem | None:
     """A problem with `ops` operations, or None where the graph that was drawn has no quantity that takes as many."""
     structure = draw_structure(uniform, max_edges)
-    definitions, stated = _dependencies(structure, uniform)
+    definitions, stated = _dependencies(structure, uniform, modulus)
     asked = [name for name, count in _operations(definitions).items() if count == ops]
     if not asked:
         return None
-    return _problem(definitions, stated, asked[int(uniform() * len(asked))], uniform)
+    return _problem(definitions, stated, asked[int(uniform() * len(asked))], uniform, modulus)
 
 
 def draw_structure(uniform: Uniform, max_edges: int) -> Structure:
@@ -174,13 +181,15 @@ def _widths(uniform: Uniform, depth: int, narrow: int, wide: int, edges: int) ->
         widths[open_to[int(uniform() * len(open_to))]] += 1
 
 
-def _dependencies(structure: Structure, uniform: Uniform) -> tuple[dict[str, Instance | Abstract], list[str]]:
+def _dependencies(
+    structure: Structure, uniform: Uniform, modulus: int
+) -> tuple[dict[str, Instance | Abstract], list[str]]:
     """A definition of every quantity, each after those it depends on; and the names of those that are stated.
 
     Instance quantities come in random order. Each depends on up to four of those that are there by then, all sets of
     a size being as likely; an abstract quantity is there as soon as all of its parts are.
     """
-    waiting = _abstract(structure)
+    waiting = _abstract(structure, modulus)
     missing = {name: len(abstract.dependencies) for name, abstract in waiting.items()}
     users: dict[str, list[str]] = {}
     for name, abstract in waiting.items():
@@ -204,15 +213,15 @@ def _dependencies(structure: Structure, uniform: Uniform) -> tuple[dict[str, Ins
         dependencies = tuple(chosen(there, count, uniform))
         minus = count == 2 and uniform() < 0.5
         if count and uniform() < 0.5:
-            arrive(name, Instance(dependencies, minus))
+            arrive(name, Instance(dependencies, minus, modulus=modulus))
             continue
         times = count > 0 and uniform() < 0.5
-        number = 1 + int(uniform() * (MODULUS - 1)) if times else int(uniform() * MODULUS)
-        arrive(name, Instance(dependencies, minus, number, times))
+        number = 1 + int(uniform() * (modulus - 1)) if times else int(uniform() * modulus)
+        arrive(name, Instance(dependencies, minus, number, times, modulus))
     return definitions, stated
 
 
-def _abstract(structure: Structure) -> dict[str, Abstract]:
+def _abstract(structure: Structure, modulus: int) -> dict[str, Abstract]:
     """Every count of a category in an item of a layer above it that is not empty."""
     items, categories = structure.items, structure.categories
     held: dict[tuple[int, int], list[int]] = {}
@@ -224,12 +233,12 @@ def _abstract(structure: Structure) -> dict[str, Abstract]:
             parts = [items[layer + 1][below] for below in held.get((layer, above), ())]
             if parts:
                 counted = tuple((f"{name} 's {part}",) for part in parts)
-                found[f"{name} 's {categories[layer + 1].name}"] = Abstract(counted)
+                found[f"{name} 's {categories[layer + 1].name}"] = Abstract(counted, modulus)
             for category in categories[layer + 2 :]:
                 through = [part for part in parts if f"{part} 's {category.name}" in found]
                 if through:
                     terms = tuple((f"{name} 's {part}", f"{part} 's {category.name}") for part in through)
-                    found[f"{name} 's {category.name}"] = Abstract(terms)
+                    found[f"{name} 's {category.name}"] = Abstract(terms, modulus)
     return found
 
 
@@ -250,7 +259,7 @@ def _operations(definitions: Mapping[str, Instance | Abstract]) -> dict[str, int
 
 
 def _problem(
-    definitions: Mapping[str, Instance | Abstract], stated: Sequence[str], asked: str, uniform: Uniform
+    definitions: Mapping[str, Instance | Abstract], stated: Sequence[str], asked: str, uniform: Uniform, modulus: int
 ) -> Problem:
     needed = {asked}
     for name in reversed(list(definitions)):
@@ -259,7 +268,7 @@ def _problem(
     values: dict[str, int] = {}
     for name, definition in definitions.items():
         values[name] = definition.value(values)
-    writing = _Writing(values, uniform)
+    writing = _Writing(values, uniform, modulus)
     for name, definition in definitions.items():
         if name in needed:
             writing.define(name, definition)
@@ -301,6 +310,7 @@ class _Writing:
 
     values: Mapping[str, int]
     uniform: Uniform
+    modulus: int
     sentences: list[str] = field(default_factory=list)
     computed: list[bool] = field(default_factory=list)
     sketch: list[str] = field(default_factory=list)
@@ -321,7 +331,7 @@ class _Writing:
             count -= 1
             target = self._new_letter() if count else letter
             a, b = self._value_of[one], self._value_of[other]
-            value = (a * b if sign == "*" else a - b if sign == "-" else a + b) % MODULUS
+            value = (a * b if sign == "*" else a - b if sign == "-" else a + b) % self.modulus
             self._note(target, value, f"{self._mark_of[one]}{sign}{self._mark_of[other]}")
             numbers = f"= {a} {sign} {b} " if one.isalpha() or other.isalpha() else ""
             equations.append(f"{'' if count else 'so '}{target} = {one} {sign} {other} {numbers}= {value}")
@@ -367,7 +377,7 @@ class _Writing:
         self._mark_of[letter] = str(len(self.sketch))
 
 
-def _agrees(step: Step, known: Known, wanted: Polynomial) -> bool:
+def _agrees(step: Step, known: Known, wanted: Polynomial, modulus: int) -> bool:
     """Whether a step computes `wanted`, in whatever order and with whatever auxiliary letters.
 
     Each equation must read `X = expression [= the same in numbers] = value`: an expression is one letter or number, or
@@ -376,7 +386,7 @@ def _agrees(step: Step, known: Known, wanted: Polynomial) -> bool:
     found: dict[str, tuple[Polynomial, int]] = {}
 
     def operand(word: str) -> tuple[Polynomial, int] | None:
-        if word.isdigit() and word == str(int(word) % MODULUS):
+        if word.isdigit() and word == str(int(word) % modulus):
             return constant(int(word)), int(word)
         name = known.letters.get(word)
         return (quantity(name), known.values[name]) if name is not None else found.get(word)
@@ -397,10 +407,12 @@ def _agrees(step: Step, known: Known, wanted: Polynomial) -> bool:
             if sides[0][0].isalpha() or second.isalpha():
                 chain.append((str(value), sign, str(other[1])))
             polynomial = combined(polynomial, sign, other[0])
-            value = {"+": value + other[1], "-": value - other[1], "*": value * other[1]}[sign] % MODULUS
+            value = {"+": value + other[1], "-": value - other[1], "*": value * other[1]}[sign] % modulus
         if (str(value),) != chain[-1]:
             chain.append((str(value),))
         if sides != chain:
             return False
         found[target[0]] = polynomial, value
-    return step.equations[-1][0] == (step.letter,) and found[step.letter][0] == wanted
+    if step.equations[-1][0] != (step.letter,):
+        return False
+    return reduced(found[step.letter][0], modulus) == reduced(wanted, modulus)

@@ -10,7 +10,7 @@ product of up to three of those that are still left; so what comes later never d
     Define Trail Pack in each Backpack as b; so b = 3 * 4 = 12.
     Define Gel Pen in each Stationery as c; so c = 12 - (4) = 8.
 
-The solution defines every quantity, needed or not, those it depends on first; all is modulo 23.
+The solution defines every quantity, needed or not, those it depends on first; all is modulo 23, or a smaller number.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from kvshift.lab.tasks.igsm.names import SYSTEMS, Category
 from kvshift.lab.tasks.igsm.problem import Known, Problem, Step
 from kvshift.lab.tasks.igsm.text import LETTERS, MODULUS
 
-__all__ = ["MAX_OPS", "Rule", "UndefinedQuantityError", "as_printed", "draw", "problem_of", "solution_order"]
+__all__ = ["MAX_OPS", "Letters", "Rule", "UndefinedQuantityError", "as_printed", "draw", "problem_of", "solution_order"]
 
-MAX_OPS = 26
-"""Quantities that there are letters for: kaminocode/iGSM names them a ... z."""
+Letters = Literal["in_order", "random"]
+MAX_OPS: dict[Letters, int] = {"in_order": 26, "random": 40}
+"""Quantities that there are letters for, a ... z in kaminocode/iGSM; and items for, ten in each of four categories."""
 _MOST_DEPENDENCIES = 3
 _CATEGORIES = SYSTEMS[0]
 
@@ -48,12 +49,13 @@ class Rule:
     *           d_1 ... d_n c
     -           d_1 - (d_2 + ... + d_n + c)
 
-    all mod 23.
+    all modulo `modulus`.
     """
 
     operation: Operation
     dependencies: tuple[str, ...]
     number: int | None
+    modulus: int = MODULUS
 
     def operands(self, values: Mapping[str, int]) -> list[int]:
         """Values of the dependencies, then the number."""
@@ -64,10 +66,10 @@ class Rule:
         """See `Definition.value`."""
         operands = self.operands(values)
         if self.operation == "*":
-            return math.prod(operands) % MODULUS
+            return math.prod(operands) % self.modulus
         if self.operation == "-":
-            return (operands[0] - sum(operands[1:])) % MODULUS
-        return sum(operands) % MODULUS
+            return (operands[0] - sum(operands[1:])) % self.modulus
+        return sum(operands) % self.modulus
 
     def agrees(self, step: Step, known: Known) -> bool:
         """`letter = expression = value` (constants: `letter = value`) with the operands' values, in any order but for
@@ -82,12 +84,20 @@ class Rule:
         return len(sides) == 2 and _same_operands(sides[0], self.operation, operands)
 
 
-def draw(uniform: Uniform, ops: int) -> Problem:
+def draw(uniform: Uniform, ops: int, *, letters: Letters = "in_order", modulus: int = MODULUS) -> Problem:
     """A problem with `ops` quantities: items drawn over the four categories, at least one of each where ops >= 4."""
-    return problem_of(_rules(_items(uniform, ops), uniform, ops), uniform)
+    return problem_of(_rules(_items(uniform, ops), uniform, ops, modulus), uniform, letters)
 
 
-def as_printed(uniform: Uniform, *, max_operations: int = 15, min_items: int = 1, max_items: int = 3) -> Problem:
+def as_printed(
+    uniform: Uniform,
+    *,
+    max_operations: int = 15,
+    min_items: int = 1,
+    max_items: int = 3,
+    letters: Letters = "in_order",
+    modulus: int = MODULUS,
+) -> Problem:
     """A problem by the released law: min_items ... max_items items of each category, cut at `max_operations` rules.
 
     Raises:
@@ -97,7 +107,7 @@ def as_printed(uniform: Uniform, *, max_operations: int = 15, min_items: int = 1
     for category in _CATEGORIES:
         count = min_items + int(uniform() * (max_items - min_items + 1))
         quantities += _quantities(category, chosen(category.items, count, uniform))
-    return problem_of(_rules(quantities, uniform, max_operations), uniform)
+    return problem_of(_rules(quantities, uniform, max_operations, modulus), uniform, letters)
 
 
 def solution_order(rules: Mapping[str, Rule]) -> list[str]:
@@ -123,13 +133,18 @@ def solution_order(rules: Mapping[str, Rule]) -> list[str]:
     return list(order)
 
 
-def problem_of(rules: Mapping[str, Rule], uniform: Uniform) -> Problem:
-    """The texts for a graph: statements shuffled, and a quantity to ask for; both are drawn."""
-    if len(rules) > MAX_OPS:
-        raise ValueError(f"a problem has at most {MAX_OPS} quantities, got {len(rules)}")
+def problem_of(rules: Mapping[str, Rule], uniform: Uniform, letters: Letters = "in_order") -> Problem:
+    """The texts for a graph: statements shuffled, and a quantity to ask for; both are drawn.
+
+    Args:
+        letters: of the solution's lines: a, b, c ..., or drawn from a ... z, A ... Z, none twice.
+    """
+    if len(rules) > MAX_OPS[letters]:
+        raise ValueError(f"a problem has at most {MAX_OPS[letters]} quantities, got {len(rules)}")
+    names = LETTERS if letters == "in_order" else chosen(LETTERS, len(rules), uniform)
     values: dict[str, int] = {}
     solution: list[str] = []
-    for letter, name in zip(LETTERS, solution_order(rules), strict=False):
+    for letter, name in zip(names, solution_order(rules), strict=False):
         rule = rules[name]
         values[name] = rule.value(values)
         solution.append(f"Define {name} as {letter} ; so {letter} ={_expression(rule, values)} {values[name]} .")
@@ -166,7 +181,7 @@ def _quantities(category: Category, items: list[str]) -> list[str]:
     return [f"{item} in each {category.name}" for item in items]
 
 
-def _rules(quantities: list[str], uniform: Uniform, max_operations: int) -> dict[str, Rule]:
+def _rules(quantities: list[str], uniform: Uniform, max_operations: int, modulus: int) -> dict[str, Rule]:
     left = list(quantities)
     rules: dict[str, Rule] = {}
     while left and len(rules) < max_operations:
@@ -175,8 +190,8 @@ def _rules(quantities: list[str], uniform: Uniform, max_operations: int) -> dict
         left.pop()
         count = int(uniform() * (min(_MOST_DEPENDENCIES, len(left)) + 1))
         operation: Operation = "constant" if count == 0 else ("+", "-", "*")[int(uniform() * 3)]
-        number = 1 + int(uniform() * (MODULUS - 1)) if count < 2 else None
-        rules[name] = Rule(operation, tuple(chosen(left, count, uniform)), number)
+        number = 1 + int(uniform() * (modulus - 1)) if count < 2 else None
+        rules[name] = Rule(operation, tuple(chosen(left, count, uniform)), number, modulus)
     return rules
 
 

@@ -1,22 +1,20 @@
-"""Polynomials over the integers mod 23 in named quantities: two ways to write one computation are one polynomial.
+"""Polynomials in named quantities: two ways to write one computation are one polynomial, reduced by the modulus.
 
-A polynomial is a dict of coefficients 1 ... 22 by monomial; a monomial is the sorted tuple of its names.
+A polynomial is a dict of integer coefficients by monomial; a monomial is the sorted tuple of its names.
 
     2 x y + 5    {("x", "y"): 2, (): 5}
 """
 
 from __future__ import annotations
 
-from kvshift.lab.tasks.igsm.text import MODULUS
-
-__all__ = ["Polynomial", "combined", "constant", "quantity"]
+__all__ = ["Polynomial", "combined", "constant", "quantity", "reduced"]
 
 Polynomial = dict[tuple[str, ...], int]
 
 
 def constant(number: int) -> Polynomial:
     """A number."""
-    return _reduced({(): number})
+    return {(): number}
 
 
 def quantity(name: str) -> Polynomial:
@@ -32,14 +30,15 @@ def combined(one: Polynomial, sign: str, other: Polynomial) -> Polynomial:
             for right, b in other.items():
                 names = tuple(sorted(left + right))
                 product[names] = product.get(names, 0) + a * b
-        return _reduced(product)
+        return product
     if sign not in ("+", "-"):
         raise ValueError(f"sign must be +, - or *, got {sign!r}")
     total = dict(one)
     for names, b in other.items():
         total[names] = total.get(names, 0) + (b if sign == "+" else -b)
-    return _reduced(total)
+    return total
 
 
-def _reduced(polynomial: Polynomial) -> Polynomial:
-    return {names: number % MODULUS for names, number in polynomial.items() if number % MODULUS}
+def reduced(polynomial: Polynomial, modulus: int) -> Polynomial:
+    """With coefficients 1 ... modulus - 1."""
+    return {names: number % modulus for names, number in polynomial.items() if number % modulus}

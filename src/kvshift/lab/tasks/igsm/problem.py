@@ -50,7 +50,7 @@ class Definition(Protocol):
         ...
 
     def value(self, values: Mapping[str, int]) -> int:
-        """From the values of the dependencies; 0 ... 22."""
+        """From the values of the dependencies; 0 ... modulus - 1."""
         ...
 
     def agrees(self, step: Step, known: Known) -> bool:

@@ -74,6 +74,11 @@ class IGSMConfig:
     """Ye et al.'s form: token 222, problem, 223, solution, end token, and no newlines. (The vocabulary of words has
     two tokens of its own for this.) No: statements, question and each sentence of the solution on lines of their own,
     and the end token."""
+    modulus: int = MODULUS
+    """Values are 0 ... modulus - 1; 2 ... 23. The tokenizer "words" has the numbers to 22 in any case."""
+    letters: Literal["in_order", "random"] = "in_order"
+    """kamino only. in_order: solutions name quantities a, b, c ..., as in the released code; what is asked past `ops`
+    needs letters that never occur in training. random: letters are drawn from a ... z, A ... Z, as igsm always does."""
     max_edges: int = 20
     """igsm only: most instance quantities of a structure; Ye et al.: 20 with at most 15 operations, 28 with 21."""
     as_printed: bool = False
@@ -94,11 +99,9 @@ class IGSMConfig:
         check_at_least(
             "igsm", self, ops=1, test_ops=1, length=2, max_edges=1, max_items=1, max_operations=1, temperature=0
         )
-        most, why = (
-            (kamino.MAX_OPS, "solutions name quantities a ... z")
-            if self.generator == "kamino"
-            else (_MOST_IGSM_OPS, "each takes one of the letters a ... z, A ... Z")
-        )
+        if self.modulus < 2 or self.modulus > MODULUS:
+            raise LabError(f"igsm.modulus must be 2 ... {MODULUS}, got {self.modulus}")
+        most, why = self._most_ops()
         for name in ("ops", "test_ops"):
             if getattr(self, name) > most:
                 raise LabError(f"igsm.{name} must be {most} or less ({why}), got {getattr(self, name)}")
@@ -108,11 +111,14 @@ class IGSMConfig:
             raise LabError(f"igsm.as_printed is for the generator kamino, got {self.generator}")
         if self.max_items > 10:
             raise LabError(f"igsm.max_items must be 10 or less (items of a category), got {self.max_items}")
-        if self.as_printed and min(4 * self.max_items, self.max_operations) > kamino.MAX_OPS:
-            raise LabError(
-                f"igsm.max_operations must be {kamino.MAX_OPS} or less (solutions name quantities a ... z), got "
-                f"{self.max_operations}"
-            )
+        if self.as_printed and min(4 * self.max_items, self.max_operations) > most:
+            raise LabError(f"igsm.max_operations must be {most} or less ({why}), got {self.max_operations}")
+
+    def _most_ops(self) -> tuple[int, str]:
+        if self.generator == "igsm":
+            return _MOST_IGSM_OPS, "each takes one of the letters a ... z, A ... Z"
+        in_order = self.letters == "in_order"
+        return kamino.MAX_OPS[self.letters], "solutions name quantities a ... z" if in_order else "there are 40 items"
 
 
 class IGSMTask:
@@ -130,7 +136,7 @@ class IGSMTask:
     end token with them. They are of rows as in training, drawn anew. What precedes a token is always right there, which
     it is not when a model answers by itself.
 
-    Chance, for values: the guesser names any of the 23 values, 1 / 23. There is none where the tokenizer writes some
+    Chance, for values: the guesser names any of the values, 1 / modulus. There is none where the tokenizer writes some
     value in several tokens.
     """
 
@@ -138,13 +144,13 @@ class IGSMTask:
 
     def __init__(self, config: IGSMConfig) -> None:
         self.config = config
-        self.encoder = make_encoder(config.tokenizer, Layout(config.order, config.markers))
+        self.encoder = make_encoder(config.tokenizer, Layout(config.order, config.markers), config.modulus)
         self.vocab_size = self.encoder.vocab_size
         self.length = config.length
         self.end_token = self.encoder.end_token
         self.max_new_tokens = config.max_new_tokens or config.length
         self.temperature = config.temperature
-        self.chance = {"values": 1 / MODULUS} if self.encoder.whole_values else {}
+        self.chance = {"values": 1 / config.modulus} if self.encoder.whole_values else {}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
         """The next `batch_size` rows; see `Task.batch`."""
@@ -205,14 +211,20 @@ class IGSMTask:
 
     def _of_ops(self, uniform: Uniform, ops: int) -> Problem | None:
         """A problem of so many operations, or None where the graph that was drawn cannot be one."""
-        if self.config.generator == "kamino":
-            return kamino.draw(uniform, ops)
-        return igsm.draw(uniform, ops, self.config.max_edges)
+        config = self.config
+        if config.generator == "kamino":
+            return kamino.draw(uniform, ops, letters=config.letters, modulus=config.modulus)
+        return igsm.draw(uniform, ops, config.max_edges, modulus=config.modulus)
 
     def _as_printed(self, uniform: Uniform) -> Problem | None:
+        config = self.config
         try:
             return kamino.as_printed(
-                uniform, max_operations=self.config.max_operations, max_items=self.config.max_items
+                uniform,
+                max_operations=config.max_operations,
+                max_items=config.max_items,
+                letters=config.letters,
+                modulus=config.modulus,
             )
         except kamino.UndefinedQuantityError:
             return None
