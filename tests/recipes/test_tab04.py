@@ -23,6 +23,7 @@ def records(setting: str, ours: list[float], theirs: list[float]) -> list[Record
         made_up(
             f"{model}, {setting}",
             seed,
+            options={"task": {"modulus": 5 if setting == "Tr2-Te3" else 23}},
             curve={"step": [2, 4], "loss": [2.0, 1.0], "solution": [0.5, 0.9], "values": [0.04, share]},
             answers={
                 "paper": {"share": share, "stderr": 0.01, "questions": 100},
@@ -45,6 +46,9 @@ def test_both_models_see_the_same(preset: str):
         assert theirs.config.model.shift_targets == ()
         assert replace(ours.config, model=theirs.config.model) == theirs.config
         assert replace(ours.config.model, shift_targets=()) == theirs.config.model
+        assert isinstance(ours.config.task, IGSMConfig)
+        assert ours.config.task.letters == "random"  # in order, those of longer problems would be new
+        assert ours.config.task.modulus == (23 if preset == "paper" else 5)
 
 
 def test_the_paper_settings_are_those_stated():
@@ -88,7 +92,7 @@ def test_each_setting_is_judged_by_its_own_interval(ours: list[float], theirs: l
 
 
 def test_a_miniature_is_not_compared_with_print():
-    (claim,) = RECIPE.claims(records("Tr3-Te4", [0.3, 0.31], [0.2, 0.22]))
+    (claim,) = RECIPE.claims(records("Tr2-Te3", [0.3, 0.31], [0.2, 0.22]))
     assert claim.paper.endswith("(Tr12-Te15)")
     assert "miniature" in claim.size
 
@@ -102,7 +106,11 @@ def test_the_figure_has_both_models_and_what_is_in_print():
     assert crosses == sorted(share for shares in tab04.PAPER_SHARES.values() for share in shares.values())
     assert [axes.get_title() for axes in right] == ["Tr12-Te15", "Tr21-Te24"]
     assert right[0].get_legend_handles_labels()[1] == ["KV-shift", "vanilla", "chance"]
-    assert not any(line.get_marker() == "x" for line in RECIPE.plot(records("Tr3-Te4", [0.3], [0.2])).axes[0].lines)
+    small = RECIPE.plot(records("Tr2-Te3", [0.3], [0.2])).axes
+    assert not any(line.get_marker() == "x" for line in small[0].lines)
+    for axes, chance in ((right[0], 1 / 23), (small[1], 1 / 5)):
+        (guess,) = [line for line in axes.lines if line.get_label() == "chance"]
+        assert np.asarray(guess.get_ydata()).tolist() == [chance, chance]
 
 
 def test_a_run_of_smoke(tmp_path: Path):

@@ -26,15 +26,12 @@ PAPER_SHARES = {
     "Tr12-Te15": {"vanilla": 0.8154, "KV-shift": 0.8909},
     "Tr21-Te24": {"vanilla": 0.8711, "KV-shift": 0.9062},
 }
-CHANCE = 1 / 23
-"""Of the result of a computation."""
-
 _OPTIMIZER = OptimizerConfig(
     learning_rate=2e-4, schedule="cosine", min_lr_ratio=0.01, warmup_steps=1000, beta2=0.98, weight_decay=0.05
 )
 TR12 = TaskTrainConfig(
     out=Path(),
-    task=IGSMConfig(ops=12, test_ops=15, tokenizer="gpt2"),
+    task=IGSMConfig(ops=12, test_ops=15, tokenizer="gpt2", letters="random"),
     optimizer=_OPTIMIZER,
     steps=100_000,
     batch_size=32,
@@ -48,27 +45,27 @@ TR12 = TaskTrainConfig(
 )
 TR21 = replace(
     TR12,
-    task=IGSMConfig(ops=21, test_ops=24, tokenizer="gpt2"),
+    task=IGSMConfig(ops=21, test_ops=24, tokenizer="gpt2", letters="random"),
     optimizer=replace(_OPTIMIZER, weight_decay=0.03),
     steps=200_000,
     accumulation=8,  # 256 rows a step
 )
 LAPTOP = replace(
     TR12,
-    task=IGSMConfig(ops=3, test_ops=4, length=160, loss="solutions", max_new_tokens=96),
-    optimizer=replace(_OPTIMIZER, learning_rate=5e-3, warmup_steps=150),
-    steps=2800,
+    task=IGSMConfig(ops=2, test_ops=3, length=104, loss="solutions", max_new_tokens=72, letters="random", modulus=5),
+    optimizer=replace(_OPTIMIZER, learning_rate=4e-3, warmup_steps=200),
+    steps=2000,
     batch_size=16,
     accumulation=1,
     eval_every=200,
-    eval_rows=256,
+    eval_rows=512,
     save_every=1000,
     data_workers=0,
     questions=1000,
 )
 SMOKE = replace(
     LAPTOP,
-    task=IGSMConfig(ops=2, test_ops=3, length=96, max_new_tokens=5),
+    task=IGSMConfig(ops=2, test_ops=3, length=96, max_new_tokens=5, letters="random", modulus=5),
     optimizer=replace(_OPTIMIZER, warmup_steps=1),
     steps=4,
     batch_size=4,
@@ -157,7 +154,9 @@ def plot(records: Sequence[Record]) -> Figure:
             }
             for model in MODELS
         }
-        draw_accuracy(axes, curves, title=setting, ylabel="accuracy of computed values", chance=CHANCE)
+        record = next(iter(models[f"{next(iter(MODELS))}, {setting}"].values()))
+        chance = 1 / record.options["task"]["modulus"]
+        draw_accuracy(axes, curves, title=setting, ylabel="accuracy of computed values", chance=chance)
     return figure
 
 
@@ -187,7 +186,7 @@ RECIPE = Recipe(
     source="Table 4, Appendix E.2",
     presets={
         "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="about 10 minutes on two cores"),
+        "laptop": Preset(seeds=3, cost="about 5 minutes on two cores"),
         "paper": Preset(seeds=1, cost="4 runs of days each on one GPU; not measured"),
     },
     jobs=jobs,
@@ -202,8 +201,14 @@ RECIPE = Recipe(
         "tested on; docs/tasks.md says what was done instead, and how its problems are parted.",
         "With our names and GPT-2's tokens, 96 % of the problems of 24 operations are longer than 1,024 tokens, and "
         "28 % of those of 21, which training leaves out: answers go on past the context of training.",
+        "The released code names quantities a, b, c ... in order: training up to 12 operations never has the letters "
+        "m, n and o, which 15 operations need: no solution that long could be right in every step. Here all presets "
+        "draw letters at random (letters=random); letters=in_order is the released form.",
         'The paper\'s rule asks only for one step with the right quantity and value. "Every step right" also asks for '
-        "new letters, and those past the largest number of operations in training never occur there.",
-        "The laptop trains up to 3 operations and asks for 4, with words for tokens and labels on solutions only.",
+        "new letters, and a model that always writes the likeliest one may repeat itself.",
+        "The laptop trains up to 2 operations and asks for 3, modulo 5 instead of 23, with words for tokens and labels "
+        "on solutions only. A guess of the number is right once in 5. Of 2,000 questions 61 % asked for a constant, "
+        "which its statement gives: to copy those and guess the others would have 69 % right. Solutions stop at the "
+        "length of training: in a trial, KV shift wrote 297 lines where 450 were due.",
     ),
 )
