@@ -36,6 +36,8 @@ class Counting:
             file.write("x")
         if self.ends == "badly":
             raise LabError("the beads are lost")
+        if self.ends == "faulty":
+            _ = 1 / 0
         if self.ends == "interrupted":
             raise InterruptedRunError("told to end")
         found = {

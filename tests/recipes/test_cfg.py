@@ -35,7 +35,7 @@ def records(
                     label,
                     seed,
                     curve=STEPS,
-                    options={"task": {"name": "cfg", **to_json(cfg.SMOKE.task)}},
+                    options={"task": {"name": "cfg", **to_json(cfg.SMOKE.task)}, "steps": 20},
                     answers=answers,
                     evaluation={"loss": loss[which][seed % len(loss[which])]},
                 )

@@ -11,6 +11,7 @@ from kvshift.recipes.recipe import Record
 
 from .cases import made_up
 
+TASK = {"task": {"name": "induction", "length": 16, "vocab_size": 64}}
 ALWAYS = {"vanilla, 4 layers": (0.1, 0.5, 0.95, 1.0), "vanilla, 2 layers": (0.1, 0.5, 0.95, 1.0)}
 NEVER = (0.1, 0.1, 0.1, 0.1)
 AT_ONCE = (0.95, 1.0, 1.0, 1.0)
@@ -21,6 +22,7 @@ def records(curves: Mapping[str, Sequence[float]], jitter: float = 1e-3) -> list
         made_up(
             label,
             seed,
+            options=TASK,
             curve={
                 "step": [100, 200, 300, 400],
                 "first_repeat": [max(0, value - seed * jitter * (1 + number)) for number, value in enumerate(accuracy)],

@@ -12,7 +12,14 @@ from kvshift.recipes.records import read_records, write_records
 
 from .cases import made_up
 
-TASK = {"task": {"name": "induction", "length": 16, "vocab_size": 64}}
+OPTIONS = {
+    "task": {"name": "induction", "length": 16, "vocab_size": 64},
+    "model": {"family": "llama", "hidden_size": 24, "num_hidden_layers": 3},
+    "optimizer": {"learning_rate": 0.002},
+    "steps": 400,
+    "batch_size": 4,
+    "accumulation": 2,
+}
 
 
 def curve(*accuracy: float) -> dict[str, list[float]]:
@@ -24,7 +31,7 @@ def curve(*accuracy: float) -> dict[str, list[float]]:
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     records = [
-        made_up(label, seed, curve=curve(*accuracy, end), options=TASK, processor_seconds=90.0)
+        made_up(label, seed, curve=curve(*accuracy, end), options=OPTIONS, processor_seconds=90.0)
         for label, accuracy in {
             "vanilla, 4 layers": (0.1, 0.5, 0.9),
             "vanilla, 2 layers": (0.1, 0.5, 0.9),
@@ -58,6 +65,9 @@ def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(resu
     table = text.partition("\n## ")[0]
     assert table.count("| [fig01a](#fig01a-laptop-one-layer-learns-induction) |") == 4
     assert "\n## fig01a, laptop: one layer learns induction\n" in text
+    assert (
+        "What was run: width 24, layers 3, steps 400, rows a step 8, learning rate 0.002, task name induction" in text
+    )
     assert "![one layer learns induction](figures/fig01a-laptop.svg)" in text
     assert "8 runs on abacus, commit c0ffee12, 2026-01-02; 12 minutes of processor time." in text
 

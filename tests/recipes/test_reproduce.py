@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from kvshift.recipes import catalogue
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.catalogue import NAMES, find_recipe
 from kvshift.recipes.claims import Claim
+from kvshift.recipes.jobs import Computation
 from kvshift.recipes.recipe import Preset, Recipe
 from kvshift.recipes.records import read_records
 from kvshift.recipes.reproduce import ReproduceConfig, reproduce
@@ -104,6 +105,45 @@ def test_failed_runs_are_named_and_tried_again(recipe: Recipe, tmp_path: Path, m
     monkeypatch.setattr(module, "find_recipe", lambda name: recipe)
     reproduce(config(tmp_path, seeds=1))
     assert runs(folder / "beads-a" / "seed-0") == 2
+
+
+def test_kept_records_are_not_replaced_by_fewer(recipe: Recipe, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    reproduce(config(tmp_path, seeds=2, results=kept))
+    with pytest.raises(LabError, match=r"smoke\.jsonl keeps 2 runs that this call does not make \(Beads, a, seed 1 "):
+        reproduce(config(tmp_path, seeds=1, results=kept))
+    reproduce(config(tmp_path, seeds=3, results=kept))
+    assert len(read_records(kept / "abacus" / "smoke.jsonl")) == 6
+
+
+def test_runs_with_other_options_are_neither_kept_nor_taken_for_these(tmp_path: Path) -> None:
+    """A recipe that has changed does not mix its old runs with new ones."""
+    job = find_recipe("fig01b").jobs("smoke", range(1))[1]
+    job.run(tmp_path)
+    assert job.is_finished(tmp_path)
+    changed = replace(job, config=replace(job.config, batch_size=job.config.batch_size + 1))
+    with pytest.raises(LabError, match=r"holds a run with other options:\n  batch_size: 8 there, 9 here"):
+        changed.is_finished(tmp_path)
+
+
+def test_computations_with_other_options_are_not_taken_for_these(tmp_path: Path) -> None:
+    job = Computation(label="sum", config=Addends(one=3, other=4), function=add)
+    assert not job.is_finished(tmp_path / "sum")
+    job.run(tmp_path / "sum")
+    assert job.is_finished(tmp_path / "sum")
+    assert job.record(tmp_path / "sum")["result"] == {"sum": 7}
+    with pytest.raises(LabError, match="one: 3 there, 5 here"):
+        replace(job, config=Addends(one=5, other=4)).is_finished(tmp_path / "sum")
+
+
+@dataclass(frozen=True)
+class Addends:
+    one: int
+    other: int
+
+
+def add(config: Addends) -> dict[str, int]:
+    return {"sum": config.one + config.other}
 
 
 def test_the_list_says_what_is_done(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

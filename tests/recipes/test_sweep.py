@@ -59,6 +59,13 @@ def test_a_job_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     assert runs(tmp_path / "well") == 1
 
 
+def test_a_fault_of_ours_does_not_stop_the_others_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [(Counting(label=ends, ends=ends), tmp_path / ends) for ends in ("faulty", "well")]
+    assert sweep(jobs, workers=1) == ["faulty, seed 0: ZeroDivisionError: division by zero"]
+    assert runs(tmp_path / "well") == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_an_interruption_stops_the_sweep(tmp_path: Path) -> None:
     jobs = [(Counting(label=ends, ends=ends), tmp_path / ends) for ends in ("interrupted", "well")]
     with pytest.raises(InterruptedRunError, match="told to end"):

@@ -18,7 +18,7 @@ from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFolder, environment, remove_folder, write_json
 from kvshift.models.llama import KVShiftLlamaConfig
 
-__all__ = ["Start", "begin", "data_facts", "enter", "resolved_model"]
+__all__ = ["Start", "begin", "data_facts", "enter", "refuse_other_options", "resolved_model"]
 
 _SAMPLED_ROWS = 256
 
@@ -86,7 +86,7 @@ def begin(
         write_json(folder.config, {**options, "config_hash": config_hash(options), **known})
         return Start(0, None)
 
-    _refuse(folder, differences({name: old.get(name) for name in options}, options))
+    refuse_other_options(folder, old, options)
     if facts is not None:
         _refuse_other_data(folder, old.get("data_facts", {}), facts)
     checkpoint = find_checkpoint(folder.path, say)
@@ -117,6 +117,11 @@ def data_facts(data: TextData) -> dict[str, Any]:
     if isinstance(data.train, Dataset):
         facts |= {"train_rows": len(data.train), "train_sample": _sample(data.train)}
     return facts
+
+
+def refuse_other_options(folder: RunFolder, old: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raise a LabError that names each of the `options` that is another in `old`, the config.json of the folder."""
+    _refuse(folder, differences({name: old.get(name) for name in options}, options))
 
 
 def _refuse(folder: RunFolder, lines: list[str]) -> None:

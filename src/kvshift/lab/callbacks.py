@@ -97,7 +97,7 @@ class Leave(TrainerCallback):
         name = signal.Signals(number).name
         # Not `print`, which may be in the midst of another line.
         if self._processes.is_main:
-            os.write(2, f"\nkvshift train: {name}: leaving after this step; a second one ends it at once\n".encode())
+            os.write(2, f"\nkvshift: {name}: leaving after this step; a second one ends it at once\n".encode())
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.number = self._processes.most(self.number)

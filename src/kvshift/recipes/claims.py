@@ -43,7 +43,7 @@ def higher(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
 def no_difference(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> Direction:
     """Whether the two are the same to within `margin`: the interval of the differences must lie inside it.
 
-    An interval that leaves 0 out, or lies outside the margin, fails the claim; a wide one shows nothing.
+    One that leaves 0 out and goes beyond the margin fails the claim; any other shows nothing.
     """
     interval = _interval(ours, theirs)
     if interval is None:
@@ -67,7 +67,7 @@ def points(ours: Sequence[float], theirs: Sequence[float], digits: int = 1) -> s
     mean = 100 * sum(one - other for one, other in zip(ours, theirs, strict=True)) / len(ours)
     interval = _interval(ours, theirs)
     if interval is None:
-        return f"{mean:+.{digits}f} points ({'1 seed' if len(ours) == 1 else 'the same in every seed'})"
+        return f"{mean:+.{digits}f} points (1 seed)"
     low, high = (100 * end for end in interval)
     return f"{mean:+.{digits}f} points (95 % interval {low:+.{digits}f} to {high:+.{digits}f})"
 

@@ -14,6 +14,7 @@ from kvshift.lab.tasks import InductionConfig
 from kvshift.recipes.claims import Claim, Direction, percent
 from kvshift.recipes.induction import (
     final_accuracy,
+    guess,
     model_label,
     plot_induction,
     reach_by_label,
@@ -36,7 +37,7 @@ PAPER = TaskTrainConfig(
     eval_every=50,
     eval_rows=2048,
     eval_batch_size=256,
-    data_workers=1,
+    data_workers=4,  # 4,096 rows of 512 take one core 0.15 seconds
     stop_at=0.999,
 )
 LAPTOP = replace(
@@ -72,7 +73,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """The four that the paper draws from the figure."""
+    """The four that the paper draws from the figure; how soon is judged at an accuracy of 90 %."""
     models = by_label(records)
     ours, one, two, four = (model_label(*model) for model in ((1, True), (1, False), (2, False), (4, False)))
     reach, sooner = reach_by_label(records, 0.99), reach_by_label(records, 0.9)
@@ -91,18 +92,18 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             statement="One layer without does not",
             paper="fails",
             ours=percent(alone),
-            direction="holds" if max(alone) < 0.99 else "fails",
-            size=f"highest of all seeds {100 * max(alone):.1f} %",
+            direction="holds" if max(alone) < 0.9 else "fails" if min(alone) >= 0.99 else "not shown",
+            size=f"highest of all seeds {100 * max(alone):.1f} %; a guess has {100 * guess(records):.1f} %",
         ),
         Claim(
-            statement="One layer with KV shift learns in at most half the steps of two layers without",
+            statement="One layer with KV shift comes to 90 % in at most half the steps of two layers without",
             paper="much earlier (the axis is not legible in print)",
             ours=against_two.text,
             direction=_at_most(against_two, 0.5),
             size="print gives no ratio",
         ),
         Claim(
-            statement="Four layers without are no sooner than two",
+            statement="Four layers without come to 90 % no sooner than two",
             paper="no faster",
             ours=deeper.text,
             direction=_NO_SOONER[deeper.outcome],
@@ -112,7 +113,12 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _at_most(found: ReachComparison, ratio: float) -> Direction:
-    """Whether the ratio of steps is at most `ratio`: by its interval, else by the bounds of each seed."""
+    """Whether the ratio of steps is at most `ratio`: by its interval, else by the bounds of each seed.
+
+    One seed decides nothing.
+    """
+    if found.seeds == 1:
+        return "not shown"
     low, high = (found.at_least, found.at_most) if found.high is None else (found.low, found.high)
     if high is not None and high <= ratio:
         return "holds"
@@ -134,7 +140,7 @@ RECIPE = Recipe(
     source="Figure 1a, Section 3.1, Appendix K",
     presets={
         "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="17 minutes on two cores"),
+        "laptop": Preset(seeds=3, cost="17 minutes on two idle cores"),
         "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
     },
     jobs=jobs,

@@ -14,7 +14,7 @@ from kvshift.recipes.recipe import Record, by_label
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SCORED", "final_accuracy", "model_label", "plot_induction", "reach_by_label", "sized"]
+__all__ = ["SCORED", "final_accuracy", "guess", "model_label", "plot_induction", "reach_by_label", "sized"]
 
 SCORED = "first_repeat"
 """The paper's metric: the target of the first repeat of each row."""
@@ -62,10 +62,15 @@ def plot_induction(records: Sequence[Record], title: str) -> Figure:
     curves = {
         label: {seed: _curve(record) for seed, record in seeds.items()} for label, seeds in by_label(records).items()
     }
-    task = {name: value for name, value in records[0].options["task"].items() if name != "name"}
-    chance = InductionTask(InductionConfig(**task)).chance[SCORED]
-    draw_accuracy(figure.add_subplot(), curves, title=title, ylabel="accuracy at the first repeat", chance=chance)
+    axes = figure.add_subplot()
+    draw_accuracy(axes, curves, title=title, ylabel="accuracy at the first repeat", chance=guess(records))
     return figure
+
+
+def guess(records: Sequence[Record]) -> float:
+    """The accuracy of one who knows which tokens have come, and not in which order."""
+    task = {name: value for name, value in records[0].options["task"].items() if name != "name"}
+    return InductionTask(InductionConfig(**task)).chance[SCORED]
 
 
 def _curve(record: Record) -> tuple[Sequence[float], Sequence[float]]:

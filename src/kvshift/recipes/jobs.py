@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from kvshift.lab.analysis.runs import is_finished, read_json, read_lines
+from kvshift.lab.beginning import enter, refuse_other_options
 from kvshift.lab.config import config_hash, to_json
 from kvshift.lab.records import RunFolder, environment, write_json
-from kvshift.lab.task_training import TaskTrainConfig, train_task
+from kvshift.lab.task_training import TaskTrainConfig, task_options, train_task
 
 __all__ = ["Computation", "TrainingJob"]
 
@@ -30,7 +31,8 @@ class TrainingJob:
         return self.config.seed
 
     def is_finished(self, out: Path) -> bool:
-        return is_finished(out)
+        """Raises a LabError where `out` holds a run with other options."""
+        return out.exists() and enter(RunFolder(out), task_options(self.config))
 
     def run(self, out: Path) -> None:
         train_task(dataclasses.replace(self.config, out=out))
@@ -80,7 +82,11 @@ class Computation:
     seed: int = 0
 
     def is_finished(self, out: Path) -> bool:
-        return is_finished(out)
+        """Raises a LabError where `out` holds what was worked out with other options."""
+        if not is_finished(out):
+            return False
+        refuse_other_options(RunFolder(out), read_json(out / "config.json"), to_json(self.config))
+        return True
 
     def run(self, out: Path) -> None:
         folder = RunFolder(out)

@@ -8,6 +8,7 @@ fails where the page is not what the records give.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,10 +101,34 @@ def _section(recipe: Recipe, records: Sequence[Record], claims: Sequence[Claim],
     rows = [("claim", "paper", "ours", "size", "verdict")]
     rows += [(c.statement, c.paper, c.ours, c.size, _bold(c)) for c in claims]
     parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})", as_markdown(rows, numbers=False)]
+    if setting := _setting(records):
+        parts.append(f"What was run: {setting}.")
     if recipe.notes:
+        parts.append("Notes; what they say of sizes is of the preset `paper`, where they name no other:")
         parts.append("\n".join(f"- {note}" for note in recipe.notes))
     parts.append(_provenance(records))
     return "\n\n".join(parts) + "\n"
+
+
+def _setting(records: Sequence[Record]) -> str:
+    """The task, models and steps of training runs, in a line; what has one value in all of them once."""
+    options = [record.options for record in records if "task" in record.options]
+    if not options:
+        return ""
+    named = {
+        "width": [o["model"].get("hidden_size", o["model"].get("width")) for o in options],
+        "layers": [o["model"].get("num_hidden_layers", o["model"].get("layers")) for o in options],
+        "steps": [o["steps"] for o in options],
+        "rows a step": [o["batch_size"] * o["accumulation"] for o in options],
+        "learning rate": [o["optimizer"]["learning_rate"] for o in options],
+        **{f"task {name}": [o["task"].get(name) for o in options] for name in options[0]["task"]},
+    }
+    parts = []
+    for name, values in named.items():
+        found = sorted({json.dumps(value) for value in values if value is not None and not isinstance(value, dict)})
+        if found:
+            parts.append(f"{name} {' or '.join(value.strip(chr(34)) for value in found)}")
+    return ", ".join(parts)
 
 
 def _provenance(records: Sequence[Record]) -> str:

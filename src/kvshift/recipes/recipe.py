@@ -29,7 +29,7 @@ class Job(Protocol):
         ...
 
     def is_finished(self, out: Path) -> bool:
-        """Whether `out` holds all that `record` reads."""
+        """Whether `out` holds all that `record` reads; a LabError where it holds the work of other options."""
         ...
 
     def run(self, out: Path) -> None:

@@ -79,6 +79,7 @@ def reproduce(config: ReproduceConfig) -> None:
     seeds = range(config.seeds or preset.seeds)
     folder = config.out / recipe.name / config.preset
     jobs = [(job, folder_of(folder, job)) for job in recipe.jobs(config.preset, seeds)]
+    _refuse_to_forget(config, [job for job, _ in jobs])
     with RunFolder(folder).locked():
         print(f"{recipe.name}, {config.preset}: {recipe.title} ({recipe.source}); {preset.cost}", file=sys.stderr)
         problems = _run(jobs, config)
@@ -91,6 +92,26 @@ def reproduce(config: ReproduceConfig) -> None:
         listed = "\n  ".join(problems)
         raise RunFailedError(
             f"{len(problems)} of {len(jobs)} runs failed; the same command tries them again:\n  {listed}"
+        )
+
+
+def kept_at(config: ReproduceConfig) -> Path:
+    """Where the records are kept besides, if anywhere."""
+    assert config.results is not None
+    assert config.recipe is not None
+    return config.results / config.recipe / f"{config.preset}.jsonl"
+
+
+def _refuse_to_forget(config: ReproduceConfig, jobs: Sequence[Job]) -> None:
+    """Records that are kept are replaced by those of the same jobs and more, never by fewer."""
+    if config.results is None or not kept_at(config).exists():
+        return
+    asked = {(job.label, job.seed) for job in jobs}
+    lost = [record for record in read_records(kept_at(config)) if (record.label, record.seed) not in asked]
+    if lost:
+        raise LabError(
+            f"results: {kept_at(config)} keeps {len(lost)} runs that this call does not make ({lost[0].label}, seed "
+            f"{lost[0].seed} ...); ask for at least as many seeds, or take that file away"
         )
 
 
@@ -107,12 +128,19 @@ def overview(out: Path) -> str:
         recipe = find_recipe(name)
         for number, (label, preset) in enumerate(recipe.presets.items()):
             jobs = recipe.jobs(label, range(preset.seeds))
-            done = sum(job.is_finished(folder_of(out / name / label, job)) for job in jobs)
+            done = sum(_is_done(job, folder_of(out / name / label, job)) for job in jobs)
             what = (name, recipe.title) if number == 0 else ("", "")
             rows.append((*what, label, f"{done} of {len(jobs)}", preset.cost))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _is_done(job: Job, out: Path) -> bool:
+    try:
+        return job.is_finished(out)
+    except LabError:  # the work of other options, which `reproduce` refuses by name
+        return False
 
 
 def _run(jobs: Sequence[tuple[Job, Path]], config: ReproduceConfig) -> list[str]:
@@ -139,8 +167,7 @@ def _show(recipe: Recipe, config: ReproduceConfig, folder: Path, records: Sequen
     page = folder / "report.md"
     write_bytes(page, report(recipe, config.preset, records, claims, figure=f"{recipe.name}.svg").encode())
     if config.results is not None:
-        kept = config.results / recipe.name / f"{config.preset}.jsonl"
-        write_records(kept, read_records(folder / "records.jsonl"))
+        write_records(kept_at(config), read_records(folder / "records.jsonl"))
     print(f"\n{_text(claims)}\n")
     written = [("report", page), ("records", folder / "records.jsonl"), *(("figure", image) for image in images)]
     for what, path in written:

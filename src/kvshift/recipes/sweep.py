@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,6 +86,9 @@ def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | No
         raise  # the others are told to end, too
     except LabError as error:
         return number, str(error)
+    except Exception as error:  # a fault of ours, or of the device: the other jobs may be well
+        traceback.print_exc()
+        return number, f"{type(error).__name__}: {error}"
     finally:
         torch.set_num_threads(before)
     return number, None
