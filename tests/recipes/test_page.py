@@ -72,6 +72,15 @@ def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(resu
     assert "8 runs on abacus, commit c0ffee12, 2026-01-02; 12 minutes of processor time." in text
 
 
+def test_steps_to_both_levels_stand_by_model(results: Path) -> None:
+    text = page.results_page(results)
+    # 0.9 at the third evaluation; 0.99 at step 400 in one seed and 394.7 in the other: 397.4 e^(+-0.0841)
+    [row] = [line for line in text.splitlines() if line.startswith("| vanilla, 2 layers |")]
+    _, _, ninety, ninety_nine, _ = row.split("|")
+    assert ninety.strip() == "90 % after 300 steps (2 seeds)"
+    assert ninety_nine.strip() == "99 % after 397 steps (95 % interval 365 to 432, 2 seeds)"
+
+
 def test_the_check_sees_a_stale_page(results: Path, capsys: pytest.CaptureFixture) -> None:
     assert page.main(["--check"]) == 1  # no page yet
     assert page.main([]) == 0

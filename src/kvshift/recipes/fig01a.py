@@ -13,6 +13,7 @@ from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import InductionConfig
 from kvshift.recipes.claims import Claim, Direction, percent
 from kvshift.recipes.induction import (
+    SCORED,
     final_accuracy,
     guess,
     model_label,
@@ -146,6 +147,7 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=partial(plot_induction, title="Induction, one layer and more"),
     claims=claims,
+    scored=SCORED,
     notes=(
         "The paper does not state the width of the MLP, the heads, the number of steps, or which tokens are trained "
         "on. Here: F = 8 E / 3 (rounded up to a multiple of 8), heads of 128, 5,000 steps (preset paper), every token.",

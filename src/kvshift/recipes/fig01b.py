@@ -9,7 +9,7 @@ from functools import partial
 from kvshift.lab.config import OptimizerConfig
 from kvshift.recipes import fig01a
 from kvshift.recipes.claims import Claim, higher, percent, points
-from kvshift.recipes.induction import final_accuracy, guess, model_label, plot_induction, reach_by_label, sized
+from kvshift.recipes.induction import SCORED, final_accuracy, guess, model_label, plot_induction, reach_by_label, sized
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
 
@@ -69,6 +69,7 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=partial(plot_induction, title="Induction at width 8"),
     claims=claims,
+    scored=SCORED,
     notes=(
         "One head of 8, F = 24, 20,000 steps: the paper does not state them.",
         *fig01a.RECIPE.notes[1:],

@@ -165,6 +165,7 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
+    scored=SCORED,
     notes=(
         'The paper gives the three sizes and "about 200" pairs. Here: 32 tokens, rows of three, F = 8 E / 3 (rounded '
         "up to a multiple of 8), which makes the sizes come out; 5,000 steps at a learning rate of 2e-4, for the "

@@ -9,7 +9,7 @@ from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, reach_of
 from kvshift.lab.config import ModelConfig
 from kvshift.lab.tasks import InductionConfig, InductionTask
-from kvshift.recipes.recipe import Record, by_label
+from kvshift.recipes.recipe import Record, accuracy_curve, by_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,14 +44,14 @@ def sized(width: int, layers: int, shifted: bool, *, heads: int) -> ModelConfig:
 def reach_by_label(records: Sequence[Record], level: float) -> dict[str, Reach]:
     """When each model reached an accuracy at the first repeat."""
     return {
-        label: reach_of({seed: _curve(record) for seed, record in seeds.items()}, level)
+        label: reach_of({seed: accuracy_curve(record, SCORED) for seed, record in seeds.items()}, level)
         for label, seeds in by_label(records).items()
     }
 
 
 def final_accuracy(seeds: Mapping[int, Record]) -> list[float]:
     """Of each seed, at the end of training."""
-    return [float(_curve(record)[1][-1]) for record in seeds.values()]
+    return [float(accuracy_curve(record, SCORED)[1][-1]) for record in seeds.values()]
 
 
 def plot_induction(records: Sequence[Record], title: str) -> Figure:
@@ -60,7 +60,8 @@ def plot_induction(records: Sequence[Record], title: str) -> Figure:
 
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     curves = {
-        label: {seed: _curve(record) for seed, record in seeds.items()} for label, seeds in by_label(records).items()
+        label: {seed: accuracy_curve(record, SCORED) for seed, record in seeds.items()}
+        for label, seeds in by_label(records).items()
     }
     axes = figure.add_subplot()
     draw_accuracy(axes, curves, title=title, ylabel="accuracy at the first repeat", chance=guess(records))
@@ -71,8 +72,3 @@ def guess(records: Sequence[Record]) -> float:
     """The accuracy of one who knows which tokens have come, and not in which order."""
     task = {name: value for name, value in records[0].options["task"].items() if name != "name"}
     return InductionTask(InductionConfig(**task)).chance[SCORED]
-
-
-def _curve(record: Record) -> tuple[Sequence[float], Sequence[float]]:
-    steps, accuracy = record.curve["step"], record.curve[SCORED]
-    return [float(step or 0) for step in steps], [float(value or 0) for value in accuracy]

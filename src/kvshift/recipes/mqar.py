@@ -209,6 +209,7 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
+    scored=SCORED,
     notes=(
         "Zoology has two layers of attention with one head, learned positions and no MLP; one layer is ours to ask.",
         "Zoology trains 64 times on the same 100,000 rows; here each of as many steps draws new rows.",

@@ -15,13 +15,16 @@ from pathlib import Path
 
 from kvshift.lab.analysis.comparison import as_markdown
 from kvshift.lab.analysis.curves import save_figure
+from kvshift.lab.analysis.learning import reach_of
 from kvshift.lab.records import write_bytes
 from kvshift.recipes.catalogue import NAMES, find_recipe
 from kvshift.recipes.claims import Claim
-from kvshift.recipes.recipe import Recipe, Record
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.recipes.records import read_records
 
 __all__ = ["report", "results_page"]
+
+LEVELS = (0.9, 0.99)
 
 _HEAD = """# Results
 
@@ -101,6 +104,8 @@ def _section(recipe: Recipe, records: Sequence[Record], claims: Sequence[Claim],
     rows = [("claim", "paper", "ours", "size", "verdict")]
     rows += [(c.statement, c.paper, c.ours, c.size, _bold(c)) for c in claims]
     parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})", as_markdown(rows, numbers=False)]
+    if recipe.scored is not None:
+        parts.append(_learning(records, recipe.scored))
     if setting := _setting(records):
         parts.append(f"What was run: {setting}.")
     if recipe.notes:
@@ -108,6 +113,15 @@ def _section(recipe: Recipe, records: Sequence[Record], claims: Sequence[Claim],
         parts.append("\n".join(f"- {note}" for note in recipe.notes))
     parts.append(_provenance(records))
     return "\n\n".join(parts) + "\n"
+
+
+def _learning(records: Sequence[Record], name: str) -> str:
+    """The steps to 90 % and 99 % of each model, with their intervals over seeds."""
+    rows = [("model", *(f"steps to {100 * level:g} %" for level in LEVELS))]
+    for label, seeds in by_label(records).items():
+        curves = {seed: accuracy_curve(record, name) for seed, record in seeds.items()}
+        rows.append((label, *(reach_of(curves, level).text for level in LEVELS)))
+    return as_markdown(rows, numbers=False)
 
 
 def _setting(records: Sequence[Record]) -> str:

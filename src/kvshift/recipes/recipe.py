@@ -12,7 +12,7 @@ from kvshift.recipes.claims import Claim
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["Job", "Preset", "Recipe", "Record", "by_label"]
+__all__ = ["Job", "Preset", "Recipe", "Record", "accuracy_curve", "by_label"]
 
 
 class Job(Protocol):
@@ -90,6 +90,7 @@ class Recipe:
         plot: the figure, from the records of one preset.
         claims: what the paper says and what the records show.
         paper: the numbers in print.
+        scored: the accuracy whose steps to 90 % and 99 % the report lists by model, over seeds; None: it has no such.
         notes: what the paper leaves open or has wrong, and what was chosen.
     """
 
@@ -101,6 +102,7 @@ class Recipe:
     plot: Callable[[Sequence[Record]], Figure]
     claims: Callable[[Sequence[Record]], Sequence[Claim]]
     paper: Mapping[str, Any] = field(default_factory=dict)
+    scored: str | None = None
     notes: Sequence[str] = ()
 
 
@@ -110,3 +112,10 @@ def by_label(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
     for record in records:
         found.setdefault(record.label, {})[record.seed] = record
     return found
+
+
+def accuracy_curve(record: Record, name: str) -> tuple[list[float], list[float]]:
+    """Steps, and at each the accuracy of that name."""
+    pairs = zip(record.curve["step"], record.curve[name], strict=True)
+    points = [(float(step), float(value)) for step, value in pairs if step is not None and value is not None]
+    return [step for step, _ in points], [value for _, value in points]

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.analysis.curves import plot_learning, save_figure
+from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.analysis.maps import count_coefficients, map_attention, map_coefficients, map_scores
 from kvshift.lab.analysis.pages import inline, render
 from kvshift.lab.analysis.runs import read_json
+from kvshift.lab.records import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SCORES", "best_heads", "write_head_report"]
+__all__ = ["SCORES", "best_heads", "steps_reached", "write_head_report"]
 
 SCORES = {
     "previous_token": ("previous token", "previous"),
@@ -56,6 +58,7 @@ def write_head_report(out: Path, metrics: Path | None = None) -> Path:
         rows=found["rows"],
         length=found["length"],
         learning=learning and _image(learning, out / "learning"),
+        reached=steps_reached(metrics) if metrics is not None else [],
         best=[_row(heads, score, found["uniform"]) for score in SCORES],
         shifted=bool(layers),
         scores=_image(map_scores(heads), out / "head-scores"),
@@ -68,6 +71,18 @@ def write_head_report(out: Path, metrics: Path | None = None) -> Path:
     path = out / "analysis.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def steps_reached(metrics: Path) -> list[tuple[str, ...]]:
+    """Of a run on a task: each slice, and the steps at which its accuracy came to 90 % and 99 %."""
+    evaluations = read_metrics(metrics, "eval")
+    rows = []
+    for name in evaluations[-1].get("accuracy", {}) if evaluations else ():
+        points = [(line["step"], line["accuracy"][name]) for line in evaluations if line["accuracy"][name] is not None]
+        if points:
+            found = (steps_to(*zip(*points, strict=True), level) for level in (0.9, 0.99))
+            rows.append((name, *("not reached" if step is None else f"{step:,.0f}" for step in found)))
+    return rows
 
 
 def _describe(found: Mapping[str, Any]) -> str:
