@@ -78,9 +78,10 @@ def steps_reached(metrics: Path) -> list[tuple[str, ...]]:
     evaluations = read_metrics(metrics, "eval")
     rows = []
     for name in evaluations[-1].get("accuracy", {}) if evaluations else ():
-        points = [(line["step"], line["accuracy"][name]) for line in evaluations if line["accuracy"][name] is not None]
-        if points:
-            found = (steps_to(*zip(*points, strict=True), level) for level in (0.9, 0.99))
+        lines = [line for line in evaluations if line["accuracy"][name] is not None]
+        if lines:
+            steps, accuracy = [line["step"] for line in lines], [line["accuracy"][name] for line in lines]
+            found = (steps_to(steps, accuracy, level) for level in (0.9, 0.99))
             rows.append((name, *("not reached" if step is None else f"{step:,.0f}" for step in found)))
     return rows
 
