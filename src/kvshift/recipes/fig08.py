@@ -326,7 +326,7 @@ RECIPE = Recipe(
     source="Figure 8; data, model and published errors: Sanford, Hsu and Telgarsky (2024)",
     presets={
         "smoke": Preset(seeds=1, cost="20 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="10 minutes on two cores; estimated"),
+        "laptop": Preset(seeds=3, cost="8 minutes on two cores"),
         "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
     },
     jobs=jobs,

