@@ -50,6 +50,15 @@ def test_two_workers_are_processes_that_share_the_cores(tmp_path: Path, monkeypa
     assert all(result["main"] for result in found)  # where signals arrive
 
 
+def test_a_job_that_is_left_alone_has_the_threads_that_it_had_among_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run that was killed would not go on with the same bits."""
+    monkeypatch.setattr("joblib.cpu_count", lambda: 6)
+    assert sweep([(Counting(label="a"), tmp_path)], workers=3) == []
+    assert results([tmp_path])[0]["threads"] == 2
+
+
 def test_a_job_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     told: list[tuple[int, str | None]] = []
     jobs = [(Counting(label=ends, seed=3, ends=ends), tmp_path / ends) for ends in ("badly", "well")]

@@ -51,8 +51,9 @@ def sweep(
             cores, gpus = _enter_ray(stack)
         if workers is None:
             workers = gpus or cores
-        workers = max(1, min(workers, len(jobs)))
+        # Of all workers, also where fewer jobs are left than there are: bits depend on the number of threads.
         threads = max(1, cores // workers)
+        workers = max(1, min(workers, len(jobs)))
         tasks = [joblib.delayed(_work)(number, job, out, threads) for number, (job, out) in enumerate(jobs)]
         turns = [tasks]
         if cluster == "ray":
