@@ -19,11 +19,15 @@ compare: .venv/stamp  ## Train two small models, without and with KV shift, and 
 
 .PHONY: test
 test: .venv/stamp  ## Run the tests on the CPU, in parallel
-	@$(TEST_ENV) .venv/bin/python -m pytest -n auto -q -m 'not gpu' $(ARGS)
+	@$(TEST_ENV) .venv/bin/python -m pytest -n auto -q -m 'not gpu and not ray' $(ARGS)
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/stamp  ## Run what depends on transformers on the oldest that is supported
-	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto -q -m 'not gpu' tests/models tests/lab $(ARGS)
+	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto -q -m 'not gpu and not ray' tests/models tests/lab tests/recipes $(ARGS)
+
+.PHONY: test-ray
+test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
+	@$(TEST_ENV) .venv/bin/python -m pytest -q -m ray tests/recipes $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: .venv/stamp  ## Run the tests that need a CUDA device

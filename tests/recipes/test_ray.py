@@ -21,7 +21,7 @@ from kvshift.recipes.sweep import _gpu_share, sweep
 from .cases import Counting, runs
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @dataclass(frozen=True, kw_only=True)
