@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.config import to_json
+from kvshift.lab.task_training import task_of
 from kvshift.lab.tasks import CFG3F, CFG3S
 from kvshift.recipes import cfg
 from kvshift.recipes.recipe import Record
@@ -125,4 +126,4 @@ def test_a_run_of_smoke(tmp_path: Path):
     given = Record(label="KV-shift", seed=3, **record)
     other = replace(given, label="vanilla")
     assert [claim.direction for claim in RECIPE.claims([given, other])] == ["not shown"] * 3
-    assert cfg._task_config(given) == cfg.SMOKE.task
+    assert task_of(given.options).config == cfg.SMOKE.task

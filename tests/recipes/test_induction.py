@@ -77,7 +77,7 @@ def test_claim_of_figure_1b() -> None:
 
 def test_models_have_the_papers_sizes() -> None:
     """Figure 9 states the parameters of its three models, which F = 8 E / 3 in multiples of 8 gives exactly."""
-    from kvshift.recipes.induction import sized
+    from kvshift.recipes.models import sized
 
     for width, layers, heads, mlp, stated in ((1024, 4, 8, 2736, 50e6), (128, 2, 1, 344, 0.4e6), (8, 1, 1, 24, 0.8e3)):
         options = sized(width, layers, False, heads=heads)

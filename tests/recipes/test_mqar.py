@@ -10,7 +10,7 @@ import pytest
 from kvshift.lab.config import to_json
 from kvshift.lab.gpt2 import build_gpt2
 from kvshift.recipes import mqar
-from kvshift.recipes.induction import model_label
+from kvshift.recipes.models import model_label
 from kvshift.recipes.recipe import Record
 
 from .cases import made_up

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvshift.lab.answers import ask
 from kvshift.lab.beginning import begin
-from kvshift.lab.config import ModelConfig, RunConfig, to_json
+from kvshift.lab.config import ModelConfig, RunConfig, from_json, to_json
 from kvshift.lab.errors import LabError
 from kvshift.lab.gpt2 import GPT2Options, build_gpt2
 from kvshift.lab.language_model import build_model, llama_config, shift_layers
@@ -40,10 +41,20 @@ from kvshift.lab.running import (
     training_arguments,
 )
 from kvshift.lab.task_trainer import Mastery, TaskTrainer, score
-from kvshift.lab.tasks import Batch, Task, TaskBatches, TaskConfig, WholeTask, generator_of, make_task, task_name
+from kvshift.lab.tasks import (
+    Batch,
+    Task,
+    TaskBatches,
+    TaskConfig,
+    WholeTask,
+    config_class,
+    generator_of,
+    make_task,
+    task_name,
+)
 from kvshift.lab.tasks.questions import QuestionTask
 
-__all__ = ["TaskTrainConfig", "task_options", "train_task"]
+__all__ = ["TaskTrainConfig", "task_of", "task_options", "train_task"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +117,12 @@ def task_options(config: TaskTrainConfig) -> dict[str, Any]:
     options["task"] = {"name": task_name(config.task), **options["task"]}
     options["model"] = {"family": "gpt2" if isinstance(config.model, GPT2Options) else "llama", **options["model"]}
     return options
+
+
+def task_of(options: Mapping[str, Any]) -> Task:
+    """The task of a run, from what `task_options` wrote of it."""
+    values = dict(options["task"])
+    return make_task(from_json(config_class(values.pop("name")), values))
 
 
 def train_task(config: TaskTrainConfig) -> dict[str, Any]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import COLORS
+from kvshift.lab.analysis.accuracy import COLORS, draw_shares
 from kvshift.lab.analysis.statistics import verdict
-from kvshift.lab.config import OptimizerConfig, from_json
+from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.seeds import generator_for
-from kvshift.lab.task_training import TaskTrainConfig
+from kvshift.lab.task_training import TaskTrainConfig, task_of
 from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
 from kvshift.recipes.claims import Claim, no_difference, percent, points
-from kvshift.recipes.induction import sized
 from kvshift.recipes.jobs import TrainingJob
+from kvshift.recipes.models import sized
 from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
 
 if TYPE_CHECKING:  # takes a second to import
@@ -88,7 +89,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     found = []
     for measure, words in MEASURES.items():
         shifted, vanilla = (
-            [seeds[seed].result["answers"][measure]["share"] for seed in sorted(seeds)] for seeds in (ours, theirs)
+            [record.result["answers"][measure]["share"] for record in seeds.values()] for seeds in (ours, theirs)
         )
         found.append(
             Claim(
@@ -99,17 +100,15 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 size=f"the same is within {100 * SHARE_MARGIN:g} points; print gives no number",
             )
         )
-    shifted, vanilla = (
-        [seeds[seed].result["evaluation"]["loss"] for seed in sorted(seeds)] for seeds in (ours, theirs)
-    )
+    shifted, vanilla = ([record.result["evaluation"]["loss"] for record in seeds.values()] for seeds in (ours, theirs))
     found.append(
         Claim(
             statement=f"{after}, KV shift changes nothing in the validation loss",
             paper="does not improve; final performance the same",
             ours=verdict([one - other for one, other in zip(shifted, vanilla, strict=True)]).text,
             direction=no_difference(shifted, vanilla, margin=LOSS_MARGIN),
-            size=f"the same is within {LOSS_MARGIN:g} nats per token; with shift {_mean(shifted):.3f}, without "
-            f"{_mean(vanilla):.3f}, least possible {_floor(records):.3f}; print gives no number",
+            size=f"the same is within {LOSS_MARGIN:g} nats per token; with shift {statistics.fmean(shifted):.3f}, "
+            f"without {statistics.fmean(vanilla):.3f}, least possible {_floor(records):.3f}; print gives no number",
         )
     )
     return found
@@ -122,21 +121,17 @@ def plot(records: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(9.2, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     models = by_label(records)
-    for at, (label, color) in enumerate(zip(models, COLORS, strict=False)):
-        for number, record in enumerate(models[label].values()):
+    for (label, seeds), color in zip(models.items(), COLORS, strict=False):
+        for number, record in enumerate(seeds.values()):
             name = "" if number else label
             left.plot(record.curve["step"], record.curve["loss"], color=color, linewidth=1.3, alpha=0.85, label=name)
-            for place, measure in enumerate(MEASURES):
-                answers = record.result["answers"][measure]
-                right.errorbar(
-                    place + 0.2 * at - 0.1 + 0.03 * number,
-                    answers["share"],
-                    yerr=answers["stderr"],
-                    fmt="o",
-                    markersize=4,
-                    color=color,
-                    label="" if number or place else label,
-                )
+    draw_shares(
+        right,
+        {
+            label: [[record.result["answers"][measure] for record in seeds.values()] for measure in MEASURES]
+            for label, seeds in models.items()
+        },
+    )
     left.axhline(_floor(records), color="black", linestyle=":", linewidth=0.9, label="entropy of the stream")
     left.set(xlabel="step", ylabel="validation loss (nats per token)", title="What is left to learn")
     right.set_xticks(range(len(MEASURES)), list(MEASURES.values()))
@@ -149,16 +144,9 @@ def plot(records: Sequence[Record]) -> Figure:
 
 def _floor(records: Sequence[Record]) -> float:
     """The least loss that there is: the entropy of the stream, in nats per token."""
-    task = CFGTask(_task_config(records[0]))
+    task = task_of(records[0].options)
+    assert isinstance(task, CFGTask)
     return task.loss_floor(generator_for("floor of the loss", 0), 400).mean
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _task_config(record: Record) -> CFGConfig:
-    return from_json(CFGConfig, {name: value for name, value in record.options["task"].items() if name != "name"})
 
 
 RECIPE = Recipe(

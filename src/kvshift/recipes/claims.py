@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvshift.lab.analysis.learning import ReachComparison
 from kvshift.lab.analysis.statistics import t_interval
 
-__all__ = ["Claim", "Direction", "higher", "no_difference", "percent", "points"]
+__all__ = ["Claim", "Direction", "higher", "no_difference", "percent", "points", "sooner"]
 
 Direction = Literal["holds", "fails", "not shown"]
 
@@ -53,9 +55,16 @@ def no_difference(ours: Sequence[float], theirs: Sequence[float], *, margin: flo
     return "fails" if interval[0] > 0 or interval[1] < 0 else "not shown"
 
 
+def sooner(found: ReachComparison) -> Direction:
+    """Whether ours came to the level sooner: in every seed, or by the interval of the ratio of steps."""
+    if found.outcome in ("sooner", "sooner in every seed"):
+        return "holds"
+    return "fails" if found.outcome in ("later", "later in every seed") else "not shown"
+
+
 def percent(values: Sequence[float], digits: int = 1) -> str:
     """The mean of shares in per cent, with what of its interval lies between 0 and 100."""
-    mean = 100 * sum(values) / len(values)
+    mean = 100 * statistics.fmean(values)
     if len(values) == 1:
         return f"{mean:.{digits}f} % (1 seed)"
     low, high = (100 * min(1, max(0, end)) for end in t_interval(values))
@@ -64,7 +73,7 @@ def percent(values: Sequence[float], digits: int = 1) -> str:
 
 def points(ours: Sequence[float], theirs: Sequence[float], digits: int = 1) -> str:
     """The difference of shares in points of a hundred, paired by seed, with its interval."""
-    mean = 100 * sum(one - other for one, other in zip(ours, theirs, strict=True)) / len(ours)
+    mean = 100 * statistics.fmean(one - other for one, other in zip(ours, theirs, strict=True))
     interval = _interval(ours, theirs)
     if interval is None:
         return f"{mean:+.{digits}f} points (1 seed)"

@@ -11,17 +11,16 @@ from kvshift.lab.analysis.learning import ReachComparison, compare_reach
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import InductionConfig
-from kvshift.recipes.claims import Claim, Direction, percent
+from kvshift.recipes.claims import Claim, Direction, percent, sooner
 from kvshift.recipes.induction import (
     SCORED,
     final_accuracy,
     guess,
-    model_label,
     plot_induction,
     reach_by_label,
-    sized,
 )
 from kvshift.recipes.jobs import TrainingJob
+from kvshift.recipes.models import model_label, sized
 from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
 
 __all__ = ["RECIPE"]
@@ -77,10 +76,10 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     """The four that the paper draws from the figure; how soon is judged at an accuracy of 90 %."""
     models = by_label(records)
     ours, one, two, four = (model_label(*model) for model in ((1, True), (1, False), (2, False), (4, False)))
-    reach, sooner = reach_by_label(records, 0.99), reach_by_label(records, 0.9)
+    reach, at_90 = reach_by_label(records, 0.99), reach_by_label(records, 0.9)
     alone = final_accuracy(models[one])
-    against_two = compare_reach(sooner[ours], sooner[two], names=(ours, two))
-    deeper = compare_reach(sooner[four], sooner[two], names=(four, two))
+    against_two = compare_reach(at_90[ours], at_90[two], names=(ours, two))
+    deeper = compare_reach(at_90[four], at_90[two], names=(four, two))
     return [
         Claim(
             statement="One layer with KV shift learns induction",
@@ -107,7 +106,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             statement="Four layers without come to 90 % no sooner than two",
             paper="no faster",
             ours=deeper.text,
-            direction=_NO_SOONER[deeper.outcome],
+            direction=sooner(compare_reach(at_90[two], at_90[four])),
             size="print gives no ratio",
         ),
     ]
@@ -125,15 +124,6 @@ def _at_most(found: ReachComparison, ratio: float) -> Direction:
         return "holds"
     return "fails" if low is not None and low > ratio else "not shown"
 
-
-_NO_SOONER: dict[str, Direction] = {
-    "sooner": "fails",
-    "sooner in every seed": "fails",
-    "later": "holds",
-    "later in every seed": "holds",
-    "no difference shown": "not shown",
-    "undecided": "not shown",
-}
 
 RECIPE = Recipe(
     name="fig01a",

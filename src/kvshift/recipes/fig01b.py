@@ -9,8 +9,9 @@ from functools import partial
 from kvshift.lab.config import OptimizerConfig
 from kvshift.recipes import fig01a
 from kvshift.recipes.claims import Claim, higher, percent, points
-from kvshift.recipes.induction import SCORED, final_accuracy, guess, model_label, plot_induction, reach_by_label, sized
+from kvshift.recipes.induction import SCORED, final_accuracy, guess, plot_induction, reach_by_label
 from kvshift.recipes.jobs import TrainingJob
+from kvshift.recipes.models import model_label, sized
 from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
 
 __all__ = ["RECIPE"]

@@ -22,8 +22,8 @@ from kvshift.lab.task_trainer import score
 from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import Batch, HopConfig, HopTask, generator_of
 from kvshift.recipes.claims import Claim, Direction, higher, percent, points
-from kvshift.recipes.induction import model_label
 from kvshift.recipes.jobs import TrainingJob
+from kvshift.recipes.models import model_label
 from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
 
 if TYPE_CHECKING:  # takes a second to import
@@ -255,12 +255,12 @@ def _depths(records: Sequence[Record]) -> list[int]:
 
 
 def _errors(seeds: dict[int, Record], hops: int, dropout: str = "off") -> list[float]:
-    return [seeds[seed].result["errors"][dropout][str(hops)] for seed in sorted(seeds)]
+    return [record.result["errors"][dropout][str(hops)] for record in seeds.values()]
 
 
 def _means(seeds: dict[int, Record], dropout: str = "off") -> list[float]:
     """Of each seed, over all k."""
-    return [statistics.fmean(seeds[seed].result["errors"][dropout].values()) for seed in sorted(seeds)]
+    return [statistics.fmean(record.result["errors"][dropout].values()) for record in seeds.values()]
 
 
 def _deeper(models: dict[str, dict[int, Record]], depths: Sequence[int], shifted: bool) -> Claim:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
 from kvshift.lab.config import OptimizerConfig
-from kvshift.lab.task_training import TaskTrainConfig
-from kvshift.lab.tasks import NGramConfig, NGramTask
+from kvshift.lab.task_training import TaskTrainConfig, task_of
+from kvshift.lab.tasks import NGramConfig
 from kvshift.recipes.claims import Claim, Direction, no_difference, percent, points
-from kvshift.recipes.induction import sized
 from kvshift.recipes.jobs import TrainingJob
-from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
+from kvshift.recipes.models import sized
+from kvshift.recipes.recipe import Preset, Recipe, Record, accuracy_curves, by_label
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -88,7 +88,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     for size in _sizes(records):
         pair = [models[_label(size, shifted)] for shifted in (True, False)]
         ours, theirs = map(_final, pair)
-        soon, late = (_reach(seeds) for seeds in pair)
+        soon, late = (reach_of(accuracy_curves(seeds, SCORED), LEVEL) for seeds in pair)
         found += [
             Claim(
                 statement=f"At {size} parameters KV shift changes nothing in how much is learned by heart",
@@ -113,14 +113,10 @@ def plot(records: Sequence[Record]) -> Figure:
     from matplotlib.figure import Figure
 
     models, sizes = by_label(records), _sizes(records)
-    task = {name: value for name, value in records[0].options["task"].items() if name != "name"}
-    chance = NGramTask(NGramConfig(**task)).chance[SCORED]
+    chance = task_of(records[0].options).chance[SCORED]
     figure = Figure(figsize=(1 + 3.6 * len(sizes), 3.8), layout="constrained")
     for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
-        curves = {
-            label: {seed: _curve(record) for seed, record in models[label].items()}
-            for label in (_label(size, True), _label(size, False))
-        }
+        curves = {label: accuracy_curves(models[label], SCORED) for label in (_label(size, True), _label(size, False))}
         draw_accuracy(axes, curves, title=f"{size} parameters", ylabel="accuracy over the table", chance=chance)
     return figure
 
@@ -134,15 +130,7 @@ def _sizes(records: Sequence[Record]) -> list[str]:
 
 
 def _final(seeds: dict[int, Record]) -> list[float]:
-    return [seeds[seed].result["evaluation"]["accuracy"][SCORED] for seed in sorted(seeds)]
-
-
-def _curve(record: Record) -> tuple[list[float], list[float]]:
-    return [step or 0 for step in record.curve["step"]], [right or 0 for right in record.curve[SCORED]]
-
-
-def _reach(seeds: dict[int, Record]) -> Reach:
-    return reach_of({seed: _curve(seeds[seed]) for seed in sorted(seeds)}, LEVEL)
+    return [record.result["evaluation"]["accuracy"][SCORED] for record in seeds.values()]
 
 
 def _as_soon(ours: Reach, theirs: Reach) -> Direction:

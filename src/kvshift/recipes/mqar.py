@@ -14,10 +14,10 @@ from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.gpt2 import GPT2Options
 from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import MQARConfig
-from kvshift.recipes.claims import Claim, Direction, percent
-from kvshift.recipes.induction import model_label
+from kvshift.recipes.claims import Claim, Direction, percent, sooner
 from kvshift.recipes.jobs import TrainingJob
-from kvshift.recipes.recipe import Preset, Recipe, Record
+from kvshift.recipes.models import model_label
+from kvshift.recipes.recipe import Preset, Recipe, Record, accuracy_curves
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -117,31 +117,18 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 )
             )
         names = model_label(2, True), model_label(2, False)
-        reach = [
-            reach_of({seed: _curve(record) for seed, record in best[2, shifted].items()}, LEVEL)
-            for shifted in (True, False)
-        ]
-        sooner = compare_reach(*reach, names=names)
+        reach = [reach_of(accuracy_curves(best[2, shifted], SCORED), LEVEL) for shifted in (True, False)]
+        compared = compare_reach(*reach, names=names)
         found.append(
             Claim(
                 statement=f"{where}: of two layers, those with KV shift learn sooner",
                 paper="no number in print",
-                ours=sooner.text,
-                direction=_SOONER[sooner.outcome],
+                ours=compared.text,
+                direction=sooner(compared),
                 size=f"steps to {100 * LEVEL:g} %",
             )
         )
     return found
-
-
-_SOONER: dict[str, Direction] = {
-    "sooner": "holds",
-    "sooner in every seed": "holds",
-    "later": "fails",
-    "later in every seed": "fails",
-    "no difference shown": "not shown",
-    "undecided": "not shown",
-}
 
 
 def plot(records: Sequence[Record]) -> Figure:
@@ -154,8 +141,7 @@ def plot(records: Sequence[Record]) -> Figure:
     panels = figure.subplots(len(lengths), len(widths), squeeze=False)
     for length, width in cells:
         curves = {
-            model_label(*model): {seed: _curve(record) for seed, record in _best(records, length, width, model).items()}
-            for model in MODELS
+            model_label(*model): accuracy_curves(_best(records, length, width, model), SCORED) for model in MODELS
         }
         pairs = next(r.options["task"]["pairs"] for r in records if r.options["task"]["length"] == length)
         axes = panels[lengths.index(length)][widths.index(width)]
@@ -191,10 +177,6 @@ def _answers(accuracies: Sequence[float], otherwise: Direction) -> Direction:
 
 def _answers_not(accuracies: Sequence[float]) -> Direction:
     return "holds" if max(accuracies) < LEVEL else "fails"
-
-
-def _curve(record: Record) -> tuple[list[float], list[float]]:
-    return [step or 0 for step in record.curve["step"]], [right or 0 for right in record.curve[SCORED]]
 
 
 RECIPE = Recipe(

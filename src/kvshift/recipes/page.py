@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvshift.lab.analysis.comparison import as_markdown
 from kvshift.lab.analysis.curves import save_figure
@@ -19,7 +20,7 @@ from kvshift.lab.analysis.learning import reach_of
 from kvshift.lab.records import write_bytes
 from kvshift.recipes.catalogue import NAMES, find_recipe
 from kvshift.recipes.claims import Claim
-from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
 from kvshift.recipes.records import read_records
 
 __all__ = ["report", "results_page"]
@@ -119,7 +120,7 @@ def _learning(records: Sequence[Record], name: str) -> str:
     """The steps to 90 % and 99 % of each model, with their intervals over seeds."""
     rows = [("model", *(f"steps to {100 * level:g} %" for level in LEVELS))]
     for label, seeds in by_label(records).items():
-        curves = {seed: accuracy_curve(record, name) for seed, record in seeds.items()}
+        curves = accuracy_curves(seeds, name)
         rows.append((label, *(reach_of(curves, level).text for level in LEVELS)))
     return as_markdown(rows, numbers=False)
 
@@ -139,10 +140,14 @@ def _setting(records: Sequence[Record]) -> str:
     }
     parts = []
     for name, values in named.items():
-        found = sorted({json.dumps(value) for value in values if value is not None and not isinstance(value, dict)})
+        found = sorted({_shown(value) for value in values if value is not None and not isinstance(value, dict)})
         if found:
-            parts.append(f"{name} {' or '.join(value.strip(chr(34)) for value in found)}")
+            parts.append(f"{name} {' or '.join(found)}")
     return ", ".join(parts)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _provenance(records: Sequence[Record]) -> str:

@@ -12,7 +12,7 @@ from kvshift.recipes.claims import Claim
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["Job", "Preset", "Recipe", "Record", "accuracy_curve", "by_label"]
+__all__ = ["Job", "Preset", "Recipe", "Record", "accuracy_curve", "accuracy_curves", "by_label"]
 
 
 class Job(Protocol):
@@ -107,11 +107,16 @@ class Recipe:
 
 
 def by_label(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
-    """The records of each variant by seed, in the order in which they come."""
+    """The records of each variant, in the order in which these come; of each by seed, lowest first: seeds are pairs."""
     found: dict[str, dict[int, Record]] = {}
     for record in records:
         found.setdefault(record.label, {})[record.seed] = record
-    return found
+    return {label: dict(sorted(seeds.items())) for label, seeds in found.items()}
+
+
+def accuracy_curves(seeds: Mapping[int, Record], name: str) -> dict[int, tuple[list[float], list[float]]]:
+    """The curve of each seed; see `accuracy_curve`."""
+    return {seed: accuracy_curve(record, name) for seed, record in seeds.items()}
 
 
 def accuracy_curve(record: Record, name: str) -> tuple[list[float], list[float]]:

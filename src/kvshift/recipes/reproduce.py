@@ -167,7 +167,7 @@ def _show(recipe: Recipe, config: ReproduceConfig, folder: Path, records: Sequen
     page = folder / "report.md"
     write_bytes(page, report(recipe, config.preset, records, claims, figure=f"{recipe.name}.svg").encode())
     if config.results is not None:
-        write_records(kept_at(config), read_records(folder / "records.jsonl"))
+        write_records(kept_at(config), records)
     print(f"\n{_text(claims)}\n")
     written = [("report", page), ("records", folder / "records.jsonl"), *(("figure", image) for image in images)]
     for what, path in written:

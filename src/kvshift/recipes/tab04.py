@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import COLORS, draw_accuracy
+from kvshift.lab.analysis.accuracy import COLORS, draw_accuracy, draw_shares, share_place
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import IGSMConfig
 from kvshift.recipes.claims import Claim, higher, percent, points
-from kvshift.recipes.induction import sized
 from kvshift.recipes.jobs import TrainingJob
-from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
+from kvshift.recipes.models import sized
+from kvshift.recipes.recipe import Preset, Recipe, Record, accuracy_curves, by_label
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -125,21 +125,20 @@ def plot(records: Sequence[Record]) -> Figure:
     models, settings = by_label(records), _settings(records)
     figure = Figure(figsize=(4.6 * (1 + len(settings)), 4.0), layout="constrained")
     left, *right = figure.subplots(1, 1 + len(settings))
+    draw_shares(
+        left,
+        {
+            model: [
+                [record.result["answers"]["paper"] for record in models[f"{model}, {setting}"].values()]
+                for setting in settings
+            ]
+            for model in MODELS
+        },
+    )
     for at, (model, color) in enumerate(zip(MODELS, COLORS, strict=False)):
         for place, setting in enumerate(settings):
-            for number, record in enumerate(models[f"{model}, {setting}"].values()):
-                answers = record.result["answers"]["paper"]
-                left.errorbar(
-                    place + 0.2 * at - 0.1 + 0.03 * number,
-                    answers["share"],
-                    yerr=answers["stderr"],
-                    fmt="o",
-                    markersize=4,
-                    color=color,
-                    label="" if number or place else model,
-                )
             if setting in PAPER_SHARES:
-                left.plot(place + 0.2 * at - 0.1, PAPER_SHARES[setting][model], "x", color=color)
+                left.plot(share_place(place, at), PAPER_SHARES[setting][model], "x", color=color)
     left.set_xticks(range(len(settings)), settings)
     left.set(
         ylabel="questions answered (x: in print)", title="Table 4", ylim=(-0.02, 1.02), xlim=(-0.5, len(settings) - 0.5)
@@ -147,13 +146,7 @@ def plot(records: Sequence[Record]) -> Figure:
     left.grid(alpha=0.25)
     left.legend(frameon=False)
     for axes, setting in zip(right, settings, strict=True):
-        curves = {
-            model: {
-                seed: ([step or 0 for step in record.curve["step"]], [right or 0 for right in record.curve["values"]])
-                for seed, record in models[f"{model}, {setting}"].items()
-            }
-            for model in MODELS
-        }
+        curves = {model: accuracy_curves(models[f"{model}, {setting}"], "values") for model in MODELS}
         record = next(iter(models[f"{next(iter(MODELS))}, {setting}"].values()))
         chance = 1 / record.options["task"]["modulus"]
         draw_accuracy(axes, curves, title=setting, ylabel="accuracy of computed values", chance=chance)
@@ -172,7 +165,7 @@ def _settings(records: Sequence[Record]) -> list[str]:
 
 
 def _shares(seeds: dict[int, Record], measure: str) -> list[float]:
-    return [seeds[seed].result["answers"][measure]["share"] for seed in sorted(seeds)]
+    return [record.result["answers"][measure]["share"] for record in seeds.values()]
 
 
 def _in_print(shares: dict[str, float]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "Curves", "draw_accuracy"]
+__all__ = ["COLORS", "Curves", "draw_accuracy", "draw_shares", "share_place"]
 
 COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Told apart by the colour-blind (Okabe and Ito)."""
@@ -37,3 +37,29 @@ def draw_accuracy(
     axes.set(xlabel="step", ylabel=ylabel, title=title, ylim=(-0.02, 1.02))
     axes.grid(alpha=0.25)
     axes.legend(framealpha=0.9, edgecolor="none")
+
+
+def draw_shares(axes: Axes, shares: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> None:
+    """Draw shares with their standard errors, side by side.
+
+    Args:
+        axes: of matplotlib; the first group of points stands at 0, the next at 1.
+        shares: by model, then by group, "share" and "stderr" of each run.
+    """
+    for at, ((label, groups), color) in enumerate(zip(shares.items(), COLORS, strict=False)):
+        for place, runs in enumerate(groups):
+            for number, found in enumerate(runs):
+                axes.errorbar(
+                    share_place(place, at) + 0.03 * number,
+                    found["share"],
+                    yerr=found["stderr"],
+                    fmt="o",
+                    markersize=4,
+                    color=color,
+                    label="" if number or place else label,
+                )
+
+
+def share_place(group: int, model: int) -> float:
+    """Where in a group the runs of a model begin."""
+    return group + 0.2 * model - 0.1

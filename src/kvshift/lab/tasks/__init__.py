@@ -8,7 +8,7 @@ from kvshift.lab.tasks.induction import InductionConfig, InductionTask
 from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
 from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
 from kvshift.lab.tasks.questions import Question, QuestionTask
-from kvshift.lab.tasks.registry import TaskConfig, WholeTask, make_task, task_name
+from kvshift.lab.tasks.registry import TaskConfig, WholeTask, config_class, make_task, task_name
 from kvshift.lab.tasks.streams import TaskBatches, generator_of
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "TaskConfig",
     "WholeTask",
     "concatenate",
+    "config_class",
     "count_correct",
     "generator_of",
     "make_task",

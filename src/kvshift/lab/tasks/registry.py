@@ -12,7 +12,7 @@ from kvshift.lab.tasks.induction import InductionConfig, InductionTask
 from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
 from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
 
-__all__ = ["TaskConfig", "WholeTask", "make_task", "task_name"]
+__all__ = ["TaskConfig", "WholeTask", "config_class", "make_task", "task_name"]
 
 TaskConfig = CFGConfig | HopConfig | IGSMConfig | InductionConfig | MQARConfig | NGramConfig
 
@@ -38,6 +38,11 @@ class WholeTask(Task, Protocol):
 def make_task(config: TaskConfig) -> Task:
     """The task that `config` describes."""
     return _TASKS[task_name(config)][1](config)  # type: ignore[arg-type]  # the entry with this config's type
+
+
+def config_class(name: str) -> type[TaskConfig]:
+    """The inverse of `task_name`."""
+    return _TASKS[name][0]
 
 
 def task_name(config: TaskConfig) -> str:
