@@ -8,21 +8,20 @@ Shapes: B rows, T positions, E width, C classes of the output.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 
 from kvshift.lab.errors import LabError, require
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.language_model import build_twin
 from kvshift.lab.tasks.checks import check_at_least, check_choices
-from kvshift.layers import KVShift, check_shift_options
+from kvshift.layers import check_shift_options
 from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2Model
 from kvshift.models.shifted import ShiftedPreTrainedModel
 
@@ -169,10 +168,7 @@ class _NoMLP(nn.Module):
 
 
 def build_gpt2(options: GPT2Options, *, vocab_size: int, length: int, seed: int) -> LabGPT2:
-    """A model with float32 start values, of which those that a vanilla twin has too do not depend on the shift.
-
-    The weights are drawn for the model without shift and then taken over; the coefficients have a generator of
-    their own. So twins that differ in `shift_*` alone start, for one seed, with the same bits.
+    """The GPT-2 that the options describe; see `build_twin` for its start values.
 
     Args:
         options: of the model.
@@ -202,23 +198,7 @@ def build_gpt2(options: GPT2Options, *, vocab_size: int, length: int, seed: int)
         shift_constraint=options.shift_constraint,
         shift_init=options.shift_init,
     )
-    vanilla = deepcopy(config)
-    vanilla.shift_targets = []
-    set_seed(seed)
-    model = LabGPT2(vanilla)
-    if config.shift_targets:
-        weights = model.state_dict()
-        model = LabGPT2(config)
-        load = model.load_state_dict(weights, strict=False)
-        unexpected = load.unexpected_keys + [name for name in load.missing_keys if ".shift." not in name]
-        if unexpected:
-            raise AssertionError(f"twins differ beyond the shift: {unexpected}")
-        generator = generator_for("shift coefficients", seed)
-        for module in model.modules():
-            if isinstance(module, KVShift):
-                module.reset_parameters(generator)
-                module.requires_grad_(not options.freeze_shift)
-    return model
+    return build_twin(LabGPT2, config, seed=seed, freeze_shift=options.freeze_shift)
 
 
 AutoConfig.register(LabGPT2Config.model_type, LabGPT2Config, exist_ok=True)

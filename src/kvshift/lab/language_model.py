@@ -6,10 +6,10 @@ import json
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from transformers import set_seed
+from transformers import PreTrainedModel, set_seed
 
 from kvshift.lab.config import ModelConfig
 from kvshift.lab.errors import LabError
@@ -18,7 +18,9 @@ from kvshift.layers import KVShift
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.llama.sizes import SIZES
 
-__all__ = ["build_model", "llama_config", "shift_layers"]
+__all__ = ["build_model", "build_twin", "llama_config", "shift_layers"]
+
+_Model = TypeVar("_Model", bound=PreTrainedModel)
 
 
 def llama_config(options: ModelConfig, *, vocab_size: int, sequence_length: int) -> KVShiftLlamaConfig:
@@ -65,17 +67,30 @@ def llama_config(options: ModelConfig, *, vocab_size: int, sequence_length: int)
 
 
 def build_model(config: KVShiftLlamaConfig, *, seed: int, freeze_shift: bool = False) -> KVShiftLlamaForCausalLM:
+    """The Llama of a configuration; see `build_twin`."""
+    return build_twin(KVShiftLlamaForCausalLM, config, seed=seed, freeze_shift=freeze_shift)
+
+
+def build_twin(model_class: type[_Model], config: Any, *, seed: int, freeze_shift: bool = False) -> _Model:
     """A model with float32 start values, of which those that a vanilla twin has too do not depend on the shift.
 
     The weights are drawn for the model without shift and then taken over; the coefficients have a generator of
     their own. So twins that differ in `shift_*` alone start, for one seed, with the same bits.
+
+    Args:
+        model_class: what is built from `config`, which has the fields of a `ShiftConfig`.
+        config: of the model.
+        seed: of weights and coefficients.
+        freeze_shift: keep the coefficients at their start values.
     """
+    vanilla = deepcopy(config)
+    vanilla.shift_targets = []
     set_seed(seed)
-    model = KVShiftLlamaForCausalLM(_without_shift(config))
+    model = model_class(vanilla)
     if config.shift_targets:
-        vanilla = model.state_dict()
-        model = KVShiftLlamaForCausalLM(config)
-        load = model.load_state_dict(vanilla, strict=False, assign=True)
+        weights = model.state_dict()
+        model = model_class(config)
+        load = model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
         unexpected = load.unexpected_keys + [name for name in load.missing_keys if ".shift." not in name]
         if unexpected:
@@ -123,9 +138,3 @@ def _read(path: Path) -> dict[str, Any]:
     for of_weights in ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"):
         values.pop(of_weights, None)
     return values
-
-
-def _without_shift(config: KVShiftLlamaConfig) -> KVShiftLlamaConfig:
-    vanilla = deepcopy(config)
-    vanilla.shift_targets = []
-    return vanilla
