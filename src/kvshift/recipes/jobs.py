@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvshift.lab.analysis.runs import is_finished, read_json, read_lines
+from kvshift.lab.analysis.runs import is_finished, read_json, read_run
 from kvshift.lab.beginning import enter, refuse_other_options
 from kvshift.lab.config import config_hash, to_json
 from kvshift.lab.records import RunFolder, environment, write_json
@@ -39,30 +39,22 @@ class TrainingJob:
 
     def record(self, out: Path) -> dict[str, Any]:
         """With the curves of loss and accuracies, and the last coefficients among the results."""
-        options = read_json(out / "config.json")
-        lines = list(read_lines(out / "metrics.jsonl"))
-        evaluations = [line for line in lines if line["kind"] == "eval"]
-        curve: dict[str, list[float | None]] = {"step": [], "loss": []}
-        for line in evaluations:
-            curve["step"].append(line["step"])
-            curve["loss"].append(line["loss"])
-            for name, accuracy in line["accuracy"].items():
+        run = read_run(out)
+        steps, losses, accuracies = run.series("eval", "step", "loss", "accuracy")
+        curve: dict[str, list[float | None]] = {"step": steps, "loss": losses}
+        for found in accuracies:
+            for name, accuracy in found.items():
                 curve.setdefault(name, []).append(accuracy)
-        result = read_json(out / "result.json")
-        last = [line for line in lines if line["kind"] == "coefficients" and line["step"] == evaluations[-1]["step"]]
-        result["coefficients"] = [
-            {name: line[name] for name in ("alpha", "beta", "gamma") if name in line} for line in last
-        ]
         return {
-            "config_hash": options.pop("config_hash"),
-            "options": {name: value for name, value in options.items() if name not in _OF_THE_MACHINE},
-            "environment": read_json(out / "environment.json"),
+            "config_hash": run.config["config_hash"],
+            "options": {name: value for name, value in run.config.items() if name not in _NO_OPTIONS},
+            "environment": run.environment,
             "curve": curve,
-            "result": result,
+            "result": {**run.result, "coefficients": run.coefficients()},
         }
 
 
-_OF_THE_MACHINE = ("out", "progress", "report_to", "data_workers")
+_NO_OPTIONS = ("config_hash", "out", "progress", "report_to", "data_workers")  # the last four are of the machine
 
 
 @dataclass(frozen=True, kw_only=True)

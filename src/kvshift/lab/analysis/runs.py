@@ -1,4 +1,4 @@
-"""What `kvshift train` left in a run folder, read back."""
+"""What training left in a run folder, read back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Run:
     """A finished run.
 
     Attributes:
-        config: the whole TrainConfig as JSON, with what the options left open filled in.
+        config: all options as JSON, with what they left open filled in.
         environment: commit, versions, hardware, command line, when started.
         metrics: the lines of metrics.jsonl: losses, evaluations, coefficients.
         result: the final numbers.
@@ -51,7 +51,7 @@ class Run:
         names = {field.name for field in dataclasses.fields(TrainConfig)}
         return from_json(TrainConfig, {name: value for name, value in self.config.items() if name in names})
 
-    def series(self, kind: str, *fields: str) -> tuple[list[float], ...]:
+    def series(self, kind: str, *fields: str) -> tuple[list[Any], ...]:
         """The named fields of all lines of one kind, in order: `series("eval", "step", "loss")`."""
         lines = [line for line in self.metrics if line["kind"] == kind]
         return tuple([line[field] for line in lines] for field in fields)
