@@ -18,7 +18,7 @@ from kvshift.layers import KVShift
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.llama.sizes import SIZES
 
-__all__ = ["build_model", "build_twin", "llama_config", "shift_layers"]
+__all__ = ["build_model", "build_twin", "count_parameters", "llama_config", "shift_layers"]
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
@@ -105,6 +105,14 @@ def build_twin(model_class: type[_Model], config: Any, *, seed: int, freeze_shif
 def shift_layers(model: torch.nn.Module) -> list[KVShift]:
     """The `KVShift` of each layer that shifts anything, in order."""
     return [module for module in model.modules() if isinstance(module, KVShift) and module.targets]
+
+
+def count_parameters(model: torch.nn.Module) -> dict[str, int]:
+    """All "parameters", and "shift_parameters", those among them that are coefficients of the shift."""
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "shift_parameters": sum(p.numel() for layer in shift_layers(model) for p in layer.parameters()),
+    }
 
 
 def _base(options: ModelConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from kvshift.lab.beginning import begin
 from kvshift.lab.config import ModelConfig, RunConfig, from_json, to_json
 from kvshift.lab.errors import LabError
 from kvshift.lab.gpt2 import GPT2Options, build_gpt2
-from kvshift.lab.language_model import build_model, llama_config, shift_layers
+from kvshift.lab.language_model import build_model, count_parameters, llama_config
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFolder, read_metrics, write_json
 from kvshift.lab.running import (
@@ -205,8 +205,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
             # None where a part of the run was another process's
             "processor_seconds": time.process_time() - processor if start.step == 0 else None,
             "peak_memory_bytes": peak_memory(trainer.args.device),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "shift_parameters": sum(p.numel() for layer in shift_layers(model) for p in layer.parameters()),
+            **count_parameters(model),
         },
     )
 

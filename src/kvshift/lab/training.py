@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvshift.lab.beginning import begin, data_facts, resolved_model
 from kvshift.lab.config import TrainConfig, to_json
 from kvshift.lab.data import TextData, collate, load_text_data
-from kvshift.lab.language_model import build_model, llama_config, shift_layers
+from kvshift.lab.language_model import build_model, count_parameters, llama_config
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFolder, read_metrics, write_json
 from kvshift.lab.running import (
@@ -78,10 +78,7 @@ def _run(
 
     model = build_model(model_config, seed=config.seed, freeze_shift=config.model.freeze_shift)
     model.config.use_cache = False  # no cache of keys and values beside every training step
-    sizes = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "shift_parameters": sum(p.numel() for layer in shift_layers(model) for p in layer.parameters()),
-    }
+    sizes = count_parameters(model)
     say(
         f"{sizes['parameters']:,} parameters, {sizes['shift_parameters']} of them of the shift; "
         f"{config.steps} steps of {tokens_per_step:,} tokens"
