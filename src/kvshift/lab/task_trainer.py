@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ class TaskTrainer(RunTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Score the evaluation batches, and tell the callbacks."""
         self.scores = score(self.model, self._batches, self._task.slice_names, self.args.device, dropout=self._dropout)
-        if not torch.isfinite(torch.tensor(self.scores["loss"])):
+        if not math.isfinite(self.scores["loss"]):
             self._fail(f"the validation loss is not finite after step {self.state.global_step}; {self._kept()}")
         accuracy = {f"eval_{name}": value for name, value in self.scores["accuracy"].items() if value is not None}
         self.log({"eval_loss": self.scores["loss"], **accuracy})
