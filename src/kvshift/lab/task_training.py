@@ -8,7 +8,6 @@ run took. There is no tokenizer.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 import time
@@ -48,7 +47,7 @@ from kvshift.lab.tasks import (
     TaskConfig,
     WholeTask,
     config_class,
-    generator_of,
+    evaluation_batches,
     make_task,
     task_name,
 )
@@ -225,11 +224,7 @@ def _evaluation_batches(task: Task, config: TaskTrainConfig, rows: int | None) -
         raise LabError(
             f"eval_rows must be a number for the task {task_name(config.task)}, whose rows have no end; got None"
         )
-    size = min(config.eval_batch_size or config.batch_size, rows)
-    return [
-        task.batch(generator_of("evaluation", 0, number), min(size, rows - number * size))
-        for number in range(math.ceil(rows / size))
-    ]
+    return evaluation_batches(task, rows, config.eval_batch_size or config.batch_size, seed=0)
 
 
 def _say(text: str) -> None:

@@ -20,7 +20,7 @@ from kvshift.lab.gpt2 import GPT2Options, LabGPT2
 from kvshift.lab.records import RunFolder, write_json
 from kvshift.lab.task_trainer import score
 from kvshift.lab.task_training import TaskTrainConfig
-from kvshift.lab.tasks import Batch, HopConfig, HopTask, generator_of
+from kvshift.lab.tasks import HopConfig, HopTask, evaluation_batches
 from kvshift.recipes.claims import Claim, Direction, higher, percent, points
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import model_label
@@ -135,22 +135,16 @@ def errors_by_hops(model: Any, config: HopConfig, rows: int, device: torch.devic
         "off" and "on", with dropout so: errors by k, as strings; "rows".
     """
     names = HopTask(config).slice_names
-    size = min(rows, 250)
-
-    def batches() -> list[Batch]:
-        return [
-            HopTask(replace(config, hops=hops)).batch(
-                generator_of("evaluation", 1, hops * 10_000 + number), min(size, rows - number * size)
-            )
-            for hops in range(1, config.max_hops + 1)
-            for number in range(math.ceil(rows / size))
-        ]
-
+    batches = [
+        batch
+        for hops in range(1, config.max_hops + 1)
+        for batch in evaluation_batches(HopTask(replace(config, hops=hops)), rows, 250, seed=1, first=hops * 10_000)
+    ]
     errors: dict[str, Any] = {"rows": rows}
     with torch.random.fork_rng():
         torch.manual_seed(0)  # of dropout
         for name, dropout in (("off", False), ("on", True)):
-            accuracy = score(model, batches(), names, device, dropout=dropout)["accuracy"]
+            accuracy = score(model, batches, names, device, dropout=dropout)["accuracy"]
             errors[name] = {str(hops): 1 - accuracy[f"hops_{hops}"] for hops in range(1, config.max_hops + 1)}
     return errors
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from kvshift.lab.tasks import Batch, Task, TaskBatches, generator_of
+from kvshift.lab.tasks import Batch, Task, TaskBatches, evaluation_batches, generator_of
 from kvshift.lab.tasks.streams import Split
 
 from .cases import TASKS
@@ -91,3 +91,12 @@ def test_what_cannot_be_is_refused():
         TaskBatches(task, split="training", seed=0, batch_size=3, batches=2**31 + 1)
     with pytest.raises(IndexError, match=r"number must lie in 0 \.\.\. 2, got 3"):
         TaskBatches(task, split="training", seed=0, batch_size=3, batches=3)[3]
+
+
+@pytest.mark.parametrize(("rows", "batch_size", "sizes"), [(11, 4, [4, 4, 3]), (12, 4, [4, 4, 4]), (3, 7, [3])])
+def test_evaluation_rows_come_in_batches_of_one_stream(rows: int, batch_size: int, sizes: list[int]):
+    task = TASKS["hop"]
+    batches = evaluation_batches(task, rows, batch_size, seed=5, first=13)
+    assert [len(batch.input_ids) for batch in batches] == sizes
+    for number, (batch, size) in enumerate(zip(batches, sizes, strict=True), start=13):
+        assert same(batch, task.batch(generator_of("evaluation", 5, number), size))

@@ -9,7 +9,7 @@ from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
 from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
 from kvshift.lab.tasks.questions import Question, QuestionTask
 from kvshift.lab.tasks.registry import TaskConfig, WholeTask, config_class, make_task, task_name
-from kvshift.lab.tasks.streams import TaskBatches, generator_of
+from kvshift.lab.tasks.streams import TaskBatches, evaluation_batches, generator_of
 
 __all__ = [
     "CFG3F",
@@ -37,6 +37,7 @@ __all__ = [
     "concatenate",
     "config_class",
     "count_correct",
+    "evaluation_batches",
     "generator_of",
     "make_task",
     "task_name",

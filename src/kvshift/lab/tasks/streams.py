@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal, get_args
 
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset
 from kvshift.lab.seeds import seed_for
 from kvshift.lab.tasks.batch import Batch, Task
 
-__all__ = ["Split", "TaskBatches", "generator_of"]
+__all__ = ["Split", "TaskBatches", "evaluation_batches", "generator_of"]
 
 Split = Literal["training", "evaluation"]
 
@@ -32,6 +33,22 @@ def generator_of(split: Split, seed: int, number: int) -> torch.Generator:
         raise ValueError(f"number must lie in 0 ... 2^31 - 1, got {number}")
     within = (seed_for("batches", seed) + number) % _SEEDS
     return torch.Generator().manual_seed(within + (_SEEDS if split == "evaluation" else 0))
+
+
+def evaluation_batches(task: Task, rows: int, batch_size: int, *, seed: int, first: int = 0) -> list[Batch]:
+    """Evaluation rows, the same ones at each call; the last batch may be smaller than the others.
+
+    Args:
+        task: whose rows they are.
+        rows: of all batches together, 1 or more.
+        batch_size: rows of a batch, 1 or more.
+        seed, first: of the stream, and the number that the first batch has in it.
+    """
+    size = min(batch_size, rows)
+    return [
+        task.batch(generator_of("evaluation", seed, first + number), min(size, rows - number * size))
+        for number in range(math.ceil(rows / size))
+    ]
 
 
 class TaskBatches(Dataset[Batch]):
