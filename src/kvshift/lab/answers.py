@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from kvshift.lab.continuing import continue_rows
 from kvshift.lab.seeds import seed_for
 from kvshift.lab.tasks import generator_of
 from kvshift.lab.tasks.questions import Question, QuestionTask
@@ -45,12 +45,6 @@ def ask(model: Any, task: QuestionTask, count: int, *, seed: int, batch_size: in
 
 def answer(model: Any, task: QuestionTask, questions: Sequence[Question], *, seed: int) -> list[Tensor]:
     """What the model writes after each prompt, without the task's end token and what follows it: (N,) int64 each."""
-    longest = max(len(question.prompt) for question in questions)
-    ids = torch.full((len(questions), longest), task.end_token)
-    mask = torch.zeros_like(ids)
-    for row, question in enumerate(questions):
-        ids[row, longest - len(question.prompt) :] = question.prompt
-        mask[row, longest - len(question.prompt) :] = 1
     drawn = {"temperature": task.temperature, "top_k": 0, "top_p": 1.0} if task.temperature else {}
     how = GenerationConfig(
         do_sample=task.temperature > 0,
@@ -60,11 +54,8 @@ def answer(model: Any, task: QuestionTask, questions: Sequence[Question], *, see
         use_cache=True,
         **drawn,
     )
-    accelerators = [] if model.device.type == "cpu" else [model.device]
-    with torch.random.fork_rng(accelerators, device_type=model.device.type if accelerators else "cuda"):
-        torch.manual_seed(seed_for("answers", seed))
-        written = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), generation_config=how)
-    return [_before(row, task.end_token) for row in written[:, longest:].cpu()]
+    written = continue_rows(model, [question.prompt for question in questions], how, seed=seed_for("answers", seed))
+    return [_before(row, task.end_token) for row in written.cpu()]
 
 
 def _before(tokens: Tensor, end: int) -> Tensor:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
+from kvshift.lab.continuing import continue_rows
 from kvshift.lab.errors import LabError, require
 from kvshift.lab.loading import DType, load_model
 from kvshift.lab.prompts import answers_in, read_prompts
@@ -147,24 +148,19 @@ def continue_batch(
 ) -> list[list[Continuation]]:
     """`config.samples` continuations of each prompt, from one call of `model.generate`.
 
-    Prompts of unequal length are padded on the left; each is continued as it would be alone.
-
     Args:
         first: number of the first prompt. It goes into the seed, so that no two batches draw the same numbers.
         kwargs: for `model.generate`.
     """
-    length = max(map(len, prompts))
     pad = _ids_of(tokenizer.pad_token_id, tokenizer.eos_token_id, 0)[0]
-    ids = torch.tensor([[pad] * (length - len(row)) + row for row in prompts], device=model.device)
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts], device=model.device)
     ends = _ids_of(model.generation_config.eos_token_id, tokenizer.eos_token_id)
-    accelerators = [] if model.device.type == "cpu" else [model.device]
-    with torch.random.fork_rng(accelerators, device_type=model.device.type if accelerators else "cuda"):
-        torch.manual_seed(seed_for(f"generate from {first}", config.seed))
-        output = model.generate(ids, attention_mask=mask, generation_config=_how(config, pad=pad, ends=ends), **kwargs)
+    seed = seed_for(f"generate from {first}", config.seed)
+    written = continue_rows(
+        model, [torch.tensor(row) for row in prompts], _how(config, pad=pad, ends=ends), seed=seed, **kwargs
+    )
     rows = [
-        _continuation(tokenizer, prompts[number // config.samples], row[length:].tolist(), ends)
-        for number, row in enumerate(output)
+        _continuation(tokenizer, prompts[number // config.samples], row.tolist(), ends)
+        for number, row in enumerate(written)
     ]
     return [rows[start : start + config.samples] for start in range(0, len(rows), config.samples)]
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from kvshift.lab.analysis.runs import read_run
+from kvshift.lab.continuing import continue_rows
 from kvshift.lab.data import load_text_data
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
@@ -40,14 +42,17 @@ def sample(
         prompt = str(tokenizer.decode(ids))
     else:
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    how: dict[str, Any] = {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature}
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     texts = {}
     for folder in folders.values():
         model: Any = KVShiftLlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            output = model.generate(
-                torch.tensor([ids]), max_new_tokens=tokens, pad_token_id=tokenizer.eos_token_id, top_k=0, **how
-            )
-        texts[read_run(folder).name] = tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+        how = GenerationConfig(
+            **drawn,
+            max_new_tokens=tokens,
+            pad_token_id=tokenizer.eos_token_id,
+            eos_token_id=model.generation_config.eos_token_id,
+            use_cache=True,
+        )
+        written = continue_rows(model, [torch.tensor(ids)], how, seed=seed)[0]
+        texts[read_run(folder).name] = tokenizer.decode(written, skip_special_tokens=True)
     return {"prompt": prompt, "seed": seed, "temperature": temperature, "texts": texts}

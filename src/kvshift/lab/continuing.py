@@ -1,0 +1,43 @@
+"""Continue rows of tokens: what stands around each call of `model.generate`.
+
+Shapes: N prompts, P tokens of the longest, S continuations of each, L new tokens of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
+
+__all__ = ["continue_rows"]
+
+
+def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, *, seed: int, **kwargs: Any) -> Tensor:
+    """What the model writes after each prompt; torch's own generators are left as they were.
+
+    Prompts of unequal length are padded on the left; each is continued as it would be alone.
+
+    Args:
+        model: from `input_ids` and `attention_mask`, with `generate`.
+        prompts: (P,) int64 each, P >= 1.
+        how: all of it, its `pad_token_id` too.
+        seed: of what is drawn.
+        kwargs: for `model.generate`.
+
+    Returns:
+        (N S, L) int64, the S of one prompt one after the other; behind the end of a row stands padding.
+    """
+    pad = cast(int, how.pad_token_id)
+    ids = pad_sequence(list(prompts), batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
+    accelerators = [] if model.device.type == "cpu" else [model.device]
+    with torch.random.fork_rng(accelerators, device_type=model.device.type if accelerators else "cuda"):
+        torch.manual_seed(seed)
+        written = model.generate(
+            ids.to(model.device), attention_mask=mask.to(model.device), generation_config=how, **kwargs
+        )
+    return written[:, ids.shape[1] :]
