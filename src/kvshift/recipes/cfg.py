@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import COLORS, draw_shares
+from kvshift.lab.analysis.accuracy import draw_shares
+from kvshift.lab.analysis.colors import COLORS
 from kvshift.lab.analysis.statistics import verdict
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.seeds import generator_for

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvshift.lab.analysis.accuracy import COLORS
+from kvshift.lab.analysis.colors import COLORS
 from kvshift.lab.analysis.runs import read_json
 from kvshift.lab.analysis.statistics import t_interval
 from kvshift.lab.config import OptimizerConfig

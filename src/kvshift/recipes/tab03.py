@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvshift.lab.analysis.colors import BLUE, PURPLE, VERMILLION
 from kvshift.lab.theory.checks import (
     COEFFICIENTS,
     check_logits,
@@ -121,7 +122,7 @@ def plot(records: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     settings = _limit(records)["settings"]
-    for form, color, shift in (("printed", "#d55e00", -0.12), ("derived", "#0072b2", 0.12)):
+    for form, color, shift in (("printed", VERMILLION, -0.12), ("derived", BLUE, 0.12)):
         places, errors = [], []
         for number, kind in enumerate(PAPER):
             found = _errors(settings, kind, form)
@@ -135,7 +136,7 @@ def plot(records: Sequence[Record]) -> Figure:
 
     rows = _pooled(records)
     for number, (name, form, color) in enumerate(
-        (("Table 3", "table3", "#d55e00"), ("script", "script", "#cc79a7"), ("derived", "exact", "#0072b2"))
+        (("Table 3", "table3", VERMILLION), ("script", "script", PURPLE), ("derived", "exact", BLUE))
     ):
         places = [place + 0.15 * (number - 1) for place in range(len(rows))]
         right.plot(places, [(row[form] - row["mean"]) / row["stderr"] for row in rows], "o", color=color, label=name)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import COLORS, draw_accuracy, draw_shares, share_place
+from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares, share_place
+from kvshift.lab.analysis.colors import COLORS
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import IGSMConfig

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvshift.lab.analysis.colors import COLORS
+
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "Curves", "draw_accuracy", "draw_shares", "share_place"]
-
-COLORS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Told apart by the colour-blind (Okabe and Ito)."""
+__all__ = ["Curves", "draw_accuracy", "draw_shares", "share_place"]
 
 Curves = Mapping[str, Mapping[int, tuple[Sequence[float], Sequence[float]]]]
 """By model and seed: steps, and a value at each."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvshift.lab.analysis.colors import BLUE, GREEN, PURPLE, VERMILLION
 from kvshift.lab.analysis.maps import map_coefficients
 from kvshift.lab.analysis.runs import Run, read_run
 from kvshift.lab.analysis.statistics import t_interval
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # takes a second to import
 
 __all__ = ["plot_coefficients", "plot_curves", "plot_learning", "save_figure"]
 
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by the colour-blind (Okabe and Ito)
+_COLORS = (BLUE, VERMILLION, GREEN, PURPLE)  # of models, in the order in which their folders come
 
 
 def plot_curves(folders: Sequence[Path]) -> Figure:

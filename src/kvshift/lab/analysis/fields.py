@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvshift.lab.analysis.colors import BLUE, GREEN, PURPLE, VERMILLION
 from kvshift.lab.theory.gradient_flow import Trajectory
 from kvshift.lab.theory.loss_field import LEVELS, Field
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:  # takes a second to import
 
 __all__ = ["draw_field", "draw_fields", "draw_flow"]
 
-_COLORS = {"$α_1$": "#0072b2", "$α_2$": "#d55e00", "$β_1$": "#009e73", "$β_2$": "#cc79a7"}  # Okabe and Ito
+_COLORS = {"$α_1$": BLUE, "$α_2$": VERMILLION, "$β_1$": GREEN, "$β_2$": PURPLE}
 
 
 def draw_fields(rows: Mapping[str, Mapping[str, Field]], levels: Sequence[float] | np.ndarray = LEVELS) -> Figure:
@@ -51,7 +52,7 @@ def draw_field(axes: Axes, field: Field, *, title: str, levels: Sequence[float] 
         field.beta1,
         field.alpha1_step,
         field.beta1_step,
-        color="#0072b2",
+        color=BLUE,
         linewidth=0.7,
         density=0.8,
     )
@@ -63,7 +64,7 @@ def draw_field(axes: Axes, field: Field, *, title: str, levels: Sequence[float] 
         axes.text(0.5, 0.5, f"no level in\n{low:.2f} to {high:.2f}", ha="center", va="center").set_bbox(
             {"facecolor": "white", "edgecolor": "none", "alpha": 0.85}
         )
-    axes.plot(0, 1, "o", color="#d55e00", markersize=7, clip_on=False, zorder=5)
+    axes.plot(0, 1, "o", color=VERMILLION, markersize=7, clip_on=False, zorder=5)
     axes.set(title=title, xlabel="$α_1$", ylabel="$β_1$", xlim=(0, 1), ylim=(0, 1), aspect="equal")
 
 

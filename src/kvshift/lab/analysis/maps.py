@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvshift.lab.analysis.colors import VERMILLION
+
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -142,8 +144,8 @@ def map_attention(
         axes.set(title=title, xlabel="attended to", ylabel="at")
         axes.title.set_fontsize(9)
         if repeat is not None:
-            axes.axhline(repeat - 0.5, color="#d55e00", linewidth=0.8)
-            axes.axvline(repeat - 0.5, color="#d55e00", linewidth=0.8)
+            axes.axhline(repeat - 0.5, color=VERMILLION, linewidth=0.8)
+            axes.axvline(repeat - 0.5, color=VERMILLION, linewidth=0.8)
         if tokens is not None and len(tokens) <= _LABELLED:
             # Signs that mathtext or the font would take for something else stand as they are.
             shown = [token.replace("$", r"\$").replace("\n", "⏎") for token in tokens]
