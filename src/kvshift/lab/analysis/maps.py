@@ -48,15 +48,7 @@ def map_coefficients(layers: Sequence[Mapping[str, Any]]) -> Figure | None:
     )
     # One scale for all, with 0 in its middle: a red and a blue cell pull in opposite directions.
     limit = max(1.0, *(abs(value) for _, values in panels for row in values for value in row))
-    image, all_axes = None, []
-    for number, (title, values) in enumerate(panels, start=1):
-        axes = figure.add_subplot(1, len(panels), number)
-        image = _draw(axes, values, title, low=-limit, high=limit, colors="RdBu_r", cells=len(layers) * heads)
-        if number == 1:
-            axes.set_ylabel("layer")
-        all_axes.append(axes)
-    if image is not None:
-        figure.colorbar(image, ax=all_axes)
+    _draw_rows(figure, [panels], low=-limit, high=limit, colors="RdBu_r", cells=len(layers) * heads)
     return figure
 
 
@@ -108,16 +100,7 @@ def map_scores(heads: Sequence[Mapping[str, Any]]) -> Figure:
     figure = Figure(
         figsize=(len(shown) * max(2.6, 0.5 * across + 1), len(rows) * max(1.9, 0.5 * layers + 1)), layout="constrained"
     )
-    image, all_axes = None, []
-    for row, panels in enumerate(rows):
-        for column, (title, values) in enumerate(panels):
-            axes = figure.add_subplot(len(rows), len(shown), row * len(shown) + column + 1)
-            image = _draw(axes, values, title, low=0, high=1, colors="viridis", cells=layers * across)
-            if column == 0:
-                axes.set_ylabel("layer")
-            all_axes.append(axes)
-    if image is not None:
-        figure.colorbar(image, ax=all_axes)
+    _draw_rows(figure, rows, low=0, high=1, colors="viridis", cells=layers * across)
     return figure
 
 
@@ -154,6 +137,26 @@ def map_attention(
     if image is not None:
         figure.colorbar(image, ax=figure.axes, shrink=0.8)
     return figure
+
+
+def _draw_rows(
+    figure: Figure,
+    rows: Sequence[Sequence[tuple[str, Sequence[Sequence[float]]]]],
+    *,
+    low: float,
+    high: float,
+    colors: str,
+    cells: int,
+) -> None:
+    """Rows of panels, of each the title and the values by layer and head; one scale for all."""
+    images = []
+    for row, panels in enumerate(rows):
+        for column, (title, values) in enumerate(panels):
+            axes = figure.add_subplot(len(rows), len(panels), row * len(panels) + column + 1)
+            images.append(_draw(axes, values, title, low=low, high=high, colors=colors, cells=cells))
+            if column == 0:
+                axes.set_ylabel("layer")
+    figure.colorbar(images[-1], ax=figure.axes)
 
 
 def _draw(
