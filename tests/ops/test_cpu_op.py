@@ -68,6 +68,24 @@ def test_the_number_of_threads_changes_no_bit(shape, kernel):
             assert torch.equal(result, results[0][name]), name
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_results_are_written_past_the_cache_with_the_same_bits(dtype, kernel):
+    """From 8 MiB on, in whole lines of the cache; the mask makes rows of every number of terms."""
+    positions = 2**23 // (2 * 5 * 192 * dtype.itemsize) + 1
+    generator = torch.Generator().manual_seed(17)
+    x, grad = (torch.randn(2, positions, 5, 192, generator=generator).to(dtype) for _ in range(2))
+    history, mix = torch.randn(2, 1, 5, 192, generator=generator).to(dtype), torch.randn(5, 2, generator=generator)
+    mask = torch.rand(2, positions, generator=generator) < 0.9
+    assert x.nbytes >= 2**23 > x[:, 1:].nbytes
+    results = {}
+    for backend in ("cpu", "eager"):
+        leaves = x.clone().requires_grad_(), history.clone().requires_grad_()
+        y, _ = shift_tokens(leaves[0], mix, history=leaves[1], mask=mask, backend=backend)
+        results[backend] = y, *torch.autograd.grad(y, leaves, grad)
+    for name, result, expected in zip(("y", "x", "history"), results["cpu"], results["eager"], strict=True):
+        assert torch.equal(result, expected), name
+
+
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FFF, 0xFFFF, 0x7F81, 0x7FC0, 0x0001, 0x8001, 0x7F7F], ids=hex)
 def test_numbers_at_the_end_of_bfloat16(bits, kernel):
     """Infinities, NaN of any payload, subnormal numbers, the largest: as PyTorch rounds them."""

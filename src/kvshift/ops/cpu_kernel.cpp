@@ -8,6 +8,7 @@
 // rounded in the same order as in eager.py, which gives the same bits.
 
 #include <immintrin.h>
+#include <omp.h>
 
 #include <cstdint>
 #include <cstring>
@@ -43,14 +44,15 @@ inline Floats multiply_add(Floats x, Floats y, Floats z) { return (Floats)_mm256
 inline Doubles multiply_add(Doubles x, Doubles y, Doubles z) { return (Doubles)_mm256_fmadd_pd(x, y, z); }
 #endif
 
-// `size` elements at a stretch, widened to the type of the arithmetic.
+// `size` elements at a stretch: Packed as in memory, Wide as in the arithmetic.
 template <class T>
 struct Lanes {
     typedef T Wide __attribute__((vector_size(vector_bytes)));
+    typedef Wide Packed;
     static constexpr int64_t size = vector_bytes / sizeof(T);
     static Wide spread(T a) { return a - Wide{}; }
-    static Wide load(const T* x) { return read<Wide>(x); }
-    static void store(T* y, Wide value) { std::memcpy(y, &value, sizeof value); }
+    static Wide widen(Packed x) { return x; }
+    static Packed narrow(Wide value) { return value; }
     static double sum(Wide value) {
         double total = 0;
         for (int64_t i = 0; i < size; ++i) total += value[i];
@@ -61,16 +63,11 @@ struct Lanes {
 template <>
 struct Lanes<_Float16> {
     typedef Floats Wide;
+    typedef _Float16 Packed __attribute__((vector_size(vector_bytes / 2)));
     static constexpr int64_t size = vector_bytes / sizeof(float);
     static Wide spread(float a) { return a - Wide{}; }
-    static Wide load(const _Float16* x) {
-        Wide value;
-        for (int64_t i = 0; i < size; ++i) value[i] = x[i];
-        return value;
-    }
-    static void store(_Float16* y, Wide value) {
-        for (int64_t i = 0; i < size; ++i) y[i] = _Float16(value[i]);
-    }
+    static Wide widen(Packed x) { return __builtin_convertvector(x, Wide); }
+    static Packed narrow(Wide value) { return __builtin_convertvector(value, Packed); }
     static double sum(Wide value) { return Lanes<float>::sum(value); }
 };
 
@@ -88,16 +85,11 @@ template <>
 struct Lanes<bfloat16> {
     typedef FloatPairs Wide;
     typedef uint32_t Words __attribute__((vector_size(vector_bytes)));
+    typedef Words Packed;
     static constexpr int64_t size = vector_bytes / sizeof(bfloat16);
     static Wide spread(float a) { return {a - Floats{}, a - Floats{}}; }
-    static Wide load(const bfloat16* x) {
-        const Words words = read<Words>(x);
-        return {(Floats)(words << 16), (Floats)(words & 0xffff0000)};
-    }
-    static void store(bfloat16* y, const Wide& value) {
-        const Words words = (round(value.even) >> 16) | (round(value.odd) & 0xffff0000);
-        std::memcpy(y, &words, sizeof words);
-    }
+    static Wide widen(Packed x) { return {(Floats)(x << 16), (Floats)(x & 0xffff0000)}; }
+    static Packed narrow(const Wide& value) { return (round(value.even) >> 16) | (round(value.odd) & 0xffff0000); }
     // To the nearest, ties to even, in the upper half of each word. A NaN stays one: it comes from a bfloat16 or from
     // a coefficient that `Row::weight` has seen, so its lower half is zero and nothing is carried.
     static Words round(Floats value) {
@@ -107,26 +99,64 @@ struct Lanes<bfloat16> {
     static double sum(const Wide& value) { return Lanes<float>::sum(value.even) + Lanes<float>::sum(value.odd); }
 };
 
-// Calls body(load, store, d) for every stretch of a head; the last, incomplete one goes through memory of full size.
-template <class T, class Body>
-inline void over_head(int64_t D, Body body) {
+// Writes past the cache, which saves reading the memory first. `y` lies at a multiple of the size of `value`.
+template <class V>
+inline void stream(void* y, V value) {
+#ifdef __AVX512F__
+    if constexpr (sizeof value == 64) _mm512_stream_si512((__m512i*)y, (__m512i)value);
+#endif
+    if constexpr (sizeof value == 32) _mm256_stream_si256((__m256i*)y, (__m256i)value);
+    if constexpr (sizeof value == 16) _mm_stream_si128((__m128i*)y, (__m128i)value);
+}
+
+// The vector of a head that begins at d.
+template <class T, bool streams>
+struct Whole {
     using L = Lanes<T>;
+    int64_t d;
+    auto load(const T* x) const { return L::widen(read<typename L::Packed>(x + d)); }
+    void store(T* y, const typename L::Wide& value) const {
+        const auto packed = L::narrow(value);
+        if constexpr (streams) stream(y + d, packed);
+        else std::memcpy(y + d, &packed, sizeof packed);
+    }
+};
+
+// The rest of a head, less than a vector.
+template <class T>
+struct Rest {
+    using L = Lanes<T>;
+    int64_t d;
+    size_t bytes;
+    auto load(const T* x) const {
+        typename L::Packed packed = {};
+#ifdef __AVX512F__
+        const __m512i filled = _mm512_maskz_loadu_epi8((1ull << bytes) - 1, x + d);
+        std::memcpy(&packed, &filled, sizeof packed);
+#else
+        std::memcpy(&packed, x + d, bytes);
+#endif
+        return L::widen(packed);
+    }
+    void store(T* y, const typename L::Wide& value) const {
+        const auto packed = L::narrow(value);
+#ifdef __AVX512F__
+        __m512i filled = {};
+        std::memcpy(&filled, &packed, sizeof packed);
+        _mm512_mask_storeu_epi8(y + d, (1ull << bytes) - 1, filled);
+#else
+        std::memcpy(y + d, &packed, bytes);
+#endif
+    }
+};
+
+// Calls `body` for every part of a head. Inlined, and by reference: copies of what it captures cost more than its work.
+template <class T, bool streams, class Body>
+[[gnu::always_inline]] inline void over_head(int64_t D, const Body& body) {
+    constexpr int64_t size = Lanes<T>::size;
     int64_t d = 0;
-    for (; d + L::size <= D; d += L::size)
-        body([d](const T* x) { return L::load(x + d); }, [d](T* y, auto value) { L::store(y + d, value); });
-    if (d == D) return;
-    const size_t bytes = (D - d) * sizeof(T);
-    body(
-        [d, bytes](const T* x) {
-            T padded[L::size] = {};
-            std::memcpy(padded, x + d, bytes);
-            return L::load(padded);
-        },
-        [d, bytes](T* y, auto value) {
-            T padded[L::size];
-            L::store(padded, value);
-            std::memcpy(y + d, padded, bytes);
-        });
+    for (; d + size <= D; d += size) body(Whole<T, streams>{d});
+    if (d < D) body(Rest<T>{d, (D - d) * sizeof(T)});
 }
 
 struct Shape {
@@ -141,9 +171,10 @@ struct Rows {  // (B, rows, G, D)
 };
 
 constexpr int64_t max_window = 16, max_head = 1024;
+constexpr int64_t cache_line = 64, streamed_bytes = 1 << 23;  // smaller results are still in the cache when read
 
 // One row of the output, (G, D): the sum of weight times term over the lags that have a term.
-template <class T, class A>
+template <class T, class A, bool streams>
 struct Row {
     using L = Lanes<T>;
     using Wide = typename L::Wide;
@@ -164,15 +195,15 @@ struct Row {
             if (count == 2) {
                 const T *p = terms[0] + g * heads[0], *q = terms[1] + g * heads[1];
                 const Wide a = weight(weights, 0), b = weight(weights, 1);
-                over_head<T>(n.D, [=](auto load, auto store) { store(y, multiply_add(b, load(q), a * load(p))); });
+                over_head<T, streams>(n.D, [&](auto at) { at.store(y, multiply_add(b, at.load(q), a * at.load(p))); });
             } else {
-                over_head<T>(n.D, [&](auto load, auto store) {
+                over_head<T, streams>(n.D, [&](auto at) {
                     Wide total = {};
                     for (int64_t i = 0; i < count; ++i) {
-                        const Wide a = weight(weights, i), p = load(terms[i] + g * heads[i]);
+                        const Wide a = weight(weights, i), p = at.load(terms[i] + g * heads[i]);
                         total = i == 0 ? a * p : multiply_add(a, p, total);
                     }
-                    store(y, total);
+                    at.store(y, total);
                 });
             }
         }
@@ -187,24 +218,24 @@ struct Row {
                 const T *p = terms[0] + g * heads[0], *q = terms[1] + g * heads[1];
                 const Wide a = weight(weights, 0), b = weight(weights, 1);
                 Wide with_p = sums[lags[0]], with_q = sums[lags[1]];
-                over_head<T>(n.D, [=, &with_p, &with_q](auto load, auto store) {
-                    const Wide here = load(x), first = load(p), second = load(q);
-                    store(y, multiply_add(b, second, a * first));
+                over_head<T, streams>(n.D, [&](auto at) {
+                    const Wide here = at.load(x), first = at.load(p), second = at.load(q);
+                    at.store(y, multiply_add(b, second, a * first));
                     with_p = multiply_add(first, here, with_p);
                     with_q = multiply_add(second, here, with_q);
                 });
                 sums[lags[0]] = with_p;
                 sums[lags[1]] = with_q;
             } else {
-                over_head<T>(n.D, [&](auto load, auto store) {
-                    const Wide here = load(x);
+                over_head<T, streams>(n.D, [&](auto at) {
+                    const Wide here = at.load(x);
                     Wide total = {};
                     for (int64_t i = 0; i < count; ++i) {
-                        const Wide a = weight(weights, i), p = load(terms[i] + g * heads[i]);
+                        const Wide a = weight(weights, i), p = at.load(terms[i] + g * heads[i]);
                         total = i == 0 ? a * p : multiply_add(a, p, total);
                         sums[lags[i]] = multiply_add(p, here, sums[lags[i]]);
                     }
-                    store(y, total);
+                    at.store(y, total);
                 });
             }
         }
@@ -218,49 +249,64 @@ struct Row {
     }
 };
 
-template <class T, class A>
+// Whether a result like x is written past the cache: a large one, whose heads begin and end with lines of the cache.
+template <class T>
+inline bool should_stream(const Shape& n, const T* y) {
+    return n.B * n.T * n.G * n.D * int64_t(sizeof(T)) >= streamed_bytes && n.D * sizeof(T) % cache_line == 0 &&
+           reinterpret_cast<uintptr_t>(y) % cache_line == 0;
+}
+
+template <class T, class A, bool streams>
 void forward(const Shape& n, T* y, Rows<const T> x, Rows<const T> past, const A* mix, const int64_t* sources,
              int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t bt = 0; bt < n.B * n.T; ++bt) {
-        const int64_t b = bt / n.T, t = bt % n.T;
-        Row<T, A> row;
-        for (int64_t j = 0; j < n.W; ++j) {
-            const int64_t r = sources ? sources[bt * n.W + j] : n.Q + t - j;
-            if (r >= n.Q) row.add(x.at(b, r - n.Q), x.head, j);
-            else if (r >= 0) row.add(past.at(b, r), past.head, j);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static) nowait
+        for (int64_t bt = 0; bt < n.B * n.T; ++bt) {
+            const int64_t b = bt / n.T, t = bt % n.T;
+            Row<T, A, streams> row;
+            for (int64_t j = 0; j < n.W; ++j) {
+                const int64_t r = sources ? sources[bt * n.W + j] : n.Q + t - j;
+                if (r >= n.Q) row.add(x.at(b, r - n.Q), x.head, j);
+                else if (r >= 0) row.add(past.at(b, r), past.head, j);
+            }
+            row.mix(y + bt * n.G * n.D, mix, n);
         }
-        row.mix(y + bt * n.G * n.D, mix, n);
+        if constexpr (streams) _mm_sfence();
     }
 }
 
 // Every row, of history or of x, gathers the gradients of the positions that read it; the same pass gives the
 // gradient of the coefficients. It is summed over spans of rows, (spans, G, W), which the caller adds up: the same
-// bits whatever the number of threads. `scratch` has room for (spans, G, W, 128 bytes).
-template <class T, class A>
+// bits whatever the number of threads. `scratch` has room for (threads, G, W, 128 bytes).
+template <class T, class A, bool streams>
 void backward(const Shape& n, T* grad_x, T* grad_past, double* grad_mix, void* scratch, int64_t spans,
               Rows<const T> grad_y, Rows<const T> x, Rows<const T> past, const A* mix, const int64_t* readers,
               int threads) {
     using L = Lanes<T>;
     const int64_t rows = n.B * (n.Q + n.T), coefficients = n.G * n.W, span = (rows + spans - 1) / spans;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t s = 0; s < spans; ++s) {
-        auto* sums = static_cast<typename L::Wide*>(scratch) + s * coefficients;
-        std::memset(sums, 0, coefficients * sizeof *sums);
-        const int64_t end = rows < (s + 1) * span ? rows : (s + 1) * span;
-        for (int64_t br = s * span; br < end; ++br) {
-            const int64_t b = br / (n.Q + n.T), r = br % (n.Q + n.T);
-            Row<T, A> row;
-            for (int64_t j = 0; j < n.W; ++j) {
-                const int64_t t = readers ? readers[br * n.W + j] : r - n.Q + j;
-                if (t >= 0 && t < n.T) row.add(grad_y.at(b, t), grad_y.head, j);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        auto* sums = static_cast<typename L::Wide*>(scratch) + omp_get_thread_num() * coefficients;
+#pragma omp for schedule(static) nowait
+        for (int64_t s = 0; s < spans; ++s) {
+            std::memset(sums, 0, coefficients * sizeof *sums);
+            const int64_t end = rows < (s + 1) * span ? rows : (s + 1) * span;
+            for (int64_t br = s * span; br < end; ++br) {
+                const int64_t b = br / (n.Q + n.T), r = br % (n.Q + n.T), size = n.G * n.D;
+                Row<T, A, streams> row;
+                for (int64_t j = 0; j < n.W; ++j) {
+                    const int64_t t = readers ? readers[br * n.W + j] : r - n.Q + j;
+                    if (t >= 0 && t < n.T) row.add(grad_y.at(b, t), grad_y.head, j);
+                }
+                if (r < n.Q)
+                    row.mix_and_dot(grad_past + (b * n.Q + r) * size, mix, past.at(b, r), past.head, sums, n);
+                else
+                    row.mix_and_dot(grad_x + (b * n.T + r - n.Q) * size, mix, x.at(b, r - n.Q), x.head, sums, n);
             }
-            if (r < n.Q)
-                row.mix_and_dot(grad_past + (b * n.Q + r) * n.G * n.D, mix, past.at(b, r), past.head, sums, n);
-            else
-                row.mix_and_dot(grad_x + (b * n.T + r - n.Q) * n.G * n.D, mix, x.at(b, r - n.Q), x.head, sums, n);
+            for (int64_t c = 0; c < coefficients; ++c) grad_mix[s * coefficients + c] = L::sum(sums[c]);
         }
-        for (int64_t c = 0; c < coefficients; ++c) grad_mix[s * coefficients + c] = L::sum(sums[c]);
+        if constexpr (streams) _mm_sfence();
     }
 }
 
@@ -335,15 +381,20 @@ void next_token(int64_t B, int64_t H, int64_t G, int64_t D, int64_t E, T* q_out,
                                            const T* x, int64_t xb, int64_t xr, int64_t xh, const T* past,            \
                                            int64_t pb, int64_t pr, int64_t ph, const A* mix, const int64_t* sources, \
                                            int threads) {                                                            \
-        forward<T, A>({B, N, G, D, W, Q}, y, {x, xb, xr, xh}, {past, pb, pr, ph}, mix, sources, threads);            \
+        const Shape n{B, N, G, D, W, Q};                                                                             \
+        const auto run = should_stream(n, y) ? forward<T, A, true> : forward<T, A, false>;                           \
+        run(n, y, {x, xb, xr, xh}, {past, pb, pr, ph}, mix, sources, threads);                                       \
     }                                                                                                                \
     extern "C" void kvshift_backward_##NAME(                                                                         \
         int64_t B, int64_t N, int64_t G, int64_t D, int64_t W, int64_t Q, T* grad_x, T* grad_past, double* grad_mix, \
         void* scratch, int64_t spans, const T* grad_y, int64_t gb, int64_t gr, int64_t gh, const T* x, int64_t xb,   \
         int64_t xr, int64_t xh, const T* past, int64_t pb, int64_t pr, int64_t ph, const A* mix,                     \
         const int64_t* readers, int threads) {                                                                       \
-        backward<T, A>({B, N, G, D, W, Q}, grad_x, grad_past, grad_mix, scratch, spans, {grad_y, gb, gr, gh},        \
-                       {x, xb, xr, xh}, {past, pb, pr, ph}, mix, readers, threads);                                  \
+        const Shape n{B, N, G, D, W, Q};                                                                             \
+        const bool streams = should_stream(n, grad_x) && should_stream(n, grad_past);                                \
+        const auto run = streams ? backward<T, A, true> : backward<T, A, false>;                                     \
+        run(n, grad_x, grad_past, grad_mix, scratch, spans, {grad_y, gb, gr, gh}, {x, xb, xr, xh},                   \
+            {past, pb, pr, ph}, mix, readers, threads);                                                              \
     }                                                                                                                \
     extern "C" void kvshift_next_token_##NAME(int64_t B, int64_t H, int64_t G, int64_t D, int64_t E, T* q_out,       \
                                               T* k_out, T* v_out, const T* q, const T* k, const T* v,                \

@@ -139,14 +139,13 @@ def cpu_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:
 
 
 class _Shift(torch.autograd.Function):
+    # With a `setup_context` PyTorch would inspect the signature in every call: longer than a small tensor takes.
     @staticmethod
-    def forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor | None, readers: Tensor | None) -> Tensor:
-        return _forward(x, mix, history, sources, readers)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, mix, history, _, readers = inputs
+    def forward(
+        ctx: Any, x: Tensor, mix: Tensor, history: Tensor, sources: Tensor | None, readers: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, mix, history, readers)
+        return _forward(x, mix, history, sources, readers)
 
     @staticmethod
     @once_differentiable
@@ -181,8 +180,9 @@ def _backward(
     index = None if readers is None else readers.contiguous()
     sizes = _sizes(x, history, mix)
     batch, positions, *_, slots = sizes
+    threads = _threads(x)
     sums = torch.empty(max(1, batch * (slots + positions) // _ROWS_PER_SUM), *mix.shape, dtype=torch.float64)
-    scratch = torch.empty(*sums.shape, 128, dtype=torch.uint8)
+    scratch = torch.empty(threads, *mix.shape, 128, dtype=torch.uint8)
     _kernels().backward[x.dtype](
         *sizes,
         grad_x.data_ptr(),
@@ -195,7 +195,7 @@ def _backward(
         *_history_rows(history, x),
         weights.data_ptr(),
         None if index is None else index.data_ptr(),
-        _threads(x),
+        threads,
     )
     return grad_x, sums.sum(0).to(mix.dtype), grad_history
 
