@@ -37,6 +37,7 @@ _COMMANDS = {
     "analyze": _Command(
         "Look into a trained model: heads, coefficients, attention", "kvshift.lab.analyze", "AnalyzeConfig", "analyze"
     ),
+    "bench": _Command("Measure time and memory beside baselines", "kvshift.benchmarks.bench", "BenchConfig", "bench"),
     "plan": _Command("Say what a run will cost", "kvshift.lab.planning", "PlanConfig", "plan"),
 }
 

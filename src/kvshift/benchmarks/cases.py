@@ -1,0 +1,176 @@
+"""A case: contestants that are measured side by side, and the rows that come of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvshift.benchmarks.presets import Preset
+from kvshift.benchmarks.timing import Clock, Times, describe, measure, quartiles
+
+__all__ = ["Case", "Contestant", "Row", "Session", "measure_case"]
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What all cases of a call share.
+
+    Attributes:
+        rounds, model_rounds: how many count.
+        compiled: whether torch.compile takes part.
+        layers: of a model that is made as deep as fits; None: as many as fit.
+        device_clock: how long the device works.
+        wall_clock: how long a user waits.
+        say: is told of what goes on.
+    """
+
+    device: torch.device
+    preset: Preset
+    rounds: int
+    model_rounds: int
+    compiled: bool
+    layers: int | None
+    device_clock: Clock
+    wall_clock: Clock
+    say: Callable[[str], object] = lambda text: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One path.
+
+    Attributes:
+        run: one call; the number chooses among sets of inputs. None: its memory is counted, its time is not taken.
+        check: compares the path with the reference before it is timed; "problem" says what is off, None that nothing
+            is; what else it returns goes into the row.
+        moved: bytes that a call must read and write at the least; 0: not said.
+        per_call: things done in a call, such as tokens, by which its time is divided.
+        resident: bytes of weights and optimizer that are there all the time.
+        saved: counts the bytes that it keeps for backward.
+        facts: what else its row says.
+    """
+
+    run: Callable[[int], object] | None
+    check: Callable[[], Mapping[str, Any]] | None = None
+    moved: int = 0
+    per_call: int = 1
+    resident: int = 0
+    saved: Callable[[], int] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Contestants side by side.
+
+    Attributes:
+        part: of the benchmark.
+        name: once in a part.
+        baseline: the contestant whose time is 1.
+        build: makes the contestants, each by a function of its own: one that cannot be made is said to fail, and the
+            others go on.
+        facts: what each row says.
+        clock: of all contestants.
+        rounds: that count.
+    """
+
+    part: str
+    name: str
+    baseline: str
+    build: Callable[[], Mapping[str, Callable[[], Contestant]]]
+    facts: Mapping[str, Any]
+    clock: Clock
+    rounds: int
+
+
+def measure_case(case: Case, device: torch.device) -> list[Row]:
+    """A row for each contestant, in their order. No contestant ends another, and none goes unsaid."""
+    contestants: dict[str, Contestant] = {}
+    found: dict[str, Row] = {}
+    for name, make in case.build().items():
+        row = found[name] = {"part": case.part, "case": case.name, "contestant": name, **case.facts}
+        try:
+            contestant = make()
+            row |= contestant.facts
+            verdict = {} if contestant.check is None else dict(contestant.check())
+            problem = verdict.pop("problem", None)
+            row |= verdict
+            if problem:
+                row["problem"] = f"parity failed: {problem}"
+                continue
+            if contestant.run is not None:
+                contestant.run(0)
+        except Exception as error:  # whatever it is, the other rows are measured
+            row["problem"] = f"failed: {describe(error)}"
+            continue
+        contestants[name] = contestant
+    timed = {name: contestant.run for name, contestant in contestants.items() if contestant.run is not None}
+    times = measure(timed, case.clock, case.rounds) if timed else {}
+    for name, contestant in contestants.items():
+        row = found[name]
+        try:
+            if name in times:
+                if times[name].failure is not None:
+                    row["problem"] = f"failed: {times[name].failure}"
+                    continue
+                row |= _timing(contestant, times[name], times.get(case.baseline))
+                row |= _bandwidth(contestant, times[name], contestants.get(case.baseline), times.get(case.baseline))
+            row |= _memory(contestant, device)
+        except Exception as error:
+            row["problem"] = f"failed: {describe(error)}"
+    contestants.clear()
+    timed.clear()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return list(found.values())
+
+
+def _timing(contestant: Contestant, times: Times, baseline: Times | None) -> Row:
+    """Milliseconds, and multiples of the baseline round by round; each a median between its quartiles."""
+    each = quartiles([1e3 * seconds / contestant.per_call for seconds in times.seconds])
+    row: Row = {
+        "milliseconds": each.median,
+        "milliseconds_low": each.low,
+        "milliseconds_high": each.high,
+        "rounds": len(times.seconds),
+        "calls_per_turn": times.calls,
+    }
+    if times.host:
+        row["host_milliseconds"] = 1e3 * quartiles(times.host).median / contestant.per_call
+    if baseline is not None and baseline.failure is None:
+        pairs = zip(times.seconds, baseline.seconds, strict=True)
+        ratio = quartiles([seconds / base for seconds, base in pairs])
+        row |= {"ratio": ratio.median, "ratio_low": ratio.low, "ratio_high": ratio.high}
+    return row
+
+
+def _bandwidth(contestant: Contestant, times: Times, copy: Contestant | None, copied: Times | None) -> Row:
+    """GB/s of the bytes that must move, and what part of the baseline's that is, where the baseline moves bytes."""
+    if not contestant.moved:
+        return {}
+    speed = contestant.moved / quartiles(times.seconds).median / 1e9
+    row: Row = {"moved_bytes": contestant.moved, "gb_per_second": speed}
+    if copy is not None and copy.moved and copied is not None and copied.failure is None:
+        row["of_copy"] = speed / (copy.moved / quartiles(copied.seconds).median / 1e9)
+    return row
+
+
+def _memory(contestant: Contestant, device: torch.device) -> Row:
+    row: Row = {}
+    if contestant.saved is not None:
+        row["saved_bytes"] = contestant.saved()
+    if device.type == "cuda" and contestant.run is not None:
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        contestant.run(0)
+        torch.cuda.synchronize(device)
+        row["peak_bytes"] = contestant.resident + torch.cuda.max_memory_allocated(device) - before
+    return row

@@ -1,0 +1,236 @@
+"""Ways to write the shift of keys and values: ours, and those of others that it is measured beside.
+
+Shapes: B batch, T positions, G KV heads, D head size, C = G D channels, W window (2 here).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvshift.layers.positions import half_tables, rotary_table, rotate_half
+from kvshift.ops import BACKENDS, kv_shift
+
+__all__ = ["Formulation", "Table", "rotary_tables", "rotary_then", "with_rotary", "without"]
+
+Pair = tuple[Tensor, Tensor]
+Table = tuple[Tensor, Tensor]
+Function = Callable[[Tensor, Tensor, Tensor, Tensor], Pair]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formulation:
+    """One contestant of the operator.
+
+    Attributes:
+        name: as rows give it.
+        function: (k, v, alpha, beta) -> (k_hat, v_hat), with coefficients as `weights` makes them.
+        weights: from coefficients (G, 2) in float32, and the k they belong to, what `function` takes.
+        mix_grad: from the gradient of those, and G, that of the coefficients.
+        roundings: how often a result is rounded to the dtype of k on its way: 1 where the sums are in float32.
+        fixed: coefficients that it cannot change, (current, previous); it has no gradient of them then.
+        compiled: by torch.compile.
+        computes: what it computes, where that is not the shift alone.
+    """
+
+    name: str
+    function: Function
+    weights: Callable[[Tensor, Tensor], Tensor] = lambda mix, k: mix
+    mix_grad: Callable[[Tensor, int], Tensor] = lambda grad, heads: grad
+    roundings: int = 1
+    fixed: tuple[float, float] | None = None
+    compiled: bool = False
+    computes: str | None = None
+
+
+def ours(backend: str) -> Function:
+    """`kv_shift` as a user calls it, k and v together."""
+
+    def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
+        return kv_shift(k, v, alpha, beta, backend=backend)[:2]
+
+    return shift
+
+
+def twice(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
+    """For what takes one tensor: k, then v."""
+
+    def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
+        return function(k, alpha), function(v, beta)
+
+    return shift
+
+
+def appendix_m(x: Tensor, mix: Tensor) -> Tensor:
+    """The paper's formulation (appendix M): pad, unfold, multiply, sum. Its kernel has the oldest lag first."""
+    windows = F.pad(x, (0, 0, 0, 0, mix.shape[1] - 1, 0)).unfold(1, mix.shape[1], 1)
+    return (windows * mix.flip(1)[:, None, :]).sum(-1)
+
+
+def pad_multiply_add(x: Tensor, mix: Tensor) -> Tensor:
+    """The two lines most people would write."""
+    before = F.pad(x, (0, 0, 0, 0, 1, 0))[:, :-1]
+    return x * mix[:, 0, None] + before * mix[:, 1, None]
+
+
+def cast(mix: Tensor, k: Tensor) -> Tensor:
+    """Plain formulations compute in the dtype of their inputs, so their coefficients are cast; ours stay in float32."""
+    return mix.to(k.dtype)
+
+
+def per_channel(mix: Tensor, k: Tensor) -> Tensor:
+    """(G, 2) -> (C, 2), the oldest lag first, as convolutions have it."""
+    return mix.flip(1).repeat_interleave(k.shape[3], dim=0).to(k.dtype)
+
+
+def per_head(grad: Tensor, heads: int) -> Tensor:
+    """The inverse of `per_channel` for gradients: (C, 2) -> (G, 2)."""
+    return grad.unflatten(0, (heads, -1)).float().sum(1).flip(1)
+
+
+def without(k: Tensor, compiled: bool) -> list[Formulation]:
+    """All that can shift tensors like k, (B, T, G, D), without a rotary embedding; the plain ones first."""
+    found = [
+        Formulation(name="appendix M", function=twice(appendix_m), weights=cast, roundings=3),
+        Formulation(name="pad, multiply, add", function=twice(pad_multiply_add), weights=cast, roundings=3),
+    ]
+    if compiled:
+        function = torch.compile(twice(pad_multiply_add), dynamic=False)
+        found.append(
+            Formulation(
+                name="pad, multiply, add, compiled", function=function, weights=cast, roundings=3, compiled=True
+            )
+        )
+    found += _others(k)
+    found.append(Formulation(name="kv_shift", function=ours("auto")))
+    found += [Formulation(name=f"kv_shift, {name}", function=ours(name)) for name in usable_backends(k)]
+    if compiled:
+        function = torch.compile(ours("auto"), dynamic=False)
+        found.append(Formulation(name="kv_shift, compiled", function=function, compiled=True))
+    return found
+
+
+def usable_backends(k: Tensor) -> list[str]:
+    """Names of the backends, but for the reference, that take tensors like k; Triton on a device alone."""
+    mix = torch.ones(k.shape[2], 2, device=k.device)
+    few = k.detach()[:1, :2]
+    names = []
+    for name in BACKENDS:
+        if name in ("auto", "reference") or (name == "triton" and not k.is_cuda):
+            continue
+        try:
+            kv_shift(few, few, mix, mix, backend=name)
+        except (ValueError, ImportError):  # it says that it cannot
+            continue
+        names.append(name)
+    return names
+
+
+def _others(k: Tensor) -> list[Formulation]:
+    """Depthwise convolutions of width 2 and the token shift of others, where installed; they run on CUDA alone."""
+    found = []
+    if k.is_cuda and find_spec("causal_conv1d") is not None:
+        found.append(
+            Formulation(
+                name="causal-conv1d",
+                function=twice(_causal_conv1d),
+                weights=per_channel,
+                mix_grad=per_head,
+                roundings=3,
+                computes="depthwise convolution of width 2, coefficients per channel",
+            )
+        )
+    if k.is_cuda and find_spec("fla") is not None:
+        found += [
+            Formulation(
+                name="fla ShortConvolution",
+                function=twice(_short_convolution),
+                weights=per_channel,
+                mix_grad=per_head,
+                roundings=3,
+                computes="depthwise convolution of width 2, coefficients per channel",
+            ),
+            Formulation(
+                name="fla token_shift",
+                function=twice(_token_shift),
+                weights=cast,
+                roundings=3,
+                fixed=(-1.0, 1.0),
+                computes="x[t-1] - x[t]: no coefficients",
+            ),
+        ]
+    return found
+
+
+def _causal_conv1d(x: Tensor, weight: Tensor) -> Tensor:
+    from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
+
+    return causal_conv1d_fn(x.flatten(2).transpose(1, 2), weight).transpose(1, 2).view(x.shape)
+
+
+@functools.cache
+def _convolution(channels: int, dtype: torch.dtype, device: torch.device) -> Any:
+    from fla.modules import ShortConvolution  # pyright: ignore[reportMissingImports]
+
+    module: nn.Module = ShortConvolution(channels, 2, bias=False, activation=None, device=device, dtype=dtype)
+    del module._parameters["weight"]  # the caller's takes its place
+    return module
+
+
+def _short_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    module = _convolution(weight.shape[0], x.dtype, x.device)
+    module.weight = weight.unsqueeze(1)
+    return module(x.flatten(2))[0].view(x.shape)
+
+
+def _token_shift(x: Tensor, _: Tensor) -> Tensor:
+    from fla.modules.token_shift import token_shift  # pyright: ignore[reportMissingImports]
+
+    return token_shift(x.flatten(2)).view(x.shape)
+
+
+def rotary_tables(length: int, size: int, dtype: torch.dtype, device: torch.device) -> Table:
+    """Cosines and sines as a model hands them to its layers, (1, T, 1, D), in the dtype of k."""
+    cos, sin = rotary_table(torch.arange(length, device=device).unsqueeze(0), size, 10_000.0, torch.float32)
+    whole = [torch.cat([part, part], dim=-1).squeeze(2).to(dtype) for part in (cos, sin)]
+    return half_tables(*whole)
+
+
+def rotary_then(function: Function, table: Table) -> Function:
+    """Turn k after `function`, as a call of its own."""
+
+    def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
+        k_hat, v_hat = function(k, v, alpha, beta)
+        return rotate_half(k_hat, table), v_hat
+
+    return shift
+
+
+def with_rotary(table: Table, compiled: bool) -> list[Formulation]:
+    """Shift and rotary embedding of k, shift of v; first what no shift can undercut."""
+
+    def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
+        return k, v.clone()  # the unavoidable bytes of v
+
+    both = rotary_then(ours("auto"), table)
+    alone = Formulation(
+        name="rotary embedding, v copied",
+        function=rotary_then(unshifted, table),
+        roundings=4,
+        fixed=(1.0, 0.0),
+        computes="no shift",
+    )
+    found = [alone, Formulation(name="kv_shift, then rotary", function=both, roundings=4)]
+    if compiled:
+        pairs = {"rotary embedding, v copied, compiled": alone, "kv_shift, then rotary, compiled": found[1]}
+        for name, plain in pairs.items():
+            function = torch.compile(plain.function, dynamic=False)
+            found.append(replace(plain, name=name, function=function, compiled=True))
+    return found

@@ -1,0 +1,218 @@
+"""Parts "train", "prefill" and "decode": whole language models beside transformers' own.
+
+train: forward, backward and AdamW; prefill: a prompt into a cache; decode: a token of greedy generation with a cache.
+All of a case have the same weights, as far as they have the same parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvshift.benchmarks.cases import Case, Contestant, Session
+from kvshift.benchmarks.presets import ModelSize
+from kvshift.benchmarks.twins import SLICE, exactly, far_off, gradients
+from kvshift.lab.cost import count_parameters, training_memory
+from kvshift.layers import param_groups
+from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+
+__all__ = ["decode_cases", "model_fields", "prefill_cases", "train_cases"]
+
+THEIRS, WITHOUT, OURS = "transformers' Llama", "without shift", "kv shift"
+_PROMPT = 16
+
+Make = Callable[[Any], Contestant]
+
+
+def train_cases(session: Session) -> Iterator[Case]:
+    """Every model of the preset; on CUDA under torch.compile, too."""
+    for size in session.preset.models:
+        yield _case(session, "train", size, "", _training(session, size, compiled=False))
+        if session.compiled and session.device.type == "cuda":
+            yield _case(session, "train", size, ", compiled", _training(session, size, compiled=True))
+
+
+def prefill_cases(session: Session) -> Iterator[Case]:
+    """Every model of the preset."""
+    for size in session.preset.models:
+        yield _case(session, "prefill", size, "", _prefill(session, size))
+
+
+def decode_cases(session: Session) -> Iterator[Case]:
+    """Every model of the preset; on CUDA with a static cache, which transformers compiles, too."""
+    for size in session.preset.models:
+        yield _case(session, "decode", size, "", _decoding(session, size, static=False))
+        if session.compiled and session.device.type == "cuda":
+            yield _case(session, "decode", size, ", static cache, compiled", _decoding(session, size, static=True))
+
+
+def model_fields(size: ModelSize) -> dict[str, Any]:
+    """Of the configuration."""
+    return {**({} if size.size is None else SIZES[size.size]), **size.fields}
+
+
+def _case(session: Session, part: str, size: ModelSize, way: str, make: Make) -> Case:
+    fields = model_fields(size)
+    if size.as_fits and part == "train":
+        fields["num_hidden_layers"] = _fitting_layers(session, size, fields)
+    elif size.as_fits and session.layers is not None:
+        fields["num_hidden_layers"] = min(session.layers, fields["num_hidden_layers"])
+    # Llama has no QK-norm: where a size has it, our own model without the shift is the baseline.
+    names = [WITHOUT, OURS] if fields.get("qk_norm") else [THEIRS, WITHOUT, OURS]
+    shape = [1, size.tokens] if part == "decode" else [size.batch, size.length]
+    dtype = str(size.dtype).removeprefix("torch.")
+    layers = fields["num_hidden_layers"]
+
+    def build() -> dict[str, Callable[[], Contestant]]:
+        torch.compiler.reset()
+        weights: dict[str, Tensor] = {}
+
+        def contestant(name: str) -> Contestant:
+            model = _model(name, fields, size.dtype, session.device)
+            if weights:
+                model.load_state_dict(weights, strict=False)
+            else:
+                weights.update(model.state_dict())
+            return make(model)
+
+        return {name: functools.partial(contestant, name) for name in names}
+
+    return Case(
+        part=part,
+        name=f"{size.name}, {layers} layers, {tuple(shape)}, {dtype}{way}",
+        baseline=names[0],
+        build=build,
+        facts={"model": size.name, "layers": layers, "shape": shape, "dtype": dtype, "way": way.removeprefix(", ")},
+        clock=session.wall_clock,
+        rounds=session.model_rounds,
+    )
+
+
+def _model(name: str, fields: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+    torch.manual_seed(0)
+    with device:
+        if name == THEIRS:
+            model: Any = LlamaForCausalLM(LlamaConfig(**fields))
+        else:
+            targets = ("k", "v") if name == OURS else ()
+            model = KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**fields, shift_targets=targets))
+    return model.to(dtype)
+
+
+def _exact(model: Any) -> Any:
+    """Our model in float64, by the reference, with the weights of `model`, which may be transformers'."""
+    config = model.config
+    if not isinstance(config, KVShiftLlamaConfig):
+        fields = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "dtype")}
+        config = KVShiftLlamaConfig(**fields, shift_targets=())
+    with model.device:
+        exact = exactly(KVShiftLlamaForCausalLM(config))
+    exact.load_state_dict(model.state_dict())
+    return exact.double().train(model.training)  # the coefficients of a checkpoint load in float32
+
+
+def _fitting_layers(session: Session, size: ModelSize, fields: dict[str, Any]) -> int:
+    """As many layers as the three models, their optimizers and the check in float64 leave room for."""
+    most = fields["num_hidden_layers"]
+    if session.layers is not None:
+        return min(session.layers, most)
+    if session.device.type != "cuda":
+        return most
+    free = 0.85 * torch.cuda.mem_get_info(session.device)[0]
+
+    def needed(layers: int) -> float:
+        config = KVShiftLlamaConfig(**{**fields, "num_hidden_layers": layers})
+        memory = training_memory(config, rows=size.batch, sequence_length=size.length)
+        weights = count_parameters(config).total * (3 * 4 * size.dtype.itemsize + 2 * 8)
+        return weights + memory.kept + memory.working
+
+    return max((layers for layers in range(1, most + 1) if needed(layers) <= free), default=1)
+
+
+def _ids(model: Any, batch: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    # Not 0: `generate` takes it for padding.
+    return torch.randint(1, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
+
+
+def _training(session: Session, size: ModelSize, *, compiled: bool) -> Make:
+    def make(model: Any) -> Contestant:
+        model.train()
+        ids = _ids(model, size.batch, size.length)
+        call = torch.compile(model, dynamic=False) if compiled else model
+        fused = session.device.type == "cuda"
+        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-4), fused=fused)
+
+        def check() -> dict[str, Any]:
+            labels = torch.full_like(ids, -100)
+            labels[SLICE] = ids[SLICE]
+            exact = _exact(model)
+            names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+            results = []
+            for path, rows, targets in ((call, ids, labels), (exact, ids[SLICE], labels[SLICE])):
+                loss = path(input_ids=rows, labels=targets, use_cache=False).loss
+                loss.backward()
+                owner = model if path is call else exact
+                results.append({"loss": loss.detach(), **gradients(owner, names)})
+            return far_off(results[0], results[1], size.dtype)
+
+        def step(_: int) -> None:
+            call(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        return Contestant(run=step, check=check, resident=3 * weights)
+
+    return make
+
+
+def _prefill(session: Session, size: ModelSize) -> Make:
+    def make(model: Any) -> Contestant:
+        model.eval()
+        ids = _ids(model, size.batch, size.length)
+
+        @torch.no_grad()
+        def logits_at(model: Any, ids: Tensor, position: int) -> Tensor:
+            keep = torch.tensor([position], device=ids.device)
+            return model(input_ids=ids, use_cache=True, logits_to_keep=keep).logits
+
+        def check() -> dict[str, Any]:
+            few = ids[SLICE]
+            last = few.shape[1] - 1
+            found = logits_at(model, ids, last)[SLICE[0]]
+            return far_off({"logits": found}, {"logits": logits_at(_exact(model), few, last)}, size.dtype)
+
+        return Contestant(run=lambda _: logits_at(model, ids, ids.shape[1] - 1), check=check)
+
+    return make
+
+
+def _decoding(session: Session, size: ModelSize, *, static: bool) -> Make:
+    def make(model: Any) -> Contestant:
+        model.eval()
+        prompt = _ids(model, 1, _PROMPT)
+        options: dict[str, Any] = {
+            "do_sample": False,
+            "max_new_tokens": size.tokens,
+            "min_new_tokens": size.tokens,
+            "pad_token_id": 0,
+        }
+        if static:
+            options["cache_implementation"] = "static"
+
+        def check() -> dict[str, Any]:
+            out = model.generate(prompt, **options, output_logits=True, return_dict_in_generate=True)
+            found = torch.stack(out.logits, dim=1)
+            with torch.no_grad():  # the exact model is told what was generated
+                exact = _exact(model)(input_ids=out.sequences[:, :-1], use_cache=False).logits
+            return far_off({"logits": found}, {"logits": exact[:, _PROMPT - 1 :]}, size.dtype)
+
+        return Contestant(run=lambda _: model.generate(prompt, **options), check=check, per_call=size.tokens)
+
+    return make

@@ -1,0 +1,96 @@
+"""Part "memory": what one decoder layer of the paper's sizes keeps for the backward pass, and at its peak.
+
+Both are those of a model of two layers less those of one, without head, on one row of tokens: the memory that is held
+after the forward pass (`saved.py`), weights left out; on CUDA also the peak of a forward and backward pass. The peak
+of whole training steps stands in the rows of "train".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaModel
+
+from kvshift.benchmarks.cases import Case, Contestant, Session
+from kvshift.benchmarks.saved import bytes_saved
+from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
+
+__all__ = ["memory_cases"]
+
+_THEIRS, _WITHOUT, _OURS = "transformers' Llama", "without shift", "kv shift"
+
+
+def memory_cases(session: Session) -> Iterator[Case]:
+    """One row of tokens in bfloat16 through a layer of every size of the preset."""
+    for size, tokens in session.preset.memory:
+        names = [_WITHOUT, _OURS] if SIZES[size].get("qk_norm") else [_THEIRS, _WITHOUT, _OURS]
+        yield Case(
+            part="memory",
+            name=f"{size}, one decoder layer, {tokens} tokens, bfloat16",
+            baseline=names[0],
+            build=functools.partial(_build, names, size, tokens, session.device),
+            facts={"model": size, "layers": 1, "shape": [1, tokens], "dtype": "bfloat16"},
+            clock=session.wall_clock,
+            rounds=0,
+        )
+
+
+def _build(names: list[str], size: str, tokens: int, device: torch.device) -> dict[str, Callable[[], Contestant]]:
+    return {name: functools.partial(_contestant, name, size, tokens, device) for name in names}
+
+
+def _contestant(name: str, size: str, tokens: int, device: torch.device) -> Contestant:
+    def saved() -> int:
+        kept = [_saved(name, size, layers, tokens, device) for layers in (1, 2)]
+        return kept[1] - kept[0]
+
+    facts = {}
+    if device.type == "cuda":
+        peaks = [_peak(name, size, layers, tokens, device) for layers in (1, 2)]
+        facts["peak_bytes"] = peaks[1] - peaks[0]
+    return Contestant(run=None, saved=saved, facts=facts)
+
+
+def _model(name: str, size: str, layers: int, device: torch.device) -> Any:
+    fields = {**SIZES[size], "num_hidden_layers": layers, "vocab_size": 8}
+    with device:
+        if name == _THEIRS:
+            model: Any = LlamaModel(LlamaConfig(**fields))
+        else:
+            model = KVShiftLlamaModel(KVShiftLlamaConfig(**fields, shift_targets=("k", "v") if name == _OURS else ()))
+    return model.to(torch.bfloat16)
+
+
+def _embedded(model: Any, tokens: int) -> Tensor:
+    width = model.config.hidden_size
+    return torch.zeros(1, tokens, width, dtype=torch.bfloat16, device=model.device, requires_grad=True)
+
+
+def _saved(name: str, size: str, layers: int, tokens: int, device: torch.device) -> int:
+    model = _model(name, size, layers, device)
+    x = _embedded(model, tokens)
+    return bytes_saved(lambda: model(inputs_embeds=x, use_cache=False).last_hidden_state, device)
+
+
+def _peak(name: str, size: str, layers: int, tokens: int, device: torch.device) -> int:
+    """Beyond weights and gradients, which are there before."""
+    model = _model(name, size, layers, device)
+    x = _embedded(model, tokens)
+    used = [x, *(parameter for part, parameter in model.named_parameters() if "embed_tokens" not in part)]
+    for leaf in used:
+        leaf.grad = torch.zeros_like(leaf)
+
+    def step() -> None:
+        model(inputs_embeds=x, use_cache=False).last_hidden_state.sum().backward()
+
+    step()  # what libraries allocate once
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,173 @@
+"""Part "op": the operator, forward alone and with its backward pass, k and v together as a user calls it.
+
+The floor is what must move: forward reads k and v and writes as many bytes; backward reads the gradients, and k and v
+for those of the coefficients, and writes the gradients of k and v. That is 2 and 5 times the bytes of k and v; a copy
+of both moves 2. Coefficients and the state are a few bytes, and are left out.
+
+Shapes: B batch, T positions, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvshift.benchmarks.cases import Case, Contestant, Session
+from kvshift.benchmarks.formulations import Formulation, Table, ours, rotary_tables, with_rotary, without
+from kvshift.benchmarks.parity import check_formulation
+from kvshift.benchmarks.saved import bytes_saved
+
+__all__ = ["COPY", "operator_cases", "shift_case"]
+
+COPY = "copy of k and v"
+_PASSES = {"forward": 2, "forward and backward": 5}  # over the bytes of k and v
+_MOST_SETS = 32
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    k: Tensor
+    v: Tensor
+    grad_k: Tensor
+    grad_v: Tensor
+    source: Tensor  # as many bytes as k and v
+    target: Tensor
+
+
+def operator_cases(session: Session) -> Iterator[Case]:
+    """Every shape and dtype of the preset, without and with the rotary embedding of k."""
+    preset = session.preset
+    for shape, dtype, what in itertools.product(preset.shapes, preset.dtypes, _PASSES):
+        yield shift_case(session, "op", shape, dtype, what)
+        yield shift_case(session, "op", shape, dtype, what, rotary=True)
+
+
+def shift_case(
+    session: Session,
+    part: str,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    what: str,
+    *,
+    rotary: bool = False,
+    ours_alone: bool = False,
+    **facts: Any,
+) -> Case:
+    """The contestants at one shape, beside a copy.
+
+    Args:
+        shape: (B, T, G, D) of k and of v.
+        what: "forward" or "forward and backward".
+        rotary: with the rotary embedding of k.
+        ours_alone: `kv_shift` and the copy, nothing else.
+        facts: what rows say besides.
+    """
+    name = f"{shape} {_short(dtype)} {what}" + (", rotary" if rotary else "")
+
+    def build() -> dict[str, Callable[[], Contestant]]:
+        torch.compiler.reset()  # a code object is compiled for a few shapes only, and then no more
+        sets = _inputs(shape, dtype, session.device)
+        table = rotary_tables(shape[1], shape[3], dtype, session.device) if rotary else None
+        if table is not None:
+            formulations = with_rotary(table, session.compiled)
+        elif ours_alone:
+            formulations = [Formulation(name="kv_shift", function=ours("auto"))]
+        else:
+            formulations = without(sets[0].k, session.compiled)
+        moved = 2 * sets[0].k.nbytes
+        contestants: dict[str, Callable[[], Contestant]] = {COPY: functools.partial(_copy, sets, 2 * moved)}
+        for formulation in formulations:
+            contestants[formulation.name] = functools.partial(
+                _contestant, formulation, sets, dtype, what, _PASSES[what] * moved, table
+            )
+        return contestants
+
+    facts = {"shape": list(shape), "dtype": _short(dtype), "pass": what, "rotary": rotary, **facts}
+    clock = session.device_clock
+    return Case(part=part, name=name, baseline=COPY, build=build, facts=facts, clock=clock, rounds=session.rounds)
+
+
+def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[_Inputs]:
+    """Sets that the calls take in turn; on a GPU so many that none is in its L2 cache when its turn comes."""
+    size = math.prod(shape) * dtype.itemsize
+    count = 1
+    if device.type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        count = min(_MOST_SETS, max(2, math.ceil(3 * cache / (2 * size)) + 1))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw() -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    return [
+        _Inputs(
+            draw().requires_grad_(),
+            draw().requires_grad_(),
+            draw(),
+            draw(),
+            torch.ones(2 * math.prod(shape), dtype=dtype, device=device),
+            torch.empty(2 * math.prod(shape), dtype=dtype, device=device),
+        )
+        for _ in range(count)
+    ]
+
+
+def _copy(sets: list[_Inputs], moved: int) -> Contestant:
+    def run(number: int) -> None:
+        chosen = sets[number % len(sets)]
+        chosen.target.copy_(chosen.source)
+
+    return Contestant(run=run, moved=moved)
+
+
+def _contestant(
+    formulation: Formulation, sets: list[_Inputs], dtype: torch.dtype, what: str, moved: int, table: Table | None
+) -> Contestant:
+    first = sets[0].k
+    device, shape = first.device, (first.shape[0], first.shape[1], first.shape[2], first.shape[3])
+    torch.manual_seed(0)
+    backward = what != "forward"
+    weights = [formulation.weights(torch.rand(shape[2], 2, device=device), first.detach()).detach() for _ in range(2)]
+    trained = weights if formulation.fixed is None else []
+    for weight in trained:
+        weight.requires_grad_()
+
+    def forward(number: int) -> tuple[Tensor, Tensor]:
+        chosen = sets[number % len(sets)]
+        return formulation.function(chosen.k, chosen.v, *weights)
+
+    def run_forward(number: int) -> None:
+        with torch.no_grad():
+            forward(number)
+
+    def run_both(number: int) -> None:
+        chosen = sets[number % len(sets)]
+        leaves = (chosen.k, chosen.v, *trained)
+        torch.autograd.grad(forward(number), leaves, (chosen.grad_k, chosen.grad_v))
+
+    def check() -> dict[str, Any]:
+        verdict = check_formulation(formulation, shape, dtype, device, backward=backward, table=table)
+        return {"problem": verdict.problem, "worst_error": verdict.worst}
+
+    def saved() -> int:
+        return bytes_saved(lambda: forward(0), device, compiled=formulation.compiled)
+
+    facts = {} if formulation.computes is None else {"computes": formulation.computes}
+    return Contestant(
+        run=run_both if backward else run_forward,
+        check=check,
+        moved=moved,
+        saved=saved if backward else None,
+        facts=facts,
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,207 @@
+"""Whether a path computes the shift: a path that does not is not timed.
+
+It runs at the very shape that is timed, with gradients that are zero but on two slices: the first tokens of the first
+row, and the last of the last row. What the slices give is compared with `kv_shift(backend="reference")` in float64,
+element by element; elsewhere gradients must be zero.
+
+Shapes: B batch, T positions, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvshift.benchmarks.formulations import Formulation, Table
+from kvshift.layers.positions import rotate_half
+from kvshift.ops import ShiftState, kv_shift
+
+__all__ = ["Verdict", "check_formulation"]
+
+_SLICE = 32  # positions
+_TERMS = 512  # sums over tokens are made in blocks, or as a tree, whose depth this bounds
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the check found.
+
+    Attributes:
+        problem: what is off, or None.
+        worst: the largest |y - exact| / (|exact| + 1) of the results.
+    """
+
+    problem: str | None
+    worst: float
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Positions first ... first + count - 1 of one row, with the row before them."""
+
+    row: int
+    first: int
+    count: int
+
+    def cut(self, x: Tensor) -> Tensor:
+        return x[self.row : self.row + 1, self.first : self.first + self.count]
+
+    def before(self, x: Tensor) -> Tensor:
+        return x[self.row : self.row + 1, max(0, self.first - 1) : self.first]
+
+
+def check_formulation(
+    formulation: Formulation,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    backward: bool,
+    table: Table | None = None,
+) -> Verdict:
+    """Compare a formulation with the reference.
+
+    An element may be off by u (rounding to dtype) times `formulation.roundings` of the sum of the absolute values of
+    its terms, and by what sums in float32 lose.
+
+    Args:
+        shape: (B, T, G, D) of k and of v.
+        backward: all gradients too; otherwise the results alone, without autograd.
+        table: of the rotary embedding, if the formulation turns k.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    k, v = (draw(*shape).to(dtype).requires_grad_(backward) for _ in range(2))
+    if formulation.fixed is None:
+        mixes = [draw(shape[2], 2) for _ in range(2)]
+    else:
+        mixes = [torch.tensor([formulation.fixed] * shape[2], device=device) for _ in range(2)]
+    weights = [formulation.weights(mix, k.detach()).detach() for mix in mixes]
+    if formulation.fixed is None:
+        mixes = [mix.to(weight.dtype) for mix, weight in zip(mixes, weights, strict=True)]  # as it is computed with
+        weights = [weight.requires_grad_(backward) for weight in weights]
+    places = _places(shape)
+    grads = [torch.zeros_like(k) for _ in range(2)]
+    for grad in grads:
+        for place in places:
+            place.cut(grad).copy_(draw(1, place.count, *shape[2:]))
+
+    found: dict[str, Tensor] = {}
+    with torch.set_grad_enabled(backward):
+        results = formulation.function(k, v, *weights)
+    found |= dict(zip(("k_hat", "v_hat"), (result.detach() for result in results), strict=True))
+    if backward:
+        leaves = {"gradient of k": k, "gradient of v": v}
+        if formulation.fixed is None:
+            leaves |= {"gradient of alpha": weights[0], "gradient of beta": weights[1]}
+        found |= dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), grads), strict=True))
+        for name in [name for name in found if name.endswith(("alpha", "beta"))]:
+            found[name] = formulation.mix_grad(found[name], shape[2])
+    return _compare(formulation, found, (k.detach(), v.detach()), mixes, grads, places, table)
+
+
+def _places(shape: tuple[int, ...]) -> list[_Place]:
+    batch, length = shape[:2]
+    if batch == 1 and length <= 2 * _SLICE + 1:
+        return [_Place(0, 0, length)]
+    count = min(_SLICE, length)
+    return [_Place(0, 0, count), _Place(batch - 1, length - count, count)]
+
+
+def _compare(
+    formulation: Formulation,
+    found: dict[str, Tensor],
+    inputs: tuple[Tensor, Tensor],
+    mixes: list[Tensor],
+    grads: list[Tensor],
+    places: list[_Place],
+    table: Table | None,
+) -> Verdict:
+    unit = torch.finfo(inputs[0].dtype).eps / 2
+    mix_unit = torch.finfo(formulation.weights(mixes[0], inputs[0]).dtype).eps / 2
+    single = torch.finfo(torch.float32).eps / 2
+    exact_mix: dict[str, Any] = dict.fromkeys(("gradient of alpha", "gradient of beta"), 0.0)
+    size_mix = dict(exact_mix)
+    worst, problem = 0.0, None
+
+    def judge(name: str, result: Tensor, exact: Tensor, bound: Tensor) -> None:
+        nonlocal worst, problem
+        error = (result.double() - exact).abs()
+        if name.endswith("_hat"):
+            worst = max(worst, float((error / (exact.abs() + 1)).max()))
+        off = ~(error <= bound)
+        if off.any() and problem is None:
+            at = tuple(off.nonzero()[0].tolist())
+            problem = f"{name}: {int(off.sum())} of {off.numel()} elements off, first {at}: {float(result[at]):.6g}"
+            problem += f" instead of {float(exact[at]):.6g}"
+
+    for place in places:
+        exact = _reference(place, inputs, mixes, grads, table)
+        sizes = _reference(
+            place,
+            tuple(x.abs() for x in inputs),
+            [mix.abs() for mix in mixes],
+            [grad.abs() for grad in grads],
+            None if table is None else tuple(part.abs() for part in table),
+        )
+        for name, value in exact.items():
+            if name not in found:
+                continue
+            if name in exact_mix:
+                exact_mix[name] = exact_mix[name] + value
+                size_mix[name] = size_mix[name] + sizes[name]
+                continue
+            result = place.cut(found[name])
+            if name.startswith("gradient"):
+                result = torch.cat([place.before(found[name]), result], dim=1)
+            judge(name, result, value, (formulation.roundings * unit + 8 * single) * 1.01 * sizes[name])
+    for name, value in exact_mix.items():
+        if name in found:
+            # Every rounding but the last is that of the products.
+            bound = (formulation.roundings - 1) * unit + mix_unit + _TERMS * single
+            judge(name, found[name], value, bound * 1.01 * size_mix[name])
+    for name in ("gradient of k", "gradient of v"):
+        if name in found and problem is None:
+            rest = found[name].clone()
+            for place in places:
+                place.cut(rest).zero_()
+                place.before(rest).zero_()
+            if int(rest.count_nonzero()):
+                problem = f"{name}: not zero where no gradient comes from"
+    return Verdict(problem, worst)
+
+
+def _reference(
+    place: _Place, inputs: tuple[Tensor, ...], mixes: list[Tensor], grads: list[Tensor], table: Any
+) -> dict[str, Tensor]:
+    """Results and gradients at one place, in float64; gradients with that of the row before in front."""
+    k, v = (place.cut(x).double().requires_grad_() for x in inputs)
+    alpha, beta = (mix.double().requires_grad_() for mix in mixes)
+    rows = [place.before(x).double().requires_grad_() for x in inputs]
+    state = ShiftState(rows[0], rows[1], 1) if place.first else None
+    k_hat, v_hat, _ = kv_shift(k, v, alpha, beta, state=state, backend="reference")
+    if table is not None:
+        k_hat = _turn(k_hat, place, table)
+    leaves = [k, v, alpha, beta, *(rows if place.first else [])]
+    outer = [place.cut(grad).double() for grad in grads]
+    gradients = list(torch.autograd.grad((k_hat, v_hat), leaves, outer))
+    before = gradients[4:] if place.first else [gradients[0][:, :0], gradients[1][:, :0]]
+    return {
+        "k_hat": k_hat.detach(),
+        "v_hat": v_hat.detach(),
+        "gradient of k": torch.cat([before[0], gradients[0]], dim=1),
+        "gradient of v": torch.cat([before[1], gradients[1]], dim=1),
+        "gradient of alpha": gradients[2],
+        "gradient of beta": gradients[3],
+    }
+
+
+def _turn(k: Tensor, place: _Place, table: Table) -> Tensor:
+    cos, sin = (part[:, place.first : place.first + place.count].double() for part in table)
+    return rotate_half(k, (cos, sin))

@@ -1,0 +1,82 @@
+"""Part "sweep": cost against T, B, G, D and dtype, which must stay linear in the bytes, and how linear it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvshift.benchmarks.cases import Case, Row, Session
+from kvshift.benchmarks.operator import shift_case
+
+__all__ = ["Line", "fit_line", "lines", "sweep_cases"]
+
+_AXES = "BTGD"
+
+
+def sweep_cases(session: Session) -> Iterator[Case]:
+    """Forward and backward of `kv_shift` beside a copy, one axis changed at a time."""
+    sweep = session.preset.sweep
+    for dtype in sweep.dtypes:
+        for axis, values in sweep.axes.items():
+            for value in values:
+                at = _AXES.index(axis)
+                batch, length, heads, size = (*sweep.base[:at], value, *sweep.base[at + 1 :])
+                shape = (batch, length, heads, size)
+                case = shift_case(
+                    session, "sweep", shape, dtype, "forward and backward", ours_alone=True, axis=axis, value=value
+                )
+                yield replace(case, name=f"{axis}: {case.name}")  # the base shape comes once on each axis
+
+
+@dataclass(frozen=True)
+class Line:
+    """t = overhead + slope * bytes.
+
+    Attributes:
+        overhead: seconds, 0 or more.
+        slope: seconds for each byte, 0 or more.
+        worst: the largest |t / (overhead + slope * bytes) - 1| of the points.
+    """
+
+    overhead: float
+    slope: float
+    worst: float
+
+    def seconds(self, size: float) -> float:
+        """At so many bytes."""
+        return self.overhead + self.slope * size
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
+    """The line with the least squares of relative errors; overhead and slope are not negative.
+
+    With u = 1 / t and w = n / t it minimises the sum of (a u + b w - 1)^2.
+    """
+    if len(sizes) != len(seconds) or len(set(sizes)) < 2:
+        raise ValueError(f"a line needs two points of different size, got sizes {list(sizes)}")
+    u = [1 / t for t in seconds]
+    w = [n / t for n, t in zip(sizes, seconds, strict=True)]
+    uu, uw, ww = (sum(x * y for x, y in zip(*pair, strict=True)) for pair in ((u, u), (u, w), (w, w)))
+    determinant = uu * ww - uw * uw
+    overhead = (sum(u) * ww - sum(w) * uw) / determinant
+    slope = (sum(w) * uu - sum(u) * uw) / determinant
+    if overhead < 0:
+        overhead, slope = 0.0, sum(w) / ww
+    elif slope < 0:
+        overhead, slope = sum(u) / uu, 0.0
+    worst = max(abs(t / (overhead + slope * n) - 1) for n, t in zip(sizes, seconds, strict=True))
+    return Line(overhead, slope, worst)
+
+
+def lines(rows: Sequence[Row]) -> dict[tuple[str, str, str], tuple[Line, list[tuple[float, float]]]]:
+    """For each (contestant, dtype, axis) of the rows of a sweep: the line, and its points (bytes, seconds)."""
+    points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["part"] == "sweep" and "milliseconds" in row:
+            key = (row["contestant"], row["dtype"], row["axis"])
+            points.setdefault(key, []).append((row["moved_bytes"], row["milliseconds"] / 1e3))
+    found = {}
+    for key, pairs in points.items():
+        if len({size for size, _ in pairs}) > 1:
+            found[key] = (fit_line(*zip(*pairs, strict=True)), sorted(pairs))
+    return found

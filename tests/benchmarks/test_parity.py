@@ -1,0 +1,98 @@
+"""A path that is wrong is found out, whatever is wrong with it; those that are measured are right."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvshift.benchmarks import formulations
+from kvshift.benchmarks.formulations import Formulation, rotary_tables, with_rotary, without
+from kvshift.benchmarks.parity import check_formulation
+
+SHAPE = (3, 71, 5, 7)
+CPU = torch.device("cpu")
+OURS = Formulation(name="ours", function=formulations.ours("auto"))
+
+
+def check(formulation, dtype=torch.float32, shape=SHAPE, **options):
+    return check_formulation(formulation, shape, dtype, CPU, backward=True, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_formulation_agrees_with_the_reference(dtype):
+    k = torch.empty(SHAPE, dtype=dtype)
+    found = without(k, compiled=False)
+    assert {"appendix M", "pad, multiply, add", "kv_shift", "kv_shift, eager"} <= {part.name for part in found}
+    for formulation in found:
+        assert check(formulation, dtype).problem is None, formulation.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_formulation_with_a_rotary_embedding_agrees_with_the_reference(dtype):
+    shape = (3, 71, 5, 6)
+    table = rotary_tables(shape[1], shape[3], dtype, CPU)
+    for formulation in with_rotary(table, compiled=False):
+        assert check(formulation, dtype, shape, table=table).problem is None, formulation.name
+
+
+def test_short_rows_and_single_tokens_are_checked_too():
+    for shape in ((1, 1, 2, 3), (1, 40, 2, 3), (2, 1, 2, 3)):
+        assert check(OURS, shape=shape).problem is None, shape
+
+
+def broken(change):
+    def function(k, v, alpha, beta):
+        return change(k, *OURS.function(k, v, alpha, beta), alpha)
+
+    return dataclasses.replace(OURS, function=function)
+
+
+def last_token_of_the_last_row(k, k_hat, v_hat, alpha):
+    off = torch.zeros_like(k_hat)
+    off[-1, -1, 0, 0] = 1e-3
+    return k_hat + off, v_hat
+
+
+def crosses_rows(k, k_hat, v_hat, alpha):
+    """The first token of a row mixes with the last of the row before."""
+    off = torch.zeros_like(k_hat)
+    off[:, 0] = k.roll(1, 0)[:, -1] * alpha[:, 1, None]
+    return k_hat + off, v_hat
+
+
+def no_gradient_of_alpha(k, k_hat, v_hat, alpha):
+    return k_hat - alpha[:, 1, None] * k + alpha.detach()[:, 1, None] * k, v_hat
+
+
+def gradient_where_none_comes_from(k, k_hat, v_hat, alpha):
+    middle = k[1, 35]
+    return k_hat + (middle - middle.detach()).sum(), v_hat
+
+
+def not_a_number(k, k_hat, v_hat, alpha):
+    return k_hat, v_hat / 0
+
+
+MUTANTS = (
+    last_token_of_the_last_row,
+    crosses_rows,
+    no_gradient_of_alpha,
+    gradient_where_none_comes_from,
+    not_a_number,
+)
+
+
+@pytest.mark.parametrize("change", MUTANTS, ids=lambda change: change.__name__)
+def test_a_wrong_path_is_named(change):
+    assert check(broken(change)).problem is not None
+
+
+def test_bf16_where_float32_is_asked_for_is_too_coarse():
+    def function(k, v, alpha, beta):
+        return tuple(y.bfloat16().float() for y in OURS.function(k, v, alpha, beta))
+
+    problem = check(dataclasses.replace(OURS, function=function)).problem
+    assert problem is not None
+    assert problem.startswith("k_hat")

@@ -1,0 +1,40 @@
+"""Bytes kept for backward, against sums worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvshift.benchmarks.saved import bytes_saved
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["storages", "hooks"])
+def test_what_is_kept_is_counted_once_and_results_and_leaves_are_not(compiled):
+    x = torch.ones(7, 11, requires_grad=True)
+
+    def run():
+        y = x.exp()  # keeps y: 308 bytes
+        return (y * y[:3].sum()) + y.sin()  # y again, a number, and y once more
+
+    assert bytes_saved(run, CPU, compiled=compiled) == 7 * 11 * 4 + 4
+
+
+def test_what_is_gone_when_the_pass_is_over_is_not_kept():
+    x = torch.ones(5, 13, requires_grad=True)
+    assert bytes_saved(lambda: (x + 1).neg() + 2, CPU) == 0
+    with torch.no_grad():
+        assert bytes_saved(lambda: x.exp().exp(), CPU) == 0
+
+
+def test_what_is_computed_again_is_not_kept():
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.ones(5, 13, requires_grad=True)
+
+    def run():
+        return checkpoint(lambda x: x.exp().sin().exp(), x, use_reentrant=False)
+
+    assert bytes_saved(run, CPU) < 5 * 13 * 4
+    assert bytes_saved(lambda: x.exp().sin().exp(), CPU) >= 5 * 13 * 4
