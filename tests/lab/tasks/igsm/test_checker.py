@@ -10,6 +10,7 @@ import pytest
 from kvshift.lab.tasks.igsm import igsm, kamino
 from kvshift.lab.tasks.igsm.checker import is_right
 from kvshift.lab.tasks.igsm.problem import Problem
+from kvshift.lab.tasks.igsm.quantities import Instance
 
 from .reading import solution_text
 
@@ -192,9 +193,9 @@ def test_subtraction_has_an_order():
 def test_igsm_steps_may_be_split_otherwise():
     """3 (a - b): also as 3 a - 3 b; but not 3 a - b, and not with numbers that letters do not have."""
     definitions = {
-        "H 's A": igsm.Instance((), number=9),
-        "H 's B": igsm.Instance((), number=4),
-        "H 's C": igsm.Instance(("H 's A", "H 's B"), minus=True, number=3, times=True),
+        "H 's A": Instance((), number=9),
+        "H 's B": Instance((), number=4),
+        "H 's C": Instance(("H 's A", "H 's B"), minus=True, number=3, times=True),
     }
     values = {"H 's A": 9, "H 's B": 4, "H 's C": 15}
     problem = Problem((), "", (), (), "H 's C", values, definitions, "")
@@ -222,8 +223,8 @@ def test_igsm_steps_may_be_split_otherwise():
 def test_what_is_the_same_depends_on_the_modulus(modulus: int, judged: dict[str, bool]):
     """c = p, computed as 6 p: mod 5 that is the same, mod 7 only where p is 0, as here."""
     definitions = {
-        "H 's A": igsm.Instance((), number=0, modulus=modulus),
-        "H 's C": igsm.Instance(("H 's A",), modulus=modulus),
+        "H 's A": Instance((), number=0, modulus=modulus),
+        "H 's C": Instance(("H 's A",), modulus=modulus),
     }
     problem = Problem((), "", (), (), "H 's C", {"H 's A": 0, "H 's C": 0}, definitions, "")
     start = "Define H's A as p; so p = 0. Define H's C as c; "

@@ -10,6 +10,7 @@ import pytest
 from kvshift.lab.tasks.igsm import igsm
 from kvshift.lab.tasks.igsm.names import SYSTEMS
 from kvshift.lab.tasks.igsm.problem import Problem
+from kvshift.lab.tasks.igsm.quantities import Abstract, Instance
 from kvshift.lab.tasks.igsm.text import VOCABULARY
 
 from .reading import defined, evaluated, igsm_formulas, names_in, problem_text, solution_text
@@ -109,7 +110,7 @@ def test_structures_are_within_their_bounds():
 @pytest.mark.parametrize("modulus", [23, 2, 6])
 def test_rules_are_within_their_bounds(modulus: int):
     problems = drawn(12, 200, seed=3, modulus=modulus)
-    rules = [r for p in problems for r in p.definitions.values() if isinstance(r, igsm.Instance)]
+    rules = [r for p in problems for r in p.definitions.values() if isinstance(r, Instance)]
     assert {len(rule.dependencies) for rule in rules} == {0, 1, 2, 3, 4}
     assert all(len(set(rule.dependencies)) == len(rule.dependencies) for rule in rules)
     assert {rule.number for rule in rules if rule.times} == set(range(1, modulus))
@@ -120,14 +121,14 @@ def test_rules_are_within_their_bounds(modulus: int):
 
 def test_an_abstract_quantity_by_hand():
     """A house with 3 rooms A, each with 5 and 6 pens, and 4 rooms B, each with 7: 3 (5 + 6) + 4 x 7 = 15 mod 23."""
-    rooms = igsm.Abstract((("H 's A", "A 's Pen"), ("H 's B", "B 's Pen")))
-    pens = igsm.Abstract((("A 's x",), ("A 's y",)))
+    rooms = Abstract((("H 's A", "A 's Pen"), ("H 's B", "B 's Pen")))
+    pens = Abstract((("A 's x",), ("A 's y",)))
     values = {"H 's A": 3, "H 's B": 4, "A 's x": 5, "A 's y": 6, "B 's Pen": 7}
     assert pens.value(values) == 11
     assert rooms.value({**values, "A 's Pen": 11}) == 15
     assert (pens.operations, rooms.operations) == (1, 3)
-    assert igsm.Abstract(pens.terms, modulus=7).value(values) == 4
-    assert igsm.Abstract(rooms.terms, modulus=7).value({**values, "A 's Pen": 4}) == 5  # 12 + 28
+    assert Abstract(pens.terms, modulus=7).value(values) == 4
+    assert Abstract(rooms.terms, modulus=7).value({**values, "A 's Pen": 4}) == 5  # 12 + 28
 
 
 def test_all_words_are_known():

@@ -18,94 +18,20 @@ The solution defines what is needed and nothing else; all is modulo 23, or a sma
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from kvshift.lab.tasks.igsm.drawing import Uniform, chosen
 from kvshift.lab.tasks.igsm.names import SYSTEMS, Category
-from kvshift.lab.tasks.igsm.polynomial import Polynomial, combined, constant, quantity, reduced
-from kvshift.lab.tasks.igsm.problem import Known, Problem, Step
-from kvshift.lab.tasks.igsm.text import LETTERS, MODULUS
+from kvshift.lab.tasks.igsm.problem import Problem
+from kvshift.lab.tasks.igsm.quantities import Abstract, Instance
+from kvshift.lab.tasks.igsm.text import MODULUS
+from kvshift.lab.tasks.igsm.writing import Writing, statement
 
-__all__ = ["Abstract", "Instance", "draw", "draw_structure"]
+__all__ = ["draw", "draw_structure"]
 
 _MOST_DEPENDENCIES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """What a statement says: of the dependencies d_1 ... d_n a base, and a number r with it, or alone, or absent
-
-    base      d_1,  d_1 + ... + d_n,  or (minus, n = 2) d_1 - d_2
-    quantity  base,  r + base,  or (times) r base;  r alone where there are no dependencies
-
-    all modulo `modulus`.
-    """
-
-    dependencies: tuple[str, ...]
-    minus: bool = False
-    number: int | None = None
-    times: bool = False
-    modulus: int = MODULUS
-
-    @property
-    def operations(self) -> int:
-        """max(1, in-degree - 1), the number counted."""
-        return max(1, len(self.dependencies) + (self.number is not None) - 1)
-
-    def value(self, values: Mapping[str, int]) -> int:
-        """See `Definition.value`."""
-        first, *rest = [values[name] for name in self.dependencies] or [0]
-        base = first - sum(rest) if self.minus else first + sum(rest)
-        if self.number is None:
-            return base % self.modulus
-        return (self.number * base if self.times else self.number + base) % self.modulus
-
-    def agrees(self, step: Step, known: Known) -> bool:
-        """See `_agrees`."""
-        base: Polynomial = {}
-        for at, name in enumerate(self.dependencies):
-            base = combined(base, "-" if self.minus and at else "+", quantity(name))
-        if self.number is not None:
-            base = combined(constant(self.number), "*" if self.times else "+", base)
-        return _agrees(step, known, base, self.modulus)
-
-
-@dataclass(frozen=True, slots=True)
-class Abstract:
-    """The sum of products that counts a category in an item: of the items it holds, times what each of them holds.
-
-    All modulo `modulus`.
-    """
-
-    terms: tuple[tuple[str, ...], ...]
-    modulus: int = MODULUS
-
-    @property
-    def dependencies(self) -> tuple[str, ...]:
-        """All names in the terms."""
-        return tuple(name for term in self.terms for name in term)
-
-    @property
-    def operations(self) -> int:
-        """max(1, in-degree - 1)."""
-        return max(1, len(self.dependencies) - 1)
-
-    def value(self, values: Mapping[str, int]) -> int:
-        """See `Definition.value`."""
-        return sum(math.prod(values[name] for name in term) for term in self.terms) % self.modulus
-
-    def agrees(self, step: Step, known: Known) -> bool:
-        """See `_agrees`."""
-        total: Polynomial = {}
-        for term in self.terms:
-            product = constant(1)
-            for name in term:
-                product = combined(product, "*", quantity(name))
-            total = combined(total, "+", product)
-        return _agrees(step, known, total, self.modulus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +194,12 @@ def _problem(
     values: dict[str, int] = {}
     for name, definition in definitions.items():
         values[name] = definition.value(values)
-    writing = _Writing(values, uniform, modulus)
+    writing = Writing(values, uniform, modulus)
     for name, definition in definitions.items():
         if name in needed:
             writing.define(name, definition)
     statements = [
-        _statement(name, definition) for name in stated if isinstance(definition := definitions[name], Instance)
+        statement(name, definition) for name in stated if isinstance(definition := definitions[name], Instance)
     ]
     whole, part = asked.split(" 's ")
     return Problem(
@@ -286,133 +212,3 @@ def _problem(
         definitions=definitions,
         key=";".join(writing.sketch),
     )
-
-
-def _statement(name: str, instance: Instance) -> str:
-    each = [f"each {dependency}" for dependency in instance.dependencies]
-    if not each:
-        return f"The number of each {name} equals {instance.number} ."
-    base = each[0]
-    if len(each) > 1:
-        kind = "difference" if instance.minus else "sum"
-        base = f"the {kind} of {' , '.join(each[:-1])} and {each[-1]}"
-    if instance.number is not None:
-        base = f"{instance.number} {'times as much as' if instance.times else 'more than'} {base}"
-    return f"The number of each {name} equals {base} ."
-
-
-@dataclass(slots=True)
-class _Writing:
-    """A solution as it is written: letters are drawn as they are needed, none twice.
-
-    The sketch is what is left of it without names and numbers: which step combines which, by what sign.
-    """
-
-    values: Mapping[str, int]
-    uniform: Uniform
-    modulus: int
-    sentences: list[str] = field(default_factory=list)
-    computed: list[bool] = field(default_factory=list)
-    sketch: list[str] = field(default_factory=list)
-    _letters: list[str] = field(default_factory=lambda: list(LETTERS))
-    _letter_of: dict[str, str] = field(default_factory=dict)
-    _value_of: dict[str, int] = field(default_factory=dict)  # of letters, and of numbers as they are written
-    _mark_of: dict[str, str] = field(default_factory=dict)
-
-    def define(self, name: str, definition: Instance | Abstract) -> None:
-        """Write the sentence that defines a quantity, all that it depends on being defined."""
-        letter = self._new_letter()
-        equations: list[str] = []
-        count = self._count(definition)
-        self.computed.append(count > 0)
-
-        def combine(one: str, sign: str, other: str) -> str:
-            nonlocal count
-            count -= 1
-            target = self._new_letter() if count else letter
-            a, b = self._value_of[one], self._value_of[other]
-            value = (a * b if sign == "*" else a - b if sign == "-" else a + b) % self.modulus
-            self._note(target, value, f"{self._mark_of[one]}{sign}{self._mark_of[other]}")
-            numbers = f"= {a} {sign} {b} " if one.isalpha() or other.isalpha() else ""
-            equations.append(f"{'' if count else 'so '}{target} = {one} {sign} {other} {numbers}= {value}")
-            return target
-
-        if isinstance(definition, Instance):
-            operands = [self._letter_of[dependency] for dependency in definition.dependencies]
-            sign = "-" if definition.minus else "+"
-        else:
-            operands, sign = [], "+"
-            for term in definition.terms:
-                first, *rest = (self._letter_of[part] for part in term)
-                for other in rest:
-                    first = combine(first, "*", other)
-                operands.append(first)
-        base = operands[0] if operands else ""
-        for other in operands[1:]:
-            base = combine(base, sign, other)
-        if isinstance(definition, Instance) and definition.number is not None:
-            number = str(definition.number)
-            self._value_of[number], self._mark_of[number] = definition.number, "n"
-            base = combine(number, "*" if definition.times else "+", base) if base else number
-        if not equations:
-            value = self._value_of[base]
-            self._note(letter, value, self._mark_of[base])
-            equations.append(f"so {letter} = {base} = {value}" if base.isalpha() else f"so {letter} = {value}")
-        self._letter_of[name] = letter
-        self.sentences.append(f"Define {name} as {letter} ; {' ; '.join(equations)} .")
-
-    def _count(self, definition: Instance | Abstract) -> int:
-        """Signs that the sentence will hold."""
-        if isinstance(definition, Abstract):
-            return len(definition.dependencies) - 1
-        return len(definition.dependencies) + (definition.number is not None) - 1
-
-    def _new_letter(self) -> str:
-        at = int(self.uniform() * len(self._letters))
-        return self._letters.pop(at)
-
-    def _note(self, letter: str, value: int, mark: str) -> None:
-        self.sketch.append(mark)
-        self._value_of[letter] = value
-        self._mark_of[letter] = str(len(self.sketch))
-
-
-def _agrees(step: Step, known: Known, wanted: Polynomial, modulus: int) -> bool:
-    """Whether a step computes `wanted`, in whatever order and with whatever auxiliary letters.
-
-    Each equation must read `X = expression [= the same in numbers] = value`: an expression is one letter or number, or
-    two with a sign between; the second part stands where there are two and one of them is a letter.
-    """
-    found: dict[str, tuple[Polynomial, int]] = {}
-
-    def operand(word: str) -> tuple[Polynomial, int] | None:
-        if word.isdigit() and word == str(int(word) % modulus):
-            return constant(int(word)), int(word)
-        name = known.letters.get(word)
-        return (quantity(name), known.values[name]) if name is not None else found.get(word)
-
-    for target, *sides in step.equations:
-        if len(target) != 1 or not sides or len(sides[0]) not in (1, 3):
-            return False
-        one = operand(sides[0][0])
-        if one is None:
-            return False
-        chain: list[tuple[str, ...]] = [sides[0]]
-        polynomial, value = one
-        if len(sides[0]) == 3:
-            _, sign, second = sides[0]
-            other = operand(second)
-            if other is None or sign not in ("+", "-", "*"):
-                return False
-            if sides[0][0].isalpha() or second.isalpha():
-                chain.append((str(value), sign, str(other[1])))
-            polynomial = combined(polynomial, sign, other[0])
-            value = {"+": value + other[1], "-": value - other[1], "*": value * other[1]}[sign] % modulus
-        if (str(value),) != chain[-1]:
-            chain.append((str(value),))
-        if sides != chain:
-            return False
-        found[target[0]] = polynomial, value
-    if step.equations[-1][0] != (step.letter,):
-        return False
-    return reduced(found[step.letter][0], modulus) == reduced(wanted, modulus)

@@ -1,0 +1,128 @@
+"""How the quantities of a problem follow from each other (see igsm.py), and whether a step computes one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvshift.lab.tasks.igsm.polynomial import Polynomial, combined, constant, quantity, reduced
+from kvshift.lab.tasks.igsm.problem import Known, Step
+from kvshift.lab.tasks.igsm.text import MODULUS
+
+__all__ = ["Abstract", "Instance"]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """What a statement says: of the dependencies d_1 ... d_n a base, and a number r with it, or alone, or absent
+
+    base      d_1,  d_1 + ... + d_n,  or (minus, n = 2) d_1 - d_2
+    quantity  base,  r + base,  or (times) r base;  r alone where there are no dependencies
+
+    all modulo `modulus`.
+    """
+
+    dependencies: tuple[str, ...]
+    minus: bool = False
+    number: int | None = None
+    times: bool = False
+    modulus: int = MODULUS
+
+    @property
+    def operations(self) -> int:
+        """max(1, in-degree - 1), the number counted."""
+        return max(1, len(self.dependencies) + (self.number is not None) - 1)
+
+    def value(self, values: Mapping[str, int]) -> int:
+        """See `Definition.value`."""
+        first, *rest = [values[name] for name in self.dependencies] or [0]
+        base = first - sum(rest) if self.minus else first + sum(rest)
+        if self.number is None:
+            return base % self.modulus
+        return (self.number * base if self.times else self.number + base) % self.modulus
+
+    def agrees(self, step: Step, known: Known) -> bool:
+        """See `_agrees`."""
+        base: Polynomial = {}
+        for at, name in enumerate(self.dependencies):
+            base = combined(base, "-" if self.minus and at else "+", quantity(name))
+        if self.number is not None:
+            base = combined(constant(self.number), "*" if self.times else "+", base)
+        return _agrees(step, known, base, self.modulus)
+
+
+@dataclass(frozen=True, slots=True)
+class Abstract:
+    """The sum of products that counts a category in an item: of the items it holds, times what each of them holds.
+
+    All modulo `modulus`.
+    """
+
+    terms: tuple[tuple[str, ...], ...]
+    modulus: int = MODULUS
+
+    @property
+    def dependencies(self) -> tuple[str, ...]:
+        """All names in the terms."""
+        return tuple(name for term in self.terms for name in term)
+
+    @property
+    def operations(self) -> int:
+        """max(1, in-degree - 1)."""
+        return max(1, len(self.dependencies) - 1)
+
+    def value(self, values: Mapping[str, int]) -> int:
+        """See `Definition.value`."""
+        return sum(math.prod(values[name] for name in term) for term in self.terms) % self.modulus
+
+    def agrees(self, step: Step, known: Known) -> bool:
+        """See `_agrees`."""
+        total: Polynomial = {}
+        for term in self.terms:
+            product = constant(1)
+            for name in term:
+                product = combined(product, "*", quantity(name))
+            total = combined(total, "+", product)
+        return _agrees(step, known, total, self.modulus)
+
+
+def _agrees(step: Step, known: Known, wanted: Polynomial, modulus: int) -> bool:
+    """Whether a step computes `wanted`, in whatever order and with whatever auxiliary letters.
+
+    Each equation must read `X = expression [= the same in numbers] = value`: an expression is one letter or number, or
+    two with a sign between; the second part stands where there are two and one of them is a letter.
+    """
+    found: dict[str, tuple[Polynomial, int]] = {}
+
+    def operand(word: str) -> tuple[Polynomial, int] | None:
+        if word.isdigit() and word == str(int(word) % modulus):
+            return constant(int(word)), int(word)
+        name = known.letters.get(word)
+        return (quantity(name), known.values[name]) if name is not None else found.get(word)
+
+    for target, *sides in step.equations:
+        if len(target) != 1 or not sides or len(sides[0]) not in (1, 3):
+            return False
+        one = operand(sides[0][0])
+        if one is None:
+            return False
+        chain: list[tuple[str, ...]] = [sides[0]]
+        polynomial, value = one
+        if len(sides[0]) == 3:
+            _, sign, second = sides[0]
+            other = operand(second)
+            if other is None or sign not in ("+", "-", "*"):
+                return False
+            if sides[0][0].isalpha() or second.isalpha():
+                chain.append((str(value), sign, str(other[1])))
+            polynomial = combined(polynomial, sign, other[0])
+            value = {"+": value + other[1], "-": value - other[1], "*": value * other[1]}[sign] % modulus
+        if (str(value),) != chain[-1]:
+            chain.append((str(value),))
+        if sides != chain:
+            return False
+        found[target[0]] = polynomial, value
+    if step.equations[-1][0] != (step.letter,):
+        return False
+    return reduced(found[step.letter][0], modulus) == reduced(wanted, modulus)
