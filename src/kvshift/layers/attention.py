@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kvshift.layers.attention_state import AttentionState, flush_right
 from kvshift.layers.positions import Places, alibi_slopes, cached_places, count_tokens, rotary_table, rotate, visible
+from kvshift.layers.recompute import KEEP_ALL
 from kvshift.layers.shift import Constraint, Init, KVShift, Target, check_shift_options
 from kvshift.ops import ShiftState
 from kvshift.ops.shift import check_boundaries
@@ -179,17 +180,18 @@ class KVShiftAttention(nn.Module):
         )
         if state is not None:
             state = self._checked(state, sequences, k)
-        raw = self._start(sequences, k) if state is None else state.shift
-        q, k, v, raw = self.shift(q, k, v, state=raw, **where)
-        if self.qk_norm:
-            q, k = _normalise(self.q_norm, q), _normalise(self.k_norm, k)
+        start = self._start(sequences, k) if state is None else state.shift
+        raw = k, v
+        q, k, v, next_state = self.shift(q, k, v, state=start, **where)
 
         batch, length = x.shape[:2]
         places, seen = count_tokens(batch, length, x.device, seen=None if state is None else state.seen, **where)
+        table: tuple[Tensor, ...] = ()
         if self.position_encoding == "rope":
             turns = places.rank if positions is None else positions
             table = rotary_table(turns, self.head_dim, self.rope_base, q.dtype)
-            q, k = rotate(q, table), rotate(k, table)
+        k_norm = (self.k_norm,) if self.qk_norm else ()
+        q, k = _finish(q, (self.q_norm,) if self.qk_norm else (), table), _finish(k, k_norm, table)
         key_places = places
         if state is not None:
             past_k, past_v, past_places = self._past(state, packed=cu_seqlens is not None)
@@ -197,7 +199,21 @@ class KVShiftAttention(nn.Module):
             key_places = past_places.followed_by(places)
 
         plain = state is None and not bounded and self.sliding_window is None and self.position_encoding != "alibi"
-        out = self.o_proj(self._attend(q, k, v, None if plain else self._bias(places, key_places, q.dtype)))
+        bias = None if plain else self._bias(places, key_places, q.dtype)
+        heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        keep_raw = KEEP_ALL
+        if state is None and torch.is_grad_enabled():
+            keep_raw = self.shift.recomputing(
+                raw,
+                heads[1:],
+                state=start,
+                **where,
+                finish=lambda k: _finish(k, k_norm, table),
+                reads=(*k_norm, *table),
+            )
+        with keep_raw:
+            attended = self._attend(*heads, bias)
+        out = self.o_proj(attended)
         if mask is not None:
             out = torch.where(mask.unsqueeze(2), out, 0)
 
@@ -208,10 +224,10 @@ class KVShiftAttention(nn.Module):
             kept = (key_places.rank >= 0) & (key_places.document == key_places.document[:, -1:])
             k, v = flush_right(k, v, kept, k.shape[1])
         if state is None:
-            return out, AttentionState(k, v, seen, raw, self.max_rollback, self.max_rollback, packed)
+            return out, AttentionState(k, v, seen, next_state, self.max_rollback, self.max_rollback, packed)
         # With boundaries a sequence may have got fewer tokens than positions: its history has not grown.
         rollback = min(state.max_rollback, state.rollback + (0 if bounded else length))
-        return out, AttentionState(k, v, seen, raw, rollback, state.max_rollback, packed)
+        return out, AttentionState(k, v, seen, next_state, rollback, state.max_rollback, packed)
 
     def extra_repr(self) -> str:
         return (
@@ -250,8 +266,7 @@ class KVShiftAttention(nn.Module):
         return torch.where(seen_LTK, -slope_H11 * distance_LTK, -torch.inf).to(dtype)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        """(B, T, H, D), (B, K, G, D), (B, K, G, D) -> (B, T, H * D); causal without a bias."""
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        """(B, H, T, D), (B, G, K, D), (B, G, K, D) -> (B, T, H * D); causal without a bias."""
         grouped = self.num_kv_heads < self.num_heads
         if grouped and bias is not None:  # kernels that take a bias do not take grouped heads
             k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for x in (k, v))
@@ -292,6 +307,13 @@ class KVShiftAttention(nn.Module):
         if self.shift.targets and state.shift is None:
             raise ValueError("state.shift is None, but this layer shifts: pass on the state that this layer returned")
         return state.unpack()
+
+
+def _finish(x: Tensor, norms: Sequence[nn.RMSNorm], table: tuple[Tensor, ...]) -> Tensor:
+    """What is done to queries and keys after the shift: QK-norm and rotary embedding, as far as there are any."""
+    for norm in norms:
+        x = _normalise(norm, x)
+    return rotate(x, (table[0], table[1])) if table else x
 
 
 def _normalise(norm: nn.RMSNorm, x: Tensor) -> Tensor:

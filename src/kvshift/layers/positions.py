@@ -155,7 +155,10 @@ def rotate_half(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     y = x * cos + (x[D/2:], x[:D/2]) * sin        the first half of sin negated
     """
     cos, sin = table
-    return x_BTHD * cos + x_BTHD.roll(cos.shape[-1] // 2, dims=-1) * sin
+    y, rolled = x_BTHD * cos, x_BTHD.roll(cos.shape[-1] // 2, dims=-1)
+    if rolled.dtype != y.dtype:  # a smaller one, in which the product may not be rounded
+        return y + rolled * sin
+    return y.add_(rolled.mul_(sin))  # in place: half the time on a CPU, two temporaries less everywhere
 
 
 def alibi_slopes(heads: int) -> list[float]:

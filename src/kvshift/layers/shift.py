@@ -6,6 +6,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeGuard, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from kvshift.layers.positions import rotate_half
+from kvshift.layers.recompute import KEEP_ALL, is_worth_it, may_recompute, recomputed
 from kvshift.ops import ShiftState, kv_shift, shift_tokens
 from kvshift.ops.cpu_op import next_token_cpu
 from kvshift.ops.shift import check_boundaries
@@ -149,6 +151,64 @@ class KVShift(nn.Module):
                 return *_turn(q, k_hat, rotary), v_hat, new
         q_hat, k_hat, v_hat, new = self._shift(q, k, v, state, cu_seqlens, seq_idx, mask, backend)
         return *_turn(q_hat, k_hat, rotary), v_hat, new
+
+    def recomputing(
+        self,
+        raw: tuple[Tensor, Tensor],
+        shifted: tuple[Tensor, Tensor],
+        *,
+        state: ShiftState | None = None,
+        cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        mask: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
+        reads: Sequence[Tensor | nn.Module] = (),
+        backend: str = "auto",
+    ) -> AbstractContextManager[None]:
+        """While it is open, attention keeps the raw k and v for backward in place of the shifted ones.
+
+        The shift keeps the raw ones anyway, for the gradients of its coefficients; backward shifts them once more.
+        Nothing changes, the bits of gradients included, but memory and that one pass. What is not trained, or where
+        somebody else handles what autograd keeps, or hooks on this module may, is kept as it is: see
+        `kvshift.layers.recompute`.
+
+        Args:
+            raw: k and v as `forward` got them.
+            shifted: what it made of them and attention is about to be given, in any view.
+            state, cu_seqlens, seq_idx, mask, rotary, backend: as `forward` got them.
+            finish: what was done to the shifted keys after `forward`: QK-norm, rotary embedding.
+            reads: modules and tensors that `finish` reads.
+        """
+        modules = [module for module in reads if isinstance(module, nn.Module)]
+        if not (is_worth_it(raw[0]) and may_recompute(self, *modules)):
+            return KEEP_ALL
+        trained = [
+            (parameter := self._parameters[_COEFFICIENT[target]]) is not None and parameter.requires_grad
+            for target in ("k", "v")
+        ]
+        if not any(trained) or any(type(tensor) is not Tensor for tensor in (*raw, *shifted)):
+            return KEEP_ALL
+        k, v = raw[0].detach(), raw[1].detach()
+        with torch.no_grad():
+            alpha = self._mix("k") if trained[0] else None
+            beta = self._mix("v") if trained[1] else None
+
+        def again() -> tuple[Tensor, Tensor]:
+            where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
+            k_hat, v_hat, _ = kv_shift(k, v, alpha, beta, state=state, **where)
+            if alpha is not None and rotary is not None:
+                k_hat = rotate_half(k_hat, rotary)
+            if alpha is not None and finish is not None:
+                k_hat = finish(k_hat)
+            return k_hat, v_hat
+
+        history = () if state is None else (state.k, state.v)
+        read = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        read += [tensor for tensor in reads if isinstance(tensor, Tensor)]
+        inputs = (k, v, alpha, beta, *history, cu_seqlens, seq_idx, mask, *(rotary or ()), *read)
+        outputs = [tensor if is_trained else None for tensor, is_trained in zip(shifted, trained, strict=True)]
+        return recomputed(outputs, again, [tensor for tensor in inputs if tensor is not None])
 
     def _shift(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -28,6 +29,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
 from kvshift.layers.positions import half_tables, rotate_half
+from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.cache import shift_on
 from kvshift.models.llama.configuration import KVShiftLlamaConfig
 from kvshift.models.shifted import ShiftedDecoder, ShiftedGeneration, ShiftedPreTrainedModel
@@ -68,6 +70,7 @@ class KVShiftLlamaAttention(LlamaAttention):
         key = self.k_proj(hidden_states).view(heads)
         value = self.v_proj(hidden_states).view(heads)
 
+        raw = key, value
         rotary = None if self.qk_norm else position_embeddings  # the norm stands between shift and rotation
         query, key, value = shift_on(
             self.shift,
@@ -84,23 +87,35 @@ class KVShiftLlamaAttention(LlamaAttention):
             query = rotate_half(self.q_norm(query), position_embeddings)
             key = rotate_half(self.k_norm(key), position_embeddings)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        keep_raw = KEEP_ALL
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
+        elif torch.is_grad_enabled():
+            keep_raw = self.shift.recomputing(
+                raw,
+                (key, value),
+                mask=shift_mask,
+                seq_idx=shift_seq_idx,
+                rotary=rotary,
+                finish=(lambda key: rotate_half(self.k_norm(key), position_embeddings)) if self.qk_norm else None,
+                reads=(self.k_norm, *position_embeddings) if self.qk_norm else (),
+            )
 
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        output, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
+        with keep_raw:
+            output, weights = attention(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=self.attention_dropout if self.training else 0.0,
+                scaling=self.scaling,
+                sliding_window=self.sliding_window,
+                **kwargs,
+            )
         return self.o_proj(output.reshape(batch, positions, -1).contiguous()), weights
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
@@ -19,6 +20,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, eager_attentio
 from transformers.utils.generic import merge_with_config_defaults
 
 from kvshift.layers import KVShift
+from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.cache import shift_on
 from kvshift.models.retrofit.family import Family, RetrofitConfig, convert
 from kvshift.models.shifted import ShiftedDecoder, ShiftedGeneration, ShiftedPreTrainedModel
@@ -65,6 +67,7 @@ class KVShiftGPT2Attention(GPT2Attention):
             projected.view(batch, positions, -1, self.head_dim)  # the layout of the operator
             for projected in self.c_attn(hidden_states).split(self.split_size, dim=2)
         )
+        raw = key, value
         query, key, value = shift_on(
             self.shift,
             query,
@@ -76,24 +79,28 @@ class KVShiftGPT2Attention(GPT2Attention):
             seq_idx=shift_seq_idx,
         )
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        keep_raw = KEEP_ALL
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
+        elif torch.is_grad_enabled():
+            keep_raw = self.shift.recomputing(raw, (key, value), mask=shift_mask, seq_idx=shift_seq_idx)
 
         implementation = self.config._attn_implementation
-        if implementation == "eager" and self.reorder_and_upcast_attn:
-            output, weights = self._upcast_and_reordered_attn(query, key, value, attention_mask)
-        else:
-            attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-            output, weights = attention(
-                self,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=self.attn_dropout.p if self.training else 0.0,
-                scaling=self.scaling,
-                **kwargs,
-            )
+        with keep_raw:
+            if implementation == "eager" and self.reorder_and_upcast_attn:
+                output, weights = self._upcast_and_reordered_attn(query, key, value, attention_mask)
+            else:
+                attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+                output, weights = attention(
+                    self,
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    dropout=self.attn_dropout.p if self.training else 0.0,
+                    scaling=self.scaling,
+                    **kwargs,
+                )
         return self.resid_dropout(self.c_proj(output.reshape(batch, positions, -1).contiguous())), weights
 
 

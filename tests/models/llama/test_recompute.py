@@ -1,0 +1,93 @@
+"""Training keeps, for each token, what it keeps without a shift, and its gradients keep every bit."""
+
+import pytest
+import torch
+
+from kvshift.layers import recompute, shift
+from tests.layers.kept import bytes_kept
+from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
+
+MHA = {"num_key_value_heads": 6}
+VARIANTS = {
+    "mha": MHA,
+    "gqa": {},
+    "gqa-norm": {"qk_norm": True},
+    "mha-norm-lags": {**MHA, "qk_norm": True, "shift_window": 3},
+    "gqa-window-gate": {"sliding_window": 4, "shift_constraint": "gate"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _however_small(monkeypatch):
+    monkeypatch.setattr(recompute, "_WORTH_IT", {"cpu": 0})
+
+
+@pytest.fixture
+def keep_all(monkeypatch):
+    def call(function, *args, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(shift, "may_recompute", lambda *modules: False)
+            return function(*args, **options)
+
+    return call
+
+
+def batches():
+    ids, mask = left_padded([random_tokens(length, seed=length) for length in (11, 4)])
+    documents = torch.tensor([[0] * 5 + [1] * 6, [3] * 8 + [1] * 3])
+    packed = {"input_ids": random_tokens(1, 11), "cu_seq_lens_q": torch.tensor([0, 4, 11], dtype=torch.int32)}
+    return {
+        "plain": {"input_ids": random_tokens(2, 11)},
+        "padded": {"input_ids": ids, "attention_mask": mask},
+        "documents": {"input_ids": random_tokens(2, 11), "seq_idx": documents},
+        "packed": packed,
+    }
+
+
+def gradients(model, inputs):
+    model.zero_grad()
+    model(**inputs, use_cache=False).logits.square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("batch", batches())
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", VARIANTS)
+def test_gradients_keep_every_bit(options, dtype, attention, batch, keep_all, monkeypatch):
+    model, inputs = tiny_model(dtype=dtype, attention=attention, **VARIANTS[options]).train(), batches()[batch]
+    expected = keep_all(gradients, model, inputs)
+    calls, operator = [], shift.kv_shift
+    monkeypatch.setattr(shift, "kv_shift", lambda *args, **options: calls.append(None) or operator(*args, **options))
+    actual = gradients(model, inputs)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    assert len(calls) == 2 * 2 or attention == "eager"  # two layers; matmul copies what lies across its batches
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", ["mha", "gqa", "gqa-norm"])
+def test_a_token_keeps_what_it_keeps_without_a_shift(options, dtype, autocast):
+    model, vanilla = (
+        tiny_model(dtype=dtype, **VARIANTS[options], shift_targets=targets).train() for targets in (("k", "v"), ())
+    )
+
+    def kept(model, length):
+        ids = random_tokens(2, length)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+            return bytes_kept(lambda: model(input_ids=ids, use_cache=False).logits, ids, *model.parameters())
+
+    more = {length: kept(model, length) - kept(vanilla, length) for length in (11, 44)}
+    assert more[11] == more[44]
+
+
+def test_a_cache_takes_copies(keep_all):
+    """Attention keeps those of the cache, whose memory is another."""
+    model, ids = tiny_model().train(), random_tokens(2, 11)
+
+    def run():
+        model.zero_grad()
+        model(input_ids=ids, use_cache=True).logits.square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    assert all(torch.equal(a, e) for a, e in zip(run(), keep_all(run), strict=True))
