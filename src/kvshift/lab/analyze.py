@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +26,12 @@ from kvshift.lab.errors import LabError, require
 from kvshift.lab.gpt2 import LabGPT2
 from kvshift.lab.head_scores import Measured, RepeatConfig, attention_maps, measure_heads, rows_for
 from kvshift.lab.loading import DType, load_tokenizer, load_weights, locate, model_folder
+from kvshift.lab.messages import say, say_nothing
 from kvshift.lab.records import write_bytes, write_json
 
 __all__ = ["AnalyzeConfig", "analyze"]
+
+_say = partial(say, command="analyze")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +63,8 @@ def analyze(config: AnalyzeConfig) -> Path:
     """Measure, write, draw; returns the page."""
     config.check()
     out = config.run / "analysis" if config.out is None else config.out
-    folder = model_folder(config.run, _say)
-    tokenizer = None if config.text is None else load_tokenizer(locate(str(config.run), _nothing)[1])
+    folder = model_folder(config.run, _say)  # says which checkpoint it is; `locate` need not again
+    tokenizer = None if config.text is None else load_tokenizer(locate(str(config.run), say_nothing)[1])
     logging.disable_progress_bar()
     model = load_weights(folder, dtype=config.dtype, device=config.device, attn_implementation="eager")
     lowest = _lowest_token(config.run) if config.lowest_token is None else config.lowest_token
@@ -149,11 +152,3 @@ def _print_summary(heads: list[dict[str, Any]], measured: Measured, page: Path) 
         for name, half in measured.behaviour.items()
     )
     print(f"{halves}\n{page}")
-
-
-def _nothing(text: str) -> None:
-    """The name of the checkpoint has been said."""
-
-
-def _say(text: str) -> None:
-    print(f"kvshift analyze: {text}", file=sys.stderr)

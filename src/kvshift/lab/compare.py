@@ -29,6 +29,7 @@ from kvshift.lab.analysis.report import write_report
 from kvshift.lab.analysis.runs import is_finished, read_json
 from kvshift.lab.config import TrainConfig, differences, to_json
 from kvshift.lab.errors import LabError
+from kvshift.lab.messages import say
 from kvshift.lab.records import FolderInUseError, RunFailedError, RunFolder, write_json
 
 __all__ = ["CompareConfig", "TrainingError", "child_config", "command_line", "compare"]
@@ -165,11 +166,11 @@ def _adopt_folder(config: CompareConfig) -> None:
 def _train(config: TrainConfig, label: str) -> None:
     """Train in a process of its own: its peak memory is its own, and so is its end."""
     if is_finished(config.out):
-        _say(f"{label}: finished before")
+        say(f"{label}: finished before")
         return
     _wait_until_free(config.out, label)
     arguments = command_line(config)
-    _say(f"\n{label}: kvshift train {shlex.join(arguments)}")
+    say(f"\n{label}: kvshift train {shlex.join(arguments)}")
     code = _run([sys.executable, "-m", "kvshift", "train", *arguments])
     if code != 0:
         number = -code if code < 0 else code - 128  # of the signal, if it was one
@@ -208,7 +209,7 @@ def _wait_until_free(folder: Path, label: str) -> None:
                 return
         except FolderInUseError:
             if not waited:
-                _say(f"{label}: an earlier process still trains in {folder}; waiting for it")
+                say(f"{label}: an earlier process still trains in {folder}; waiting for it")
             waited = True
             time.sleep(1)
 
@@ -233,7 +234,7 @@ def _measure_step_time(config: CompareConfig, folders: dict[str, Path]) -> None:
         return
     from kvshift.lab.step_time import measure_step_time
 
-    _say(f"\ntime of a step, both in turns ({config.step_time_seconds:g} s)")
+    say(f"\ntime of a step, both in turns ({config.step_time_seconds:g} s)")
     write_json(path, measure_step_time(folders["vanilla"], folders["kvshift"], config.step_time_seconds))
 
 
@@ -247,7 +248,7 @@ def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
         return
     from kvshift.lab.samples import sample
 
-    _say("a sample of each")
+    say("a sample of each")
     write_json(path, {"asked": asked, **sample(folders, seed=config.train.seed, **asked)})
 
 
@@ -267,7 +268,3 @@ def _show(out: Path, summary: dict[str, Any]) -> None:
     }
     for what, name in places.items():
         print(f"{what:<15} {(out / name).resolve()}")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

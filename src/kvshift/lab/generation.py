@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,10 +22,13 @@ from transformers.utils import logging
 from kvshift.lab.continuing import continue_rows
 from kvshift.lab.errors import LabError, require
 from kvshift.lab.loading import DType, load_model
+from kvshift.lab.messages import say
 from kvshift.lab.prompts import answers_in, read_prompts
 from kvshift.lab.seeds import seed_for
 
 __all__ = ["Continuation", "GenerateConfig", "continue_batch", "encode", "generate"]
+
+_say = partial(say, command="generate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +304,3 @@ def _ids_of(*candidates: int | list[int] | None) -> list[int]:
         if ids is not None:
             return ids if isinstance(ids, list) else [ids]
     return []
-
-
-def _say(text: str) -> None:
-    print(f"kvshift generate: {text}", file=sys.stderr)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from kvshift.lab.config import ModelConfig, RunConfig, from_json, to_json
 from kvshift.lab.errors import LabError
 from kvshift.lab.gpt2 import GPT2Options, build_gpt2
 from kvshift.lab.language_model import build_model, count_parameters, llama_config
+from kvshift.lab.messages import say
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFolder, read_metrics, write_json
 from kvshift.lab.running import (
@@ -155,7 +155,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
         raise LabError(f"questions is {config.questions}, but the task {task_name(config.task)} asks none; expected 0")
     model = _build(config, task)
     processes = Processes(cpu=on_cpu(config))
-    start = begin(folder, task_options(config), processes, _say)
+    start = begin(folder, task_options(config), processes, say)
     trainer = TaskTrainer(
         model,
         training_arguments(config, accumulation=config.accumulation, batch_size=1),  # an item is a whole batch
@@ -225,7 +225,3 @@ def _evaluation_batches(task: Task, config: TaskTrainConfig, rows: int | None) -
             f"eval_rows must be a number for the task {task_name(config.task)}, whose rows have no end; got None"
         )
     return evaluation_batches(task, rows, config.eval_batch_size or config.batch_size, seed=0)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 from datasets import disable_progress_bars
@@ -15,6 +16,7 @@ from kvshift.lab.beginning import begin, data_facts, resolved_model
 from kvshift.lab.config import TrainConfig, to_json
 from kvshift.lab.data import TextData, collate, load_text_data
 from kvshift.lab.language_model import build_model, count_parameters, llama_config
+from kvshift.lab.messages import say, say_nothing
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFolder, read_metrics, write_json
 from kvshift.lab.running import (
@@ -32,6 +34,8 @@ from kvshift.lab.trainer import LanguageModelTrainer
 
 __all__ = ["TrainConfig", "train"]
 
+_say = partial(say, command="train")
+
 
 def train(config: TrainConfig) -> None:
     """Train, or go on where the same call was interrupted; a finished run is left as it is.
@@ -45,7 +49,7 @@ def train(config: TrainConfig) -> None:
     """
     processes = Processes(cpu=on_cpu(config))
     folder = RunFolder(config.out)
-    say = _say if processes.is_main else _silent
+    say = _say if processes.is_main else say_nothing
     disable_progress_bar()  # transformers' own, for every file that it writes
     if not (config.progress and sys.stderr.isatty()):
         disable_progress_bars()  # of reading and packing the text
@@ -138,11 +142,3 @@ def _result(trainer: LanguageModelTrainer, folder: RunFolder, config: TrainConfi
         "eval_losses_per_row": losses.tolist(),
         "eval_tokens_per_row": counts.tolist(),
     }
-
-
-def _say(text: str) -> None:
-    print(f"kvshift train: {text}", file=sys.stderr, flush=True)
-
-
-def _silent(text: str) -> None:
-    pass

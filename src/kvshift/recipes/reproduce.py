@@ -8,7 +8,6 @@ OUT/RECIPE/PRESET/RECIPE.png, .svg, report.md
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import tyro
 
 from kvshift.lab.analysis.curves import save_figure
 from kvshift.lab.errors import LabError
+from kvshift.lab.messages import say
 from kvshift.lab.records import RunFailedError, RunFolder, write_bytes
 from kvshift.recipes.catalogue import NAMES, find_recipe
 from kvshift.recipes.claims import Claim
@@ -81,7 +81,7 @@ def reproduce(config: ReproduceConfig) -> None:
     jobs = [(job, folder_of(folder, job)) for job in recipe.jobs(config.preset, seeds)]
     _refuse_to_forget(config, [job for job, _ in jobs])
     with RunFolder(folder).locked():
-        print(f"{recipe.name}, {config.preset}: {recipe.title} ({recipe.source}); {preset.cost}", file=sys.stderr)
+        say(f"{recipe.name}, {config.preset}: {recipe.title} ({recipe.source}); {preset.cost}")
         problems = _run(jobs, config)
         finished = [(job, out) for job, out in jobs if job.is_finished(out)]
         records = [record_of(job.label, job.seed, job.record(out)) for job, out in finished]
@@ -146,7 +146,7 @@ def _is_done(job: Job, out: Path) -> bool:
 def _run(jobs: Sequence[tuple[Job, Path]], config: ReproduceConfig) -> list[str]:
     missing = [(job, out) for job, out in jobs if not job.is_finished(out)]
     if len(missing) < len(jobs):
-        _say(f"{len(jobs) - len(missing)} of {len(jobs)} runs were finished before")
+        say(f"{len(jobs) - len(missing)} of {len(jobs)} runs were finished before")
     if not missing:
         return []
     start, ended = time.monotonic(), 0
@@ -156,7 +156,7 @@ def _run(jobs: Sequence[tuple[Job, Path]], config: ReproduceConfig) -> list[str]
         ended += 1
         job = missing[number][0]
         what = "finished" if problem is None else f"FAILED: {problem}"
-        _say(f"[{ended} of {len(missing)}, {time.monotonic() - start:.0f} s] {job.label}, seed {job.seed}: {what}")
+        say(f"[{ended} of {len(missing)}, {time.monotonic() - start:.0f} s] {job.label}, seed {job.seed}: {what}")
 
     return sweep(missing, workers=config.jobs, cluster=config.cluster, done=done)
 
@@ -181,7 +181,3 @@ def _text(claims: Sequence[Claim]) -> str:
         detail = "\n".join(f"    {name:<7}{text}" for name, text in rows)
         parts.append(f"{claim.direction.upper():<9} {claim.statement}\n{detail}")
     return "\n".join(parts)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
