@@ -7,22 +7,28 @@ import torch
 
 from kvshift.ops import BACKENDS
 from kvshift.ops.cpu_op import cpu_refusal
+from kvshift.ops.triton_op import triton_refusal
 
 
 def skip_unless_built(backend: str) -> None:
-    refusal = cpu_refusal(torch.empty(0), 2)
-    if backend == "cpu" and refusal is not None:
+    refusals = {"cpu": cpu_refusal, "triton": triton_refusal}
+    refusal = refusals[backend](torch.empty(0), 2) if backend in refusals else None
+    if refusal is not None:
         pytest.skip(refusal)
 
 
-@pytest.fixture(params=[backend for backend in BACKENDS if backend != "auto"])
+# The interpreter takes a second for what the others do in milliseconds; test_triton_op.py has the part of `make test`.
+TRITON = pytest.param("triton", marks=pytest.mark.interpreter)
+
+
+@pytest.fixture(params=[TRITON if backend == "triton" else backend for backend in BACKENDS if backend != "auto"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each implementation in turn, the reference too: it keeps the same promises."""
     skip_unless_built(request.param)
     return request.param
 
 
-@pytest.fixture(params=["cpu", "eager"], scope="module")
+@pytest.fixture(params=["cpu", TRITON, "eager"], scope="module")
 def fast_backend(request: pytest.FixtureRequest) -> str:
     """Each implementation that is compared with the reference."""
     skip_unless_built(request.param)

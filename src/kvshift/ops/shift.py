@@ -6,6 +6,7 @@ R rows of history.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +17,10 @@ from kvshift.ops.eager import shift_eager
 from kvshift.ops.plan import plan_shift
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
+from kvshift.ops.triton_op import Boundaries, shift_triton, triton_refusal
 
-BACKENDS = ("auto", "cpu", "eager", "reference")
+BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
+_AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
 
 
 def kv_shift(
@@ -159,14 +162,10 @@ def _shift(
     backend: str,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Shift tensors that share their boundaries. One whose mix is None passes through; its history is kept too."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}; got {backend!r}")
     window = _window(*mixes)
-    if backend in ("auto", "cpu"):
-        refusal = cpu_refusal(inputs[0], window, *inputs[1:], *mixes, *pasts, cu_seqlens, seq_idx, mask)
-        if refusal is not None and backend == "cpu":
-            raise ValueError(f'backend "cpu" cannot be used here: {refusal}')
-        backend = "cpu" if refusal is None else "eager"
+    backend = _choose(backend, inputs[0], window, *inputs[1:], *mixes, *pasts, cu_seqlens, seq_idx, mask)
+    if backend == "triton":
+        return shift_triton(inputs, mixes, pasts, sequences, max_rows, Boundaries.of(cu_seqlens, seq_idx, mask))
     histories = [
         x.new_zeros(sequences, window - 1, *x.shape[2:]) if past is None else past
         for x, past in zip(inputs, pasts, strict=True)
@@ -191,6 +190,35 @@ def _shift(
         outputs.append(y)
         next_histories.append(next_history)
     return outputs, next_histories
+
+
+def choose_backend(backend: str) -> str:
+    """What the caller asks for, or, where that is "auto", what the environment variable KVSHIFT_BACKEND does.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    for name, value in (("backend", backend), ("the environment variable KVSHIFT_BACKEND", _AUTO)):
+        if value not in BACKENDS:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, BACKENDS))}; got {value!r}")
+    return _AUTO if backend == "auto" else backend
+
+
+def _choose(backend: str, x: Tensor, window: int, *others: Tensor | None) -> str:
+    """The backend that takes this call."""
+    backend = choose_backend(backend)
+    refusals = {"cpu": cpu_refusal, "triton": triton_refusal}
+    if backend in refusals:
+        refusal = refusals[backend](x, window, *others)
+        if refusal is not None:
+            raise ValueError(f'backend "{backend}" cannot be used here: {refusal}')
+    elif backend == "auto":
+        if torch.compiler.is_compiling():  # which fuses eager's few operations with their neighbours
+            return "eager"
+        backend = "triton" if x.is_cuda else "cpu"
+        if refusals[backend](x, window, *others) is not None:
+            return "eager"
+    return backend
 
 
 def _window(*mixes: Tensor | None) -> int:

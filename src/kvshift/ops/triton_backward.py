@@ -1,0 +1,303 @@
+"""The gradients of `triton_kernels.py`, one launch for keys and values (and queries), one more where there is history.
+
+Every row gathers the gradients of the positions that read it, walking forward where the operator walks back: nothing
+is added atomically, and each program writes its own sums for the coefficients, which the caller adds up in one order.
+
+Shapes and arguments as there; gx is the gradient of x.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+# To a type checker, a kernel that is called like a Python function never returns.
+
+import triton
+import triton.language as tl
+
+from kvshift.ops.triton_kernels import (
+    _angles,
+    _inverse_norm,
+    _is_real,
+    _load_rows,
+    _sequence_of,
+    _shifted,
+    _store_rows,
+)
+
+
+@triton.jit
+def _step_forward(row, inside, end, b, T, seq_idx, links):
+    """From each position to the one after it in its document; whether there is one."""
+    at = b * T
+    after = row + 1
+    if links is not None:
+        after = tl.load(links + (at + row) * 2 + 1, mask=inside, other=0)
+    stays = inside & (after < end)
+    if seq_idx is not None:
+        same = tl.load(seq_idx + at + row, mask=stays, other=0) == tl.load(seq_idx + at + after, mask=stays, other=0)
+        stays = stays & same
+    return tl.where(stays, after, row), stays
+
+
+@triton.jit
+def _backward_plain(
+    gx, gy, y_b, y_t, y_g, y_d, x, x_b, x_t, x_g, x_d, weights, partials, heads, D, head,
+    t, real, end, b, T, seq_idx, links, W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One head: gx[t] = weights[0] gy[t] + weights[1] gy[t+1] + ..., and partials[j] = sum of x[t] gy[t+j]."""
+    d = tl.arange(0, BLOCK)
+    in_head = d < D
+    gy += b * y_b + (b * 0 + head) * y_g
+    x += b * x_b + (b * 0 + head) * x_g
+    gx += b * T * heads * D + head * D
+    here = _load_rows(x, x_t, t, real, d.to(tl.int64) * x_d, in_head, ACC)
+    column = d.to(tl.int64) * y_d
+    total = tl.zeros_like(here)
+    row = t
+    inside = real
+    for lag in tl.static_range(W):
+        if lag > 0:
+            row, inside = _step_forward(row, inside, end, b, T, seq_idx, links)
+        g = _load_rows(gy, y_t, row, inside, column, in_head, ACC)
+        weight = tl.load(weights + head * W + lag).to(ACC)
+        total = g * weight if lag == 0 else tl.fma(g, weight, total)
+        tl.store(partials + head * W + lag, tl.sum(tl.sum(here * g, 1), 0))
+    _store_rows(gx, heads * D, t, t < T, d, in_head, total)
+
+
+@triton.jit
+def _turned_back(
+    gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_rows, D,
+    row, there, first, b, T, seq_idx, links,
+    W: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The gradient of what was shifted, from that of what was normalised and turned, both halves at rows of one head.
+
+    Returns:
+        low, high, and their products with what the scale of the norm multiplies.
+    """
+    half = D // 2
+    d = tl.arange(0, BLOCK)
+    in_half = d < half
+    column = d.to(tl.int64) * y_d
+    g_low = _load_rows(gy, y_t, row, there, column, in_half, ACC)
+    g_high = _load_rows(gy, y_t, row, there, column + (b * 0 + half) * y_d, in_half, ACC)
+    c, s = _angles(cos, sin, b, row, there, T, table_rows, d, in_half, half, ACC)
+    low = g_low * c + g_high * s
+    high = g_high * c - g_low * s
+    s_low = low
+    s_high = high
+    if scale is not None:
+        column = d.to(tl.int64) * x_d
+        x_low = _shifted(
+            x, x_t, column, None, 0, d, in_half, weights,
+            row, there, first, first, b, T, seq_idx, links, W, ACC,
+        )  # fmt: skip
+        x_high = _shifted(
+            x, x_t, column + (b * 0 + half) * x_d, None, 0, d, in_half, weights,
+            row, there, first, first, b, T, seq_idx, links, W, ACC,
+        )  # fmt: skip
+        inverse = _inverse_norm(x_low, x_high, D, EPS)
+        x_low *= inverse
+        x_high *= inverse
+        s_low = low * x_low
+        s_high = high * x_high
+        low *= tl.load(scale + d, mask=in_half, other=0.0).to(ACC)[None, :]
+        high *= tl.load(scale + half + d, mask=in_half, other=0.0).to(ACC)[None, :]
+        along = ((tl.sum(low * x_low, 1) + tl.sum(high * x_high, 1)) / D)[:, None]
+        low = inverse * (low - x_low * along)
+        high = inverse * (high - x_high * along)
+    return low, high, s_low, s_high
+
+
+@triton.jit
+def _backward_turned(
+    gx, gy, y_b, y_t, y_g, y_d, x, x_b, x_t, x_g, x_d, weights, scale, cos, sin, table_rows, partials, heads, D,
+    head, t, real, first, end, b, T, seq_idx, links,
+    W: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One head, as `_backward_plain`. Returns this head's share of the gradient of the scale, both halves."""
+    half = D // 2
+    d = tl.arange(0, BLOCK)
+    in_half = d < half
+    gy += b * y_b + (b * 0 + head) * y_g
+    if x is not None:  # queries are looked at only if there is a norm
+        x += b * x_b + (b * 0 + head) * x_g
+    gx += b * T * heads * D + head * D
+    if weights is not None:
+        weights += head * W
+        partials += head * W
+    low, high, s_low, s_high = _turned_back(
+        gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_rows, D,
+        t, real, first, b, T, seq_idx, links, W, BLOCK, EPS, ACC,
+    )  # fmt: skip
+    if weights is not None:
+        column = d.to(tl.int64) * x_d
+        here_low = _load_rows(x, x_t, t, real, column, in_half, ACC)
+        here_high = _load_rows(x, x_t, t, real, column + (b * 0 + half) * x_d, in_half, ACC)
+        tl.store(partials, tl.sum(tl.sum(here_low * low + here_high * high, 1), 0))
+        weight = tl.load(weights).to(ACC)
+        low *= weight
+        high *= weight
+        row = t
+        inside = real
+        for lag in tl.static_range(1, W):
+            row, inside = _step_forward(row, inside, end, b, T, seq_idx, links)
+            g_low, g_high, _, _ = _turned_back(
+                gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_rows, D,
+                row, inside, first, b, T, seq_idx, links, W, BLOCK, EPS, ACC,
+            )  # fmt: skip
+            tl.store(partials + lag, tl.sum(tl.sum(here_low * g_low + here_high * g_high, 1), 0))
+            weight = tl.load(weights + lag).to(ACC)
+            low = tl.fma(g_low, weight, low)
+            high = tl.fma(g_high, weight, high)
+    _store_rows(gx, heads * D, t, t < T, d, in_half, low)
+    _store_rows(gx, heads * D, t, t < T, d + half, in_half, high)
+    return tl.sum(s_low, 0), tl.sum(s_high, 0)
+
+
+@triton.jit
+def backward(
+    gq, gk, gv, gq_out, gk_out, gv_out, q, k, v, alpha, beta, q_scale, k_scale, cos, sin, table_rows,
+    k_partials, v_partials, q_scale_partials, k_scale_partials, cu_seqlens, seq_idx, mask, links,
+    T, tiles, H, G, Dk, Dv, sequences, search_steps, q_lanes, k_lanes, v_lanes,
+    gq_b, gq_t, gq_g, gq_d, gk_b, gk_t, gk_g, gk_d, gv_b, gv_t, gv_g, gv_d,
+    q_b, q_t, q_g, q_d, k_b, k_t, k_g, k_d, v_b, v_t, v_g, v_d,
+    W: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    EPS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Gradients gq, gk, gv from those of the outputs; lanes and blocks as in `forward`.
+
+    partials: (programs, G, W), which the caller adds up; of the scales (tiles, lanes, D).
+    """
+    lanes = q_lanes + k_lanes + v_lanes
+    lane = tl.program_id(0) % lanes
+    tile = tl.program_id(0) // lanes
+    b = (tile // tiles).to(tl.int64)
+    t = (tile % tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
+    real = _is_real(t, b, T, mask)
+    _, first, end = _sequence_of(tl.minimum(t, T - 1), b, T, cu_seqlens, sequences, search_steps)
+    k_real = real
+    if alpha is None:
+        k_real = t < T
+    d = tl.arange(0, BLOCK_K)
+    if gq_out is not None:
+        if lane < q_lanes:
+            low = tl.zeros([BLOCK_K], ACC)
+            high = tl.zeros([BLOCK_K], ACC)
+            for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, H)):
+                s_low, s_high = _backward_turned(
+                    gq, gq_out, gq_b, gq_t, gq_g, gq_d, q, q_b, q_t, q_g, q_d, None, q_scale, cos, sin,
+                    table_rows, None, H, Dk, head, t, t < T, first, end, b, T, None, None,
+                    1, BLOCK_K, EPS, ACC,
+                )  # fmt: skip
+                low += s_low
+                high += s_high
+            if q_scale is not None:
+                q_scale_partials += (tile * q_lanes + lane) * Dk
+                tl.store(q_scale_partials + d, low, mask=d < Dk // 2)
+                tl.store(q_scale_partials + Dk // 2 + d, high, mask=d < Dk // 2)
+    if (lane >= q_lanes) & (lane < q_lanes + k_lanes):
+        lane_k = lane - q_lanes
+        if alpha is not None:
+            k_partials += (b * 0 + tile) * G * W
+        if cos is None:
+            for head in range(lane_k * HEADS, tl.minimum((lane_k + 1) * HEADS, G)):
+                _backward_plain(
+                    gk, gk_out, gk_b, gk_t, gk_g, gk_d, k, k_b, k_t, k_g, k_d, alpha, k_partials, G, Dk, head,
+                    t, real, end, b, T, seq_idx, links, W, BLOCK_K, ACC,
+                )  # fmt: skip
+        else:
+            low = tl.zeros([BLOCK_K], ACC)
+            high = tl.zeros([BLOCK_K], ACC)
+            for head in range(lane_k * HEADS, tl.minimum((lane_k + 1) * HEADS, G)):
+                s_low, s_high = _backward_turned(
+                    gk, gk_out, gk_b, gk_t, gk_g, gk_d, k, k_b, k_t, k_g, k_d, alpha, k_scale, cos, sin,
+                    table_rows, k_partials, G, Dk, head, t, k_real, first, end, b, T, seq_idx, links,
+                    W, BLOCK_K, EPS, ACC,
+                )  # fmt: skip
+                low += s_low
+                high += s_high
+            if k_scale is not None:
+                k_scale_partials += (tile * k_lanes + lane_k) * Dk
+                tl.store(k_scale_partials + d, low, mask=d < Dk // 2)
+                tl.store(k_scale_partials + Dk // 2 + d, high, mask=d < Dk // 2)
+    if lane >= q_lanes + k_lanes:
+        lane_v = lane - q_lanes - k_lanes
+        v_partials += (b * 0 + tile) * G * W
+        for head in range(lane_v * HEADS, tl.minimum((lane_v + 1) * HEADS, G)):
+            _backward_plain(
+                gv, gv_out, gv_b, gv_t, gv_g, gv_d, v, v_b, v_t, v_g, v_d, beta, v_partials, G, Dv, head,
+                t, real, end, b, T, seq_idx, links, W, BLOCK_V, ACC,
+            )  # fmt: skip
+
+
+@triton.jit
+def _first_of(sequence, cu_seqlens, mask, links, T):
+    """Batch row, first real position (a vector of one) and end of a sequence; T or more if it has none."""
+    b = sequence.to(tl.int64)
+    first = tl.arange(0, 1)
+    end = first * 0 + T
+    if cu_seqlens is not None:
+        b = b * 0
+        first += tl.load(cu_seqlens + sequence).to(tl.int32)
+        end = first * 0 + tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+    row = first
+    if mask is not None:
+        there = row < end
+        real = tl.load(mask + b * T + row, mask=there, other=1) != 0
+        row = tl.where(real, row, tl.load(links + (b * T + row) * 2 + 1, mask=there, other=0))
+    return b, first, row, end
+
+
+@triton.jit
+def _backward_past_head(
+    gpast, gy, y_b, y_t, y_g, y_d, past, weights, partials, heads, D, head, back, program,
+    row, inside, end, newest, b, T, seq_idx, links, W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the row of history `back` rows from its end, which lag j of the token of rank j - back reads."""
+    d = tl.arange(0, BLOCK)
+    in_head = d < D
+    past_row = newest - back
+    here = _load_rows(past + head * D, heads * D, past_row, past_row >= 0, d, in_head, ACC)
+    total = tl.zeros_like(here)
+    gy += b * y_b + (b * 0 + head) * y_g
+    for lag in tl.static_range(1, W):
+        if lag > 1:
+            after, goes_on = _step_forward(row, inside, end, b, T, seq_idx, links)
+            row = tl.where(lag > back, after, row)
+            inside = tl.where(lag > back, goes_on, inside)
+        g = _load_rows(gy, y_t, row, inside & (lag >= back), d.to(tl.int64) * y_d, in_head, ACC)
+        total = tl.fma(g, tl.load(weights + head * W + lag).to(ACC), total)
+        share = tl.sum(tl.sum(here * g, 1), 0)
+        tl.store(partials + ((b * 0 + program) * heads + head) * W + lag, share)
+    tl.store(partials + ((b * 0 + program) * heads + head) * W, tl.zeros_like(share))
+    _store_rows(gpast + head * D, heads * D, past_row, past_row >= 0, d, in_head, total)
+
+
+@triton.jit
+def backward_past(
+    gk_past, gv_past, gk_out, gv_out, alpha, beta, k_past, v_past, k_partials, v_partials,
+    cu_seqlens, seq_idx, mask, links, T, G, Dk, Dv, R, k_lanes, v_lanes, programs_before,
+    gk_b, gk_t, gk_g, gk_d, gv_b, gv_t, gv_g, gv_d,
+    W: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the newest W - 1 rows of history, and their share of those of the coefficients.
+
+    One program for each sequence, row of its history and head of k or v.
+    """
+    lanes = k_lanes + v_lanes
+    lane = tl.program_id(0) % lanes
+    back = tl.program_id(0) // lanes % (W - 1) + 1
+    sequence = tl.program_id(0) // lanes // (W - 1)
+    b, first, row, end = _first_of(sequence, cu_seqlens, mask, links, T)
+    newest = first * 0 + (sequence + 1) * R
+    program = programs_before + sequence * (W - 1) + back - 1
+    if lane < k_lanes:
+        _backward_past_head(
+            gk_past, gk_out, gk_b, gk_t, gk_g, gk_d, k_past, alpha, k_partials, G, Dk, lane, back, program,
+            row, row < end, end, newest, b, T, seq_idx, links, W, BLOCK_K, ACC,
+        )  # fmt: skip
+    else:
+        _backward_past_head(
+            gv_past, gv_out, gv_b, gv_t, gv_g, gv_d, v_past, beta, v_partials, G, Dv, lane - k_lanes, back, program,
+            row, row < end, end, newest, b, T, seq_idx, links, W, BLOCK_V, ACC,
+        )  # fmt: skip

@@ -1,0 +1,311 @@
+"""The operator on a GPU: forward and the next state, each one launch for keys and values (and queries).
+
+One program computes a tile: up to BLOCK_T positions of one batch row, for HEADS heads one after another. Every tensor
+is read by its strides; offsets of rows have 64 bits. Arithmetic is in ACC (float32, or float64 for float64), rounded
+once. What is None is compiled out.
+
+Where a token's predecessor stands is found by walking: one step back per lag, until the walk leaves the sequence. It
+then goes on into the history of that sequence, or ends at a document boundary (`_step_back`). Backward, in
+`triton_backward.py`, walks the other way.
+
+Shapes: B batch, T positions, S sequences, R rows of history, H query heads, G KV heads, D head size, W window.
+Boundaries: `cu_seqlens` (S + 1), `seq_idx` (B, T), `mask` (B, T), `links` (B, T, 2): the real position before and the
+one after, -1 and T where there is none; present with a mask.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+# To a type checker, a kernel that is called like a Python function never returns.
+
+import triton
+import triton.language as tl
+
+# Walking -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sequence_of(t, b, T, cu_seqlens, sequences, search_steps):
+    """The sequence that holds position t, and the positions between which it lies."""
+    low = t * 0
+    first = t * 0
+    end = first + T
+    if cu_seqlens is None:
+        low += b.to(tl.int32)
+    else:
+        high = low + (sequences - 1)
+        for _ in range(search_steps):  # for the first sequence that ends behind t: empty ones are passed over
+            middle = (low + high) // 2
+            is_before = tl.load(cu_seqlens + middle + 1) <= t
+            low = tl.where(is_before, middle + 1, low)
+            high = tl.where(is_before, high, middle)
+        first = tl.load(cu_seqlens + low).to(tl.int32)
+        end = tl.load(cu_seqlens + low + 1).to(tl.int32)
+    return low, first, end
+
+
+@triton.jit
+def _is_real(t, b, T, mask):
+    inside = t < T
+    if mask is not None:
+        inside = tl.load(mask + b * T + t, mask=inside, other=0) != 0
+    return inside
+
+
+@triton.jit
+def _step_back(row, inside, alive, depth, first, b, T, seq_idx, links):
+    """From each row to the one before it.
+
+    Returns:
+        row; inside: whether it is a position of this call; alive: whether there is anything, else the term is zero;
+        depth: how far the walk went into the history, 1 for its newest row.
+    """
+    at = b * T
+    before = row - 1
+    if links is not None:
+        before = tl.load(links + (at + row) * 2, mask=inside, other=-1)
+    stays = inside & (before >= first)
+    if seq_idx is not None:
+        same = tl.load(seq_idx + at + row, mask=stays, other=0) == tl.load(seq_idx + at + before, mask=stays, other=0)
+        alive = alive & (same | (stays == 0))
+        stays = stays & same
+    return tl.where(stays, before, row), stays, alive, tl.where(stays, depth, depth + 1)
+
+
+# Tiles: (positions, elements of a head) ------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_rows(x, stride, row, there, column, in_head, ACC: tl.constexpr):
+    """Rows of one head; zero where `there` is False."""
+    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    return tl.load(x + at, mask=there[:, None] & in_head[None, :], other=0.0).to(ACC)
+
+
+@triton.jit
+def _store_rows(y, stride, row, there, column, in_head, value):
+    at = row.to(tl.int64)[:, None] * stride + column[None, :]
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=there[:, None] & in_head[None, :])
+
+
+@triton.jit
+def _shifted(
+    x, stride, column, past, past_stride, past_column, in_head, weights,
+    row, real, first, newest, b, T, seq_idx, links, W: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """weights[0] x[t] + weights[1] x[t-1] + ...; x itself if weights is None.
+
+    Args:
+        x, past: at the first element of this head, and batch row, or of the history of all sequences.
+        newest: behind which row of `past` the history of this sequence ends.
+    """
+    total = _load_rows(x, stride, row, real, column, in_head, ACC)
+    if weights is not None:
+        total = total * tl.load(weights).to(ACC)
+        inside = real
+        alive = real
+        depth = row * 0
+        for lag in tl.static_range(1, W):
+            row, inside, alive, depth = _step_back(row, inside, alive, depth, first, b, T, seq_idx, links)
+            term = _load_rows(x, stride, row, inside & alive, column, in_head, ACC)
+            if past is not None:
+                of_past = alive & (inside == 0)
+                before = _load_rows(past, past_stride, newest - depth, of_past, past_column, in_head, ACC)
+                term = tl.where(of_past[:, None], before, term)
+            # Spelled out: which product of a sum is fused would else differ from kernel to kernel, and its bits.
+            total = tl.fma(term, tl.load(weights + lag).to(ACC), total)
+    return total
+
+
+@triton.jit
+def _angles(cos, sin, b, row, there, T, table_rows, d, in_half, HALF, ACC: tl.constexpr):
+    """Of rows t; the tables are (L, T, D/2), with L = table_rows = 1 for all batch rows or B."""
+    start = (b % table_rows) * T
+    at = (start + row)[:, None] * HALF + d[None, :]
+    seen = there[:, None] & in_half[None, :]
+    return tl.load(cos + at, mask=seen, other=1.0).to(ACC), tl.load(sin + at, mask=seen, other=0.0).to(ACC)
+
+
+@triton.jit
+def _inverse_norm(low, high, D, EPS: tl.constexpr):
+    return tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + EPS)[:, None]
+
+
+# Forward -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _forward_plain(
+    y, x, x_b, x_t, x_g, x_d, weights, past, heads, D, head, t, real, first, newest, b, T, seq_idx, links,
+    W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One head, shifted."""
+    d = tl.arange(0, BLOCK)
+    in_head = d < D
+    x += b * x_b + (b * 0 + head) * x_g
+    y += b * T * heads * D + head * D
+    if weights is not None:
+        weights += head * W
+    if past is not None:
+        past += head * D
+    value = _shifted(
+        x, x_t, d.to(tl.int64) * x_d, past, heads * D, d, in_head, weights,
+        t, real, first, newest, b, T, seq_idx, links, W, ACC,
+    )  # fmt: skip
+    _store_rows(y, heads * D, t, t < T, d, in_head, value)
+
+
+@triton.jit
+def _forward_turned(
+    y, x, x_b, x_t, x_g, x_d, weights, past, scale, cos, sin, table_rows, heads, D, head,
+    t, real, first, newest, b, T, seq_idx, links,
+    W: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """One head, shifted, normalised by its root mean square and turned: in two halves, as the rotation pairs them."""
+    half = D // 2
+    d = tl.arange(0, BLOCK)
+    in_half = d < half
+    x += b * x_b + (b * 0 + head) * x_g
+    y += b * T * heads * D + head * D
+    if weights is not None:
+        weights += head * W
+    if past is not None:
+        past += head * D
+    column = d.to(tl.int64) * x_d
+    low = _shifted(
+        x, x_t, column, past, heads * D, d, in_half, weights,
+        t, real, first, newest, b, T, seq_idx, links, W, ACC,
+    )  # fmt: skip
+    high = _shifted(
+        x, x_t, column + (b * 0 + half) * x_d, past, heads * D, d + half, in_half, weights,
+        t, real, first, newest, b, T, seq_idx, links, W, ACC,
+    )  # fmt: skip
+    if scale is not None:
+        inverse = _inverse_norm(low, high, D, EPS)
+        low *= inverse * tl.load(scale + d, mask=in_half, other=0.0).to(ACC)[None, :]
+        high *= inverse * tl.load(scale + half + d, mask=in_half, other=0.0).to(ACC)[None, :]
+    c, s = _angles(cos, sin, b, t, real, T, table_rows, d, in_half, half, ACC)
+    _store_rows(y, heads * D, t, t < T, d, in_half, low * c - high * s)
+    _store_rows(y, heads * D, t, t < T, d + half, in_half, high * c + low * s)
+
+
+@triton.jit
+def forward(
+    q_out, k_out, v_out, q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale, cos, sin, table_rows,
+    cu_seqlens, seq_idx, mask, links,
+    T, tiles, H, G, Dk, Dv, R, sequences, search_steps, q_lanes, k_lanes, v_lanes,
+    q_b, q_t, q_g, q_d, k_b, k_t, k_g, k_d, v_b, v_t, v_g, v_d,
+    W: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    EPS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """q turned, k shifted (and turned), v shifted. A lane is HEADS heads of q, of k or of v.
+
+    `q` is None without rotary embedding, `cos` with it. BLOCK_K spans a head of k, or half of one that is turned.
+    """
+    lanes = q_lanes + k_lanes + v_lanes
+    lane = tl.program_id(0) % lanes
+    tile = tl.program_id(0) // lanes
+    b = (tile // tiles).to(tl.int64)
+    t = (tile % tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
+    real = _is_real(t, b, T, mask)
+    sequence, first, _ = _sequence_of(tl.minimum(t, T - 1), b, T, cu_seqlens, sequences, search_steps)
+    newest = (sequence + 1) * R
+    k_real = real
+    if alpha is None:  # what is not shifted passes through, padding included
+        k_real = t < T
+    if q is not None:
+        if lane < q_lanes:
+            for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, H)):
+                _forward_turned(
+                    q_out, q, q_b, q_t, q_g, q_d, None, None, q_scale, cos, sin, table_rows, H, Dk, head,
+                    t, t < T, first, newest, b, T, None, None, 1, BLOCK_K, EPS, ACC,
+                )  # fmt: skip
+    if (lane >= q_lanes) & (lane < q_lanes + k_lanes):
+        for head in range((lane - q_lanes) * HEADS, tl.minimum((lane - q_lanes + 1) * HEADS, G)):
+            if cos is None:
+                _forward_plain(
+                    k_out, k, k_b, k_t, k_g, k_d, alpha, k_past, G, Dk, head,
+                    t, real, first, newest, b, T, seq_idx, links, W, BLOCK_K, ACC,
+                )  # fmt: skip
+            else:
+                _forward_turned(
+                    k_out, k, k_b, k_t, k_g, k_d, alpha, k_past, k_scale, cos, sin, table_rows, G, Dk, head,
+                    t, k_real, first, newest, b, T, seq_idx, links, W, BLOCK_K, EPS, ACC,
+                )  # fmt: skip
+    if lane >= q_lanes + k_lanes:
+        lane -= q_lanes + k_lanes
+        for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, G)):
+            _forward_plain(
+                v_out, v, v_b, v_t, v_g, v_d, beta, v_past, G, Dv, head,
+                t, real, first, newest, b, T, seq_idx, links, W, BLOCK_V, ACC,
+            )  # fmt: skip
+
+
+# The next state ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tail_of_head(
+    tail, x, x_b, x_t, x_g, x_d, past, heads, D, head, N, row, inside, alive, depth, first, sequence, newest,
+    b, T, seq_idx, links, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Rows of one head, the newest last, by a walk from the end; BACKWARD: their gradients to where they came from."""
+    d = tl.arange(0, BLOCK)
+    in_head = d < D
+    x += b * x_b + (b * 0 + head) * x_g
+    tail += head * D
+    column = d.to(tl.int64) * x_d
+    for i in range(N):
+        at = newest * 0 + (sequence + 1) * N - 1 - i
+        of_x = inside & alive
+        of_past = alive & (inside == 0)
+        if BACKWARD:
+            value = _load_rows(tail, heads * D, at, alive, d, in_head, ACC)
+            _store_rows(x, x_t, row, of_x, column, in_head, value)
+            if past is not None:
+                _store_rows(past + head * D, heads * D, newest - depth, of_past, d, in_head, value)
+        else:
+            value = _load_rows(x, x_t, row, of_x, column, in_head, ACC)
+            if past is not None:
+                before = _load_rows(past + head * D, heads * D, newest - depth, of_past, d, in_head, ACC)
+                value = tl.where(of_past[:, None], before, value)
+            _store_rows(tail, heads * D, at, at >= 0, d, in_head, value)
+        row, inside, alive, depth = _step_back(row, inside, alive, depth, first, b, T, seq_idx, links)
+
+
+@triton.jit
+def tails(
+    k_tail, v_tail, k, v, k_past, v_past, cu_seqlens, seq_idx, mask, links, T, G, Dk, Dv, R, N, lanes,
+    k_b, k_t, k_g, k_d, v_b, v_t, v_g, v_d,
+    BACKWARD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The last N rows of every sequence, history included, (S, N, G, D); one program for each sequence and head.
+
+    BACKWARD: `k_tail` and `v_tail` are gradients, and k, v, k_past, v_past zeros that take them.
+    """
+    lane = tl.program_id(0) % lanes
+    sequence = tl.program_id(0) // lanes
+    b = sequence.to(tl.int64)
+    first = tl.arange(0, 1)
+    end = first * 0 + T
+    if cu_seqlens is not None:
+        b = b * 0
+        first += tl.load(cu_seqlens + sequence).to(tl.int32)
+        end = first * 0 + tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+    row = end - 1
+    if mask is not None:
+        there = row >= first
+        real = tl.load(mask + b * T + row, mask=there, other=1) != 0
+        row = tl.where(real, row, tl.load(links + (b * T + row) * 2, mask=there, other=-1))
+    inside = row >= first
+    depth = tl.where(inside, 0, 1)
+    newest = first * 0 + (sequence + 1) * R
+    if lane < G:
+        _tail_of_head(
+            k_tail, k, k_b, k_t, k_g, k_d, k_past, G, Dk, lane, N, row, inside, row == row, depth, first, sequence,
+            newest, b, T, seq_idx, links, BACKWARD, BLOCK_K, ACC,
+        )  # fmt: skip
+    if v is not None:
+        if lane >= G:
+            _tail_of_head(
+                v_tail, v, v_b, v_t, v_g, v_d, v_past, G, Dv, lane - G, N, row, inside, row == row, depth, first,
+                sequence, newest, b, T, seq_idx, links, BACKWARD, BLOCK_V, ACC,
+            )  # fmt: skip

@@ -1,0 +1,317 @@
+"""Launches of the kernels that shift, registered with torch.library: torch.compile and torch.export take them whole.
+
+`kvshift::shift` is forward, for keys and values and, with a rotary embedding, queries; `kvshift::shift_backward` its
+gradients.
+
+Shapes: B batch, T positions, S sequences, R rows of history, H query heads, G KV heads, D head size, W window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How the work of a launch is cut; changes no bit of any result but the order of the coefficients' sums."""
+
+    elements: int = 4096
+    """Of a tile, at most: positions times the elements of a head."""
+    positions: int = 64
+    """Of a tile, at most."""
+    heads: int = 1
+    """That one program works through, one after another; they share the rotary tables of their positions."""
+    warps: int = 4
+    """Of a program."""
+
+
+# By kernel; `kvshift.benchmarks.tuning` tries others on the device at hand.
+TILING = {
+    "forward": Tiling(),
+    "backward": Tiling(),
+    "forward, turned": Tiling(elements=2048, heads=4),
+    "backward, turned": Tiling(elements=2048, heads=4),
+}
+
+
+@functools.cache
+def kernels() -> SimpleNamespace:
+    """The kernels; importing them takes Triton."""
+    from kvshift.ops import triton_backward, triton_kernels
+
+    return SimpleNamespace(
+        forward=triton_kernels.forward,
+        tails=triton_kernels.tails,
+        backward=triton_backward.backward,
+        backward_past=triton_backward.backward_past,
+    )
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Of the arithmetic."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Grid:
+    """The programs of a launch."""
+
+    tiles: int  # of a batch row
+    q_lanes: int
+    k_lanes: int
+    v_lanes: int
+    batch: int
+    meta: dict[str, Any]
+
+    @property
+    def programs(self) -> int:
+        return self.batch * self.tiles * (self.q_lanes + self.k_lanes + self.v_lanes)
+
+
+def _grid(
+    direction: str, q: Tensor | None, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, turned: bool
+) -> _Grid:
+    tiling = TILING[f"{direction}, turned" if turned else direction]
+    batch, positions, heads, size = k.shape
+    block_k = power_of_2(size // 2 if turned else size)
+    block_v = power_of_2(v.shape[3])
+    widest = max(block_k * (2 if turned else 1), block_v)
+    block_t = min(power_of_2(positions), tiling.positions, max(1, tiling.elements // widest))
+    lanes = -(-heads // tiling.heads)
+    return _Grid(
+        tiles=-(-positions // block_t),
+        q_lanes=0 if q is None else -(-q.shape[2] // tiling.heads),
+        k_lanes=lanes if turned or alpha is not None else 0,
+        v_lanes=0 if beta is None else lanes,
+        batch=batch,
+        meta={
+            "W": _window(alpha, beta),
+            "HEADS": tiling.heads,
+            "BLOCK_T": block_t,
+            "BLOCK_K": block_k,
+            "BLOCK_V": block_v,
+            "ACC": accumulator(k),
+            "num_warps": tiling.warps,
+        },
+    )
+
+
+def accumulator(x: Tensor) -> Any:
+    """`compute_dtype` in Triton's words."""
+    import triton.language as tl
+
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def power_of_2(n: int) -> int:
+    """The smallest that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _window(alpha: Tensor | None, beta: Tensor | None) -> int:
+    mix = beta if alpha is None else alpha
+    return 1 if mix is None else mix.shape[1]
+
+
+def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:
+    return k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def strides(x: Tensor | None) -> tuple[int, ...]:
+    """As a kernel takes them, for a tensor that may be absent."""
+    return (0, 0, 0, 0) if x is None else x.stride()
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, wherever the tensors are."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+@torch.library.custom_op("kvshift::shift", mutates_args=())
+def _shift_op(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    k_past: Tensor | None,
+    v_past: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    eps: float,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    mask: Tensor | None,
+    links: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_out, k_out, v_out = _like_outputs(q, k, v, alpha, beta, cos)
+    grid = _grid("forward", q, k, v, alpha, beta, cos is not None)
+    if grid.programs == 0:
+        return q_out, k_out, v_out
+    sequences = _sequences(k, cu_seqlens)
+    with on_device(k):
+        kernels().forward[(grid.programs,)](
+            q_out, k_out, v_out, q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale,
+            cos, sin, 1 if cos is None else cos.shape[0], cu_seqlens, seq_idx, mask, links,
+            k.shape[1], grid.tiles, 0 if q is None else q.shape[2], k.shape[2], k.shape[3], v.shape[3],
+            0 if k_past is None else k_past.shape[1], sequences, sequences.bit_length(),
+            grid.q_lanes, grid.k_lanes, grid.v_lanes, *strides(q), *k.stride(), *v.stride(),
+            EPS=eps, **grid.meta,
+        )  # fmt: skip
+    return q_out, k_out, v_out
+
+
+def _like_outputs(
+    q: Tensor | None, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, cos: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the outputs; none where there is nothing to compute."""
+    nothing = k.new_empty
+    return (
+        nothing(0) if q is None else q.new_empty(q.shape),
+        nothing(0) if alpha is None and cos is None else k.new_empty(k.shape),
+        nothing(0) if beta is None else v.new_empty(v.shape),
+    )
+
+
+@_shift_op.register_fake
+def _(q, k, v, alpha, beta, k_past, v_past, cos, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_outputs(q, k, v, alpha, beta, cos)
+
+
+@torch.library.custom_op("kvshift::shift_backward", mutates_args=())
+def _backward_op(
+    gq_out: Tensor | None,
+    gk_out: Tensor | None,
+    gv_out: Tensor | None,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    k_past: Tensor | None,
+    v_past: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    eps: float,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    mask: Tensor | None,
+    links: Tensor | None,
+) -> list[Tensor]:
+    """Gradients of q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale; q is looked at only if there is a norm."""
+    gradients = _like_gradients(gq_out, k, v, alpha, beta, k_past, v_past, cos, q_scale, k_scale)
+    gq, gk, gv, galpha, gbeta, gk_past, gv_past, gq_scale, gk_scale = gradients
+    grid = _grid("backward", gq_out, k, v, alpha, beta, cos is not None)
+    if grid.programs == 0:
+        for gradient in gradients:
+            gradient.zero_()
+        return gradients
+    sequences, (heads, window) = _sequences(k, cu_seqlens), (k.shape[2], grid.meta["W"])
+    compute, tiles = compute_dtype(k), grid.batch * grid.tiles
+    past_programs = 0 if k_past is None else sequences * (window - 1)
+    # What each program gives to the coefficients; added up by one reduction, in one order.
+    partials = torch.empty(2, tiles + past_programs, heads, window, dtype=compute, device=k.device)
+    q_partials, k_partials = (
+        None if scale is None else torch.empty(tiles * lanes, k.shape[3], dtype=compute, device=k.device)
+        for scale, lanes in ((q_scale, grid.q_lanes), (k_scale, grid.k_lanes))
+    )
+    bounds = (cu_seqlens, seq_idx, mask, links)
+    sizes = (k.shape[2], k.shape[3], v.shape[3])
+    with on_device(k):
+        kernels().backward[(grid.programs,)](
+            gq, gk, gv, gq_out, gk_out, gv_out, q, k, v, alpha, beta, q_scale, k_scale,
+            cos, sin, 1 if cos is None else cos.shape[0], partials[0], partials[1], q_partials, k_partials, *bounds,
+            k.shape[1], grid.tiles, 0 if gq_out is None else gq_out.shape[2], *sizes, sequences, sequences.bit_length(),
+            grid.q_lanes, grid.k_lanes, grid.v_lanes,
+            *strides(gq_out), *strides(gk_out), *strides(gv_out), *strides(q), *k.stride(), *v.stride(),
+            EPS=eps, **grid.meta,
+        )  # fmt: skip
+        if k_past is not None and past_programs:
+            for past in (gk_past, gv_past):
+                past.zero_()  # rows older than a window reads
+            k_lanes, v_lanes = 0 if alpha is None else heads, 0 if beta is None else heads
+            meta = {name: grid.meta[name] for name in ("W", "BLOCK_K", "BLOCK_V", "ACC")}
+            kernels().backward_past[(past_programs * (k_lanes + v_lanes),)](
+                gk_past, gv_past, gk_out, gv_out, alpha, beta, k_past, v_past, partials[0], partials[1], *bounds,
+                k.shape[1], *sizes, k_past.shape[1], k_lanes, v_lanes, tiles, *strides(gk_out), *strides(gv_out),
+                **meta,
+            )  # fmt: skip
+    sums = partials.sum(1)
+    galpha = galpha if alpha is None else sums[0].clone()
+    gbeta = gbeta if beta is None else sums[1].clone()
+    gq_scale = gq_scale if q_partials is None else q_partials.sum(0).to(gq_scale.dtype)
+    gk_scale = gk_scale if k_partials is None else k_partials.sum(0).to(gk_scale.dtype)
+    return [gq, gk, gv, galpha, gbeta, gk_past, gv_past, gq_scale, gk_scale]
+
+
+def _like_gradients(
+    gq_out: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    k_past: Tensor | None,
+    v_past: Tensor | None,
+    cos: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+) -> list[Tensor]:
+    """Room for the gradients of q, k, v, alpha, beta, k_past, v_past, q_scale and k_scale; none where none is due."""
+    shifted_k = None if alpha is None and cos is None else k
+    shifted_v = None if beta is None else v
+    due = (gq_out, shifted_k, shifted_v, alpha, beta, k_past, v_past, q_scale, k_scale)
+    return [k.new_empty(0) if x is None else x.new_empty(x.shape) for x in due]
+
+
+@_backward_op.register_fake
+def _(gq_out, gk_out, gv_out, q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, *_: Any):
+    return _like_gradients(gq_out, k, v, alpha, beta, k_past, v_past, cos, q_scale, k_scale)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, eps, *bounds = inputs
+    ctx.has_q, ctx.eps = q is not None, eps
+    kept_q = None if q_scale is None else q
+    ctx.save_for_backward(kept_q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, *bounds)
+
+
+def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, *bounds = ctx.saved_tensors
+    gq, gk, gv, galpha, gbeta, gk_past, gv_past, gq_scale, gk_scale = torch.ops.kvshift.shift_backward(
+        gq_out if ctx.has_q else None,
+        gk_out if cos is not None or alpha is not None else None,
+        gv_out if beta is not None else None,
+        q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, ctx.eps, *bounds,
+    )  # fmt: skip
+
+    def of(x: Tensor | None, gradient: Tensor) -> Tensor | None:
+        return None if x is None else gradient
+
+    return (
+        gq if ctx.has_q else None,
+        gk if cos is not None or alpha is not None else None,
+        of(beta, gv),
+        of(alpha, galpha),
+        of(beta, gbeta),
+        of(k_past, gk_past),
+        of(v_past, gv_past),
+        None,
+        None,
+        of(q_scale, gq_scale),
+        of(k_scale, gk_scale),
+        *(None,) * 5,
+    )
+
+
+_shift_op.register_autograd(_backward, setup_context=_save_inputs)

@@ -1,0 +1,182 @@
+"""The operator through Triton: what it refuses, and how a call becomes one of `triton_launch.py`.
+
+Nothing waits for the device and no shape depends on data, so that CUDA graphs can be made of it.
+
+Shapes: B batch, T positions, S sequences, R rows of history, H query heads, G KV heads, D head size, W window.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvshift.ops import triton_state  # noqa: F401  registers an operator
+from kvshift.ops.triton_launch import compute_dtype, kernels
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
+_MAX_WINDOW = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundaries:
+    """Padding and documents, as in `kv_shift`, in the form that the kernels read."""
+
+    cu_seqlens: Tensor | None = None
+    seq_idx: Tensor | None = None
+    mask: Tensor | None = None
+    links: Tensor | None = None
+    """(B, T, 2) int32, the real position before and the one after; -1 and T where there is none."""
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> Boundaries:
+        return cls(
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
+            seq_idx=None if seq_idx is None else seq_idx.contiguous(),
+            mask=None if mask is None else mask.contiguous(),
+            links=None if mask is None else _links(mask),
+        )
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.cu_seqlens, self.seq_idx, self.mask, self.links
+
+
+def _links(mask: Tensor) -> Tensor:
+    positions = mask.shape[1]
+    t = torch.arange(positions, dtype=torch.int32, device=mask.device)
+    last = torch.where(mask, t, -1).cummax(1).values
+    coming = torch.where(mask, t, positions).to(torch.int32).flip(1).cummin(1).values.flip(1)
+    before = torch.cat([last.new_full((mask.shape[0], 1), -1), last], dim=1)[:, :positions]
+    after = torch.cat([coming, coming.new_full((mask.shape[0], 1), positions)], dim=1)[:, 1:]
+    return torch.stack([before, after], dim=2)
+
+
+def triton_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:
+    """Why the kernels cannot take x, and the other tensors of the call beside it; None if they can."""
+    if x.dtype not in _DTYPES:
+        return f"it knows {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, the tensors are {x.dtype}"
+    if window > _MAX_WINDOW:
+        return f"its window is {_MAX_WINDOW} at most, got {window}"
+    missing = _missing()
+    if missing is not None:
+        return missing
+    if not x.is_cuda and not (x.is_cpu and _interpreted()):
+        return f"it runs on CUDA devices (on the CPU in Triton's interpreter), the tensors are on {x.device}"
+    if torch.compiler.is_compiling():
+        return None
+    for tensor in (x, *others):
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return f"it takes plain tensors, got a {type(tensor).__name__}"
+    if torch._C._are_functorch_transforms_active():
+        return "it does not run under torch.func transforms"
+    return None
+
+
+@functools.cache
+def _missing() -> str | None:
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    return None
+
+
+@functools.cache
+def _interpreted() -> bool:
+    """Whether TRITON_INTERPRET was set when the kernels were imported."""
+    from triton.runtime.jit import JITFunction
+
+    return not isinstance(kernels().forward, JITFunction)
+
+
+def shift_triton(
+    inputs: Sequence[Tensor],
+    mixes: Sequence[Tensor | None],
+    pasts: Sequence[Tensor | None],
+    sequences: int,
+    max_rows: int,
+    boundaries: Boundaries,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Shift one or two tensors that share their boundaries, and their next histories; as `kvshift.ops.shift._shift`."""
+    k, v = inputs[0], inputs[-1]
+    alpha, beta = mixes[0], mixes[1] if len(mixes) > 1 else None
+    k_past, v_past = pasts[0], pasts[1] if len(pasts) > 1 else None
+    _, k_hat, v_hat = _shift(None, k, v, alpha, beta, k_past, v_past, boundaries=boundaries)
+    shifted = [x if mix is None else y for x, mix, y in zip(inputs, mixes, (k_hat, v_hat), strict=False)]
+    window = next(mix.shape[1] for mix in mixes if mix is not None)
+    rows = window - 1 if k_past is None else k_past.shape[1]
+    if boundaries.cu_seqlens is None and boundaries.seq_idx is None and boundaries.mask is None:
+        rows = min(max_rows, rows + k.shape[1])
+    second = v if len(inputs) > 1 else None
+    next_histories = torch.ops.kvshift.tails(k, second, k_past, v_past, sequences, rows, *boundaries.tensors())
+    return shifted, list(next_histories[: len(inputs)])
+
+
+def turn_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    eps: float = 0.0,
+    k_past: Tensor | None = None,
+    v_past: Tensor | None = None,
+    boundaries: Boundaries | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shift keys and values, normalise and turn queries and keys, in one launch: the shift rides on the rotation.
+
+        y = shift(k, alpha);  z = y / sqrt(mean(y^2) + eps) * k_scale;  k_out = (z1 cos - z2 sin, z2 cos + z1 sin)
+
+    z1 and z2 are the halves of a head. Queries the same without shift; values are shifted alone. Everything between
+    input and output is in float32 (float64 for float64).
+
+    Args:
+        q: (B, T, H, D), k: (B, T, G, D), v: (B, T, G, Dv).
+        alpha, beta: (G, W), or None: not shifted.
+        cos, sin: (L, T, D/2), L = 1 or B.
+        q_scale, k_scale: (D,), both or None: without norm.
+        eps: of the norm.
+        k_past, v_past: histories, (S, R, G, D); no gradient flows to them or through them.
+        boundaries: padding and documents.
+
+    Returns:
+        q, k and v as attention takes them.
+    """
+    past = (None if k_past is None else k_past.detach(), None if v_past is None else v_past.detach())
+    found = boundaries or Boundaries()
+    q_out, k_out, v_out = _shift(
+        q, k, v, alpha, beta, *past, cos.contiguous(), sin.contiguous(), q_scale, k_scale, eps, boundaries=found
+    )
+    return q_out, k_out, v if beta is None else v_out
+
+
+def _shift(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    k_past: Tensor | None,
+    v_past: Tensor | None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    eps: float = 0.0,
+    *,
+    boundaries: Boundaries,
+) -> tuple[Tensor, Tensor, Tensor]:
+    compute = compute_dtype(k)
+    mixes = [None if mix is None else mix.to(compute).contiguous() for mix in (alpha, beta)]
+    pasts = [None if past is None else past.contiguous() for past in (k_past, v_past)]
+    scales = [None if scale is None else scale.contiguous() for scale in (q_scale, k_scale)]
+    return torch.ops.kvshift.shift(q, k, v, *mixes, *pasts, cos, sin, *scales, eps, *boundaries.tensors())

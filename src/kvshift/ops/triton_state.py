@@ -1,0 +1,115 @@
+"""Launches that make the next state, registered with torch.library: `kvshift::tails` and its gradients.
+
+Shapes: B batch, T positions, S sequences, R rows of history, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvshift.ops.triton_launch import accumulator, kernels, on_device, power_of_2, strides
+
+
+@torch.library.custom_op("kvshift::tails", mutates_args=())
+def _tails_op(
+    k: Tensor,
+    v: Tensor | None,
+    k_past: Tensor | None,
+    v_past: Tensor | None,
+    sequences: int,
+    rows: int,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    mask: Tensor | None,
+    links: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    k_tail, v_tail = _like_tails(k, v, sequences, rows)
+    _launch_tails(k_tail, v_tail, k, v, k_past, v_past, (cu_seqlens, seq_idx, mask, links), backward=False)
+    return k_tail, v_tail
+
+
+@torch.library.custom_op("kvshift::tails_backward", mutates_args=())
+def _tails_backward_op(
+    gk_tail: Tensor,
+    gv_tail: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    k_past: Tensor | None,
+    v_past: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    mask: Tensor | None,
+    links: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of k, v, k_past and v_past, of which the shapes alone are looked at."""
+    zeros = [k.new_zeros(0) if x is None else x.new_zeros(x.shape) for x in (k, v, k_past, v_past)]
+    gk, gv, gk_past, gv_past = zeros
+    _launch_tails(
+        gk_tail.contiguous(),
+        gv_tail.contiguous(),
+        gk,
+        None if v is None else gv,
+        None if k_past is None else gk_past,
+        None if v_past is None else gv_past,
+        (cu_seqlens, seq_idx, mask, links),
+        backward=True,
+    )
+    return gk, gv, gk_past, gv_past
+
+
+def _launch_tails(
+    k_tail: Tensor,
+    v_tail: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    k_past: Tensor | None,
+    v_past: Tensor | None,
+    bounds: tuple[Tensor | None, ...],
+    *,
+    backward: bool,
+) -> None:
+    sequences, rows, heads, size = k_tail.shape
+    lanes = heads if v is None else 2 * heads
+    if sequences * rows * lanes == 0:
+        return
+    with on_device(k):
+        kernels().tails[(sequences * lanes,)](
+            k_tail, v_tail, k, v, k_past, v_past, *bounds,
+            k.shape[1], heads, size, 0 if v is None else v.shape[3], 0 if k_past is None else k_past.shape[1], rows,
+            lanes, *k.stride(), *strides(v),
+            BACKWARD=backward, BLOCK_K=power_of_2(size), BLOCK_V=1 if v is None else power_of_2(v.shape[3]),
+            ACC=accumulator(k),
+        )  # fmt: skip
+
+
+def _like_tails(k: Tensor, v: Tensor | None, sequences: int, rows: int) -> tuple[Tensor, Tensor]:
+    k_tail = k.new_empty(sequences, rows, *k.shape[2:])
+    return k_tail, k.new_empty(0) if v is None else v.new_empty(sequences, rows, *v.shape[2:])
+
+
+@_tails_op.register_fake
+def _(k, v, k_past, v_past, sequences, rows, *_: Any) -> tuple[Tensor, Tensor]:
+    return _like_tails(k, v, sequences, rows)
+
+
+@_tails_backward_op.register_fake
+def _(gk_tail, gv_tail, k, v, k_past, v_past, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(k.new_empty(0) if x is None else x.new_empty(x.shape) for x in (k, v, k_past, v_past))
+
+
+def _save_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    k, v, k_past, v_past, _, _, *bounds = inputs
+    ctx.save_for_backward(k, v, k_past, v_past, *bounds)
+
+
+def _backward_of_tails(ctx: Any, gk_tail: Tensor, gv_tail: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    gradients = torch.ops.kvshift.tails_backward(gk_tail, gv_tail, *tensors)
+    returned = (None if x is None else gradient for x, gradient in zip(tensors, gradients, strict=False))
+    return (*returned, *(None,) * 6)
+
+
+_tails_op.register_autograd(_backward_of_tails, setup_context=_save_shapes)
