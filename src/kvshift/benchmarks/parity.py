@@ -132,6 +132,7 @@ def _compare(
 
     def judge(name: str, result: Tensor, exact: Tensor, bound: Tensor) -> None:
         nonlocal worst, problem
+        result = result.cpu()
         error = (result.double() - exact).abs()
         if name.endswith("_hat"):
             worst = max(worst, float((error / (exact.abs() + 1)).max()))
@@ -180,16 +181,19 @@ def _compare(
 def _reference(
     place: _Place, inputs: tuple[Tensor, ...], mixes: list[Tensor], grads: list[Tensor], table: Any
 ) -> dict[str, Tensor]:
-    """Results and gradients at one place, in float64; gradients with that of the row before in front."""
-    k, v = (place.cut(x).double().requires_grad_() for x in inputs)
-    alpha, beta = (mix.double().requires_grad_() for mix in mixes)
-    rows = [place.before(x).double().requires_grad_() for x in inputs]
+    """Results and gradients at one place, in float64; gradients with that of the row before in front.
+
+    On the CPU, where a loop of small operations waits for no launches.
+    """
+    k, v = (place.cut(x).cpu().double().requires_grad_() for x in inputs)
+    alpha, beta = (mix.cpu().double().requires_grad_() for mix in mixes)
+    rows = [place.before(x).cpu().double().requires_grad_() for x in inputs]
     state = ShiftState(rows[0], rows[1], 1) if place.first else None
     k_hat, v_hat, _ = kv_shift(k, v, alpha, beta, state=state, backend="reference")
     if table is not None:
         k_hat = _turn(k_hat, place, table)
     leaves = [k, v, alpha, beta, *(rows if place.first else [])]
-    outer = [place.cut(grad).double() for grad in grads]
+    outer = [place.cut(grad).cpu().double() for grad in grads]
     gradients = list(torch.autograd.grad((k_hat, v_hat), leaves, outer))
     before = gradients[4:] if place.first else [gradients[0][:, :0], gradients[1][:, :0]]
     return {
@@ -203,5 +207,5 @@ def _reference(
 
 
 def _turn(k: Tensor, place: _Place, table: Table) -> Tensor:
-    cos, sin = (part[:, place.first : place.first + place.count].double() for part in table)
+    cos, sin = (part[:, place.first : place.first + place.count].cpu().double() for part in table)
     return rotate_half(k, (cos, sin))

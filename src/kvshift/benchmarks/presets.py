@@ -138,7 +138,7 @@ PRESETS: MappingProxyType[str, Preset] = MappingProxyType(
             model_rounds=20,
             compile=True,
             shapes=((8, 4096, 4, 128), (16, 2048, 16, 64)),
-            dtypes=(torch.bfloat16, torch.float32),
+            dtypes=(torch.bfloat16,),
             layers=(
                 LayerSize(batch=4, length=4096, embed_dim=2560, heads=20, kv_heads=4, dtype=torch.bfloat16),
                 LayerSize(batch=8, length=4096, embed_dim=768, heads=12, kv_heads=4, dtype=torch.bfloat16),
