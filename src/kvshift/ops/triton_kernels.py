@@ -134,14 +134,13 @@ def _inverse_norm(low, high, D, EPS: tl.constexpr):
 
 @triton.jit
 def _forward_plain(
-    y, x, x_b, x_t, x_g, x_d, weights, past, heads, D, head, t, real, first, newest, b, T, seq_idx, links,
-    W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    y, y_t, written, x, x_b, x_t, x_g, x_d, weights, past, heads, D, head,
+    t, real, first, newest, b, T, seq_idx, links, W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One head, shifted."""
+    """One head, shifted, into the rows of y, at the first element of the head, that are to be written."""
     d = tl.arange(0, BLOCK)
     in_head = d < D
     x += b * x_b + (b * 0 + head) * x_g
-    y += b * T * heads * D + head * D
     if weights is not None:
         weights += head * W
     if past is not None:
@@ -150,12 +149,12 @@ def _forward_plain(
         x, x_t, d.to(tl.int64) * x_d, past, heads * D, d, in_head, weights,
         t, real, first, newest, b, T, seq_idx, links, W, ACC,
     )  # fmt: skip
-    _store_rows(y, heads * D, t, t < T, d, in_head, value)
+    _store_rows(y, y_t, t, written, d, in_head, value)
 
 
 @triton.jit
 def _forward_turned(
-    y, x, x_b, x_t, x_g, x_d, weights, past, scale, cos, sin, table_rows, heads, D, head,
+    y, y_t, written, x, x_b, x_t, x_g, x_d, weights, past, scale, cos, sin, table_rows, heads, D, head,
     t, real, first, newest, b, T, seq_idx, links,
     W: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +163,6 @@ def _forward_turned(
     d = tl.arange(0, BLOCK)
     in_half = d < half
     x += b * x_b + (b * 0 + head) * x_g
-    y += b * T * heads * D + head * D
     if weights is not None:
         weights += head * W
     if past is not None:
@@ -183,8 +181,8 @@ def _forward_turned(
         low *= inverse * tl.load(scale + d, mask=in_half, other=0.0).to(ACC)[None, :]
         high *= inverse * tl.load(scale + half + d, mask=in_half, other=0.0).to(ACC)[None, :]
     c, s = _angles(cos, sin, b, t, real, T, table_rows, d, in_half, half, ACC)
-    _store_rows(y, heads * D, t, t < T, d, in_half, low * c - high * s)
-    _store_rows(y, heads * D, t, t < T, d + half, in_half, high * c + low * s)
+    _store_rows(y, y_t, t, written, d, in_half, low * c - high * s)
+    _store_rows(y, y_t, t, written, d + half, in_half, high * c + low * s)
 
 
 @triton.jit
@@ -215,27 +213,28 @@ def forward(
         if lane < q_lanes:
             for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, H)):
                 _forward_turned(
-                    q_out, q, q_b, q_t, q_g, q_d, None, None, q_scale, cos, sin, table_rows, H, Dk, head,
-                    t, t < T, first, newest, b, T, None, None, 1, BLOCK_K, EPS, ACC,
+                    q_out + (b * T * H + head) * Dk, H * Dk, t < T, q, q_b, q_t, q_g, q_d, None, None, q_scale,
+                    cos, sin, table_rows, H, Dk, head, t, t < T, first, newest, b, T, None, None, 1, BLOCK_K, EPS, ACC,
                 )  # fmt: skip
     if (lane >= q_lanes) & (lane < q_lanes + k_lanes):
         for head in range((lane - q_lanes) * HEADS, tl.minimum((lane - q_lanes + 1) * HEADS, G)):
             if cos is None:
                 _forward_plain(
-                    k_out, k, k_b, k_t, k_g, k_d, alpha, k_past, G, Dk, head,
-                    t, real, first, newest, b, T, seq_idx, links, W, BLOCK_K, ACC,
+                    k_out + (b * T * G + head) * Dk, G * Dk, t < T, k, k_b, k_t, k_g, k_d, alpha, k_past,
+                    G, Dk, head, t, real, first, newest, b, T, seq_idx, links, W, BLOCK_K, ACC,
                 )  # fmt: skip
             else:
                 _forward_turned(
-                    k_out, k, k_b, k_t, k_g, k_d, alpha, k_past, k_scale, cos, sin, table_rows, G, Dk, head,
-                    t, k_real, first, newest, b, T, seq_idx, links, W, BLOCK_K, EPS, ACC,
+                    k_out + (b * T * G + head) * Dk, G * Dk, t < T, k, k_b, k_t, k_g, k_d, alpha, k_past, k_scale,
+                    cos, sin, table_rows, G, Dk, head, t, k_real, first, newest, b, T, seq_idx, links,
+                    W, BLOCK_K, EPS, ACC,
                 )  # fmt: skip
     if lane >= q_lanes + k_lanes:
         lane -= q_lanes + k_lanes
         for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, G)):
             _forward_plain(
-                v_out, v, v_b, v_t, v_g, v_d, beta, v_past, G, Dv, head,
-                t, real, first, newest, b, T, seq_idx, links, W, BLOCK_V, ACC,
+                v_out + (b * T * G + head) * Dv, G * Dv, t < T, v, v_b, v_t, v_g, v_d, beta, v_past,
+                G, Dv, head, t, real, first, newest, b, T, seq_idx, links, W, BLOCK_V, ACC,
             )  # fmt: skip
 
 

@@ -44,11 +44,12 @@ TILING = {
 @functools.cache
 def kernels() -> SimpleNamespace:
     """The kernels; importing them takes Triton."""
-    from kvshift.ops import triton_backward, triton_kernels
+    from kvshift.ops import triton_backward, triton_decoding, triton_kernels
 
     return SimpleNamespace(
         forward=triton_kernels.forward,
         tails=triton_kernels.tails,
+        step=triton_decoding.step,
         backward=triton_backward.backward,
         backward_past=triton_backward.backward_past,
     )

@@ -1,0 +1,148 @@
+"""Decoding: one token of every sequence in one launch, `kvshift::step`, for static shapes and CUDA graphs.
+
+Shapes: B batch, R rows of history, H query heads, G KV heads, D head size, W window, P pages, N rows of a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvshift.ops.triton_launch import accumulator, compute_dtype, kernels, on_device, power_of_2
+
+_HEADS = 4  # of q, k or v that one program works through
+
+
+def step_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_state: Tensor,
+    v_state: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    state_slots: Tensor | None = None,
+    cache_slots: Tensor,
+    own_pages: bool = False,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """What `turn_triton` does to one token of every sequence; keys and values go into the cache, in place.
+
+        k_cache[slot // N, slot % N] = turned(norm(alpha[:, 0] k + alpha[:, 1] k_state[state_slot, -1] + ...))
+        k_state[state_slot] = (k_state[state_slot, 1:], k)                                     and the same for v
+
+    No gradients. A row whose state slot is negative is left alone, as those are with which a batch is filled up for a
+    CUDA graph; one whose cache slot is negative writes its state alone.
+
+    Args:
+        q: (B, 1, H, D), k: (B, 1, G, D), v: (B, 1, G, Dv).
+        alpha, beta: (G, W), or None: not shifted.
+        cos, sin: (L, 1, D/2), L = 1 or B.
+        k_state, v_state: (slots, R, G, D), contiguous, R >= W - 1: the raw rows before the token; changed.
+        k_cache, v_cache: (P, N, G, D), D contiguous; changed.
+        state_slots: (B,) integers, no two alike but the negative ones; None: row b has slot b.
+        cache_slots: (B,) integers, or one for all: where in the cache the token goes, page after page.
+        own_pages: row b has page b, and `cache_slots` count within it.
+        q_scale, k_scale, eps: of the QK-norm, as in `turn_triton`.
+
+    Returns:
+        q, turned, (B, 1, H, D); zero where the state slot is negative.
+
+    Raises:
+        ValueError: a tensor has the wrong shape or strides; the message names it.
+    """
+    batch, (heads, size) = q.shape[0], k.shape[2:]
+    rows = next((mix.shape[1] - 1 for mix in (alpha, beta) if mix is not None), 1)
+    _check(f"q must be (batch, 1, heads, {size})", q, q.ndim == 4 and q.shape[1] == 1 and q.shape[3] == size)
+    for name, x, state, cache in (("k", k, k_state, k_cache), ("v", v, v_state, v_cache)):
+        _check(f"{name} must be ({batch}, 1, {heads}, head size)", x, x.shape[:3] == (batch, 1, heads))
+        width = x.shape[3]
+        _check(
+            f"{name}_state must be (slots, rows, {heads}, {width}), contiguous, with at least {rows} rows",
+            state,
+            state.ndim == 4 and state.shape[1] >= rows and state.shape[2:] == x.shape[2:] and state.is_contiguous(),
+        )
+        _check(
+            f"{name}_cache must be (pages, rows, {heads}, {width}) with the elements of a head side by side",
+            cache,
+            cache.ndim == 4 and cache.shape[2:] == x.shape[2:] and cache.stride(3) == 1,
+        )
+    _check("v_state must have as many rows as k_state", v_state, v_state.shape[:2] == k_state.shape[:2])
+    _check("v_cache must have the pages of k_cache", v_cache, v_cache.shape[:2] == k_cache.shape[:2])
+    _check(f"cos must be (1 or {batch}, 1, {size // 2})", cos, cos.shape[1:] == (1, size // 2))
+    slots = (state_slots is None and k_state.shape[0] >= batch) or (
+        state_slots is not None and state_slots.shape == (batch,)
+    )
+    _check(f"state_slots must be ({batch},), or None for as many states", k_state, slots)
+    _check(f"cache_slots must be ({batch},) or a single one", cache_slots, cache_slots.numel() in (1, batch))
+    compute = compute_dtype(k)
+    mixes = [None if mix is None else mix.to(compute).contiguous() for mix in (alpha, beta)]
+    table = cos.contiguous(), sin.contiguous()
+    return torch.ops.kvshift.step(
+        q, k, v, *mixes, *table, k_state, v_state, k_cache, v_cache, state_slots, cache_slots, own_pages,
+        q_scale, k_scale, eps,
+    )  # fmt: skip
+
+
+def _check(rule: str, x: Tensor, holds: bool) -> None:
+    if not holds:
+        raise ValueError(f"{rule}; got {tuple(x.shape)} with strides {x.stride()}")
+
+
+@torch.library.custom_op("kvshift::step", mutates_args=("k_state", "v_state", "k_cache", "v_cache"))
+def _step_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_state: Tensor,
+    v_state: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    state_slots: Tensor | None,
+    cache_slots: Tensor,
+    own_pages: bool,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    eps: float,
+) -> Tensor:
+    q_out = q.new_empty(q.shape)
+    (batch, _, heads, size), queries = k.shape, q.shape[2]
+    lanes = -(-heads // _HEADS)
+    q_lanes = -(-queries // _HEADS)
+    programs = batch * (q_lanes + 2 * lanes)
+    if programs == 0:
+        return q_out
+    mix = beta if alpha is None else alpha
+    with on_device(k):
+        kernels().step[(programs,)](
+            q_out, k_cache, v_cache, k_state, v_state, q, k, v, alpha, beta, q_scale, k_scale, cos, sin, cos.shape[0],
+            state_slots, cache_slots, 0 if cache_slots.numel() == 1 else cache_slots.stride(0), k_cache.shape[1],
+            queries, heads, size, v.shape[3], k_state.shape[1], q_lanes, lanes, lanes,
+            *_heads(q), *_heads(k), *_heads(v), *k_cache.stride()[:3], *v_cache.stride()[:3],
+            OWN_PAGES=own_pages, W=1 if mix is None else mix.shape[1], HEADS=_HEADS, BLOCK_K=power_of_2(size // 2),
+            BLOCK_V=power_of_2(v.shape[3]), STATE_K=power_of_2(size), EPS=eps, ACC=accumulator(k), num_warps=1,
+        )  # fmt: skip
+    return q_out
+
+
+def _heads(x: Tensor) -> Sequence[int]:
+    """The strides of batch, heads and elements."""
+    return x.stride(0), x.stride(2), x.stride(3)
+
+
+@_step_op.register_fake
+def _(q: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape)
