@@ -1,0 +1,140 @@
+"""Which `Tiling` of the Triton kernels is the fastest on the device at hand.
+
+    python -m kvshift.benchmarks.tuning [--out FILE] [--seconds S]
+
+For every kernel of `kvshift.ops.triton_launch.TILING` it times candidates at the shapes of docs/performance.md and
+names the one whose slowest shape is the least behind the best found there. What is found is for a person to enter into
+`TILING`: a table that changes by itself would make two runs differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvshift.benchmarks.timing import Clock, EventClock
+from kvshift.ops.triton_launch import TILING, Tiling
+
+__all__ = ["candidates", "main", "tune"]
+
+SHAPES = ((8, 4096, 20, 4, 128), (16, 2048, 16, 16, 64))
+"""B, T, H, G, D: grouped heads as in the paper's 2.9B, and as many KV heads as query heads."""
+
+
+def candidates(kernel: str) -> Iterator[Tiling]:
+    """Tilings to try for one kernel, the present one first."""
+    yield TILING[kernel]
+    turned = kernel.endswith("turned")
+    for elements, heads, warps in itertools.product(
+        (1024, 2048, 4096) if turned else (2048, 4096, 8192), (1, 4, 8) if turned else (1,), (4, 8)
+    ):
+        tiling = Tiling(elements=elements, positions=128, heads=heads, warps=warps)
+        if tiling != TILING[kernel]:
+            yield tiling
+
+
+def tune(
+    clock: Clock,
+    device: torch.device,
+    *,
+    shapes: tuple[tuple[int, int, int, int, int], ...] = SHAPES,
+    seconds: float = math.inf,
+    calls: int = 10,
+) -> dict[str, list[dict[str, Any]]]:
+    """Time every candidate at every shape.
+
+    Args:
+        clock: of the device.
+        device: where the tensors are.
+        shapes: as `SHAPES`.
+        seconds: after which no other candidate is begun.
+        calls: in each of the three turns that a time is the median of.
+
+    Returns:
+        For each kernel its candidates, the best first: the fields of the tiling, "seconds" by shape (None where it
+        failed) and "behind", its slowest shape relative to the best candidate there.
+    """
+    end = time.monotonic() + seconds
+    found: dict[str, list[dict[str, Any]]] = {}
+    for kernel, present in list(TILING.items()):
+        runs = [_work(kernel, shape, device) for shape in shapes]
+        rows: list[dict[str, Any]] = []
+        try:
+            for tiling in candidates(kernel):
+                if time.monotonic() > end:
+                    break
+                TILING[kernel] = tiling
+                rows.append({**asdict(tiling), "seconds": [_time(clock, run, calls) for run in runs]})
+        finally:
+            TILING[kernel] = present
+        best = [min((row["seconds"][i] or math.inf for row in rows), default=math.inf) for i in range(len(shapes))]
+        for row in rows:
+            row["behind"] = max((s or math.inf) / least for s, least in zip(row["seconds"], best, strict=True))
+        found[kernel] = sorted(rows, key=lambda row: row["behind"])
+    return found
+
+
+def _work(kernel: str, shape: tuple[int, int, int, int, int], device: torch.device) -> Callable[[], object]:
+    """One launch of that kernel in bfloat16."""
+    batch, positions, heads, groups, size = shape
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+    k, v = normal(batch, positions, groups, size), normal(batch, positions, groups, size)
+    alpha, beta = torch.rand(2, groups, 2, device=device).unbind()
+    q = cos = sin = None
+    if kernel.endswith("turned"):
+        q, (cos, sin) = normal(batch, positions, heads, size), normal(2, 1, positions, size // 2)
+    none = (None,) * 4
+    inputs = (q, k, v, alpha, beta, None, None, cos, sin, None, None, 0.0, *none)
+    if kernel.startswith("forward"):
+        return lambda: torch.ops.kvshift.shift(*inputs)
+    grads = (None if q is None else torch.randn_like(q), torch.randn_like(k), torch.randn_like(v))
+    return lambda: torch.ops.kvshift.shift_backward(*grads, *inputs)
+
+
+def _time(clock: Clock, run: Callable[[], object], calls: int) -> float | None:
+    """Seconds of one launch; None where the device cannot take it."""
+    try:
+        run()
+        return statistics.median(clock.turn(lambda _: run(), 0, calls)[0] for _ in range(3))
+    except Exception as error:  # too many registers, say: the others go on
+        print(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return None
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write all that was found to this file, as JSON")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no other candidate after so long")
+    arguments = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = tune(EventClock(device), device, seconds=arguments.seconds)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        about = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "shapes": SHAPES}
+        arguments.out.write_text(json.dumps({**about, "kernels": found}, indent=1) + "\n")
+    for kernel, rows in found.items():
+        present = next((row["behind"] for row in rows if Tiling(**_fields(row)) == TILING[kernel]), math.nan)
+        print(f"{kernel}: {Tiling(**_fields(rows[0])) if rows else 'not reached'}; the present one x {present:.2f}")
+
+
+def _fields(row: dict[str, Any]) -> dict[str, int]:
+    return {name: row[name] for name in asdict(Tiling())}
+
+
+if __name__ == "__main__":
+    main()

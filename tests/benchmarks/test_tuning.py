@@ -1,0 +1,47 @@
+"""The search for launch parameters, on a clock that says what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvshift.benchmarks import tuning
+from kvshift.ops.triton_launch import TILING, Tiling
+from kvshift.ops.triton_op import triton_refusal
+
+
+class Told:
+    """A clock by which two warps are the fastest, and eight fail."""
+
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
+
+    def turn(self, run: Callable[[int], object], first: int, count: int) -> tuple[float, None]:
+        warps = TILING[self.kernel].warps
+        if warps == 8:
+            raise RuntimeError("out of registers")
+        return float(warps), None
+
+
+@pytest.mark.parametrize("kernel", TILING)
+def test_the_fastest_tiling_comes_first_and_nothing_stays_changed(kernel, monkeypatch, capsys):
+    if triton_refusal(torch.empty(0), 2) is not None:
+        pytest.skip("no Triton")
+    before = dict(TILING)
+    tried = [TILING[kernel], Tiling(warps=8), Tiling(warps=2)]
+    monkeypatch.setattr(tuning, "candidates", lambda name: tried if name == kernel else [])
+    found = tuning.tune(Told(kernel), torch.device("cpu"), shapes=((1, 5, 3, 3, 4),), calls=1)
+    assert [row["warps"] for row in found[kernel]] == [2, TILING[kernel].warps, 8]
+    assert [row["behind"] for row in found[kernel]][:2] == [1.0, TILING[kernel].warps / 2]
+    assert found[kernel][2]["seconds"] == [None]
+    assert "out of registers" in capsys.readouterr().out
+    assert before == TILING
+
+
+@pytest.mark.parametrize("kernel", TILING)
+def test_the_present_tiling_is_tried_first_and_none_twice(kernel):
+    tried = list(tuning.candidates(kernel))
+    assert tried[0] == TILING[kernel]
+    assert len(set(tried)) == len(tried) > 5
