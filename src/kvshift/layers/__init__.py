@@ -2,8 +2,8 @@
 
 from kvshift.layers.attention import KVShiftAttention
 from kvshift.layers.attention_state import AttentionState
-from kvshift.layers.optim import param_groups
-from kvshift.layers.shift import KVShift, check_shift_options, clamp_after_step
+from kvshift.layers.optim import clamp_after_step, param_groups
+from kvshift.layers.shift import KVShift, check_shift_options
 
 __all__ = [
     "AttentionState",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvshift.layers.attention_state import AttentionState, flush_right
-from kvshift.layers.positions import Places, alibi_slopes, cached_places, count_tokens, rotary_table, rotate, visible
+from kvshift.layers.positions import Places, alibi_slopes, cached_places, count_tokens, rotary_table, visible
 from kvshift.layers.recompute import KEEP_ALL
 from kvshift.layers.shift import Constraint, Init, KVShift, Target, check_shift_options
 from kvshift.ops import ShiftState
@@ -122,8 +122,8 @@ class KVShiftAttention(nn.Module):
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias, **where)
         self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias, **where)
         if qk_norm:
-            self.q_norm = nn.RMSNorm(head_dim, eps=1e-5, **where)
-            self.k_norm = nn.RMSNorm(head_dim, eps=1e-5, **where)
+            self.q_norm = HeadNorm(head_dim, eps=1e-5, **where)
+            self.k_norm = HeadNorm(head_dim, eps=1e-5, **where)
         self.shift = KVShift(
             num_kv_heads,
             num_heads=num_heads,
@@ -181,17 +181,15 @@ class KVShiftAttention(nn.Module):
         if state is not None:
             state = self._checked(state, sequences, k)
         start = self._start(sequences, k) if state is None else state.shift
-        raw = k, v
-        q, k, v, next_state = self.shift(q, k, v, state=start, **where)
-
         batch, length = x.shape[:2]
         places, seen = count_tokens(batch, length, x.device, seen=None if state is None else state.seen, **where)
-        table: tuple[Tensor, ...] = ()
+        rotary = None
         if self.position_encoding == "rope":
             turns = places.rank if positions is None else positions
-            table = rotary_table(turns, self.head_dim, self.rope_base, q.dtype)
-        k_norm = (self.k_norm,) if self.qk_norm else ()
-        q, k = _finish(q, (self.q_norm,) if self.qk_norm else (), table), _finish(k, k_norm, table)
+            rotary = rotary_table(turns, self.head_dim, self.rope_base, q.dtype)
+        finish = {"rotary": rotary, "norms": (self.q_norm, self.k_norm) if self.qk_norm else None}
+        raw = k, v
+        q, k, v, next_state = self.shift(q, k, v, state=start, **where, **finish)
         key_places = places
         if state is not None:
             past_k, past_v, past_places = self._past(state, packed=cu_seqlens is not None)
@@ -203,14 +201,7 @@ class KVShiftAttention(nn.Module):
         heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         keep_raw = KEEP_ALL
         if state is None and torch.is_grad_enabled():
-            keep_raw = self.shift.recomputing(
-                raw,
-                heads[1:],
-                state=start,
-                **where,
-                finish=lambda k: _finish(k, k_norm, table),
-                reads=(*k_norm, *table),
-            )
+            keep_raw = self.shift.recomputing(raw, heads[1:], state=start, **where, **finish)
         with keep_raw:
             attended = self._attend(*heads, bias)
         out = self.o_proj(attended)
@@ -309,13 +300,8 @@ class KVShiftAttention(nn.Module):
         return state.unpack()
 
 
-def _finish(x: Tensor, norms: Sequence[nn.RMSNorm], table: tuple[Tensor, ...]) -> Tensor:
-    """What is done to queries and keys after the shift: QK-norm and rotary embedding, as far as there are any."""
-    for norm in norms:
-        x = _normalise(norm, x)
-    return rotate(x, (table[0], table[1])) if table else x
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm in the dtype of the gain, which autocast leaves in float32; rounded to that of x."""
 
-
-def _normalise(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """In the dtype of the gain, which autocast leaves in float32; rounded to that of x."""
-    return norm(x.to(norm.weight.dtype)).to(x.dtype)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)

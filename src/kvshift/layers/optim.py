@@ -1,10 +1,12 @@
-"""Parameter groups for an optimizer."""
+"""What an optimizer must know of the coefficients: their group, and the interval of clamped ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from kvshift.layers.shift import KVShift
 
@@ -52,3 +54,27 @@ def param_groups(
             name = "shift" if id(parameter) in coefficients else "decay" if parameter.ndim >= 2 else "no_decay"
             groups[name].setdefault("params", []).append(parameter)
     return [{"name": name, **group} for name, group in groups.items() if "params" in group]
+
+
+def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
+    """Bring the coefficients of every "clamp" layer back into [0, 1] after each step of `optimizer`.
+
+        a <- min(max(a, 0), 1)
+
+    This is the paper's "0 to 1" variant (appendix F.1). Without it the layers clamp in forward alone, and a
+    coefficient that has left the interval has no gradient to come back by.
+
+    Returns:
+        A handle whose `remove()` ends it.
+    """
+    layers = [module for module in model.modules() if isinstance(module, KVShift) and module.constraint == "clamp"]
+    if not layers:
+        raise ValueError('model has no KVShift layer with constraint="clamp"')
+
+    @torch.no_grad()
+    def clamp(*_: Any) -> None:
+        for layer in layers:
+            for parameter in layer.parameters(recurse=False):
+                parameter.clamp_(0, 1)
+
+    return optimizer.register_step_post_hook(clamp)

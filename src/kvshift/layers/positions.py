@@ -161,6 +161,11 @@ def rotate_half(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     return y.add_(rolled.mul_(sin))  # in place: half the time on a CPU, two temporaries less everywhere
 
 
+def turn(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """`rotate_half` by tables as wide as a head, `rotate` by those half as wide."""
+    return (rotate_half if table[0].shape[-1] == x_BTHD.shape[-1] else rotate)(x_BTHD, table)
+
+
 def alibi_slopes(heads: int) -> list[float]:
     """Slopes of ALiBi, one for each query head.
 

@@ -11,13 +11,14 @@ from typing import Any, Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from kvshift.layers.positions import rotate_half
+from kvshift.layers.fused import Norms, Room, Rotary, prepare
+from kvshift.layers.positions import turn
 from kvshift.layers.recompute import KEEP_ALL, is_worth_it, may_recompute, recomputed
 from kvshift.ops import ShiftState, kv_shift, shift_tokens
 from kvshift.ops.cpu_op import next_token_cpu
-from kvshift.ops.shift import check_boundaries
+from kvshift.ops.shift import check_boundaries, check_state, choose_backend
+from kvshift.ops.triton_op import Boundaries
 
 Target = Literal["q", "k", "v"]
 Constraint = Literal["free", "gate", "clamp"]
@@ -49,7 +50,7 @@ class KVShift(nn.Module):
         window: W, how many tokens are mixed, the current one included; 2 or more. (The paper's "KV shifting 1, 2, 3"
             are W = 2, 3, 4.)
         constraint: "free": the parameters are the coefficients. "gate": a1 = sigmoid(parameter), a2 = 1 - a1; window
-            2 only. "clamp": the parameters clamped to [0, 1]; see `clamp_after_step`.
+            2 only. "clamp": the parameters clamped to [0, 1]; see `kvshift.clamp_after_step`.
         init: "uniform": all but the last coefficient ~ U(0, 1), the last is 1 minus their sum (the paper's).
             "identity": (1, 0, ...): at first the layer changes nothing.
         device: of the parameters.
@@ -124,33 +125,59 @@ class KVShift(nn.Module):
         cu_seqlens: Tensor | None = None,
         seq_idx: Tensor | None = None,
         mask: Tensor | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
+        rotary: Rotary | None = None,
+        norms: Norms | None = None,
+        keep_state: bool = True,
         backend: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        """Shift the targets; what is no target comes back as it is.
+        """Shift the targets; what is no target comes back as it is. Then normalise and turn q and k, if asked to.
 
         Args:
             q: (B, T, H, D), k: (B, T, G, D), v: (B, T, G, Dv): projected, not yet normalised or rotated.
             state, cu_seqlens, seq_idx, mask, backend: as in `kvshift.kv_shift`.
-            rotary: tables by which q and k are turned after the shift (`kvshift.layers.positions.rotate_half`): a
-                rotary embedding made here can share the pass over q and k with the shift.
+            rotary: tables by which q and k are turned last (`kvshift.layers.positions.turn`).
+            norms: QK-norm of q and of k, between shift and rotation: modules like `torch.nn.RMSNorm`. What is done here
+                after the shift can share one pass over memory with it; on a GPU it does.
+            keep_state: False where no other call goes on from here.
 
         Returns:
-            q, k, v and the new state (None if `targets` is empty). The state may share memory with k and v as they
-            came in: do not fill the same tensors with the next token.
+            q, k, v and the new state (None if `targets` is empty or it is not kept). The state may share memory with k
+            and v as they came in: do not fill the same tensors with the next token.
         """
-        unbounded = cu_seqlens is None and seq_idx is None and mask is None
-        if unbounded and backend == "auto" and not (torch.compiler.is_compiling() or torch.is_grad_enabled()):
-            if rotary is not None:
-                turned = self._turn_next_token(q, k, v, state, rotary)
-                if turned is not None:
-                    return turned
-            shifted = self._shift_next_token(k, v, state)
-            if shifted is not None:
-                k_hat, v_hat, new = shifted
-                return *_turn(q, k_hat, rotary), v_hat, new
+        on_gpu = isinstance(k, Tensor) and k.is_cuda
+        if not on_gpu and choose_backend(backend) == "auto":
+            if norms is None and cu_seqlens is None and seq_idx is None and mask is None:
+                done = self._next_token(q, k, v, state, rotary)
+                if done is not None:
+                    return done
+        elif rotary is not None and "q" not in self.targets:
+            fused = prepare(q, k, v, self._mix("k"), self._mix("v"), state, rotary, norms, backend)
+            if fused is not None:
+                sequences = check_boundaries(k, cu_seqlens, seq_idx, mask)
+                if state is not None:
+                    check_state(state, k, v, sequences, self.window)
+                boundaries = Boundaries.of(cu_seqlens, seq_idx, mask)
+                turned = fused(q, k, v, state, boundaries)
+                new = fused.next_state(k, v, state, boundaries) if keep_state and self.targets else None
+                return *turned, new
         q_hat, k_hat, v_hat, new = self._shift(q, k, v, state, cu_seqlens, seq_idx, mask, backend)
-        return *_turn(q_hat, k_hat, rotary), v_hat, new
+        q_norm, k_norm = norms or (None, None)
+        return _finish(q_hat, q_norm, rotary), _finish(k_hat, k_norm, rotary), v_hat, new if keep_state else None
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, room: Room, rotary: Rotary, norms: Norms | None) -> Tensor | None:
+        """One token of every row, in one launch: k and v go into the cache and the state, in place.
+
+        Args:
+            q, k, v, rotary, norms: as in `forward`, T = 1.
+            room: the cache.
+
+        Returns:
+            q, normalised and turned; None where the kernels cannot do it, and nothing was done.
+        """
+        if "q" in self.targets or torch.is_grad_enabled():
+            return None
+        fused = prepare(q, k, v, self._mix("k"), self._mix("v"), room.state, rotary, norms, "auto")
+        return None if fused is None else fused.step(q, k, v, room)
 
     def recomputing(
         self,
@@ -161,9 +188,8 @@ class KVShift(nn.Module):
         cu_seqlens: Tensor | None = None,
         seq_idx: Tensor | None = None,
         mask: Tensor | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-        finish: Callable[[Tensor], Tensor] | None = None,
-        reads: Sequence[Tensor | nn.Module] = (),
+        rotary: Rotary | None = None,
+        norms: Norms | None = None,
         backend: str = "auto",
     ) -> AbstractContextManager[None]:
         """While it is open, attention keeps the raw k and v for backward in place of the shifted ones.
@@ -176,12 +202,9 @@ class KVShift(nn.Module):
         Args:
             raw: k and v as `forward` got them.
             shifted: what it made of them and attention is about to be given, in any view.
-            state, cu_seqlens, seq_idx, mask, rotary, backend: as `forward` got them.
-            finish: what was done to the shifted keys after `forward`: QK-norm, rotary embedding.
-            reads: modules and tensors that `finish` reads.
+            state, cu_seqlens, seq_idx, mask, rotary, norms, backend: as `forward` got them.
         """
-        modules = [module for module in reads if isinstance(module, nn.Module)]
-        if not (is_worth_it(raw[0]) and may_recompute(self, *modules)):
+        if not (is_worth_it(raw[0]) and may_recompute(self, *(norms or ()))):
             return KEEP_ALL
         trained = [
             (parameter := self._parameters[_COEFFICIENT[target]]) is not None and parameter.requires_grad
@@ -193,19 +216,20 @@ class KVShift(nn.Module):
         with torch.no_grad():
             alpha = self._mix("k") if trained[0] else None
             beta = self._mix("v") if trained[1] else None
+        fused = None
+        if rotary is not None and "q" not in self.targets:  # as in `forward`
+            fused = prepare(k, k, v, alpha, beta, state, rotary, norms, backend)
+        k_norm = None if norms is None else norms[1]
 
         def again() -> tuple[Tensor, Tensor]:
+            if fused is not None:
+                return fused(None, k, v, state, Boundaries.of(cu_seqlens, seq_idx, mask))[1:]
             where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
             k_hat, v_hat, _ = kv_shift(k, v, alpha, beta, state=state, **where)
-            if alpha is not None and rotary is not None:
-                k_hat = rotate_half(k_hat, rotary)
-            if alpha is not None and finish is not None:
-                k_hat = finish(k_hat)
-            return k_hat, v_hat
+            return k_hat if alpha is None else _finish(k_hat, k_norm, rotary), v_hat
 
         history = () if state is None else (state.k, state.v)
-        read = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        read += [tensor for tensor in reads if isinstance(tensor, Tensor)]
+        read = [] if k_norm is None else [*k_norm.parameters(), *k_norm.buffers()]
         inputs = (k, v, alpha, beta, *history, cu_seqlens, seq_idx, mask, *(rotary or ()), *read)
         outputs = [tensor if is_trained else None for tensor, is_trained in zip(shifted, trained, strict=True)]
         return recomputed(outputs, again, [tensor for tensor in inputs if tensor is not None])
@@ -243,8 +267,24 @@ class KVShift(nn.Module):
         q_hat, q_rows = shift_tokens(q, gamma, history=past, max_rows=max_rows, **where)
         return q_hat, k if alpha is None else k_hat, v_hat, ShiftState(new.k, new.v, new.max_rows, q_rows)
 
+    def _next_token(
+        self, q: Tensor, k: Tensor, v: Tensor, state: ShiftState | None, rotary: Rotary | None
+    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None] | None:
+        """Decoding on a CPU in the fewest calls; None for all that is anything else."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return None
+        if rotary is not None:
+            turned = self._turn_next_token(q, k, v, state, rotary)
+            if turned is not None:
+                return turned
+        shifted = self._shift_next_token(k, v, state)
+        if shifted is None:
+            return None
+        k_hat, v_hat, new = shifted
+        return _finish(q, None, rotary), _finish(k_hat, None, rotary), v_hat, new
+
     def _turn_next_token(
-        self, q: Tensor, k: Tensor, v: Tensor, state: ShiftState | None, rotary: tuple[Tensor, Tensor]
+        self, q: Tensor, k: Tensor, v: Tensor, state: ShiftState | None, rotary: Rotary
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None] | None:
         """Shift and rotary embedding of decoding in one call; None where that call cannot be made."""
         if not self.targets:
@@ -319,8 +359,10 @@ def _is_one_row(state: ShiftState | None) -> TypeGuard[ShiftState]:
     return isinstance(state, ShiftState) and state.max_rows == 1
 
 
-def _turn(q: Tensor, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    return (q, k) if rotary is None else (rotate_half(q, rotary), rotate_half(k, rotary))
+def _finish(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
+    if norm is not None:
+        x = norm(x)
+    return x if rotary is None else turn(x, rotary)
 
 
 def check_shift_options(targets: Sequence[str], window: int, constraint: str, init: str, prefix: str = "") -> None:
@@ -340,30 +382,6 @@ def check_shift_options(targets: Sequence[str], window: int, constraint: str, in
         raise ValueError(f'{prefix}window must be 2 with {prefix}constraint="gate", got {window}')
     if constraint == "gate" and init == "identity":
         raise ValueError(f'{prefix}init must be "uniform" with {prefix}constraint="gate": no sigmoid is exactly 1')
-
-
-def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> RemovableHandle:
-    """Bring the coefficients of every "clamp" layer back into [0, 1] after each step of `optimizer`.
-
-        a <- min(max(a, 0), 1)
-
-    This is the paper's "0 to 1" variant (appendix F.1). Without it the layers clamp in forward alone, and a
-    coefficient that has left the interval has no gradient to come back by.
-
-    Returns:
-        A handle whose `remove()` ends it.
-    """
-    layers = [module for module in model.modules() if isinstance(module, KVShift) and module.constraint == "clamp"]
-    if not layers:
-        raise ValueError('model has no KVShift layer with constraint="clamp"')
-
-    @torch.no_grad()
-    def clamp(*_: Any) -> None:
-        for layer in layers:
-            for parameter in layer.parameters(recurse=False):
-                parameter.clamp_(0, 1)
-
-    return optimizer.register_step_post_hook(clamp)
 
 
 def _start_values(like: Tensor, window: int, constraint: str, init: str, generator: torch.Generator | None) -> Tensor:

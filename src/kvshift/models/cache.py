@@ -27,8 +27,10 @@ from transformers.cache_utils import (
 )
 
 from kvshift.layers import KVShift
+from kvshift.layers.fused import Norms, Room, Rotary
 from kvshift.models.configuration import ShiftConfig
 from kvshift.ops import ShiftState
+from kvshift.ops.shift import choose_backend
 
 
 class ShiftCacheLayer:
@@ -59,6 +61,12 @@ class ShiftCacheLayer:
 
     def write_shift(self, state: ShiftState) -> None:
         self.shift_state = state
+
+    def step(
+        self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, norms: Norms | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Shift one token and put it into the cache in one launch; None where that cannot be, and nothing was done."""
+        return None
 
     def activate_past_recording(self) -> None:
         self.record_past = True
@@ -194,6 +202,19 @@ class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
         super().__init__(max_cache_len=max_cache_len)
         self.window = window
 
+    def step(
+        self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, norms: Norms | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        state = self.shift_state
+        if not self.is_initialized or state is None or (k.is_cpu and choose_backend("auto") == "auto"):
+            return None
+        room = Room(self.keys, self.values, self.cumulative_length, state)
+        q_out = shift.step(q, k, v, room, rotary, norms)
+        if q_out is None:
+            return None
+        self.cumulative_length.add_(1)
+        return q_out.transpose(1, 2), room.keys, room.values
+
 
 class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowLayer):
     """Room for one attention window, allocated at the first token."""
@@ -203,7 +224,7 @@ class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowL
         self.window = window
 
 
-def shift_on(
+def shift_into(
     shift: KVShift,
     q: Tensor,
     k: Tensor,
@@ -213,30 +234,40 @@ def shift_on(
     *,
     mask: Tensor | None,
     seq_idx: Tensor | None,
-    rotary: tuple[Tensor, Tensor] | None = None,
+    rotary: Rotary | None = None,
+    norms: Norms | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shift the heads of one layer, on from the state in the cache, and rotate them if tables are given.
+    """Shift the heads of one layer, on from the state in the cache, finish them and put them into the cache.
 
     Args:
         shift: of the layer.
         q, k, v: as in `KVShift.forward`.
         cache: adopted; None: every row begins here.
         layer_idx: which layer of the cache.
-        mask, seq_idx, rotary: as in `KVShift.forward`.
+        mask, seq_idx, rotary, norms: as in `KVShift.forward`.
+
+    Returns:
+        q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before.
     """
+    finish = {"rotary": rotary, "norms": norms}
     if cache is None or not shift.targets:
-        q, k, v, _ = shift(q, k, v, seq_idx=seq_idx, mask=mask, rotary=rotary)
-        return q, k, v
-    layer = cast(ShiftCacheLayer, cache.layers[layer_idx])
-    if layer.record_past and mask is not None:
-        # Padding on the left can as well be zeros: then one raw row is kept for every position, as `crop` counts.
-        padding = ~mask[:, :, None, None]
-        q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-        mask = None
-    state = layer.read_shift(q, k, v, with_queries="q" in shift.targets)
-    q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, rotary=rotary)
-    layer.write_shift(state)
-    return q, k, v
+        q, k, v, _ = shift(q, k, v, seq_idx=seq_idx, mask=mask, keep_state=False, **finish)
+    else:
+        layer = cast(ShiftCacheLayer, cache.layers[layer_idx])
+        if rotary is not None and mask is None and seq_idx is None and k.shape[1] == 1:
+            stepped = layer.step(shift, q, k, v, rotary, norms)
+            if stepped is not None:
+                return stepped
+        if layer.record_past and mask is not None:
+            # Padding on the left can as well be zeros: then one raw row is kept for every position, as `crop` counts.
+            padding = ~mask[:, :, None, None]
+            q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+            mask = None
+        state = layer.read_shift(q, k, v, with_queries="q" in shift.targets)
+        q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, **finish)
+        layer.write_shift(state)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return (q, k, v) if cache is None else (q, *cache.update(k, v, layer_idx))
 
 
 def adopt_cache(cache: Cache, config: ShiftConfig) -> None:

@@ -92,17 +92,9 @@ def kv_shift(
 
     if state is None:
         past, max_rows = (None, None), window - 1
-    elif isinstance(state, ShiftState):
-        _check_history("state.k", state.k, k, sequences, window)
-        _check_history("state.v", state.v, v, sequences, window)
-        if not state.k.shape[1] == state.v.shape[1] <= state.max_rows:
-            raise ValueError(
-                f"state must hold as many keys as values, max_rows at most; got {state.k.shape[1]} rows of keys and "
-                f"{state.v.shape[1]} of values with max_rows = {state.max_rows}"
-            )
-        past, max_rows = (state.k, state.v), state.max_rows
     else:
-        raise TypeError(f"state must be a ShiftState or None, got {type(state).__name__}")
+        check_state(state, k, v, sequences, window)
+        past, max_rows = (state.k, state.v), state.max_rows
 
     (k_hat, v_hat), (next_k, next_v) = _shift(
         (k, v), (alpha, beta), past, sequences, max_rows, cu_seqlens, seq_idx, mask, backend
@@ -285,6 +277,19 @@ def _check_cu_seqlens(cu_seqlens: Tensor, positions: int) -> None:
         torch.ops.aten._assert_async.msg(valid, message)  # no wait for the device
     elif not valid:
         raise ValueError(f"{message}; got {cu_seqlens.tolist()}")
+
+
+def check_state(state: ShiftState, k: Tensor, v: Tensor, sequences: int, window: int) -> None:
+    """Raise what `kv_shift` raises for a state that does not fit."""
+    if not isinstance(state, ShiftState):
+        raise TypeError(f"state must be a ShiftState or None, got {type(state).__name__}")
+    _check_history("state.k", state.k, k, sequences, window)
+    _check_history("state.v", state.v, v, sequences, window)
+    if not state.k.shape[1] == state.v.shape[1] <= state.max_rows:
+        raise ValueError(
+            f"state must hold as many keys as values, max_rows at most; got {state.k.shape[1]} rows of keys and "
+            f"{state.v.shape[1]} of values with max_rows = {state.max_rows}"
+        )
 
 
 def _check_history(name: str, history: Tensor, x: Tensor, sequences: int, window: int) -> None:

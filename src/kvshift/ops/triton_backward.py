@@ -65,7 +65,7 @@ def _backward_plain(
 
 @triton.jit
 def _turned_back(
-    gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_rows, D,
+    gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_b, table_t, D,
     row, there, first, b, T, seq_idx, links,
     W: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +80,7 @@ def _turned_back(
     column = d.to(tl.int64) * y_d
     g_low = _load_rows(gy, y_t, row, there, column, in_half, ACC)
     g_high = _load_rows(gy, y_t, row, there, column + (b * 0 + half) * y_d, in_half, ACC)
-    c, s = _angles(cos, sin, b, row, there, T, table_rows, d, in_half, half, ACC)
+    c, s = _angles(cos, sin, table_b, table_t, b, row, there, d, in_half, ACC)
     low = g_low * c + g_high * s
     high = g_high * c - g_low * s
     s_low = low
@@ -110,7 +110,7 @@ def _turned_back(
 
 @triton.jit
 def _backward_turned(
-    gx, gy, y_b, y_t, y_g, y_d, x, x_b, x_t, x_g, x_d, weights, scale, cos, sin, table_rows, partials, heads, D,
+    gx, gy, y_b, y_t, y_g, y_d, x, x_b, x_t, x_g, x_d, weights, scale, cos, sin, table_b, table_t, partials, heads, D,
     head, t, real, first, end, b, T, seq_idx, links,
     W: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def _backward_turned(
         weights += head * W
         partials += head * W
     low, high, s_low, s_high = _turned_back(
-        gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_rows, D,
+        gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_b, table_t, D,
         t, real, first, b, T, seq_idx, links, W, BLOCK, EPS, ACC,
     )  # fmt: skip
     if weights is not None:
@@ -142,7 +142,7 @@ def _backward_turned(
         for lag in tl.static_range(1, W):
             row, inside = _step_forward(row, inside, end, b, T, seq_idx, links)
             g_low, g_high, _, _ = _turned_back(
-                gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_rows, D,
+                gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_b, table_t, D,
                 row, inside, first, b, T, seq_idx, links, W, BLOCK, EPS, ACC,
             )  # fmt: skip
             tl.store(partials + lag, tl.sum(tl.sum(here_low * g_low + here_high * g_high, 1), 0))
@@ -156,7 +156,7 @@ def _backward_turned(
 
 @triton.jit
 def backward(
-    gq, gk, gv, gq_out, gk_out, gv_out, q, k, v, alpha, beta, q_scale, k_scale, cos, sin, table_rows,
+    gq, gk, gv, gq_out, gk_out, gv_out, q, k, v, alpha, beta, q_scale, k_scale, cos, sin, table_b, table_t,
     k_partials, v_partials, q_scale_partials, k_scale_partials, cu_seqlens, seq_idx, mask, links,
     T, tiles, H, G, Dk, Dv, sequences, search_steps, q_lanes, k_lanes, v_lanes,
     gq_b, gq_t, gq_g, gq_d, gk_b, gk_t, gk_g, gk_d, gv_b, gv_t, gv_g, gv_d,
@@ -186,7 +186,7 @@ def backward(
             for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, H)):
                 s_low, s_high = _backward_turned(
                     gq, gq_out, gq_b, gq_t, gq_g, gq_d, q, q_b, q_t, q_g, q_d, None, q_scale, cos, sin,
-                    table_rows, None, H, Dk, head, t, t < T, first, end, b, T, None, None,
+                    table_b, table_t, None, H, Dk, head, t, t < T, first, end, b, T, None, None,
                     1, BLOCK_K, EPS, ACC,
                 )  # fmt: skip
                 low += s_low
@@ -211,7 +211,7 @@ def backward(
             for head in range(lane_k * HEADS, tl.minimum((lane_k + 1) * HEADS, G)):
                 s_low, s_high = _backward_turned(
                     gk, gk_out, gk_b, gk_t, gk_g, gk_d, k, k_b, k_t, k_g, k_d, alpha, k_scale, cos, sin,
-                    table_rows, k_partials, G, Dk, head, t, k_real, first, end, b, T, seq_idx, links,
+                    table_b, table_t, k_partials, G, Dk, head, t, k_real, first, end, b, T, seq_idx, links,
                     W, BLOCK_K, EPS, ACC,
                 )  # fmt: skip
                 low += s_low

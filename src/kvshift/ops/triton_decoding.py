@@ -32,7 +32,7 @@ def _remember(state, x, x_b, x_g, x_d, heads, D, head, b, slot, real, R, BLOCK: 
 
 @triton.jit
 def step(
-    q_out, k_cache, v_cache, k_state, v_state, q, k, v, alpha, beta, q_scale, k_scale, cos, sin, table_rows,
+    q_out, k_cache, v_cache, k_state, v_state, q, k, v, alpha, beta, q_scale, k_scale, cos, sin, table_b, table_t,
     state_slots, cache_slots, cache_slot_b, page_size, H, G, Dk, Dv, R, q_lanes, k_lanes, v_lanes,
     q_b, q_g, q_d, k_b, k_g, k_d, v_b, v_g, v_d, kc_page, kc_row, kc_g, vc_page, vc_row, vc_g,
     OWN_PAGES: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -64,14 +64,14 @@ def step(
         for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, H)):
             _forward_turned(
                 q_out + (b * H + head) * Dk, 0, here, q, q_b, 0, q_g, q_d, None, None, q_scale,
-                cos, sin, table_rows, H, Dk, head, row, real, row, newest, b, 1, None, None, 1, BLOCK_K, EPS, ACC,
+                cos, sin, table_b, table_t, H, Dk, head, row, real, row, newest, b, 1, None, None, 1, BLOCK_K, EPS, ACC,
             )  # fmt: skip
     if (lane >= q_lanes) & (lane < q_lanes + k_lanes):
         for head in range((lane - q_lanes) * HEADS, tl.minimum((lane - q_lanes + 1) * HEADS, G)):
             _forward_turned(
                 k_cache + page * kc_page + line * kc_row + (b * 0 + head) * kc_g, 0, written,
                 k, k_b, 0, k_g, k_d, alpha, k_state, k_scale,
-                cos, sin, table_rows, G, Dk, head, row, real, row, newest, b, 1, None, None, W, BLOCK_K, EPS, ACC,
+                cos, sin, table_b, table_t, G, Dk, head, row, real, row, newest, b, 1, None, None, W, BLOCK_K, EPS, ACC,
             )  # fmt: skip
             _remember(k_state, k, k_b, k_g, k_d, G, Dk, head, b, slot, real, R, STATE_K, ACC)
     if lane >= q_lanes + k_lanes:

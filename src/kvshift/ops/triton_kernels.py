@@ -116,10 +116,9 @@ def _shifted(
 
 
 @triton.jit
-def _angles(cos, sin, b, row, there, T, table_rows, d, in_half, HALF, ACC: tl.constexpr):
-    """Of rows t; the tables are (L, T, D/2), with L = table_rows = 1 for all batch rows or B."""
-    start = (b % table_rows) * T
-    at = (start + row)[:, None] * HALF + d[None, :]
+def _angles(cos, sin, table_b, table_t, b, row, there, d, in_half, ACC: tl.constexpr):
+    """Of rows of the tables, (L, T, D/2); table_b is 0 where all batch rows have the same."""
+    at = b * table_b + row.to(tl.int64)[:, None] * table_t + d[None, :]
     seen = there[:, None] & in_half[None, :]
     return tl.load(cos + at, mask=seen, other=1.0).to(ACC), tl.load(sin + at, mask=seen, other=0.0).to(ACC)
 
@@ -154,7 +153,7 @@ def _forward_plain(
 
 @triton.jit
 def _forward_turned(
-    y, y_t, written, x, x_b, x_t, x_g, x_d, weights, past, scale, cos, sin, table_rows, heads, D, head,
+    y, y_t, written, x, x_b, x_t, x_g, x_d, weights, past, scale, cos, sin, table_b, table_t, heads, D, head,
     t, real, first, newest, b, T, seq_idx, links,
     W: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -180,14 +179,14 @@ def _forward_turned(
         inverse = _inverse_norm(low, high, D, EPS)
         low *= inverse * tl.load(scale + d, mask=in_half, other=0.0).to(ACC)[None, :]
         high *= inverse * tl.load(scale + half + d, mask=in_half, other=0.0).to(ACC)[None, :]
-    c, s = _angles(cos, sin, b, t, real, T, table_rows, d, in_half, half, ACC)
+    c, s = _angles(cos, sin, table_b, table_t, b, t, real, d, in_half, ACC)
     _store_rows(y, y_t, t, written, d, in_half, low * c - high * s)
     _store_rows(y, y_t, t, written, d + half, in_half, high * c + low * s)
 
 
 @triton.jit
 def forward(
-    q_out, k_out, v_out, q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale, cos, sin, table_rows,
+    q_out, k_out, v_out, q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale, cos, sin, table_b, table_t,
     cu_seqlens, seq_idx, mask, links,
     T, tiles, H, G, Dk, Dv, R, sequences, search_steps, q_lanes, k_lanes, v_lanes,
     q_b, q_t, q_g, q_d, k_b, k_t, k_g, k_d, v_b, v_t, v_g, v_d,
@@ -214,7 +213,8 @@ def forward(
             for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, H)):
                 _forward_turned(
                     q_out + (b * T * H + head) * Dk, H * Dk, t < T, q, q_b, q_t, q_g, q_d, None, None, q_scale,
-                    cos, sin, table_rows, H, Dk, head, t, t < T, first, newest, b, T, None, None, 1, BLOCK_K, EPS, ACC,
+                    cos, sin, table_b, table_t, H, Dk, head, t, t < T, first, newest, b, T, None, None,
+                    1, BLOCK_K, EPS, ACC,
                 )  # fmt: skip
     if (lane >= q_lanes) & (lane < q_lanes + k_lanes):
         for head in range((lane - q_lanes) * HEADS, tl.minimum((lane - q_lanes + 1) * HEADS, G)):
@@ -226,7 +226,7 @@ def forward(
             else:
                 _forward_turned(
                     k_out + (b * T * G + head) * Dk, G * Dk, t < T, k, k_b, k_t, k_g, k_d, alpha, k_past, k_scale,
-                    cos, sin, table_rows, G, Dk, head, t, k_real, first, newest, b, T, seq_idx, links,
+                    cos, sin, table_b, table_t, G, Dk, head, t, k_real, first, newest, b, T, seq_idx, links,
                     W, BLOCK_K, EPS, ACC,
                 )  # fmt: skip
     if lane >= q_lanes + k_lanes:

@@ -130,6 +130,11 @@ def strides(x: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0, 0) if x is None else x.stride()
 
 
+def table_strides(cos: Tensor | None) -> tuple[int, int]:
+    """Of batch rows and positions of a table (L, T, D/2), as a kernel takes them; sin has the same."""
+    return (0, 0) if cos is None else (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1))
+
+
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, wherever the tensors are."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
@@ -162,7 +167,7 @@ def _shift_op(
     with on_device(k):
         kernels().forward[(grid.programs,)](
             q_out, k_out, v_out, q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale,
-            cos, sin, 1 if cos is None else cos.shape[0], cu_seqlens, seq_idx, mask, links,
+            cos, sin, *table_strides(cos), cu_seqlens, seq_idx, mask, links,
             k.shape[1], grid.tiles, 0 if q is None else q.shape[2], k.shape[2], k.shape[3], v.shape[3],
             0 if k_past is None else k_past.shape[1], sequences, sequences.bit_length(),
             grid.q_lanes, grid.k_lanes, grid.v_lanes, *strides(q), *k.stride(), *v.stride(),
@@ -232,7 +237,7 @@ def _backward_op(
     with on_device(k):
         kernels().backward[(grid.programs,)](
             gq, gk, gv, gq_out, gk_out, gv_out, q, k, v, alpha, beta, q_scale, k_scale,
-            cos, sin, 1 if cos is None else cos.shape[0], partials[0], partials[1], q_partials, k_partials, *bounds,
+            cos, sin, *table_strides(cos), partials[0], partials[1], q_partials, k_partials, *bounds,
             k.shape[1], grid.tiles, 0 if gq_out is None else gq_out.shape[2], *sizes, sequences, sequences.bit_length(),
             grid.q_lanes, grid.k_lanes, grid.v_lanes,
             *strides(gq_out), *strides(gk_out), *strides(gv_out), *strides(q), *k.stride(), *v.stride(),

@@ -108,16 +108,31 @@ def shift_triton(
     _, k_hat, v_hat = _shift(None, k, v, alpha, beta, k_past, v_past, boundaries=boundaries)
     shifted = [x if mix is None else y for x, mix, y in zip(inputs, mixes, (k_hat, v_hat), strict=False)]
     window = next(mix.shape[1] for mix in mixes if mix is not None)
+    second = v if len(inputs) > 1 else None
+    return shifted, tails_triton(k, second, k_past, v_past, sequences, window, max_rows, boundaries)
+
+
+def tails_triton(
+    k: Tensor,
+    v: Tensor | None,
+    k_past: Tensor | None,
+    v_past: Tensor | None,
+    sequences: int,
+    window: int,
+    max_rows: int,
+    boundaries: Boundaries,
+) -> list[Tensor]:
+    """The next histories of k and, where there is one, of v; arguments as in `shift_triton`."""
     rows = window - 1 if k_past is None else k_past.shape[1]
     if boundaries.cu_seqlens is None and boundaries.seq_idx is None and boundaries.mask is None:
         rows = min(max_rows, rows + k.shape[1])
-    second = v if len(inputs) > 1 else None
-    next_histories = torch.ops.kvshift.tails(k, second, k_past, v_past, sequences, rows, *boundaries.tensors())
-    return shifted, list(next_histories[: len(inputs)])
+    pasts = [None if past is None else past.contiguous() for past in (k_past, v_past)]
+    tails = torch.ops.kvshift.tails(k, v, *pasts, sequences, rows, *boundaries.tensors())
+    return list(tails[: 1 if v is None else 2])
 
 
 def turn_triton(
-    q: Tensor,
+    q: Tensor | None,
     k: Tensor,
     v: Tensor,
     alpha: Tensor | None,
@@ -140,7 +155,7 @@ def turn_triton(
     input and output is in float32 (float64 for float64).
 
     Args:
-        q: (B, T, H, D), k: (B, T, G, D), v: (B, T, G, Dv).
+        q: (B, T, H, D), or None; k: (B, T, G, D), v: (B, T, G, Dv).
         alpha, beta: (G, W), or None: not shifted.
         cos, sin: (L, T, D/2), L = 1 or B.
         q_scale, k_scale: (D,), both or None: without norm.
@@ -149,14 +164,20 @@ def turn_triton(
         boundaries: padding and documents.
 
     Returns:
-        q, k and v as attention takes them.
+        q, k and v as attention takes them; for no q an empty tensor.
     """
     past = (None if k_past is None else k_past.detach(), None if v_past is None else v_past.detach())
     found = boundaries or Boundaries()
-    q_out, k_out, v_out = _shift(
-        q, k, v, alpha, beta, *past, cos.contiguous(), sin.contiguous(), q_scale, k_scale, eps, boundaries=found
-    )
+    table = aligned_tables(cos, sin)
+    q_out, k_out, v_out = _shift(q, k, v, alpha, beta, *past, *table, q_scale, k_scale, eps, boundaries=found)
     return q_out, k_out, v if beta is None else v_out
+
+
+def aligned_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """With the same strides, those of a row side by side, as the kernels read them."""
+    if cos.stride(2) == 1 and cos.stride() == sin.stride() and cos.dtype == sin.dtype:
+        return cos, sin
+    return cos.contiguous(), sin.contiguous()
 
 
 def _shift(

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvshift.ops.triton_launch import accumulator, compute_dtype, kernels, on_device, power_of_2
+from kvshift.ops.triton_launch import accumulator, compute_dtype, kernels, on_device, power_of_2, table_strides
+from kvshift.ops.triton_op import aligned_tables
 
 _HEADS = 4  # of q, k or v that one program works through
 
@@ -86,7 +87,7 @@ def step_triton(
     _check(f"cache_slots must be ({batch},) or a single one", cache_slots, cache_slots.numel() in (1, batch))
     compute = compute_dtype(k)
     mixes = [None if mix is None else mix.to(compute).contiguous() for mix in (alpha, beta)]
-    table = cos.contiguous(), sin.contiguous()
+    table = aligned_tables(cos, sin)
     return torch.ops.kvshift.step(
         q, k, v, *mixes, *table, k_state, v_state, k_cache, v_cache, state_slots, cache_slots, own_pages,
         q_scale, k_scale, eps,
@@ -128,9 +129,10 @@ def _step_op(
     mix = beta if alpha is None else alpha
     with on_device(k):
         kernels().step[(programs,)](
-            q_out, k_cache, v_cache, k_state, v_state, q, k, v, alpha, beta, q_scale, k_scale, cos, sin, cos.shape[0],
-            state_slots, cache_slots, 0 if cache_slots.numel() == 1 else cache_slots.stride(0), k_cache.shape[1],
-            queries, heads, size, v.shape[3], k_state.shape[1], q_lanes, lanes, lanes,
+            q_out, k_cache, v_cache, k_state, v_state, q, k, v, alpha, beta, q_scale, k_scale,
+            cos, sin, *table_strides(cos), state_slots, cache_slots,
+            0 if cache_slots.numel() == 1 else cache_slots.stride(0), k_cache.shape[1], queries,
+            heads, size, v.shape[3], k_state.shape[1], q_lanes, lanes, lanes,
             *_heads(q), *_heads(k), *_heads(v), *k_cache.stride()[:3], *v_cache.stride()[:3],
             OWN_PAGES=own_pages, W=1 if mix is None else mix.shape[1], HEADS=_HEADS, BLOCK_K=power_of_2(size // 2),
             BLOCK_V=power_of_2(v.shape[3]), STATE_K=power_of_2(size), EPS=eps, ACC=accumulator(k), num_warps=1,

@@ -162,22 +162,22 @@ def test_no_output_depends_on_later_tokens():
         assert seen.tolist() == [i <= t for i in range(9)]
 
 
-def no_mask(shift_on: Callable, *args: Any, **where: Any) -> tuple[Tensor, ...]:
-    return shift_on(*args, **{**where, "mask": None})
+def no_mask(shift_into: Callable, *args: Any, **where: Any) -> tuple[Tensor, ...]:
+    return shift_into(*args, **{**where, "mask": None})
 
 
-def no_documents(shift_on: Callable, *args: Any, **where: Any) -> tuple[Tensor, ...]:
-    return shift_on(*args, **{**where, "seq_idx": None})
+def no_documents(shift_into: Callable, *args: Any, **where: Any) -> tuple[Tensor, ...]:
+    return shift_into(*args, **{**where, "seq_idx": None})
 
 
-def no_cache(shift_on: Callable, shift: Any, q: Tensor, k: Tensor, v: Tensor, cache: Any, *rest: Any, **where: Any):
-    return shift_on(shift, q, k, v, None, *rest, **where)
+def no_cache(shift_into: Callable, shift: Any, q: Tensor, k: Tensor, v: Tensor, cache: Any, *rest: Any, **where: Any):
+    return shift_into(shift, q, k, v, None, *rest, **where)
 
 
 def keys_and_values_exchanged(
-    shift_on: Callable, shift: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **where: Any
+    shift_into: Callable, shift: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **where: Any
 ):
-    q, v, k = shift_on(shift, q, v, k, *rest, **where)
+    q, v, k = shift_into(shift, q, v, k, *rest, **where)
     return q, k, v
 
 
@@ -195,6 +195,6 @@ def test_the_suite_sees(mutant: Callable, check: Callable, monkeypatch: pytest.M
     """Negative controls."""
     model = shifted_gpt2(torch.float64)
     check(model)
-    monkeypatch.setattr(gpt2, "shift_on", partial(mutant, gpt2.shift_on))
+    monkeypatch.setattr(gpt2, "shift_into", partial(mutant, gpt2.shift_into))
     with pytest.raises(AssertionError):
         check(model)

@@ -28,9 +28,9 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
-from kvshift.layers.positions import half_tables, rotate_half
+from kvshift.layers.positions import half_tables
 from kvshift.layers.recompute import KEEP_ALL
-from kvshift.models.cache import shift_on
+from kvshift.models.cache import shift_into
 from kvshift.models.llama.configuration import KVShiftLlamaConfig
 from kvshift.models.shifted import ShiftedDecoder, ShiftedGeneration, ShiftedPreTrainedModel
 
@@ -70,9 +70,9 @@ class KVShiftLlamaAttention(LlamaAttention):
         key = self.k_proj(hidden_states).view(heads)
         value = self.v_proj(hidden_states).view(heads)
 
+        finish = {"rotary": position_embeddings, "norms": (self.q_norm, self.k_norm) if self.qk_norm else None}
         raw = key, value
-        rotary = None if self.qk_norm else position_embeddings  # the norm stands between shift and rotation
-        query, key, value = shift_on(
+        query, key, value = shift_into(
             self.shift,
             query,
             key,
@@ -81,25 +81,11 @@ class KVShiftLlamaAttention(LlamaAttention):
             self.layer_idx,
             mask=shift_mask,
             seq_idx=shift_seq_idx,
-            rotary=rotary,
+            **finish,
         )
-        if self.qk_norm:
-            query = rotate_half(self.q_norm(query), position_embeddings)
-            key = rotate_half(self.k_norm(key), position_embeddings)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         keep_raw = KEEP_ALL
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        elif torch.is_grad_enabled():
-            keep_raw = self.shift.recomputing(
-                raw,
-                (key, value),
-                mask=shift_mask,
-                seq_idx=shift_seq_idx,
-                rotary=rotary,
-                finish=(lambda key: rotate_half(self.k_norm(key), position_embeddings)) if self.qk_norm else None,
-                reads=(self.k_norm, *position_embeddings) if self.qk_norm else (),
-            )
+        if past_key_values is None and torch.is_grad_enabled():
+            keep_raw = self.shift.recomputing(raw, (key, value), mask=shift_mask, seq_idx=shift_seq_idx, **finish)
 
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward

@@ -21,7 +21,7 @@ from transformers.utils.generic import merge_with_config_defaults
 
 from kvshift.layers import KVShift
 from kvshift.layers.recompute import KEEP_ALL
-from kvshift.models.cache import shift_on
+from kvshift.models.cache import shift_into
 from kvshift.models.retrofit.family import Family, RetrofitConfig, convert
 from kvshift.models.shifted import ShiftedDecoder, ShiftedGeneration, ShiftedPreTrainedModel
 
@@ -68,7 +68,7 @@ class KVShiftGPT2Attention(GPT2Attention):
             for projected in self.c_attn(hidden_states).split(self.split_size, dim=2)
         )
         raw = key, value
-        query, key, value = shift_on(
+        query, key, value = shift_into(
             self.shift,
             query,
             key,
@@ -78,11 +78,8 @@ class KVShiftGPT2Attention(GPT2Attention):
             mask=shift_mask,
             seq_idx=shift_seq_idx,
         )
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         keep_raw = KEEP_ALL
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        elif torch.is_grad_enabled():
+        if past_key_values is None and torch.is_grad_enabled():
             keep_raw = self.shift.recomputing(raw, (key, value), mask=shift_mask, seq_idx=shift_seq_idx)
 
         implementation = self.config._attn_implementation
