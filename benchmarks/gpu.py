@@ -71,18 +71,18 @@ def steps(out: Path) -> list[Step]:
     ]
 
 
+def surroundings() -> dict[str, str]:
+    """The environment of a step: kvshift from this checkout, nothing from a network."""
+    path = os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+
+
 def run(step: Step, seconds: float, log: TextIO) -> str:
     """Run a step for so many seconds at the most; what came of it, in a word or two."""
     log.write(f"\n===== {step.name}\n")
     log.flush()
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH")))),
-        "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
     process = subprocess.Popen(
-        step.command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        step.command, cwd=ROOT, env=surroundings(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
     try:
         code = process.wait(timeout=seconds)
@@ -109,6 +109,8 @@ def summary(out: Path, said: list[tuple[str, str, float]]) -> str:
             rows.append(json.loads(line))
         except ValueError:  # the last, of a step that was stopped
             break
+    if not rows:
+        return "\n".join(lines)
     (out / "bench" / "table.md").write_text(markdown(rows))
     if (figure := draw(rows)) is not None:
         save_figure(figure, out / "bench" / "plot")

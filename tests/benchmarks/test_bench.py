@@ -135,10 +135,12 @@ def test_memory_of_a_layer_is_what_two_layers_keep_beyond_one(preset, tmp_path, 
     monkeypatch.setattr("kvshift.benchmarks.memory.SIZES", {"tiny": tiny})
     preset(dataclasses.replace(TINY, memory=(("tiny", 37),)))
     bench(config(tmp_path, "memory"))
-    saved = {row["contestant"]: row["saved_bytes"] for row in read(tmp_path)}
+    rows = read(tmp_path)
+    saved = {row["contestant"]: row["saved_bytes"] for row in rows}
     assert list(saved) == ["transformers' Llama", "without shift", "kv shift"]
     raw = 2 * 37 * 2 * 8 * 2  # k and v, (37, 2, 8) in bfloat16: too small for them to be made again
     assert saved["kv shift"] - saved["without shift"] in range(raw, raw + 200)
+    assert [row["saved_more"] for row in rows] == [size / saved["transformers' Llama"] - 1 for size in saved.values()]
 
 
 def test_layers_that_fit_follow_the_memory_of_the_device(monkeypatch):

@@ -124,6 +124,7 @@ def measure_case(case: Case, device: torch.device) -> list[Row]:
             row |= _memory(contestant, device)
         except Exception as error:
             row["problem"] = f"failed: {describe(error)}"
+    _compare_memory(list(found.values()), found.get(case.baseline, {}))
     contestants.clear()
     timed.clear()
     gc.collect()
@@ -160,6 +161,15 @@ def _bandwidth(contestant: Contestant, times: Times, copy: Contestant | None, co
     if copy is not None and copy.moved and copied is not None and copied.failure is None:
         row["of_copy"] = speed / (copy.moved / quartiles(copied.seconds).median / 1e9)
     return row
+
+
+def _compare_memory(rows: list[Row], baseline: Row) -> None:
+    """Beside the baseline's, as a part of it, where it has some."""
+    for name in ("saved", "peak"):
+        base = baseline.get(f"{name}_bytes")
+        for row in rows:
+            if base and f"{name}_bytes" in row:
+                row[f"{name}_more"] = row[f"{name}_bytes"] / base - 1
 
 
 def _memory(contestant: Contestant, device: torch.device) -> Row:

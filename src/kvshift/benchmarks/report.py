@@ -48,8 +48,10 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("host, ms a call", _as("host_milliseconds", ".3g")),
     ("GB/s", _as("gb_per_second", ".4g")),
     ("of the copy's GB/s", _as("of_copy", ".1%")),
-    ("peak, MiB", _as("peak_bytes", ".1f", 2**-20)),
-    ("saved for backward, MiB", _as("saved_bytes", ".1f", 2**-20)),
+    ("peak, MiB", _as("peak_bytes", ".2f", 2**-20)),
+    ("more than the first's", _as("peak_more", "+.2%")),
+    ("saved for backward, MiB", _as("saved_bytes", ".2f", 2**-20)),
+    ("more than the first's", _as("saved_more", "+.2%")),
     ("worst error", _as("worst_error", ".1e")),
     ("", lambda row: row.get("problem") or row.get("computes", "")),
 )
@@ -179,7 +181,7 @@ def _draw_operator(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="bytes that must move, as % of the copy's bandwidth", title="Operator", xlim=(0, None))
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=6)
+    axes.legend(frameon=False, fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
 
 
 def _draw_whole(axes: Axes, rows: Sequence[Row]) -> None:

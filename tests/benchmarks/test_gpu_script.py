@@ -1,0 +1,54 @@
+"""benchmarks/gpu.py, as far as it can be checked without a GPU: its steps, their limits, and what they need."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_script"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_limits_of_the_steps_add_up_to_nine_minutes(gpu, tmp_path):
+    assert sum(step.limit for step in gpu.steps(tmp_path)) <= 540
+
+
+def test_the_benchmark_needs_neither_tyro_nor_what_reads_data(gpu, tmp_path):
+    """The very code of a step, but small and on the CPU."""
+    *python, code = gpu.bench_code(tmp_path / "bench", "op", preset="smoke", device="cpu", rounds=2)
+    absent = "import sys\nfor name in ('tyro', 'datasets', 'ray', 'scipy'): sys.modules[name] = None\n"
+    subprocess.run([*python, absent + code], check=True, capture_output=True, env=gpu.surroundings(), timeout=120)
+    text = gpu.summary(tmp_path, [("op", "done", 3.0)])
+    assert text.startswith("op ")
+    assert "kv_shift" in text
+    assert (tmp_path / "bench" / "plot.png").exists()
+    assert "## Operator" in (tmp_path / "bench" / "table.md").read_text()
+
+
+def test_a_step_that_hangs_is_stopped_and_one_that_fails_is_named(gpu, tmp_path):
+    def step(code):
+        return gpu.Step("one", (sys.executable, "-c", code), 60)
+
+    with (tmp_path / "log").open("w") as log:
+        assert gpu.run(step("import time; time.sleep(60)"), 0.3, log) == "stopped after 0 s"
+        assert gpu.run(step("raise SystemExit(3)"), 30, log) == "exit code 3"
+        assert gpu.run(step("print('well')"), 30, log) == "done"
+    assert "well" in (tmp_path / "log").read_text()
+
+
+def test_rows_that_were_cut_off_are_left_out_of_the_summary(gpu, tmp_path):
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "rows.jsonl").write_text('{"part": "op", "ca')
+    assert gpu.summary(tmp_path, [("op", "stopped after 9 s", 9.0)]).startswith("op")
