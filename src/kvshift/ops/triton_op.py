@@ -7,7 +7,8 @@ Shapes: B batch, T positions, S sequences, R rows of history, H query heads, G K
 
 from __future__ import annotations
 
-import functools
+import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor
 
 from kvshift.ops import triton_state  # noqa: F401  registers an operator
-from kvshift.ops.triton_launch import compute_dtype, kernels
+from kvshift.ops.triton_launch import compute_dtype
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
 _MAX_WINDOW = 8
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton runs kernels as Python, on CPU tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +64,9 @@ def triton_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None
         return f"it knows {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, the tensors are {x.dtype}"
     if window > _MAX_WINDOW:
         return f"its window is {_MAX_WINDOW} at most, got {window}"
-    missing = _missing()
-    if missing is not None:
-        return missing
-    if not x.is_cuda and not (x.is_cpu and _interpreted()):
+    if not _HAS_TRITON:
+        return "Triton is not installed"
+    if not x.is_cuda and not (x.is_cpu and _IS_INTERPRETED):
         return f"it runs on CUDA devices (on the CPU in Triton's interpreter), the tensors are on {x.device}"
     if torch.compiler.is_compiling():
         return None
@@ -74,23 +76,6 @@ def triton_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None
     if torch._C._are_functorch_transforms_active():
         return "it does not run under torch.func transforms"
     return None
-
-
-@functools.cache
-def _missing() -> str | None:
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        return f"Triton cannot be imported: {error}"
-    return None
-
-
-@functools.cache
-def _interpreted() -> bool:
-    """Whether TRITON_INTERPRET was set when the kernels were imported."""
-    from triton.runtime.jit import JITFunction
-
-    return not isinstance(kernels().forward, JITFunction)
 
 
 def shift_triton(
@@ -105,7 +90,8 @@ def shift_triton(
     k, v = inputs[0], inputs[-1]
     alpha, beta = mixes[0], mixes[1] if len(mixes) > 1 else None
     k_past, v_past = pasts[0], pasts[1] if len(pasts) > 1 else None
-    _, k_hat, v_hat = _shift(None, k, v, alpha, beta, k_past, v_past, boundaries=boundaries)
+    not_turned = (None, None, None, None, 0.0)
+    _, k_hat, v_hat = _shift(None, k, v, alpha, beta, k_past, v_past, *not_turned, boundaries=boundaries)
     shifted = [x if mix is None else y for x, mix, y in zip(inputs, mixes, (k_hat, v_hat), strict=False)]
     window = next(mix.shape[1] for mix in mixes if mix is not None)
     second = v if len(inputs) > 1 else None
@@ -188,11 +174,11 @@ def _shift(
     beta: Tensor | None,
     k_past: Tensor | None,
     v_past: Tensor | None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    eps: float = 0.0,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    eps: float,
     *,
     boundaries: Boundaries,
 ) -> tuple[Tensor, Tensor, Tensor]:

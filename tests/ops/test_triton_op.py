@@ -1,0 +1,460 @@
+"""The Triton kernels, run as Python on the CPU: a part of the edge suite, short enough for every run of the tests.
+
+`make test-interpreter` runs all of it, `make test-gpu` the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
+
+from kvshift.ops import ShiftState, kv_shift, shift, shift_tokens, triton_launch, triton_op
+from kvshift.ops.triton_launch import Tiling
+from kvshift.ops.triton_op import Boundaries
+
+from . import checks
+from .cases import DTYPES, LAYOUTS, Case, outcome, random_case
+from .conftest import skip_unless_built
+from .rounding import assert_within_one_rounding
+from .test_parity import MODES
+
+
+@pytest.fixture(autouse=True)
+def kernels_that_run() -> None:
+    skip_unless_built("triton")
+
+
+# Results
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "through_state"),
+    [
+        pytest.param(mode, DTYPES[(i + through_state) % 4], through_state, id=f"{name}-{through_state}")
+        for i, (name, mode) in enumerate(MODES.items())
+        for through_state in (False, True)
+    ],
+)
+def test_results_and_gradients_are_exact_but_for_one_rounding(mode, dtype, through_state):
+    assert_within_one_rounding(random_case(2, dtype=dtype, **mode), "triton", through_state=through_state)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_window_of_three_in_every_dtype_of_keys_and_of_coefficients(dtype):
+    for mix_dtype in DTYPES:
+        case = random_case(3, 1, 5, dtype=dtype, mix_dtype=mix_dtype, rows=2, window=3)
+        assert_within_one_rounding(case, "triton", through_state=True)
+
+
+def test_hand_worked_values():
+    checks.check_hand_worked_values("triton")
+
+
+@pytest.mark.parametrize("window", [2, 4])
+def test_causality(window):
+    checks.check_gradient_of_one_result_reaches(random_case(5, 1, 5, window=window), "triton")
+
+
+@pytest.mark.parametrize("content", [torch.nan, -29.0])
+def test_packed_documents_do_not_touch(content):
+    case = random_case(7, lengths=[2, 0, 1, 3], rows=1)
+    documents = [slice(0, 2), slice(2, 2), slice(2, 3), slice(3, 6)]
+    checks.check_documents_do_not_touch(case, "triton", documents, content)
+
+
+def test_numbered_documents_do_not_touch():
+    case = random_case(7, 1, 6, window=3, seq_idx=[[0, 0, 1, 2, 2, 2]])
+    checks.check_documents_do_not_touch(case, "triton", [slice(0, 2), slice(2, 3), slice(3, 6)], torch.nan)
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_a_pack_is_its_sequences(window):
+    case = random_case(11, lengths=checks.LENGTHS, rows=window, window=window, dtype=torch.bfloat16)
+    checks.check_pack_is_its_sequences(case, "triton", checks.LENGTHS)
+
+
+@pytest.mark.parametrize("mode", [{"rows": 3}, {"window": 4, "rows": 3}, {"mask": [[1, 0, 1, 1, 0, 1]], "rows": 1}])
+def test_pieces_are_the_whole(mode):
+    case = random_case(13, 1, 6, **mode)
+    for cuts in ([0, 2], [1, 2, 3, 4, 5]):
+        checks.check_pieces_are_the_whole(case, "triton", cuts)
+
+
+def test_pieces_of_a_pack_are_the_whole():
+    checks.check_pieces_are_the_whole(random_case(17, lengths=[2, 0, 1, 4], rows=2), "triton", [1, 3])
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_padding_is_as_if_absent(rows):
+    masks = [[0, 0, 1, 1, 1], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]]
+    checks.check_padding_is_as_if_absent("triton", masks, rows, torch.nan)
+
+
+def test_reordered_rows_go_on():
+    checks.check_reordered_rows_go_on("triton")
+
+
+def test_cropped_tokens_were_never_seen():
+    checks.check_cropped_tokens_were_never_seen("triton", 2, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_identity_coefficients_return_every_bit(dtype):
+    case = random_case(19, 1, 5, dtype=dtype, rows=2, mask=[[0, 1, 1, 0, 1]])
+    checks.check_identity_returns_every_bit(case, "triton")
+
+
+@pytest.mark.parametrize("mode", [{"positions": 1, "rows": 3}, {"lengths": [2, 0, 1], "rows": 2}])
+def test_callers_tensors_are_theirs(mode):
+    checks.check_inputs_are_left_alone(random_case(23, **mode), "triton")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", [{"rows": 2}, {"lengths": [2, 0, 3], "rows": 1}], ids=["rows", "pack"])
+def test_strides_change_no_bit(layout, mode):
+    for grad_layout in (layout, "expanded"):
+        case = random_case(29, 2, 5, layout=layout, grad_layout=grad_layout, **mode)
+        expected = outcome(case.map(lambda x: x.clone(memory_format=torch.contiguous_format)), "triton")
+        for name, result in outcome(case, "triton").items():
+            assert torch.equal(result, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"batch": 0, "positions": 5, "rows": 2},
+        {"batch": 2, "positions": 0, "rows": 2},
+        {"batch": 2, "positions": 0},
+        {"batch": 2, "positions": 0, "mask": [[], []], "rows": 1},
+        {"lengths": []},
+        {"lengths": [0, 0], "rows": 3},
+        {"batch": 1, "positions": 1},
+        {"batch": 2, "positions": 1, "rows": 3, "window": 4},
+        {"lengths": [0, 1, 0], "rows": 1},
+    ],
+    ids=str,
+)
+def test_nothing_and_one_token(mode):
+    assert_within_one_rounding(random_case(31, **mode), "triton", through_state=True)
+
+
+@pytest.mark.parametrize("missing", ["alpha", "beta"])
+@pytest.mark.parametrize("mode", [{"rows": 2}, {"mask": [[0, 1, 1], [1, 0, 1]], "positions": 3}], ids=["rows", "mask"])
+def test_without_coefficients_a_tensor_passes_and_its_history_is_kept(missing, mode):
+    case = random_case(37, **mode)
+    expected = dict(zip(("k", "v", "state"), case.call("triton"), strict=True))
+    results = dict(zip(("k", "v", "state"), replace(case, **{missing: None}).call("triton"), strict=True))
+    passed, shifted = ("k", "v") if missing == "alpha" else ("v", "k")
+    assert results[passed] is getattr(case, passed)
+    assert torch.equal(results[shifted], expected[shifted])
+    checks.assert_same_state(results["state"], expected["state"])
+
+
+@pytest.mark.parametrize("mode", [{"rows": 5}, {"seq_idx": [[0, 0, 1, 1, 1]], "window": 3}], ids=["rows", "documents"])
+def test_a_single_tensor_is_shifted_like_keys(mode):
+    case = random_case(41, 1, 5, **mode)
+    whole = outcome(case, "triton")
+    leaves = {"k": case.k.requires_grad_(), "alpha": case.alpha.requires_grad_()}
+    if case.state is not None:
+        leaves["state.k"] = case.state.k.requires_grad_()
+    history = None if case.state is None else case.state.k
+    y, rows = shift_tokens(case.k, case.alpha, history=history, seq_idx=case.seq_idx, backend="triton")
+    gradients = torch.autograd.grad((y, rows), list(leaves.values()), (case.grads[0], case.grads[2]))
+    assert torch.equal(y, whole["k_hat"])
+    assert torch.equal(rows, whole["new_state.k"])
+    for name, gradient in zip(leaves, gradients, strict=True):
+        assert torch.equal(gradient, whole[f"gradient of {name}"]), name
+
+
+@pytest.mark.parametrize("trained", ["k", "v", "alpha", "beta", "state.k", "state.v"])
+def test_a_single_input_may_need_its_gradient_alone(trained):
+    case = random_case(43, 1, 4, rows=1)
+    leaves = {"k": case.k, "v": case.v, "alpha": case.alpha, "beta": case.beta}
+    leaves |= {"state.k": case.state.k, "state.v": case.state.v}
+    expected = outcome(case, "triton")[f"gradient of {trained}"]
+    leaves[trained].requires_grad_()
+    k_hat, v_hat, new_state = case.call("triton")
+    pairs = zip((k_hat, v_hat, new_state.k, new_state.v), case.grads, strict=True)
+    torch.autograd.backward(*zip(*((y, g) for y, g in pairs if y.requires_grad), strict=True))
+    assert torch.equal(leaves[trained].grad, expected)
+
+
+@pytest.mark.parametrize("only", [0, 1, 2, 3])
+def test_a_gradient_may_come_back_to_a_single_result(only):
+    case = random_case(47, 1, 4, rows=2)
+    leaves = [x.requires_grad_() for x in (case.k, case.v, case.alpha, case.beta, case.state.k, case.state.v)]
+    results = {}
+    for backend in ("triton", "eager"):
+        k_hat, v_hat, state = case.call(backend)
+        y = (k_hat, v_hat, state.k, state.v)[only]
+        given = torch.autograd.grad(y, leaves, case.grads[only], allow_unused=True, materialize_grads=True)
+        results[backend] = given
+    for gradient, expected in zip(results["triton"], results["eager"], strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_error_is_no_larger_than_that_of_plain_pytorch(dtype):
+    """Against the same sums in fp64 (of fp64, in 80 bits): on the whole, and element by element up to one rounding."""
+    case = random_case(53, 1, 301, heads=2, k_dim=13, v_dim=3, dtype=dtype)
+
+    def plain(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, **_: object) -> tuple[Tensor, Tensor, ShiftState]:
+        mixed = []
+        for x, mix in ((k, alpha), (v, beta)):
+            before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+            mix = mix.to(x.dtype)
+            mixed.append(mix[:, :1] * x + mix[:, 1:] * before)
+        return *mixed, ShiftState(k[:, -1:].clone(), v[:, -1:].clone(), 1)
+
+    exact = outcome(case.map(lambda x: x.double()), "reference")
+    own, other = outcome(case, "triton"), outcome(case, "plain", op=plain)
+    for name in ("k_hat", "v_hat", "gradient of k", "gradient of v", "gradient of alpha", "gradient of beta"):
+        if dtype == torch.float64:
+            torch.testing.assert_close(own[name], other[name], rtol=1e-6 if name[-4] == "l" else 1e-12, atol=1e-12)
+            continue
+        errors = (own[name].double() - exact[name]).abs(), (other[name].double() - exact[name]).abs()
+        assert errors[0].square().mean() <= errors[1].square().mean(), name
+        assert errors[0].max() <= errors[1].max(), name
+    assert_within_one_rounding(case, "triton", through_state=True)
+
+
+@pytest.mark.parametrize("tiling", [Tiling(positions=1), Tiling(positions=4, heads=2), Tiling(elements=32, heads=8)])
+@pytest.mark.parametrize(
+    "mode", [{"rows": 2, "window": 3}, {"lengths": [3, 0, 1, 5], "rows": 1}, {"mask": [[1, 0, 1, 1, 0, 1, 1]]}]
+)
+def test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum(tiling, mode, monkeypatch):
+    """Tiles that end inside a document, a hole or a group of heads; one program for several heads."""
+    case = random_case(59, 1, 7, **mode)
+    whole = outcome(case, "triton")
+    for kernel in ("forward", "backward"):
+        monkeypatch.setitem(triton_launch.TILING, kernel, tiling)
+    for name, result in outcome(case, "triton").items():
+        if name not in ("gradient of alpha", "gradient of beta"):
+            assert torch.equal(result, whole[name]), name
+    assert_within_one_rounding(case, "triton", through_state=True)
+
+
+def test_the_same_bits_on_every_run():
+    case = random_case(61, 3, 149, heads=2, k_dim=67, v_dim=61, rows=1)
+    first, second = outcome(case, "triton"), outcome(case, "triton")
+    for name, result in second.items():
+        assert torch.equal(result, first[name]), name
+
+
+@pytest.mark.parametrize("dimension", ["batch", "positions", "heads", "head size"])
+def test_offsets_beyond_32_bits(dimension, tmp_path):
+    """Strides of 2^30 that fit into 32 bits, offsets that do not: over a file of which a few pages exist."""
+    step = 2**30 + 8
+    stride = [64, 16, 4, 1]
+    stride[("batch", "positions", "heads", "head size").index(dimension)] = step
+    case = random_case(67, 3, 3, heads=3, k_dim=3, v_dim=3, dtype=torch.bfloat16)
+    expected = outcome(case, "triton")
+    far = []
+    for i, x in enumerate((case.k, case.v, *case.grads[:2])):
+        memory = torch.from_file(str(tmp_path / str(i)), shared=True, size=2 * step + 256, dtype=x.dtype)
+        far.append(memory.as_strided((3, 3, 3, 3), stride).copy_(x))
+    k, v, *grads = far
+    for name, result in outcome(replace(case, k=k, v=v, grads=(*grads, *case.grads[2:])), "triton").items():
+        assert torch.equal(result, expected[name]), name
+
+
+def test_there_is_no_second_derivative():
+    case = random_case(71, 1, 3)
+    k = case.k.requires_grad_()
+    (gradient,) = torch.autograd.grad(case.call("triton")[0].square().sum(), k, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"differentiate twice|no autograd formula was registered"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [{}, {"rows": 2}, {"lengths": [2, 0, 3], "rows": 1}, {"mask": [[1, 0, 1]]}], ids=str)
+def test_memory_kept_for_backward_is_the_inputs(mode):
+    """Nothing of the size of k but k, of the size of v but v; with padding two 32-bit numbers for each token."""
+    case = random_case(73, 1, **({"positions": 3} | mode), heads=5)
+    inputs = [case.k, case.v, case.alpha, case.beta]
+    inputs += [] if case.state is None else [case.state.k, case.state.v]
+    addresses = {x.requires_grad_().data_ptr() for x in inputs}
+    addresses |= {x.data_ptr() for x in (case.cu_seqlens, case.mask) if x is not None}
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        results = case.call("triton")
+    assert results[0].requires_grad
+    links = {x.data_ptr() for x in kept} - addresses
+    assert len(links) == ("mask" in mode)
+    for x in kept:
+        if x.data_ptr() in links:
+            assert (x.dtype, x.numel()) == (torch.int32, 2 * case.mask.numel())
+
+
+# The operators that torch sees
+
+OPERATORS: dict[str, dict] = {
+    "plain": {},
+    "state, window 3": {"rows": 3, "window": 3},
+    "pack, state": {"lengths": [2, 0, 3], "rows": 1},
+    "documents, padding": {"seq_idx": [[0, 0, 1], [1, 1, 1]], "mask": [[0, 1, 1], [1, 0, 1]]},
+}
+
+
+@pytest.mark.parametrize("mode", OPERATORS.values(), ids=OPERATORS)
+def test_operators_keep_the_rules_of_torch_library(mode):
+    """Schema, autograd, shapes of fake tensors, tracing with sizes unknown."""
+    case = random_case(79, 2, **({"positions": 3} | mode))
+    state = case.state or ShiftState(None, None, 1)
+    inputs = [case.k, case.v, case.alpha, case.beta, *(() if case.state is None else (state.k, state.v))]
+    for x in inputs:
+        x.requires_grad_()
+    bounds = Boundaries.of(case.cu_seqlens, case.seq_idx, case.mask).tensors()
+    turned = (None,) * 4
+    args = (None, case.k, case.v, case.alpha, case.beta, state.k, state.v, *turned, 0.0, *bounds)
+    torch.library.opcheck(torch.ops.kvshift.shift.default, args)
+    sequences = case.k.shape[0] if case.cu_seqlens is None else len(case.cu_seqlens) - 1
+    torch.library.opcheck(torch.ops.kvshift.tails.default, (*args[1:3], *args[5:7], sequences, 2, *bounds))
+
+
+COMPILED = {
+    "state, window 3": lambda t: random_case(t, 3, t, heads=5, k_dim=11, v_dim=17, window=3, rows=6),
+    "pack": lambda t: random_case(t, lengths=[1, 0, t - 1, 0], heads=5, k_dim=11, v_dim=17),
+    "padding, state": lambda t: random_case(
+        t, 3, t, heads=5, k_dim=11, v_dim=17, rows=2, mask=[[i % 3 > 0 for i in range(t)]] * 2 + [[True] * t]
+    ),
+}
+
+
+@pytest.fixture
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", COMPILED.values(), ids=COMPILED)
+@pytest.mark.usefixtures("nothing_compiled_before")
+def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(kv_shift, backend=counter, fullgraph=True, dynamic=True)
+    for positions in (7, 2, 13):
+        case = mode(positions)
+        expected = outcome(case, "triton")
+        for name, result in outcome(case, "triton", op=compiled).items():
+            assert torch.equal(result, expected[name]), name
+    assert counter.frame_count == 1
+    (graph,) = counter.graphs
+    assert "kvshift.shift" in graph.code
+
+
+class Shift(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.alpha, self.beta = nn.Parameter(case.alpha), nn.Parameter(case.beta)
+
+    def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ShiftState]:
+        return kv_shift(k, v, self.alpha, self.beta, backend="triton")
+
+
+def test_an_exported_program_takes_any_number_of_tokens():
+    example = random_case(2, 3, 11)
+    tokens = {0: Dim("batch", min=2, max=64), 1: Dim("positions", min=2, max=4096)}
+    module = Shift(example)
+    program = torch.export.export(module, (example.k, example.v), dynamic_shapes=(tokens, tokens))
+    for size in ((2, 2), (5, 17)):
+        case = random_case(3, *size)
+        results, expected = program.module()(case.k, case.v), module(case.k, case.v)
+        assert torch.equal(results[0], expected[0])
+        assert torch.equal(results[1], expected[1])
+        checks.assert_same_state(results[2], expected[2])
+
+
+def test_outcomes_of_fake_tensors_have_the_shapes_of_real_ones():
+    case = random_case(7, rows=2, mask=[[1] * 11, [0] * 11])
+    real = outcome(case, "triton")
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = outcome(replace(case.map(mode.from_tensor), mask=mode.from_tensor(case.mask)), "triton")
+        for name, x in fake.items():
+            assert (x.shape, x.stride(), x.dtype) == (real[name].shape, real[name].stride(), real[name].dtype), name
+
+
+# Refusals and the choice of a backend
+
+
+class Subclass(torch.Tensor):
+    """A tensor that is no plain one."""
+
+
+def refused() -> dict[str, tuple[Tensor, int]]:
+    plain = torch.randn(1, 3, 2, 4)
+    return {
+        r"it runs on CUDA devices .*, the tensors are on meta": (plain.to("meta"), 2),
+        r"it knows float32.*, the tensors are torch.float8_e5m2": (plain.to(torch.float8_e5m2), 2),
+        r"its window is 8 at most, got 9": (plain, 9),
+        r"it takes plain tensors, got a Subclass": (plain.as_subclass(Subclass), 2),
+    }
+
+
+@pytest.mark.parametrize("message", refused())
+def test_what_the_kernels_cannot_take_they_refuse_by_name(message):
+    x, window = refused()[message]
+    with pytest.raises(ValueError, match=f'backend "triton" cannot be used here: {message}'):
+        shift_tokens(x, torch.ones(2, window, device=x.device), backend="triton")
+
+
+def test_the_widest_window():
+    assert_within_one_rounding(random_case(83, 1, 9, window=8, rows=7), "triton", through_state=True)
+
+
+@pytest.mark.parametrize("argument", ["v", "alpha", "beta", "mask"])
+def test_every_tensor_of_a_call_must_be_plain(argument):
+    case = random_case(89, 1, 3, rows=1, mask=[[1, 0, 1]])
+    odd = replace(case, **{argument: getattr(case, argument).as_subclass(Subclass)})
+    with pytest.raises(ValueError, match=r"it takes plain tensors, got a Subclass"):
+        odd.call("triton")
+
+
+def test_transforms_of_functions_are_refused():
+    case = random_case(97, 1, 3)
+    with pytest.raises(ValueError, match=r"it does not run under torch\.func transforms"):
+        torch.func.vmap(lambda k: replace(case, k=k).call("triton")[0])(torch.stack([case.k, case.k]))
+
+
+def test_without_triton_it_is_named_and_auto_goes_on(monkeypatch):
+    case = random_case(101, 1, 3)
+    monkeypatch.setattr(triton_op, "_HAS_TRITON", False)
+    with pytest.raises(ValueError, match=r'backend "triton" cannot be used here: Triton is not installed'):
+        case.call("triton")
+    assert torch.equal(case.call("auto")[0], case.call("eager")[0])
+
+
+def test_the_environment_chooses_what_auto_is(monkeypatch):
+    case = random_case(103, 1, 3)
+    launches = itertools.count()
+    real = triton_launch.kernels()
+    monkeypatch.setattr(triton_launch, "kernels", lambda: (next(launches), real)[1])
+    monkeypatch.setattr(shift, "_AUTO", "triton")
+    case.call("eager")
+    assert next(launches) == 0, "a backend that is named is taken"
+    case.call("auto")
+    assert next(launches) > 1
+    monkeypatch.setattr(shift, "_AUTO", "tritron")
+    with pytest.raises(ValueError, match=r"the environment variable KVSHIFT_BACKEND must be one of .*; got 'tritron'"):
+        case.call("auto")
+
+
+def test_the_environment_is_read_when_a_process_begins():
+    program = "from kvshift.ops.shift import choose_backend as c; print(c('auto'), c('cpu'))"
+    source = str(Path(shift.__file__).parents[2])
+    env = os.environ | {"KVSHIFT_BACKEND": "reference", "PYTHONPATH": source}
+    printed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert printed.stdout.split() == ["reference", "cpu"]
