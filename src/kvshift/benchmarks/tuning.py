@@ -37,7 +37,7 @@ def candidates(kernel: str) -> Iterator[Tiling]:
     yield TILING[kernel]
     turned = kernel.endswith("turned")
     for elements, heads, warps in itertools.product(
-        (1024, 2048, 4096) if turned else (2048, 4096, 8192), (1, 4, 8) if turned else (1,), (4, 8)
+        (1024, 2048, 4096) if turned else (1024, 2048, 4096, 8192), (1, 4, 8) if turned else (1,), (4, 8)
     ):
         tiling = Tiling(elements=elements, positions=128, heads=heads, warps=warps)
         if tiling != TILING[kernel]:

@@ -23,7 +23,8 @@ class Tiling:
     """How the work of a launch is cut; changes no bit of any result but the order of the coefficients' sums."""
 
     elements: int = 4096
-    """Of a tile, at most: positions times the elements of a head."""
+    """Of a tile, at most: positions times the elements of a head. Half as many for a window above 2, for float64 and for
+    the gradient of a norm: what a thread needs at once must fit into its registers."""
     positions: int = 64
     """Of a tile, at most."""
     heads: int = 1
@@ -35,7 +36,7 @@ class Tiling:
 # By kernel; `kvshift.benchmarks.tuning` tries others on the device at hand.
 TILING = {
     "forward": Tiling(),
-    "backward": Tiling(),
+    "backward": Tiling(elements=2048),
     "forward, turned": Tiling(elements=2048, heads=4),
     "backward, turned": Tiling(elements=2048, heads=4),
 }
@@ -77,14 +78,24 @@ class _Grid:
 
 
 def _grid(
-    direction: str, q: Tensor | None, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, turned: bool
+    direction: str,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    *,
+    turned: bool,
+    normed: bool,
 ) -> _Grid:
     tiling = TILING[f"{direction}, turned" if turned else direction]
     batch, positions, heads, size = k.shape
     block_k = power_of_2(size // 2 if turned else size)
     block_v = power_of_2(v.shape[3])
     widest = max(block_k * (2 if turned else 1), block_v)
-    block_t = min(power_of_2(positions), tiling.positions, max(1, tiling.elements // widest))
+    window = _window(alpha, beta)
+    halvings = (window > 2) + (k.dtype == torch.float64) + (direction == "backward" and normed)
+    block_t = min(power_of_2(positions), tiling.positions, max(1, (tiling.elements >> halvings) // widest))
     lanes = -(-heads // tiling.heads)
     return _Grid(
         tiles=-(-positions // block_t),
@@ -93,7 +104,7 @@ def _grid(
         v_lanes=0 if beta is None else lanes,
         batch=batch,
         meta={
-            "W": _window(alpha, beta),
+            "W": window,
             "HEADS": tiling.heads,
             "BLOCK_T": block_t,
             "BLOCK_K": block_k,
@@ -160,7 +171,7 @@ def _shift_op(
     links: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_out, k_out, v_out = _like_outputs(q, k, v, alpha, beta, cos)
-    grid = _grid("forward", q, k, v, alpha, beta, cos is not None)
+    grid = _grid("forward", q, k, v, alpha, beta, turned=cos is not None, normed=k_scale is not None)
     if grid.programs == 0:
         return q_out, k_out, v_out
     sequences = _sequences(k, cu_seqlens)
@@ -218,7 +229,7 @@ def _backward_op(
     """Gradients of q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale; q is looked at only if there is a norm."""
     gradients = _like_gradients(gq_out, k, v, alpha, beta, k_past, v_past, cos, q_scale, k_scale)
     gq, gk, gv, galpha, gbeta, gk_past, gv_past, gq_scale, gk_scale = gradients
-    grid = _grid("backward", gq_out, k, v, alpha, beta, cos is not None)
+    grid = _grid("backward", gq_out, k, v, alpha, beta, turned=cos is not None, normed=k_scale is not None)
     if grid.programs == 0:
         for gradient in gradients:
             gradient.zero_()

@@ -1,0 +1,141 @@
+"""Compile the Triton kernels for GPUs that are not there, and print what became of them, a line of JSON each.
+
+    python tests/ops/compile_kernels.py 90 "plain, window 2, bfloat16" ...
+
+A process of its own: where it begins, Triton settles for the compiler or the interpreter. The calls are those of the
+operator, on CPU tensors; a stand-in for the driver says which GPU there is, and kernels are compiled, not launched.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+SIZES = {"B": 2, "T": 256, "H": 8, "G": 4, "D": 128}
+MODES = ("plain", "state", "pack", "documents", "padding", "turned", "turned, norm", "turned, pack, norm")
+
+
+class Driver:
+    """Says that there is a GPU of this architecture; everything else about it is unknown."""
+
+    def __init__(self, architecture: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: object = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
+    """Name, options and code of the kernels that `calls` would have launched."""
+    from kvshift.ops import triton_backward, triton_kernels, triton_launch, triton_op, triton_state
+
+    found = []
+
+    class Kernel:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **options: Any) -> None:
+                found.append((self.kernel.fn.__name__, options, self.kernel.warmup(*args, grid=grid, **options)))
+
+            return launch
+
+    of = {"forward": triton_kernels, "tails": triton_kernels, "backward": triton_backward}
+    of |= {"backward_past": triton_backward}
+    stand_ins = SimpleNamespace(**{name: Kernel(getattr(module, name)) for name, module in of.items()})
+    triton_launch.kernels = triton_state.kernels = lambda: stand_ins
+    triton_op._IS_INTERPRETED = True  # kernels for tensors on the CPU
+    calls()
+    return found
+
+
+def call(mode: str, window: int, dtype: torch.dtype) -> None:
+    """Forward, backward and the next state, in one of MODES."""
+    from kvshift.ops import ShiftState, kv_shift
+    from kvshift.ops.triton_op import Boundaries, turn_triton
+
+    B, T, H, G, D = SIZES.values()
+    words = mode.split(", ")
+    pack = torch.tensor([0, 3, 3, 100, T], dtype=torch.int32) if "pack" in words else None
+    B = 1 if "pack" in words else B
+
+    def numbers(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, requires_grad=True)
+
+    q, k, v = numbers(B, T, H, D), numbers(B, T, G, D), numbers(B, T, G, D)
+    alpha, beta = (numbers(G, window, dtype=torch.float32) for _ in "kv")
+    if "turned" in words:
+        tables = torch.ones(1, T, D // 2), torch.ones(1, T, D // 2)
+        scales = {"q_scale": numbers(D), "k_scale": numbers(D), "eps": 1e-6} if "norm" in words else {}
+        bounds = Boundaries.of(pack, None, None)
+        results = turn_triton(q, k, v, alpha, beta, *tables, **scales, boundaries=bounds)
+    else:
+        state = ShiftState(numbers(B, window, G, D), numbers(B, window, G, D), window) if mode == "state" else None
+        numbered = torch.zeros(B, T, dtype=torch.int64) if mode == "documents" else None
+        mask = torch.ones(B, T, dtype=torch.bool) if mode == "padding" else None
+        k_hat, v_hat, new = kv_shift(
+            k, v, alpha, beta, state=state, cu_seqlens=pack, seq_idx=numbered, mask=mask, backend="triton"
+        )
+        results = (k_hat, v_hat, new.k, new.v)
+    torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+
+
+def report(name: str, options: dict[str, Any], kernel: Any) -> dict[str, Any]:
+    """Registers and bytes of local memory for each thread, and the instructions, counted."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    assert found is not None, usage
+    instructions = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", code)
+    return {
+        "kernel": name,
+        "tile": options.get("BLOCK_T"),
+        **dict(zip(("registers", "stack", "shared", "local"), map(int, found.groups()), strict=True)),
+        "instructions": collections.Counter(instructions),
+    }
+
+
+def main(architecture: str, *calls: str) -> None:
+    from triton.runtime import driver
+
+    driver.set_active(Driver(int(architecture)))
+    for text in calls:
+        *mode, window, dtype = text.split(", ")
+        arguments = ", ".join(mode), int(window.removeprefix("window ")), getattr(torch, dtype)
+        for name, options, kernel in compiled_by(lambda arguments=arguments: call(*arguments)):
+            print(json.dumps({"call": text, **report(name, options, kernel)}), flush=True)
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") != "1"
+    main(*sys.argv[1:])

@@ -1,0 +1,74 @@
+"""What compilers make of the Triton kernels, on a machine without a GPU: code for the architectures that matter.
+
+No local memory on sm_90: nothing spilled from registers, nothing indexed where it must not be. No atomics, whose order, and so
+whose sums, differ from run to run. Rows of 128 numbers move 16 bytes a thread at a time.
+
+Registers for each thread at 128 numbers a head, window 2, bf16, Triton 3.7 on sm_90: see `compile_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import skip_unless_built
+
+FEW = {90: ["plain, window 2, bfloat16", "pack, window 4, float32", "turned, norm, window 2, bfloat16"]}
+MORE = {
+    90: [
+        "plain, window 2, float64",
+        "plain, window 8, bfloat16",
+        "state, window 4, float32",
+        "documents, window 3, bfloat16",
+        "padding, window 4, bfloat16",
+        "turned, window 2, bfloat16",
+        "turned, norm, window 4, float32",
+        "turned, pack, norm, window 2, float64",
+    ],
+    80: ["plain, window 2, bfloat16", "turned, norm, window 2, bfloat16"],
+    100: ["plain, window 2, bfloat16", "turned, norm, window 2, bfloat16"],
+}
+CALLS = [(architecture, call) for architecture, calls in FEW.items() for call in calls]
+CALLS += [
+    pytest.param(architecture, call, marks=pytest.mark.interpreter)  # with all else of these kernels that takes long
+    for architecture, calls in MORE.items()
+    for call in calls
+]
+
+
+def compiled(architecture: int, call: str) -> list[dict[str, Any]]:
+    """What `compile_kernels.py` prints."""
+    skip_unless_built("triton")
+    pytest.importorskip("triton.backends.nvidia")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = [sys.executable, str(Path(__file__).parent / "compile_kernels.py"), str(architecture), call]
+    run = subprocess.run(program, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(("architecture", "call"), CALLS)
+def test_kernels_compile_without_local_memory_and_atomics(architecture, call):
+    found = compiled(architecture, call)
+    expected = {"forward", "backward"} | (set() if "turned" in call else {"tails"})
+    expected |= {"backward_past"} if call.startswith("state") else set()
+    assert {kernel["kernel"] for kernel in found} == expected
+    for kernel in found:
+        print(call, {name: kernel[name] for name in ("kernel", "tile", "registers", "shared")})
+        instructions = kernel["instructions"]
+        spilled = [name for name in instructions if name.startswith(("LDL", "STL"))]
+        if architecture == 90:
+            assert kernel["local"] == kernel["stack"] == 0, kernel
+            assert not spilled, kernel
+        assert kernel["local"] == 0, kernel
+        assert kernel["stack"] <= 8, kernel  # a pair of registers, given up for more threads at once
+        assert not [name for name in instructions if name.startswith(("ATOM", "RED."))], kernel
+        if kernel["kernel"] in ("forward", "backward"):
+            wide = {name for name in instructions if name.startswith(("LDG", "STG")) and ".128" in name}
+            assert {name[:3] for name in wide} == {"LDG", "STG"}, instructions
