@@ -228,8 +228,8 @@ class KVShiftAttention(nn.Module):
         )
 
     def _start(self, sequences: int, k: Tensor) -> ShiftState | None:
-        """The raw rows of sequences that have not begun."""
-        if not self.shift.targets:
+        """The raw rows of sequences that have not begun, where more are kept than the shift by itself would."""
+        if not (self.shift.targets and self.max_rollback):
             return None
         rows = self.shift.window - 1 + self.max_rollback
         start = ShiftState.zeros(sequences, self.num_kv_heads, self.head_dim, rows=rows, dtype=k.dtype, device=k.device)

@@ -94,12 +94,13 @@ def prepare(
     """The call of the kernels, or None where it is not to be made.
 
     It is made on CUDA devices, but under torch.compile, which fuses the operations by itself, only if the backend
-    "triton" is asked for; never where gradients are to flow through a state.
+    "triton" is asked for; never where gradients are to flow through a state or to the tables, nor with norms that
+    compute anything else or whose calls somebody watches.
     """
     backend = choose_backend(backend)
     if backend != "triton" and (backend != "auto" or not k.is_cuda or torch.compiler.is_compiling()):
         return None
-    if state is not None and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (state is not None or any(table.requires_grad for table in rotary)):
         return None
     size, width = k.shape[3], rotary[0].shape[-1]
     if (
@@ -115,6 +116,8 @@ def prepare(
     q_scale = k_scale = None
     eps = 0.0
     if norms is not None:
+        if not all(map(_is_plain, norms)):
+            return None
         scales, epsilons = zip(*((norm.weight, _epsilon(norm, k)) for norm in norms), strict=True)
         if epsilons[0] != epsilons[1] or any(scale.shape != (size,) for scale in scales):
             return None
@@ -127,6 +130,17 @@ def prepare(
     if width == size:  # its first half of sin is negated, the second is not
         cos, sin = cos[..., : size // 2], sin[..., size // 2 :]
     return Fused(window, alpha, beta, cos, sin, q_scale, k_scale, eps)
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Whether its call is the formula of `Norms` with a gain, and nothing else."""
+    hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
+    return (
+        (isinstance(norm, nn.RMSNorm) or hasattr(norm, "variance_epsilon"))  # Llama's has the latter
+        and isinstance(norm.weight, Tensor)
+        and not any(hooks)
+        and "forward" not in norm.__dict__
+    )
 
 
 def _epsilon(norm: nn.Module, x: Tensor) -> float:

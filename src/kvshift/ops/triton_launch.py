@@ -23,8 +23,8 @@ class Tiling:
     """How the work of a launch is cut; changes no bit of any result but the order of the coefficients' sums."""
 
     elements: int = 4096
-    """Of a tile, at most: positions times the elements of a head. Half as many for a window above 2, for float64 and for
-    the gradient of a norm: what a thread needs at once must fit into its registers."""
+    """Of a tile, at most: positions times the elements of a head. Half as many for a window above 2, for float64 and
+    for the gradient of a norm: what a thread needs at once must fit into its registers."""
     positions: int = 64
     """Of a tile, at most."""
     heads: int = 1
