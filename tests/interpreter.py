@@ -1,10 +1,14 @@
 """Triton's interpreter, made fit for tests: kernels run as Python on CPU tensors, with the rounding of a GPU.
 
 Where there is no CUDA device, importing this module makes every Triton kernel that is imported later one of the
-interpreter's. It changes three things there:
+interpreter's. It changes six things there:
 - numbers become bfloat16 by rounding to the nearest, ties to even, as on a GPU, not by cutting off their lower half;
+- infinities and NaN, which some tests put in on purpose, are no reason for numpy to warn;
+- a comparison that is spread over a tile stays one of booleans, and a number made by a kernel can count a loop, where
+  the oldest or the newest Triton trip over today's numpy;
 - functions called by a kernel do not replace the whole language anew: it has been replaced for the kernel;
-- what is looked up again and again is kept, and integers are not checked for overflow, which would double the time.
+- what is looked up again and again is kept, and integers are not checked for overflow, which would double the time;
+- what follows from a shape alone is worked out once for each, which halves what is left of it.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ def mend() -> None:
         if id(fn.__globals__) in replaced:
             return None
         scope = patch_language(fn)
+        tl.tensor.__index__ = lambda self: int(self.handle.data.item())
         is_kernel = not replaced
         replaced.add(id(fn.__globals__))
 
@@ -60,8 +65,56 @@ def mend() -> None:
 
         return SimpleNamespace(restore=restore) if is_kernel and hasattr(scope, "restore") else scope
 
+    launch, splat = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder.create_splat
+
+    def launch_quietly(*args: Any, **kwargs: Any) -> None:
+        with np.errstate(all="ignore"):
+            launch(*args, **kwargs)
+
+    def splat_truth(self: Any, type: Any, value: Any) -> Any:
+        return splat(self, type, interpreter.TensorHandle(value.data, tl.int1) if value.data.dtype == bool else value)
+
     interpreter._convert_float = rounded
+    interpreter.InterpreterBuilder.create_splat = splat_truth
+    interpreter.GridExecutor.__call__ = launch_quietly
     interpreter._patch_lang = replace_once
     numpy_dtype, of_numbers = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda kind: (of_numbers if type(kind) is tl.dtype else numpy_dtype)(kind)
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+    _keep_shapes()
+
+
+def _keep_shapes() -> None:
+    """Of every operation a kernel makes, most of the time goes into the shape of its result."""
+    from triton.language import core, semantic
+
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+    of_types: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    of_tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple([size if type(size) is int else size.value for size in shape])
+        if key in of_types:
+            self.element_ty, (self.shape, self.numel) = element_ty, of_types[key]
+            self.name = f"<{self.shape}, {element_ty}>"
+        else:
+            make_type(self, element_ty, shape)
+            of_types[key] = self.shape, self.numel
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = type.shape if type.is_block() else ()
+        if key in of_tensors:
+            self.handle, self.type, self.dtype, (self.shape, self.numel) = handle, type, type.scalar, of_tensors[key]
+        else:
+            make_tensor(self, handle, type)
+            of_tensors[key] = self.shape, self.numel
+
+    def broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape == rhs.type.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    core.block_type.__init__ = init_type
+    core.tensor.__init__ = init_tensor
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_unlike
