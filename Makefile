@@ -54,9 +54,9 @@ format: .venv/stamp  ## Format the code and apply the safe lint fixes
 results: .venv/stamp  ## Make docs/results.md and its figures from results/
 	@.venv/bin/python -m kvshift.recipes.page
 
-.PHONY: bench-shift
-bench-shift: .venv/stamp  ## Measure the operator's time and memory beside its baselines
-	@.venv/bin/python benchmarks/shift.py $(ARGS)
+.PHONY: bench
+bench: .venv/stamp  ## Measure operator, layer and models beside their baselines: ARGS='--preset smoke'
+	@.venv/bin/kvshift bench $(ARGS)
 
 .PHONY: bench-tasks
 bench-tasks: .venv/stamp  ## Measure how fast the tasks make their batches, beside a training step

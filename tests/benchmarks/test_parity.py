@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvshift.benchmarks import formulations
-from kvshift.benchmarks.formulations import Formulation, rotary_tables, with_rotary, without
+from kvshift.benchmarks.formulations import Formulation, in_one_launch, rotary_tables, with_rotary, without
 from kvshift.benchmarks.parity import check_formulation
 
 SHAPE = (3, 71, 5, 7)
@@ -35,6 +35,19 @@ def test_every_formulation_with_a_rotary_embedding_agrees_with_the_reference(dty
     table = rotary_tables(shape[1], shape[3], dtype, CPU)
     for formulation in with_rotary(table, compiled=False):
         assert check(formulation, dtype, shape, table=table).problem is None, formulation.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_launch_for_shift_and_rotary_embedding_agrees_with_the_reference(dtype):
+    """In Triton's interpreter."""
+    pytest.importorskip("triton")
+    shape = (3, 71, 5, 6)
+    table = rotary_tables(shape[1], shape[3], dtype, CPU)
+    unshifted, shifted = in_one_launch(table)
+    for formulation in (unshifted, shifted):
+        assert check(formulation, dtype, shape, table=table).problem is None, formulation.name
+    pretender = dataclasses.replace(shifted, function=unshifted.function)
+    assert check_formulation(pretender, shape, dtype, CPU, backward=False, table=table).problem is not None
 
 
 def test_short_rows_and_single_tokens_are_checked_too():

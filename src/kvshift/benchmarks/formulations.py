@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from kvshift.layers.positions import half_tables, rotary_table, rotate_half
 from kvshift.ops import BACKENDS, kv_shift
+from kvshift.ops.triton_op import triton_refusal, turn_triton
 
-__all__ = ["Formulation", "Table", "rotary_tables", "rotary_then", "with_rotary", "without"]
+__all__ = ["Formulation", "Table", "in_one_launch", "rotary_tables", "rotary_then", "with_rotary", "without"]
 
 Pair = tuple[Tensor, Tensor]
 Table = tuple[Tensor, Tensor]
@@ -219,7 +220,6 @@ def with_rotary(table: Table, compiled: bool) -> list[Formulation]:
     def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
         return k, v.clone()  # the unavoidable bytes of v
 
-    both = rotary_then(ours("auto"), table)
     alone = Formulation(
         name="rotary embedding, v copied",
         function=rotary_then(unshifted, table),
@@ -227,10 +227,29 @@ def with_rotary(table: Table, compiled: bool) -> list[Formulation]:
         fixed=(1.0, 0.0),
         computes="no shift",
     )
-    found = [alone, Formulation(name="kv_shift, then rotary", function=both, roundings=4)]
-    if compiled:
-        pairs = {"rotary embedding, v copied, compiled": alone, "kv_shift, then rotary, compiled": found[1]}
-        for name, plain in pairs.items():
-            function = torch.compile(plain.function, dynamic=False)
-            found.append(replace(plain, name=name, function=function, compiled=True))
-    return found
+    both = Formulation(name="kv_shift, then rotary", function=rotary_then(ours("auto"), table), roundings=4)
+    found = [alone, both]
+    for plain in (alone, both) if compiled else ():
+        function = torch.compile(plain.function, dynamic=False)
+        found.append(replace(plain, name=f"{plain.name}, compiled", function=function, compiled=True))
+    return found + (in_one_launch(table) if table[0].is_cuda else [])
+
+
+def in_one_launch(table: Table) -> list[Formulation]:
+    """By the Triton kernel of attention layers, where it runs: without the shift, and with it."""
+    cos, sin = (part.squeeze(2) for part in table)
+    half = cos.shape[2] // 2
+    halves = cos[..., :half], sin[..., half:]  # the first half of sin is negated
+
+    def turned(k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Pair:
+        return turn_triton(None, k, v, alpha, beta, *halves)[1:]
+
+    def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
+        return turned(k, v.clone(), None, None)
+
+    if triton_refusal(cos, 2) is not None:
+        return []
+    alone = Formulation(
+        name="rotary embedding, v copied, triton", function=unshifted, fixed=(1.0, 0.0), computes="no shift"
+    )
+    return [alone, Formulation(name="kv_shift and rotary in one launch, triton", function=turned)]

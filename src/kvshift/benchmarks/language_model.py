@@ -16,14 +16,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvshift.benchmarks.cases import Case, Contestant, Session
 from kvshift.benchmarks.presets import ModelSize
-from kvshift.benchmarks.twins import SLICE, exactly, far_off, gradients
+from kvshift.benchmarks.twins import SLICE, exactly, far_off, gradients, shifting_by
 from kvshift.lab.cost import count_parameters, training_memory
 from kvshift.layers import param_groups
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 __all__ = ["decode_cases", "model_fields", "prefill_cases", "train_cases"]
 
-THEIRS, WITHOUT, OURS = "transformers' Llama", "without shift", "kv shift"
+THEIRS, WITHOUT, OURS, TRITON = "transformers' Llama", "without shift", "kv shift", "kv shift, triton"
 _PROMPT = 16
 
 Make = Callable[[Any], Contestant]
@@ -34,7 +34,8 @@ def train_cases(session: Session) -> Iterator[Case]:
     for size in session.preset.models:
         yield _case(session, "train", size, "", _training(session, size, compiled=False))
         if session.compiled and session.device.type == "cuda":
-            yield _case(session, "train", size, ", compiled", _training(session, size, compiled=True))
+            make = _training(session, size, compiled=True)
+            yield _case(session, "train", size, ", compiled", make, compiled=True)
 
 
 def prefill_cases(session: Session) -> Iterator[Case]:
@@ -44,11 +45,15 @@ def prefill_cases(session: Session) -> Iterator[Case]:
 
 
 def decode_cases(session: Session) -> Iterator[Case]:
-    """Every model of the preset; on CUDA with a static cache, which transformers compiles, too."""
+    """Every model of the preset; on CUDA with a static cache, too: as it is, and compiled by transformers."""
     for size in session.preset.models:
-        yield _case(session, "decode", size, "", _decoding(session, size, static=False))
-        if session.compiled and session.device.type == "cuda":
-            yield _case(session, "decode", size, ", static cache, compiled", _decoding(session, size, static=True))
+        yield _case(session, "decode", size, "", _decoding(size))
+        if session.device.type == "cuda":
+            static = {"cache_implementation": "static"}
+            make = _decoding(size, **static, disable_compile=True)
+            yield _case(session, "decode", size, ", static cache", make)
+            if session.compiled:
+                yield _case(session, "decode", size, ", static cache, compiled", _decoding(size, **static))
 
 
 def model_fields(size: ModelSize) -> dict[str, Any]:
@@ -56,7 +61,7 @@ def model_fields(size: ModelSize) -> dict[str, Any]:
     return {**({} if size.size is None else SIZES[size.size]), **size.fields}
 
 
-def _case(session: Session, part: str, size: ModelSize, way: str, make: Make) -> Case:
+def _case(session: Session, part: str, size: ModelSize, way: str, make: Make, *, compiled: bool = False) -> Case:
     fields = model_fields(size)
     if size.as_fits and part == "train":
         fields["num_hidden_layers"] = _fitting_layers(session, size, fields)
@@ -64,6 +69,8 @@ def _case(session: Session, part: str, size: ModelSize, way: str, make: Make) ->
         fields["num_hidden_layers"] = min(session.layers, fields["num_hidden_layers"])
     # Llama has no QK-norm: where a size has it, our own model without the shift is the baseline.
     names = [WITHOUT, OURS] if fields.get("qk_norm") else [THEIRS, WITHOUT, OURS]
+    if compiled:  # where "auto" leaves the shift to the compiler
+        names.append(TRITON)
     shape = [1, size.tokens] if part == "decode" else [size.batch, size.length]
     dtype = str(size.dtype).removeprefix("torch.")
     layers = fields["num_hidden_layers"]
@@ -99,8 +106,10 @@ def _model(name: str, fields: dict[str, Any], dtype: torch.dtype, device: torch.
         if name == THEIRS:
             model: Any = LlamaForCausalLM(LlamaConfig(**fields))
         else:
-            targets = ("k", "v") if name == OURS else ()
+            targets = () if name == WITHOUT else ("k", "v")
             model = KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**fields, shift_targets=targets))
+            if name == TRITON:
+                shifting_by("triton", model)
     return model.to(dtype)
 
 
@@ -193,7 +202,7 @@ def _prefill(session: Session, size: ModelSize) -> Make:
     return make
 
 
-def _decoding(session: Session, size: ModelSize, *, static: bool) -> Make:
+def _decoding(size: ModelSize, **more: Any) -> Make:
     def make(model: Any) -> Contestant:
         model.eval()
         prompt = _ids(model, 1, _PROMPT)
@@ -202,9 +211,8 @@ def _decoding(session: Session, size: ModelSize, *, static: bool) -> Make:
             "max_new_tokens": size.tokens,
             "min_new_tokens": size.tokens,
             "pad_token_id": 0,
+            **more,
         }
-        if static:
-            options["cache_implementation"] = "static"
 
         def check() -> dict[str, Any]:
             out = model.generate(prompt, **options, output_logits=True, return_dict_in_generate=True)

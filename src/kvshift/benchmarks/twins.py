@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvshift.layers import KVShift
 
-__all__ = ["SLICE", "exactly", "far_off", "gradients"]
+__all__ = ["SLICE", "exactly", "far_off", "gradients", "shifting_by"]
 
 SLICE = (slice(0, 2), slice(0, 32))  # rows, positions
 
@@ -26,10 +26,14 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.02, tor
 
 def exactly(module: Any) -> Any:
     """Turn a module into float64, and every shift in it into the reference; in place."""
-    module.double()
+    return shifting_by("reference", module.double())
+
+
+def shifting_by(backend: str, module: Any) -> Any:
+    """Have every shift of a module done by one backend; in place."""
     for part in module.modules():
         if isinstance(part, KVShift):
-            part.forward = functools.partial(part.forward, backend="reference")
+            part.forward = functools.partial(part.forward, backend=backend)
     return module
 
 
