@@ -1,0 +1,350 @@
+"""Shift, QK-norm and rotation in one launch, as layers ask for them: the results of one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kvshift import KVShift, ShiftState
+from kvshift.layers import recompute, shift
+from kvshift.layers.attention import HeadNorm
+from kvshift.layers.positions import half_tables
+from kvshift.ops import shift as operator
+from kvshift.ops.triton_op import triton_refusal
+from tests.layers.attention_cases import GQA, MHA, VARIED, make, tokens
+
+B, T, H, G, D, DV = 2, 5, 5, 3, 6, 7
+HOLES = torch.tensor([[False, True, False, True, True], [True, True, True, False, False]])
+NUMBERS = torch.tensor([[0, 0, 1, 1, 1], [7, -1, -1, -1, 7]])
+BOUNDS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+WHERE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mask": {"mask": HOLES},
+    "seq_idx": {"seq_idx": NUMBERS},
+    "seq_idx, mask": {"seq_idx": NUMBERS, "mask": HOLES},
+    "cu_seqlens": {"cu_seqlens": BOUNDS},
+}
+LAYERS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "window 3": {"window": 3},
+    "gate": {"constraint": "gate"},
+    "clamp": {"constraint": "clamp", "window": 4},
+    "keys": {"targets": ("k",)},
+    "values": {"targets": ("v",), "window": 3},
+    "none": {"targets": ()},
+    "queries too": {"targets": ("q", "k", "v")},
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels_that_run() -> None:
+    refusal = triton_refusal(torch.empty(0), 2)
+    if refusal is not None:
+        pytest.skip(refusal)
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[int]:
+    """A list of one number: how often shift and rotation were one launch."""
+    counted = [0]
+
+    def prepare(*args, real=shift.prepare):
+        fused = real(*args)
+        counted[0] += fused is not None
+        return fused
+
+    monkeypatch.setattr(shift, "prepare", prepare)
+    return counted
+
+
+def normal(*size: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def layer_of(options: dict[str, Any]) -> KVShift:
+    layer: KVShift = KVShift(G, num_heads=H, **options)
+    with torch.no_grad():
+        for i, parameter in enumerate(layer.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=100 + i))
+    return layer
+
+
+def norms_of(dtype: torch.dtype = torch.float64, eps: float | None = 0.25) -> tuple[nn.Module, nn.Module]:
+    norms = [nn.RMSNorm(D, eps=eps, dtype=dtype) for _ in range(2)]
+    with torch.no_grad():
+        for i, norm in enumerate(norms):
+            norm.weight.copy_(normal(D, seed=200 + i))
+    return norms[0], norms[1]
+
+
+def table_of(
+    width: int, rows: int = 1, positions: int = T, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    cos, sin = (normal(rows, positions, D // 2, seed=seed).to(dtype) for seed in (300, 301))
+    if width == D // 2:
+        return cos.unsqueeze(2), sin.unsqueeze(2)
+    return half_tables(cos.repeat(1, 1, 2), sin.repeat(1, 1, 2))
+
+
+def inputs_of(batch: int = B, positions: int = T, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    heads = ((H, D), (G, D), (G, DV))
+    return [normal(batch, positions, *head, seed=400 + i).to(dtype) for i, head in enumerate(heads)]
+
+
+def outcome(layer: KVShift, inputs: list[Tensor], backend: Any, **options: Any) -> dict[str, Tensor]:
+    """Results, new state, and the gradients of all that is trained, through the state too."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    modules = [layer, *(options.get("norms") or ())]
+    rows: list[Tensor] = []
+    state = options.get("state")
+    if state is not None and torch.is_grad_enabled():
+        rows = [x.detach().clone().requires_grad_() for x in (state.k, state.v)]
+        options["state"] = ShiftState(rows[0], rows[1], state.max_rows)
+    leaves = [*inputs, *rows, *(p for module in modules for p in module.parameters() if p.requires_grad)]
+    q, k, v, new = layer(*inputs, backend=backend, **options)
+    results = {"q": q, "k": k, "v": v}
+    if new is not None:
+        results |= {"new.k": new.k, "new.v": new.v} | ({} if new.q is None else {"new.q": new.q})
+    if torch.is_grad_enabled():
+        upstream = [normal(*x.shape, seed=500 + i).to(x.dtype) for i, x in enumerate(results.values())]
+        pairs = [(x, grad) for x, grad in zip(results.values(), upstream, strict=True) if x.requires_grad]
+        ys, grads = zip(*pairs, strict=True)
+        given = torch.autograd.grad(ys, leaves, grads, allow_unused=True, materialize_grads=True)
+        results |= {f"gradient {i}": grad for i, grad in enumerate(given)}
+    return {name: x.detach() for name, x in results.items()}
+
+
+def assert_equal(layer: KVShift, inputs: list[Tensor], **options: Any) -> None:
+    """In fp64 up to 1e-12; the gradients of the coefficients, float32 numbers, up to their rounding."""
+    own, expected = outcome(layer, inputs, "triton", **options), outcome(layer, inputs, "eager", **options)
+    assert own.keys() == expected.keys()
+    for name, x in own.items():
+        rtol = 2.0**-23 if x.dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(x, expected[name], rtol=rtol, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# KVShift
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("options", LAYERS)
+def test_results_state_and_gradients(options, where, launches):
+    rows, turn = 1 if "cu_seqlens" in where else B, list(LAYERS).index(options) + list(WHERE).index(where)
+    norms, width = (None, norms_of())[turn % 2], (D, D // 2)[turn % 3 % 2]
+    finish = {"rotary": table_of(width, rows if "mask" in where else 1), "norms": norms}
+    assert_equal(layer_of(LAYERS[options]), inputs_of(rows), **WHERE[where], **finish)
+    assert launches[0] == ("q" not in LAYERS[options].get("targets", ()))
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("options", ["paper", "window 3", "keys", "values", "queries too"])
+def test_a_state_goes_on_without_gradients_in_one_launch(options, where, launches):
+    layer, rows = layer_of(LAYERS[options]), 1 if "cu_seqlens" in where else B
+    sequences = len(BOUNDS) - 1 if "cu_seqlens" in where else rows
+    held = [normal(sequences, 4, heads, size, seed=600) for heads, size in ((G, D), (G, DV), (H, D))]
+    state = ShiftState(held[0], held[1], 4, held[2] if options == "queries too" else None)
+    finish = {"rotary": table_of(D), "norms": norms_of()}
+    with torch.no_grad():
+        assert_equal(layer, inputs_of(rows), state=state, **WHERE[where], **finish)
+    assert launches[0] == (options != "queries too")
+
+
+def test_gradients_flow_through_a_state(launches):
+    state = ShiftState(normal(B, 2, G, D, seed=600), normal(B, 2, G, DV, seed=601), 2)
+    assert_equal(layer_of({}), inputs_of(), state=state, rotary=table_of(D), norms=norms_of())
+    assert launches[0] == 0
+
+
+@pytest.mark.parametrize("positions", [0, 1])
+def test_no_token_and_one(positions, launches):
+    finish = {"rotary": table_of(D, positions=positions), "norms": norms_of()}
+    assert_equal(layer_of({"window": 3}), inputs_of(positions=positions), **finish)
+    assert launches[0] == 1
+
+
+@pytest.mark.parametrize("width", [D, D // 2])
+@pytest.mark.parametrize("normed", [False, True], ids=["raw", "normed"])
+def test_smaller_dtypes_err_no_more(normed, width):
+    """In bf16 by the mean square of the error; in fp32 both round every operation, and are equal up to that."""
+    layer = layer_of({"window": 3})
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs, rotary = inputs_of(dtype=dtype), table_of(width, dtype=dtype)
+        norms = norms_of(dtype) if normed else None
+        wide: dict[str, Any] = {"rotary": tuple(x.double() for x in rotary)}
+        if norms is not None:
+            exact_norms = norms_of()
+            for norm, exact_norm in zip(norms, exact_norms, strict=True):
+                exact_norm.load_state_dict(norm.state_dict())
+            wide["norms"] = exact_norms
+        exact = outcome(layer, [x.double() for x in inputs], "eager", **wide)
+        own, other = (outcome(layer, inputs, backend, rotary=rotary, norms=norms) for backend in ("triton", "eager"))
+        for name, x in own.items():
+            if dtype == torch.float32:
+                torch.testing.assert_close(x, other[name], rtol=1e-5, atol=1e-5)
+                continue
+            errors = [float((y.double() - exact[name]).square().mean()) for y in (x, other[name])]
+            assert errors[0] <= errors[1], name
+
+
+# Norms that are not fused
+
+
+def hooked() -> nn.Module:
+    norm = norms_of()[0]
+    norm.register_forward_hook(lambda _module, _args, out: out.mul(2))
+    return norm
+
+
+def replaced() -> nn.Module:
+    norm = norms_of()[0]
+    norm.forward = lambda x: 2 * x
+    return norm
+
+
+def weightless() -> nn.Module:
+    return nn.RMSNorm(D, eps=0.25, elementwise_affine=False)
+
+
+OTHER_NORMS = {
+    "another eps": lambda: norms_of(eps=0.5)[0],
+    "no gain": weightless,
+    "layer norm": lambda: nn.LayerNorm(D, eps=0.25, dtype=torch.float64),
+    "no parameters": lambda: nn.Identity(),
+    "hook": hooked,
+    "forward replaced": replaced,
+}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["of keys", "of queries"])
+@pytest.mark.parametrize("name", OTHER_NORMS)
+def test_other_norms_are_applied_as_they_are(name, first, launches):
+    pair = (norms_of()[0], OTHER_NORMS[name]())
+    assert_equal(layer_of({}), inputs_of(), rotary=table_of(D), norms=pair[::-1] if first else pair)
+    assert launches[0] == 0
+
+
+@pytest.mark.parametrize("eps", [None, 1e-5])
+def test_the_default_eps_is_that_of_the_dtype(eps, launches):
+    inputs = [x * 1e-8 for x in inputs_of()]
+    assert_equal(layer_of({}), inputs, rotary=table_of(D), norms=norms_of(eps=eps))
+    assert launches[0] == 1
+
+
+def test_norms_in_float32_of_smaller_heads(launches):
+    """As autocast leaves them: their gains and gradients stay float32."""
+    norms = tuple(HeadNorm(D, eps=0.25) for _ in range(2))
+    finish = {"rotary": table_of(D, dtype=torch.bfloat16), "norms": norms}
+    inputs = inputs_of(dtype=torch.bfloat16)
+    own, expected = (outcome(layer_of({}), inputs, backend, **finish) for backend in ("triton", "eager"))
+    assert launches[0] == 1
+    for name, x in own.items():
+        assert x.dtype == expected[name].dtype
+        torch.testing.assert_close(x, expected[name], rtol=0.02, atol=0.02 * float(expected[name].abs().max()))
+
+
+def test_tables_that_are_trained_get_their_gradients(launches):
+    table = tuple(x.requires_grad_() for x in table_of(D // 2))
+    q, k, *_ = layer_of({})(*inputs_of(), rotary=table, backend="triton")
+    assert all(grad.any() for grad in torch.autograd.grad(q.sum() + k.sum(), table))
+    assert launches[0] == 0
+
+
+def test_a_compiled_layer_has_the_launch_in_its_graph():
+    layer, norms, table = layer_of({}), norms_of(), table_of(D)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple:
+        return layer(q, k, v, rotary=table, norms=norms, backend="triton")
+
+    torch._dynamo.reset()
+    results = torch.compile(run, backend=counter, fullgraph=True)(*inputs_of())
+    torch._dynamo.reset()
+    for x, expected in zip(results[:3], run(*inputs_of())[:3], strict=True):
+        assert torch.equal(x, expected)
+    (graph,) = counter.graphs
+    assert "kvshift.shift" in graph.code
+
+
+# KVShiftAttention
+
+
+PACK = torch.tensor([0, *itertools.accumulate([3, 0, 1, 5, 2])], dtype=torch.int32)
+ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mask": {"mask": torch.arange(11) >= torch.tensor([[10], [4]])},
+    "seq_idx": {"seq_idx": torch.tensor([7] * 3 + [4] * 6 + [7] * 2).expand(2, -1)},
+    "cu_seqlens": {"cu_seqlens": PACK},
+}
+
+
+def attend(layer: nn.Module, x: Tensor, where: dict[str, Tensor]) -> list[Tensor]:
+    """Output, gradients, and two tokens of decoding."""
+    x = x.clone().requires_grad_()
+    out, state = layer(x, **where)
+    wanted = [x, *layer.parameters()]
+    grads = torch.autograd.grad((out * tokens(*out.shape[:2], seed=1)).sum(), wanted)
+    following = []
+    with torch.no_grad():
+        state = state.detach()
+        for seed in (2, 3):
+            out_next, state = layer(tokens(state.sequences, 1, seed=seed), state=state)
+            following.append(out_next)
+    return [out.detach(), *grads, *following, state.k, state.v]
+
+
+@pytest.mark.parametrize("where", ATTENTION)
+@pytest.mark.parametrize("options", ["rope", "rope-gqa-window-lags", "rope-gate-queries"])
+def test_attention(options, where, launches, monkeypatch):
+    layer, x = make(**VARIED[options]), tokens(1 if where == "cu_seqlens" else 2, 11)
+    results = []
+    for backend in ("triton", "eager"):
+        monkeypatch.setattr(operator, "_AUTO", backend)
+        results.append(attend(layer, x, ATTENTION[where]))
+    for own, expected in zip(*results, strict=True):
+        rtol = 1e-6 if own.dtype == torch.float32 else 1e-11
+        torch.testing.assert_close(own, expected, rtol=rtol, atol=1e-11)
+    assert launches[0] == (0 if options == "rope-gate-queries" else 3)
+
+
+@pytest.mark.parametrize("where", ATTENTION)
+@pytest.mark.parametrize(("heads", "dtype"), [(MHA, torch.float64), (GQA, torch.bfloat16)], ids=["mha", "gqa"])
+def test_what_backward_makes_again_has_the_same_bits(heads, dtype, where, launches, monkeypatch):
+    monkeypatch.setattr(operator, "_AUTO", "triton")
+    monkeypatch.setattr(recompute, "_WORTH_IT", {"cpu": 0})
+    layer = make(heads, dtype=dtype, qk_norm=True)
+    x = tokens(1 if where == "cu_seqlens" else 2, 11, dtype=dtype)
+
+    def gradients() -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        out, _ = layer(leaf, **ATTENTION[where])
+        return [out, *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])]
+
+    made_again = gradients()
+    assert launches[0] == 2  # forward's, and the one that backward will make
+    with monkeypatch.context() as patch:
+        patch.setattr(shift, "may_recompute", lambda *modules: False)
+        kept = gradients()
+    assert launches[0] == 3
+    for own, expected in zip(made_again, kept, strict=True):
+        assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("frozen", ["alpha", "beta", "k_norm"])
+def test_what_is_frozen_is_left_out_of_it(frozen, launches, monkeypatch):
+    monkeypatch.setattr(operator, "_AUTO", "triton")
+    layer, x = make(GQA, qk_norm=True), tokens(2, 5)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    wanted = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    results = []
+    for limit in (0, 2**20):
+        monkeypatch.setattr(recompute, "_WORTH_IT", {"cpu": limit})
+        results.append(torch.autograd.grad(layer(x)[0].square().sum(), wanted))
+    assert launches[0] == 3
+    for own, expected in zip(*results, strict=True):
+        assert torch.equal(own, expected)
