@@ -38,6 +38,7 @@ def mend() -> None:
         return
     if interpreter._convert_float.__module__ == __name__:
         return
+    tensor: Any = tl.tensor
     convert, patch_language = interpreter._convert_float, interpreter._patch_lang
     replaced: set[int] = set()
 
@@ -55,7 +56,7 @@ def mend() -> None:
         if id(fn.__globals__) in replaced:
             return None
         scope = patch_language(fn)
-        tl.tensor.__index__ = lambda self: int(self.handle.data.item())
+        tensor.__index__ = lambda self: int(self.handle.data.item())
         is_kernel = not replaced
         replaced.add(id(fn.__globals__))
 
@@ -71,8 +72,8 @@ def mend() -> None:
         with np.errstate(all="ignore"):
             launch(*args, **kwargs)
 
-    def splat_truth(self: Any, type: Any, value: Any) -> Any:
-        return splat(self, type, interpreter.TensorHandle(value.data, tl.int1) if value.data.dtype == bool else value)
+    def splat_truth(self: Any, ret_ty: Any, arg: Any) -> Any:
+        return splat(self, ret_ty, interpreter.TensorHandle(arg.data, tl.int1) if arg.data.dtype == bool else arg)
 
     interpreter._convert_float = rounded
     interpreter.InterpreterBuilder.create_splat = splat_truth

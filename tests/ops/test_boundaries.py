@@ -17,6 +17,7 @@ from .checks import (
     check_pack_is_its_sequences,
     check_padding_is_as_if_absent,
 )
+from .conftest import leave_to_one_dtype
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 rows = pytest.mark.parametrize("rows", [None, 4], ids=["fresh", "state"])
@@ -41,6 +42,7 @@ def spans_of(lengths: list[int]) -> list[slice]:
 @contents
 @pytest.mark.parametrize("window", [2, 4])
 def test_the_end_of_one_sequence_of_a_pack_reaches_no_other(dtype, rows, content, window, backend):
+    leave_to_one_dtype(backend, dtype)
     case = random_case(2, lengths=LENGTHS, window=window, rows=rows, dtype=dtype)
     check_documents_do_not_touch(case, backend, spans_of(LENGTHS), content)
 
@@ -50,6 +52,7 @@ def test_the_end_of_one_sequence_of_a_pack_reaches_no_other(dtype, rows, content
 @contents
 @pytest.mark.parametrize("window", [2, 4])
 def test_the_end_of_one_numbered_document_reaches_no_other(dtype, rows, content, window, backend):
+    leave_to_one_dtype(backend, dtype)
     numbers = [number for number, length in enumerate(LENGTHS) for _ in range(length)]
     case = random_case(3, 2, len(numbers), seq_idx=[numbers, numbers], window=window, rows=rows, dtype=dtype)
     check_documents_do_not_touch(case, backend, spans_of(LENGTHS), content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from kvshift.ops.plan import plan_shift
 
 from .cases import DTYPES, outcome, random_case
 from .checks import LENGTHS, check_identity_returns_every_bit, check_inputs_are_left_alone
+from .conftest import leave_to_one_dtype
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 MODES: dict[str, dict] = {
@@ -46,6 +48,7 @@ def test_identity_coefficients_lose_the_sign_of_a_zero_and_spread_what_is_not_fi
 @dtypes
 @modes
 def test_callers_tensors_are_theirs(dtype, mode, backend):
+    leave_to_one_dtype(backend, dtype)
     check_inputs_are_left_alone(random_case(3, dtype=dtype, **mode), backend)
 
 
@@ -114,6 +117,8 @@ def test_without_gradients_nothing_is_kept(fast_backend):
 @pytest.mark.parametrize("shape", [{"batch": 3, "positions": 149}, {"lengths": [301, 1, 0, 139]}], ids=["rows", "pack"])
 def test_the_same_bits_on_every_run(shape, monkeypatch, fast_backend):
     """Gradients of the coefficients are sums over all tokens: in one order, also with two threads in each block."""
+    if fast_backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter runs one program after the other")
     monkeypatch.setattr(eager, "_BLOCK", 2**17)
     case = random_case(17, heads=5, k_dim=67, v_dim=61, rows=1, **shape)
     threads = torch.get_num_threads()
@@ -131,7 +136,7 @@ def test_there_is_no_second_derivative(fast_backend):
     case = random_case(19)
     k = case.k.requires_grad_()
     (gradient,) = torch.autograd.grad(case.call(fast_backend)[0].square().sum(), k, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    with pytest.raises(RuntimeError, match=r"differentiate twice|no autograd formula was registered"):
         gradient.sum().backward()
 
 

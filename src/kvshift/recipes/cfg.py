@@ -166,6 +166,6 @@ RECIPE = Recipe(
         "The rebuttal names neither grammar nor model. Here: cfg3f, 12 layers of width 768 in the Llama form for both "
         "models, 4.9 billion tokens, learning rate 3e-4 with linear decay after 1,000 steps of warm-up.",
         "The laptop has a grammar of its own, of the same shape with three levels of rules instead of six.",
-        "The rebuttal also finds the speed unchanged; `make bench-shift` measures that.",
+        "The rebuttal also finds the speed unchanged; `kvshift bench` measures that.",
     ),
 )
