@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,17 @@ from .conftest import skip_unless_built
 from .strategies import cases
 
 
-@pytest.fixture
-def kernel() -> None:
+@pytest.fixture(params=["AVX512", "AVX2"])
+def kernel(request, monkeypatch) -> Iterator[None]:
+    """Each build that this machine can run; what torch itself does stays as it is."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in (request.param, "AVX512"):
+        pytest.skip(f"a machine with {capability}")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    cpu_op._kernels.cache_clear()
     skip_unless_built("cpu")
+    yield
+    cpu_op._kernels.cache_clear()
 
 
 @pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="built on Linux on x86-64 only")

@@ -22,11 +22,12 @@ from kvshift.ops.eager import next_history
 from kvshift.ops.plan import ShiftPlan
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_BUILDS = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}  # what torch calls the machine: what the compiler does
+# What torch calls the machine: what the compiler does; rows whose gradients of coefficients are summed in float32,
+# before those sums are added in float64. Half as many lanes would each add up twice as many terms.
+_BUILDS = {"AVX512": ("x86-64-v4", 32), "AVX2": ("x86-64-v3", 16)}
 _PLAIN = (Tensor, torch.nn.Parameter)
 _MAX_WINDOW = 16
 _MAX_HEAD = 1024
-_ROWS_PER_SUM = 32  # rows whose gradients are summed in float32, before the sums are added in float64
 _PARALLEL = 2**15  # elements from which a second thread pays
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _ROWS = (_POINTER, _INT, _INT, _INT)  # a tensor (B, rows, G, D) and its first three strides
@@ -181,15 +182,17 @@ def _backward(
     sizes = _sizes(x, history, mix)
     batch, positions, *_, slots = sizes
     threads = _threads(x)
-    sums = torch.empty(max(1, batch * (slots + positions) // _ROWS_PER_SUM), *mix.shape, dtype=torch.float64)
+    kernels = _kernels()
+    spans = max(1, batch * (slots + positions) // kernels.rows_per_sum)
+    sums = torch.empty(spans, *mix.shape, dtype=torch.float64)
     scratch = torch.empty(threads, *mix.shape, 128, dtype=torch.uint8)
-    _kernels().backward[x.dtype](
+    kernels.backward[x.dtype](
         *sizes,
         grad_x.data_ptr(),
         grad_history.data_ptr(),
         sums.data_ptr(),
         scratch.data_ptr(),
-        len(sums),
+        spans,
         *_rows(grad_y),
         *_rows(x),
         *_history_rows(history, x),
@@ -236,7 +239,8 @@ class _Kernels:
         self.backward: dict[torch.dtype, Any] = {}
         self.next_token: dict[torch.dtype, Any] = {}
         capability = torch.backends.cpu.get_cpu_capability()
-        path = Path(__file__).with_name(f"_cpu_kernel.{_BUILDS.get(capability, capability)}.so")
+        build, self.rows_per_sum = _BUILDS.get(capability, (capability, 0))
+        path = Path(__file__).with_name(f"_cpu_kernel.{build}.so")
         if not path.exists():
             self.refusal = f"{path.name} was not built when kvshift was installed"
             return
