@@ -1,0 +1,182 @@
+"""Shift, QK-norm and rotation in one launch, and decoding in one: the model gives what it gives without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from kvshift.layers.fused import Fused
+from kvshift.ops import shift as operator
+from kvshift.ops.triton_op import triton_refusal
+
+from .checks import ATOL, assert_greedy, assert_next, logits_of, new_tokens_of
+from .tiny import left_padded, random_tokens, tiny_model
+
+LAYERS = 2
+VARIANTS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "norm": {"qk_norm": True},
+    "norm, window 3": {"qk_norm": True, "shift_window": 3},
+    "keys": {"shift_targets": ["k"]},
+}
+every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+with_and_without_norm = pytest.mark.parametrize("options", [{}, {"qk_norm": True}], ids=["raw", "normed"])
+
+
+@pytest.fixture(autouse=True)
+def kernels_that_run(monkeypatch) -> None:
+    refusal = triton_refusal(torch.empty(0), 2)
+    if refusal is not None:
+        pytest.skip(refusal)
+    monkeypatch.setattr(operator, "_AUTO", "triton")
+
+
+@pytest.fixture
+def launches(monkeypatch) -> dict[str, int]:
+    """How often many tokens, and one, were shifted and turned in one launch."""
+    counted = {"many": 0, "step": 0}
+
+    def counting(name: str, real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            counted[name] += 1
+            return real(*args)
+
+        return call
+
+    monkeypatch.setattr(Fused, "__call__", counting("many", Fused.__call__))
+    monkeypatch.setattr(Fused, "step", counting("step", Fused.step))
+    return counted
+
+
+def batches() -> dict[str, dict[str, Tensor]]:
+    ids, mask = left_padded([random_tokens(length, seed=length) for length in (7, 4)])
+    documents = torch.tensor([[0] * 3 + [1] * 4, [3] * 5 + [1] * 2])
+    positions = torch.cat([torch.arange(3), torch.arange(4)]).unsqueeze(0)
+    bounds = torch.tensor([0, 4, 7], dtype=torch.int32)
+    return {
+        "plain": {"input_ids": random_tokens(2, 7)},
+        "left padding": {"input_ids": ids, "attention_mask": mask},
+        "documents": {"input_ids": random_tokens(2, 7), "seq_idx": documents},
+        "positions": {"input_ids": random_tokens(1, 7), "position_ids": positions},
+        "pack": {"input_ids": random_tokens(1, 7), "cu_seq_lens_q": bounds},
+    }
+
+
+def assert_close(results: list[Tensor], expected: list[Tensor], options: dict[str, Any]) -> None:
+    """In a float64 model the norms of Llama are in float32 all the same, but not those of the launch."""
+    atol = ATOL if options.get("qk_norm") else 1e-12
+    for x, y in zip(results, expected, strict=True):
+        rtol = 2.0**-23 if x.dtype == torch.float32 else 0.0  # gradients of the coefficients
+        torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
+
+
+def loss_and_gradients(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    labels = batch["input_ids"].masked_fill(batch.get("attention_mask", torch.ones(())) == 0, -100)
+    loss = model(**batch, labels=labels, use_cache=False).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("batch", batches())
+@every_variant
+def test_loss_and_gradients(options: dict, batch: str, launches, monkeypatch):
+    model, inputs = tiny_model(torch.float64, **options).train(), batches()[batch]
+    own = loss_and_gradients(model, inputs)
+    assert launches == {"many": LAYERS, "step": 0}
+    monkeypatch.setattr(operator, "_AUTO", "eager")
+    assert_close(own, loss_and_gradients(model, inputs), options)
+    assert launches["many"] == LAYERS
+
+
+@with_and_without_norm
+def test_smaller_dtypes_err_no_more(options: dict, monkeypatch):
+    """Logits in bf16: four models together no farther from the same weights in fp64 than without the launch."""
+    errors = {"triton": 0.0, "eager": 0.0}
+    for seed in range(4):
+        model, ids = tiny_model(torch.bfloat16, seed=seed, **options), random_tokens(1, 23)
+        exact = tiny_model(torch.float64, **options)
+        exact.load_state_dict(model.state_dict())
+        expected = logits_of(exact, ids)
+        for backend in errors:
+            monkeypatch.setattr(operator, "_AUTO", backend)
+            errors[backend] += float((logits_of(model, ids).double() - expected).square().mean())
+    assert errors["triton"] <= errors["eager"]
+
+
+@with_and_without_norm
+def test_generation_with_a_static_cache_takes_one_launch_for_each_token(options: dict, launches, monkeypatch):
+    model = tiny_model(torch.float64, **options)
+    rows = random_tokens(2, 5)
+    five: dict[str, Any] = {"max_new_tokens": 5}
+    static = new_tokens_of(model, rows, cache_implementation="static", **five)
+    assert launches == {"many": LAYERS, "step": 4 * LAYERS}, "the prompt gives the first of five tokens"
+    dynamic = new_tokens_of(model, rows, **five)
+    assert launches == {"many": 2 * LAYERS + 4 * LAYERS, "step": 4 * LAYERS}
+    monkeypatch.setattr(operator, "_AUTO", "eager")
+    eager = new_tokens_of(model, rows, cache_implementation="static", **five)
+    assert torch.equal(static, eager)
+    assert torch.equal(dynamic, eager)
+    assert_greedy(model, list(rows), eager)
+
+
+@pytest.mark.parametrize("options", [VARIANTS[name] for name in ("keys", "norm, window 3")], ids=str)
+def test_logits_and_states_token_by_token(options: dict, launches, monkeypatch):
+    """Not the tokens alone: the numbers, in the cache too."""
+    model, row = tiny_model(torch.float64, **options), random_tokens(2, 6)
+    results = []
+    for backend in ("triton", "eager"):
+        monkeypatch.setattr(operator, "_AUTO", backend)
+        cache: Any = StaticCache(config=model.config, max_cache_len=9)
+        logits = [logits_of(model, piece, past_key_values=cache) for piece in row.split((2, 1, 1, 2), dim=1)]
+        layer = cache.layers[1]
+        state = layer.shift_state
+        results.append([*logits, layer.keys, layer.values, state.k, state.v, layer.cumulative_length])
+    assert launches == {"many": 2 * LAYERS, "step": 2 * LAYERS}
+    assert_close(results[0], results[1], options)
+
+
+def test_a_static_cache_is_reset_and_used_anew(launches):
+    model = tiny_model(torch.float64, shift_window=3)
+    cache: Any = StaticCache(config=model.config, max_cache_len=12)
+    addresses = set()
+    for seed in range(2):
+        row = random_tokens(1, 3, seed=seed)
+        for token in row.split(1, dim=1):
+            logits_of(model, token, past_key_values=cache)
+        assert_next(model, list(row), cache, random_tokens(1, 1, seed=9))
+        addresses |= {x.data_ptr() for x in (cache.layers[0].shift_state.k, cache.layers[0].keys)}
+        cache.reset()
+    assert len(addresses) == 2, "everything stays at its place"
+    assert launches["step"] == (3 + 4) * LAYERS, "the first token of a cache allocates it"
+
+
+@with_and_without_norm
+def test_beams_and_left_padding_over_a_static_cache(options: dict, launches, monkeypatch):
+    model = tiny_model(torch.float64, **options)
+    ids, mask = left_padded([random_tokens(length, seed=length) for length in (3, 6)])
+    beams = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 4}
+    found = new_tokens_of(model, ids, mask, cache_implementation="static", **beams)
+    assert launches["step"] > 0
+    monkeypatch.setattr(operator, "_AUTO", "eager")
+    assert torch.equal(found, new_tokens_of(model, ids, mask, use_cache=False, **beams))
+
+
+@pytest.mark.parametrize("options", [{"shift_targets": ["q", "k", "v"]}, {"sliding_window": 4}, {"shift_targets": []}])
+def test_what_has_no_step_of_one_launch_gives_the_same(options: dict, launches):
+    model, rows = tiny_model(torch.float64, **options), random_tokens(2, 5)
+    assert_greedy(model, list(rows), new_tokens_of(model, rows, cache_implementation="static", max_new_tokens=4))
+    assert launches["step"] == 0
+
+
+def test_with_gradients_a_token_is_not_written_in_place(launches):
+    """What autograd keeps of the cache may not change under it."""
+    model, row = tiny_model(torch.float64), random_tokens(1, 4)
+    cache: Any = StaticCache(config=model.config, max_cache_len=9)
+    logits_of(model, row[:, :3], past_key_values=cache)
+    model(row[:, 3:], past_key_values=cache)
+    assert launches["step"] == 0
