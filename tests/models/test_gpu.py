@@ -1,0 +1,159 @@
+"""Attention and the Llama model on a CUDA device: what they give on the CPU, through the Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvshift.layers import shift
+from kvshift.layers.fused import Fused
+from kvshift.ops import shift as operator
+from tests.layers.attention_cases import GQA, make, tokens
+from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
+from tests.ops.device import DEVICE, MARKS, needs_cuda
+
+pytestmark = MARKS
+
+# Sums over 37 to 61 products in another order, in float32; gradients have passed through twice as many.
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
+
+
+@pytest.fixture(autouse=True)
+def through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a CUDA device by themselves; and with algorithms whose sums have no order, as models usually run."""
+    torch.use_deterministic_algorithms(False)
+    if DEVICE.type != "cuda":
+        monkeypatch.setattr(operator, "_AUTO", "triton")
+    yield
+    torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list of two numbers: how often shift and rotation were one launch, and how often a whole step was."""
+    counted = [0, 0]
+
+    def prepare(*args: Any, real: Callable = shift.prepare) -> Fused | None:
+        fused = real(*args)
+        counted[0] += fused is not None
+        return fused
+
+    def step(*args: Any, real: Callable = Fused.step) -> Tensor:
+        counted[1] += 1
+        return real(*args)
+
+    monkeypatch.setattr(shift, "prepare", prepare)
+    monkeypatch.setattr(Fused, "step", step)
+    return counted
+
+
+def eagerly(call: Callable) -> Any:
+    """On the CPU, by PyTorch's operations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "_AUTO", "eager")
+        return call()
+
+
+def to_device(x: Any) -> Any:
+    return x.to(DEVICE) if isinstance(x, Tensor) else x
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "padding": {"mask": torch.tensor([[False, True, True, False, True, True, True], [True] * 5 + [False] * 2])},
+    "pack": {"cu_seqlens": torch.tensor([0, 3, 3, 4, 14], dtype=torch.int32)},
+    "documents": {"seq_idx": torch.tensor([[0, 0, 1, 1, 1, 2, 2], [3] * 7])},
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    "options", [{}, {"qk_norm": True, "shift_window": 3, "sliding_window": 4}], ids=["", "options"]
+)
+def test_attention(options, call, launches):
+    here = make(GQA, dtype=torch.float32, **options)
+    there = deepcopy(here).to(DEVICE)
+    x = tokens(1, 14, dtype=torch.float32) if "cu_seqlens" in call else tokens(2, 7, dtype=torch.float32)
+    weights = tokens(*x.shape[:2], seed=1, dtype=torch.float32)
+
+    def train(layer: nn.Module, x: Tensor, weights: Tensor, call: dict[str, Any]) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        out, _ = layer(x, **call)
+        return [out, *torch.autograd.grad((out * weights).sum(), [x, *layer.parameters()])]
+
+    expected = eagerly(lambda: train(here, x, weights, call))
+    moved = {name: to_device(value) for name, value in call.items()}
+    results = train(there, x.to(DEVICE), weights.to(DEVICE), moved)
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.cpu(), other, **CLOSE)
+
+
+def test_attention_decodes(launches):
+    here = make(GQA, dtype=torch.float32, qk_norm=True)
+    there = deepcopy(here).to(DEVICE)
+    x = tokens(2, 7, dtype=torch.float32)
+    with torch.no_grad():
+        expected, _ = eagerly(lambda: here(x))
+        out, state = there(x[:, :4].to(DEVICE))
+        pieces = [out]
+        for t in range(4, 7):
+            out, state = there(x[:, t : t + 1].to(DEVICE), state=state)
+            pieces.append(out)
+    torch.testing.assert_close(torch.cat(pieces, 1).cpu(), expected, **CLOSE)
+    assert launches[0] == 4
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+def test_a_model_trains(padded, launches):
+    here: Any = tiny_model()
+    there = deepcopy(here).to(DEVICE)
+    rows = [random_tokens(length, seed=length) for length in ((3, 11) if padded else (11, 11))]
+    ids, mask = left_padded(rows)
+
+    def train(model: nn.Module, ids: Tensor, mask: Tensor) -> list[Tensor]:
+        labels = ids.masked_fill(mask == 0, -100)
+        loss = model(ids, attention_mask=mask if padded else None, labels=labels, use_cache=False).loss
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    expected = eagerly(lambda: train(here, ids, mask))
+    for result, other in zip(train(there, ids.to(DEVICE), mask.to(DEVICE)), expected, strict=True):
+        torch.testing.assert_close(result.cpu(), other, **CLOSE)
+    assert launches[0] == 2, "a launch for each layer"
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_model_generates(cache, launches):
+    """Greedily, what the model on the CPU generates; into a static cache in one launch for each layer and token."""
+    here: Any = tiny_model()
+    there = deepcopy(here).to(DEVICE)
+    ids = random_tokens(2, 5)
+    options = {"do_sample": False, "max_new_tokens": 6}
+    expected = eagerly(lambda: here.generate(ids, attention_mask=torch.ones_like(ids), **options))
+    given = ids.to(DEVICE)
+    generated = there.generate(
+        given, attention_mask=torch.ones_like(given), cache_implementation=cache, disable_compile=True, **options
+    )
+    assert generated.tolist() == expected.tolist()
+    assert launches[1] == (2 * 5 if cache == "static" else 0)
+
+
+@needs_cuda
+@pytest.mark.slow
+def test_a_model_generates_through_a_compiler_and_cuda_graphs():
+    """What transformers makes of a static cache by default."""
+    here: Any = tiny_model()
+    there = deepcopy(here).to(DEVICE)
+    ids = random_tokens(2, 5)
+    options = {"do_sample": False, "max_new_tokens": 6}
+    expected = eagerly(lambda: here.generate(ids, attention_mask=torch.ones_like(ids), **options))
+    given = ids.to(DEVICE)
+    for _ in range(2):
+        generated = there.generate(
+            given, attention_mask=torch.ones_like(given), cache_implementation="static", **options
+        )
+        assert generated.tolist() == expected.tolist()

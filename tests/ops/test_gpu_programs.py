@@ -1,0 +1,408 @@
+"""The operator on a CUDA device as programs use it: tensors that live there, graphs, compilers, memory, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kvshift.ops import ShiftState, kv_shift, shift_tokens, triton_launch
+from kvshift.ops.triton_op import Boundaries, turn_triton
+
+from . import checks
+from .cases import Case, outcome, random_case
+from .device import DEVICE, MARKS, carry, needs_cuda
+from .rounding import assert_within_one_rounding
+from .test_triton_op import COMPILED
+from .test_triton_step import a_call
+
+# torch.compile makes an instance of each autograd function that it traces.
+pytestmark = [
+    *MARKS,
+    pytest.mark.filterwarnings(r"ignore:<class 'torch\.autograd\.function\.Function'>:DeprecationWarning"),
+]
+
+COMPILER = "inductor" if DEVICE.type == "cuda" else "aot_eager"
+MODES: dict[str, dict] = {
+    "plain": {},
+    "state, window 3": {"rows": 3, "window": 3},
+    "pack, state": {"lengths": checks.LENGTHS, "rows": 2},
+    "documents": {"seq_idx": [[0, 0, 1, 1, 1]] * 2, "positions": 5},
+    "padding, state": {"mask": [[0, 1, 1, 0, 1], [1, 1, 1, 1, 0]], "positions": 5, "rows": 1},
+}
+modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+def there(case: Case, device: torch.device = DEVICE) -> Case:
+    """The same call with its tensors on the device."""
+    bounds = {name: getattr(case, name) for name in ("cu_seqlens", "seq_idx", "mask")}
+    moved = {name: None if x is None else x.to(device) for name, x in bounds.items()}
+    return replace(case.map(lambda x: carry(x, device)), **moved)
+
+
+def on_device(op: Callable) -> Callable:
+    """`op` for tensors that are on the CPU, gradients too."""
+
+    def carried(*tensors: Tensor, **options: Any) -> Any:
+        moved = {name: x.to(DEVICE) if isinstance(x, Tensor | ShiftState) else x for name, x in options.items()}
+        k_hat, v_hat, state = op(*(x.to(DEVICE) for x in tensors), **moved)
+        return k_hat.cpu(), v_hat.cpu(), state.to("cpu")
+
+    return carried
+
+
+def assert_same(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, result in results.items():
+        assert torch.equal(result, expected[name]), name
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list of one number: how often kernels were asked for."""
+    counted, real = [0], triton_launch.kernels()
+
+    def count() -> Any:
+        counted[0] += 1
+        return real
+
+    monkeypatch.setattr(triton_launch, "kernels", count)
+    return counted
+
+
+@pytest.fixture
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# Tensors of the caller
+
+
+@modes
+def test_callers_tensors_are_theirs(mode):
+    checks.check_inputs_are_left_alone(there(random_case(2, **mode)), "triton")
+
+
+@modes
+def test_results_on_the_device_are_those_of_the_reference(mode):
+    assert_within_one_rounding(random_case(3, **mode), "triton", through_state=True, op=on_device(kv_shift))
+
+
+@needs_cuda
+def test_auto_takes_the_kernels(launches):
+    case = there(random_case(5, rows=2))
+    case.call("eager")
+    assert launches == [0]
+    assert_same(outcome(case, "auto"), outcome(case, "triton"))
+    assert launches[0] > 0
+
+
+@needs_cuda
+@pytest.mark.parametrize("shape", [{"batch": 4, "positions": 2048}, {"lengths": [4000, 0, 1, 4191]}], ids=str)
+def test_the_same_bits_on_every_run(shape):
+    case = there(random_case(7, heads=4, k_dim=128, v_dim=128, rows=1, dtype=torch.bfloat16, **shape))
+    first = outcome(case, "triton")
+    for _ in range(3):
+        assert_same(outcome(case, "triton"), first)
+
+
+# Memory
+
+
+@needs_cuda
+@pytest.mark.parametrize("state", [False, True], ids=["", "state"])
+def test_peak_memory_is_the_results_and_the_gradients(state):
+    """And a megabyte, for partial sums and for rounding up."""
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    k, v, gk, gv = (
+        torch.randn(2, 4096, 4, 128, dtype=torch.bfloat16, device=DEVICE, generator=generator) for _ in range(4)
+    )
+    mix = torch.randn(4, 2, device=DEVICE, generator=generator).requires_grad_()
+    history = ShiftState.zeros(2, 4, 128, rows=1, dtype=k.dtype, device=DEVICE) if state else None
+    leaves = [k.requires_grad_(), v.requires_grad_(), mix]
+    kept = peak = 0
+    for _ in range(2):  # the first compiles
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        k_hat, v_hat, _ = kv_shift(k, v, mix, mix, state=history, backend="triton")
+        kept = torch.cuda.memory_allocated() - before
+        gradients = torch.autograd.grad((k_hat, v_hat), leaves, (gk, gv))
+        peak = torch.cuda.max_memory_allocated() - before
+        del gradients, k_hat, v_hat
+    assert kept <= 2 * k.nbytes + 2**20
+    assert peak <= 4 * k.nbytes + 2**20
+
+
+@needs_cuda
+def test_a_tensor_of_more_than_2_to_the_31_elements():
+    """4.3 GB of keys; the last tokens are those of a small call that goes on from the token before them."""
+    if torch.cuda.mem_get_info()[0] < 24e9:
+        pytest.skip("the device has less than 24 GB to spare")
+    positions = 2**31 // 128 + 999
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    k = torch.empty(1, positions, 1, 128, dtype=torch.bfloat16, device=DEVICE)
+    v = torch.empty(1, positions, 1, 8, dtype=torch.bfloat16, device=DEVICE)
+    for x in (k, v):
+        x.normal_(generator=generator)
+    assert k.numel() > 2**31
+    mix = torch.tensor([[0.75, -1.5]], device=DEVICE)
+    end = slice(positions - 500, positions)
+    state = ShiftState(k[:, end.start - 1 : end.start].clone(), v[:, end.start - 1 : end.start].clone(), 1)
+    case = Case(k[:, end].clone(), v[:, end].clone(), mix, mix, state)
+    case = replace(case, grads=tuple(torch.randn_like(x) for x in (case.k, case.v, state.k, state.v)))
+    expected = outcome(case, "triton", through_state=False)
+    k_hat, v_hat, _ = kv_shift(k.requires_grad_(), v.requires_grad_(), mix, mix, backend="triton")
+    assert torch.equal(k_hat[:, end], expected["k_hat"])
+    assert torch.equal(v_hat[:, end], expected["v_hat"])
+    g = torch.zeros_like(k_hat)
+    g[:, end] = case.grads[0]
+    del k_hat
+    gk, gv = torch.autograd.grad(kv_shift(k, v, mix, mix, backend="triton")[:2], (k, v), (g, torch.zeros_like(v_hat)))
+    assert torch.equal(gk[:, end], expected["gradient of k"])
+    assert not gk[:, : end.start - 1].any()
+    assert not gv.any()
+
+
+# Graphs and compilers
+
+
+@modes
+def test_operators_keep_the_rules_of_torch_library(mode):
+    case = there(random_case(79, **({"batch": 2, "positions": 3} | mode)))
+    state = case.state or ShiftState(None, None, 1)
+    inputs = [case.k, case.v, case.alpha, case.beta, *(() if case.state is None else (state.k, state.v))]
+    for x in inputs:
+        x.requires_grad_()
+    bounds = Boundaries.of(case.cu_seqlens, case.seq_idx, case.mask).tensors()
+    args = (None, case.k, case.v, case.alpha, case.beta, state.k, state.v, *(None,) * 4, 0.0, *bounds)
+    torch.library.opcheck(torch.ops.kvshift.shift.default, args)
+    sequences = case.k.shape[0] if case.cu_seqlens is None else len(case.cu_seqlens) - 1
+    rows = case.window - 1
+    torch.library.opcheck(torch.ops.kvshift.tails.default, (*args[1:3], *args[5:7], sequences, rows, *bounds))
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [("state, window 3", torch.float32), ("pack", torch.bfloat16), ("padding, state", torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.usefixtures("nothing_compiled_before")
+def test_one_compiled_graph_trains_on_any_number_of_tokens(mode, dtype, backend):
+    """Decomposed for the compiler, which fuses it with its neighbours, unless the kernels are asked for."""
+    counter = CompileCounterWithBackend(COMPILER)
+    compiled = torch.compile(kv_shift, backend=counter, fullgraph=True, dynamic=True)
+    for positions in (7, 2, 13):
+        case = COMPILED[mode](positions)
+        case = replace(case.map(lambda x: x.to(dtype)), alpha=case.alpha, beta=case.beta)
+        assert_within_one_rounding(case, backend, through_state=True, op=on_device(compiled))
+    assert counter.frame_count == 1
+    (graph,) = counter.graphs
+    assert ("kvshift.shift" in graph.code) == (backend == "triton")
+
+
+@needs_cuda
+@modes
+def test_a_cuda_graph_trains(mode):
+    """Captured once, replayed with other numbers in the same places: documents and padding may change too."""
+    static = there(random_case(11, **mode))
+    leaves = [static.k, static.v, static.alpha, static.beta]
+    leaves += [] if static.state is None else [static.state.k, static.state.v]
+    for x in leaves:
+        x.requires_grad_()
+
+    def train() -> list[Tensor]:
+        k_hat, v_hat, state = static.call("triton")
+        results = [k_hat, v_hat, state.k, state.v]
+        return [*results, *torch.autograd.grad(results, leaves, static.grads)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            train()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train()
+    for seed in (13, 17):
+        other = random_case(seed, **mode)
+        if other.mask is not None:
+            other = replace(other, mask=other.mask.flip(1))
+        if other.cu_seqlens is not None:
+            other = replace(other, cu_seqlens=other.cu_seqlens[-1] - other.cu_seqlens.flip(0))
+        with torch.no_grad():
+            for x, y in zip(tensors(static), tensors(other), strict=True):
+                x.copy_(y)
+        graph.replay()
+        for x, y in zip(captured, outcome(there(other), "triton").values(), strict=True):
+            assert torch.equal(x, y)
+
+
+def tensors(case: Case) -> list[Tensor]:
+    state = () if case.state is None else (case.state.k, case.state.v)
+    bounds = [x for x in (case.cu_seqlens, case.seq_idx, case.mask) if x is not None]
+    return [case.k, case.v, case.alpha, case.beta, *state, *bounds, *case.grads]
+
+
+# Decoding and the rotary embedding
+
+
+def a_call_there(**options: Any) -> Any:
+    call = a_call(**options)
+    return call.with_(**{name: x.to(DEVICE) for name, x in call.tensors.items() if isinstance(x, Tensor)})
+
+
+CHANGED = ("k_state", "v_state", "k_cache", "v_cache")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_on_the_device_is_the_split_of_the_whole(dtype):
+    """One token after a history: what `turn_triton` gives, bit for bit; rows without a slot are left alone."""
+    call = a_call_there(window=3, rows=2, dtype=dtype, norm=True, tables=5)
+    before = call.copy()
+    q_out = call.run()
+    for b, (slot, place) in enumerate(zip(before["state_slots"].tolist(), before["cache_slots"].tolist(), strict=True)):
+        if slot < 0:
+            assert not q_out[b].any()
+            continue
+        row = slice(b, b + 1)
+        q, k, v = turn_triton(
+            *(before[name][row] for name in ("q", "k", "v")),
+            *(before[name] for name in ("alpha", "beta")),
+            *(before[name][row] for name in ("cos", "sin")),
+            **{name: before[name] for name in ("q_scale", "k_scale", "eps")},
+            k_past=before["k_state"][slot : slot + 1],
+            v_past=before["v_state"][slot : slot + 1],
+        )
+        assert torch.equal(q_out[row], q)
+        if place >= 0:
+            assert torch.equal(call["k_cache"][place // 8, place % 8], k[0, 0])
+            assert torch.equal(call["v_cache"][place // 8, place % 8], v[0, 0])
+        assert torch.equal(call["k_state"][slot, -1], before["k"][b, 0])
+    unused = [s for s in range(8) if s not in before["state_slots"].tolist()]
+    assert torch.equal(call["v_state"][unused], before["v_state"][unused])
+
+
+def test_the_step_keeps_the_rules_of_torch_library():
+    call = a_call_there(norm=True)
+    names = ("q", "k", "v", "alpha", "beta", "cos", "sin", *CHANGED, "state_slots", "cache_slots")
+    arguments = (*(call[name] for name in names), False, call["q_scale"], call["k_scale"], 0.1)
+    torch.library.opcheck(torch.ops.kvshift.step.default, arguments)
+
+
+@needs_cuda
+def test_a_cuda_graph_decodes():
+    """Step after step in place; slots are data."""
+    static = a_call_there(window=3, rows=2, norm=True)
+    eager = static.copy()
+    static.copy().run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q_out = static.run()
+    for seed in (2, 3, 5):
+        generator = torch.Generator().manual_seed(seed)
+        for name in ("q", "k", "v"):
+            numbers = torch.randn(eager[name].shape, generator=generator)
+            for call in (static, eager):
+                call[name].copy_(numbers)
+        for call in (static, eager):
+            call["state_slots"].copy_(call["state_slots"].roll(1))
+            call["cache_slots"].copy_((call["cache_slots"] + 7) % 32)
+        graph.replay()
+        assert torch.equal(q_out, eager.run())
+        for name in CHANGED:
+            assert torch.equal(static[name], eager[name]), name
+
+
+def turned_plainly(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, scales: tuple, bounds: dict
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The formula of `turn_triton`, each operation in the dtype of its arguments."""
+    k = shift_tokens(k, alpha, backend="eager", **bounds)[0]
+    v = shift_tokens(v, beta, backend="eager", **bounds)[0]
+    turned = []
+    for x, scale in zip((q, k), scales or (None, None), strict=True):
+        if scale is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1) * scale
+        low, high = x.chunk(2, -1)
+        c, s = cos.unsqueeze(2).to(x.dtype), sin.unsqueeze(2).to(x.dtype)
+        turned.append(torch.cat([low * c - high * s, high * c + low * s], -1))
+    return *turned, v
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "pack"])
+def test_shift_norm_and_rotation_in_one_launch(packed, norm, dtype):
+    """Error against the formula in fp64, on the whole, that of one operation after another in this dtype at the most.
+
+    But for one unit, of a sum of N terms sqrt(N) of them: what is rounded once may by chance be rounded worse.
+    """
+    generator = torch.Generator().manual_seed(19)
+    batch, positions, heads, groups, size = (1 if packed else 2), 9, 5, 3, 6
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    angles = torch.randn(1, positions, size // 2, generator=generator, dtype=torch.float64)
+    inputs = {
+        "q": normal(batch, positions, heads, size),
+        "k": normal(batch, positions, groups, size),
+        "v": normal(batch, positions, groups, 7),
+        "alpha": normal(groups, 2).float().to(torch.promote_types(dtype, torch.float32)),
+        "beta": normal(groups, 2).float().to(torch.promote_types(dtype, torch.float32)),
+        **({"q_scale": normal(size), "k_scale": normal(size)} if norm else {}),
+    }
+    tables = [x.to(dtype) for x in (angles.cos(), angles.sin())]
+    gradients = [normal(*inputs[name].shape) for name in ("q", "k", "v")]
+    pack = torch.tensor([0, 4, 4, 5, 9], dtype=torch.int32) if packed else None
+
+    def run(op: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        leaves = {
+            name: carry(x if dtype is None else x.to(dtype), DEVICE).requires_grad_() for name, x in inputs.items()
+        }
+        cos, sin, *grads = ((x if dtype is None else x.to(dtype)).to(DEVICE) for x in (*tables, *gradients))
+        five = [leaves[name] for name in ("q", "k", "v", "alpha", "beta")]
+        scales = {name: leaves[name] for name in leaves if "scale" in name}
+        bounds = None if pack is None else pack.to(DEVICE)
+        if op == "plain":
+            outputs = turned_plainly(*five, cos, sin, tuple(scales.values()), {"cu_seqlens": bounds})
+        else:
+            found = Boundaries.of(bounds, None, None)
+            outputs = turn_triton(*five, cos, sin, **scales, eps=0.1 if norm else 0.0, boundaries=found)
+        given = torch.autograd.grad(outputs, list(leaves.values()), grads)
+        names = ["q_out", "k_out", "v_out", *(f"gradient of {name}" for name in leaves)]
+        return {name: x.detach().double().cpu() for name, x in zip(names, (*outputs, *given), strict=True)}
+
+    exact, own, plain = run("plain", torch.float64), run("triton"), run("plain")
+    for name, result in own.items():
+        if dtype == torch.float64:
+            torch.testing.assert_close(result, exact[name], rtol=1e-12, atol=1e-12)
+            continue
+        is_sum = name in ("gradient of alpha", "gradient of beta")  # over all tokens and elements, in float32
+        unit = torch.finfo(torch.float32 if is_sum else dtype).eps * (batch * positions * size if is_sum else 1) ** 0.5
+        own_error, plain_error = ((x - exact[name]).square().mean().sqrt() for x in (result, plain[name]))
+        assert own_error <= plain_error + unit * exact[name].square().mean().sqrt(), name
+
+
+# Several devices
+
+
+@needs_cuda
+def test_tensors_on_a_device_that_is_not_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one device")
+    case = random_case(23, rows=2)
+    expected = outcome(there(case), "triton")
+    for name, result in outcome(there(case, torch.device("cuda", 1)), "auto").items():
+        assert result.device.index == 1
+        assert torch.equal(result.cpu(), expected[name].cpu()), name
