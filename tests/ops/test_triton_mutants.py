@@ -1,0 +1,312 @@
+"""Negative controls: ways to get the Triton kernels wrong, and for each a named check that notices."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from kvshift.ops import triton_launch, triton_state, triton_step
+from kvshift.ops.triton_launch import Tiling
+
+from . import checks, test_triton_step
+from .cases import random_case
+from .conftest import skip_unless_built
+from .rounding import assert_within_one_rounding
+from .test_triton_turn import assert_within_rounding
+from .turns import random_turn
+
+pytestmark = pytest.mark.interpreter
+
+SOURCES = Path(triton_launch.__file__).parent
+FILES = ("triton_kernels", "triton_backward", "triton_decoding")  # later ones import from the first
+HOLES = [[0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
+DOCUMENTS = [[0, 0, 1, 1, 1, 1], [7, -1, -1, -1, -1, 7]]
+
+
+# Checks
+
+
+def check_rows() -> None:
+    assert_within_one_rounding(random_case(2, 1, 6, rows=4, window=3), "triton", through_state=True)
+
+
+def check_sums() -> None:
+    assert_within_one_rounding(random_case(3, 1, 7), "triton", through_state=False)
+
+
+def check_rounding() -> None:
+    case = random_case(5, 1, 40, window=3, dtype=torch.bfloat16)
+    assert_within_one_rounding(case, "triton", through_state=False)
+
+
+def check_pack() -> None:
+    case = random_case(7, lengths=[2, 0, 1, 3], rows=2)
+    checks.check_pack_is_its_sequences(case, "triton", [2, 0, 1, 3])
+
+
+def check_documents() -> None:
+    case = random_case(11, 2, 6, seq_idx=DOCUMENTS, window=3, rows=2)
+    assert_within_one_rounding(case, "triton", through_state=True)
+
+
+def check_padding() -> None:
+    checks.check_padding_is_as_if_absent("triton", HOLES, 1, -29.0)
+
+
+def check_turn() -> None:
+    assert_within_rounding(random_turn(13, 2, 3, tables=2, norm=False))
+
+
+def check_norm() -> None:
+    assert_within_rounding(random_turn(17, 1, 3))
+
+
+def check_norm_of_a_wide_window() -> None:
+    assert_within_rounding(random_turn(19, 1, 5, window=3))
+
+
+def check_turned_documents() -> None:
+    assert_within_rounding(random_turn(23, 1, 6, queries=None, seq_idx=DOCUMENTS[:1]))
+
+
+def check_turned_padding() -> None:
+    assert_within_rounding(random_turn(29, 1, 6, queries=None, mask=HOLES[:1]))
+
+
+def check_step() -> None:
+    test_triton_step.test_a_step_is_the_next_piece_of_each_sequence({"window": 3, "rows": 4, "norm": True})
+
+
+def check_step_elsewhere() -> None:
+    test_triton_step.test_a_step_writes_nothing_else()
+
+
+# Mutants
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """The files of the kernels with one text in place of another."""
+
+    file: str
+    right: str
+    wrong: str
+    check: Callable[[], None]
+
+    def kernels(self, folder: Path) -> SimpleNamespace:
+        real = triton_launch.kernels()
+        modules = {file: self._load(file, folder) for file in FILES}
+        names = {"forward": 0, "tails": 0, "backward": 1, "backward_past": 1, "step": 2}
+        assert names.keys() == vars(real).keys()
+        return SimpleNamespace(**{name: getattr(modules[FILES[i]], name) for name, i in names.items()})
+
+    def _load(self, file: str, folder: Path) -> ModuleType:
+        source = (SOURCES / f"{file}.py").read_text()
+        if file == self.file:
+            assert source.count(self.right) == 1, f"{self.right!r} stands {source.count(self.right)} times in {file}"
+            source = source.replace(self.right, self.wrong)
+        path = folder / f"mutant_{file}.py"
+        path.write_text(source.replace("from kvshift.ops.triton_kernels", "from mutant_triton_kernels"))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+KERNELS, BACKWARD, DECODING = FILES
+MUTANTS = {
+    "lags swapped": Mutant(
+        KERNELS,
+        "tl.fma(term, tl.load(weights + lag).to(ACC), total)",
+        "tl.fma(term, tl.load(weights + W - lag).to(ACC), total)",
+        check_rows,
+    ),
+    "history off by one": Mutant(
+        KERNELS,
+        "_load_rows(past, past_stride, newest - depth, of_past, past_column, in_head, ACC)",
+        "_load_rows(past, past_stride, newest - depth - 1, of_past, past_column, in_head, ACC)",
+        check_rows,
+    ),
+    "history of the neighbour": Mutant(
+        KERNELS,
+        "    newest = (sequence + 1) * R\n    k_real = real",
+        "    newest = tl.maximum(sequence, 1) * R\n    k_real = real",
+        check_pack,
+    ),
+    "rounded twice": Mutant(
+        KERNELS,
+        "            total = tl.fma(term, tl.load(weights + lag).to(ACC), total)\n",
+        "            total = tl.fma(term, tl.load(weights + lag).to(ACC), total).to(x.dtype.element_ty).to(ACC)\n",
+        check_rounding,
+    ),
+    "empty sequences not passed over": Mutant(
+        KERNELS,
+        "tl.load(cu_seqlens + middle + 1) <= t",
+        "tl.load(cu_seqlens + middle + 1) < t",
+        check_pack,
+    ),
+    "numbers of documents ignored": Mutant(
+        KERNELS,
+        "        alive = alive & (same | (stays == 0))\n        stays = stays & same\n",
+        "",
+        check_documents,
+    ),
+    "history read behind a document boundary": Mutant(
+        KERNELS,
+        "        alive = alive & (same | (stays == 0))\n",
+        "",
+        check_documents,
+    ),
+    "holes stepped into": Mutant(
+        KERNELS,
+        "        before = tl.load(links + (at + row) * 2, mask=inside, other=-1)\n",
+        "        before = row - 1\n",
+        check_padding,
+    ),
+    "padding written": Mutant(
+        KERNELS,
+        "        inside = tl.load(mask + b * T + t, mask=inside, other=0) != 0\n",
+        "        inside = inside\n",
+        check_padding,
+    ),
+    "state from the padded end": Mutant(
+        KERNELS,
+        "        row = tl.where(real, row, tl.load(links + (b * T + row) * 2, mask=there, other=-1))\n",
+        "",
+        check_padding,
+    ),
+    "state in wrong order": Mutant(
+        KERNELS,
+        "at = newest * 0 + (sequence + 1) * N - 1 - i",
+        "at = newest * 0 + sequence * N + i",
+        check_rows,
+    ),
+    "mean over half a head": Mutant(
+        KERNELS,
+        "tl.sum(high * high, 1)) / D + EPS)",
+        "tl.sum(high * high, 1)) / (D // 2) + EPS)",
+        check_norm,
+    ),
+    "tables of the first row": Mutant(
+        KERNELS,
+        "at = b * table_b + row.to(tl.int64)[:, None] * table_t",
+        "at = row.to(tl.int64)[:, None] * table_t",
+        check_turn,
+    ),
+    "rotation the other way": Mutant(
+        KERNELS,
+        "low * c - high * s)",
+        "low * c + high * s)",
+        check_turn,
+    ),
+    "walk forward across the end": Mutant(
+        BACKWARD,
+        "stays = inside & (after < end)",
+        "stays = inside & (after < T)",
+        check_pack,
+    ),
+    "walk forward across documents": Mutant(
+        BACKWARD,
+        "        stays = stays & same\n",
+        "",
+        check_turned_documents,
+    ),
+    "walk forward into holes": Mutant(
+        BACKWARD,
+        "        after = tl.load(links + (at + row) * 2 + 1, mask=inside, other=0)\n",
+        "        after = row + 1\n",
+        check_turned_padding,
+    ),
+    "sums of one tile lost": Mutant(
+        BACKWARD,
+        "tl.store(partials + head * W + lag, tl.sum(tl.sum(here * g, 1), 0))",
+        "tl.store(partials + head * W + lag, tl.sum(tl.sum(tl.where((t < 4)[:, None], here * g, 0.0), 1), 0))",
+        check_sums,
+    ),
+    "gradient turned the other way": Mutant(
+        BACKWARD,
+        "low = g_low * c + g_high * s",
+        "low = g_low * c - g_high * s",
+        check_turn,
+    ),
+    "norm's gradient without its mean": Mutant(
+        BACKWARD,
+        "low = inverse * (low - x_low * along)",
+        "low = inverse * low",
+        check_norm,
+    ),
+    "norm's gradient of the raw keys": Mutant(
+        BACKWARD,
+        "        x_high = _shifted(\n            x, x_t, column + (b * 0 + half) * x_d, None, 0, d, in_half, weights,",
+        "        x_high = _shifted(\n            x, x_t, column + (b * 0 + half) * x_d, None, 0, d, in_half, None,",
+        check_norm_of_a_wide_window,
+    ),
+    "gain's gradient of the last head": Mutant(
+        BACKWARD,
+        "                low += s_low\n                high += s_high\n            if q_scale is not None:",
+        "                low = s_low\n                high = s_high\n            if q_scale is not None:",
+        check_norm,
+    ),
+    "lag of a later token given to the history": Mutant(
+        BACKWARD,
+        "inside & (lag >= back), d.to(tl.int64) * y_d",
+        "inside & (lag > 0), d.to(tl.int64) * y_d",
+        check_rows,
+    ),
+    "history not moved on": Mutant(
+        DECODING,
+        "    for i in range(R - 1):\n",
+        "    for i in range(R - 2):\n",
+        check_step,
+    ),
+    "state after the token read": Mutant(
+        DECODING,
+        "    newest = row + (slot + 1) * R\n",
+        "    newest = row + (slot + 1) * R - 1\n",
+        check_step,
+    ),
+    "rows that fill up a batch written": Mutant(
+        DECODING,
+        "    written = real & (at >= 0)\n",
+        "    written = here & (at >= 0)\n",
+        check_step_elsewhere,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def two_tiles(monkeypatch) -> None:
+    skip_unless_built("triton")
+    for name in triton_launch.TILING:
+        monkeypatch.setitem(triton_launch.TILING, name, Tiling(positions=4, heads=4))
+
+
+def launch(kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let these be launched in place of the real ones."""
+    for module in (triton_launch, triton_state, triton_step):
+        monkeypatch.setattr(module, "kernels", lambda: kernels)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_is_caught(mutant: Mutant, monkeypatch, tmp_path):
+    mutant.check()
+    launch(mutant.kernels(tmp_path), monkeypatch)
+    with pytest.raises(AssertionError):
+        mutant.check()
+
+
+def test_the_copies_that_are_not_changed_pass(monkeypatch, tmp_path):
+    """It is the changed text that is caught, not that the kernels are copies."""
+    same = '"""The operator on a GPU'
+    launch(Mutant(KERNELS, same, same, check_rows).kernels(tmp_path), monkeypatch)
+    for check in {mutant.check for mutant in MUTANTS.values()}:
+        check()
