@@ -16,6 +16,7 @@ $OUT/bench/rows.jsonl, table.md, plot.svg, plot.png
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -53,6 +54,17 @@ def bench_code(out: Path, *parts: str, **options: object) -> tuple[str, ...]:
         "    sys.exit(str(error))\n"
     )
     return sys.executable, "-c", code
+
+
+def test_command() -> tuple[str, ...]:
+    """pytest on the tests for a GPU alone; in eight processes where there is pytest-xdist, for most of it is compiling.
+
+    Said aloud is what pytest before version 9 does not read in pyproject.toml; the benchmark plugin warns of processes.
+    """
+    options = ("-q", "-m", "gpu", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:benchmark")
+    workers = ("-n", "8") if importlib.util.find_spec("xdist") else ()
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("**/test_gpu*.py"))
+    return (sys.executable, "-m", "pytest", *options, *workers, "--durations=10", *files)
 
 
 def steps(out: Path) -> list[Step]:
