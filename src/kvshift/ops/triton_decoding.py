@@ -56,7 +56,7 @@ def step(
     if cache_slots is not None:
         at = tl.load(cache_slots + b * cache_slot_b).to(tl.int64)
         if OWN_PAGES:
-            at = tl.where(at < 0, at, at + b * page_size)
+            at = tl.where((at < 0) | (at >= page_size), -1, at + b * page_size)
     written = real & (at >= 0)
     page = at // page_size
     line = at % page_size
