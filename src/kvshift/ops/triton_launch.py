@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshift.ops.registered import registered
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
@@ -151,9 +153,8 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-@torch.library.custom_op("kvshift::shift", mutates_args=())
-def _shift_op(
-    q: Tensor | None,
+def _like_gradients(
+    gq_out: Tensor | None,
     k: Tensor,
     v: Tensor,
     alpha: Tensor | None,
@@ -161,51 +162,24 @@ def _shift_op(
     k_past: Tensor | None,
     v_past: Tensor | None,
     cos: Tensor | None,
-    sin: Tensor | None,
     q_scale: Tensor | None,
     k_scale: Tensor | None,
-    eps: float,
-    cu_seqlens: Tensor | None,
-    seq_idx: Tensor | None,
-    mask: Tensor | None,
-    links: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    q_out, k_out, v_out = _like_outputs(q, k, v, alpha, beta, cos)
-    grid = _grid("forward", q, k, v, alpha, beta, turned=cos is not None, normed=k_scale is not None)
-    if grid.programs == 0:
-        return q_out, k_out, v_out
-    sequences = _sequences(k, cu_seqlens)
-    with on_device(k):
-        kernels().forward[(grid.programs,)](
-            q_out, k_out, v_out, q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale,
-            cos, sin, *table_strides(cos), cu_seqlens, seq_idx, mask, links,
-            k.shape[1], grid.tiles, 0 if q is None else q.shape[2], k.shape[2], k.shape[3], v.shape[3],
-            0 if k_past is None else k_past.shape[1], sequences, sequences.bit_length(),
-            grid.q_lanes, grid.k_lanes, grid.v_lanes, *strides(q), *k.stride(), *v.stride(),
-            EPS=eps, **grid.meta,
-        )  # fmt: skip
-    return q_out, k_out, v_out
+) -> list[Tensor]:
+    """Room for the gradients of q, k, v, alpha, beta, k_past, v_past, q_scale and k_scale; none where none is due."""
+    shifted_k = None if alpha is None and cos is None else k
+    shifted_v = None if beta is None else v
+    due = (gq_out, shifted_k, shifted_v, alpha, beta, k_past, v_past, q_scale, k_scale)
+    return [k.new_empty(0) if x is None else x.new_empty(x.shape) for x in due]
 
 
-def _like_outputs(
-    q: Tensor | None, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, cos: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the outputs; none where there is nothing to compute."""
-    nothing = k.new_empty
-    return (
-        nothing(0) if q is None else q.new_empty(q.shape),
-        nothing(0) if alpha is None and cos is None else k.new_empty(k.shape),
-        nothing(0) if beta is None else v.new_empty(v.shape),
-    )
+def _fake_gradients(
+    gq_out, gk_out, gv_out, q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, *_: Any
+) -> list[Tensor]:
+    return _like_gradients(gq_out, k, v, alpha, beta, k_past, v_past, cos, q_scale, k_scale)
 
 
-@_shift_op.register_fake
-def _(q, k, v, alpha, beta, k_past, v_past, cos, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_outputs(q, k, v, alpha, beta, cos)
-
-
-@torch.library.custom_op("kvshift::shift_backward", mutates_args=())
-def _backward_op(
+@registered("shift_backward", fake=_fake_gradients)
+def shift_backward(
     gq_out: Tensor | None,
     gk_out: Tensor | None,
     gv_out: Tensor | None,
@@ -272,30 +246,6 @@ def _backward_op(
     return [gq, gk, gv, galpha, gbeta, gk_past, gv_past, gq_scale, gk_scale]
 
 
-def _like_gradients(
-    gq_out: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    k_past: Tensor | None,
-    v_past: Tensor | None,
-    cos: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-) -> list[Tensor]:
-    """Room for the gradients of q, k, v, alpha, beta, k_past, v_past, q_scale and k_scale; none where none is due."""
-    shifted_k = None if alpha is None and cos is None else k
-    shifted_v = None if beta is None else v
-    due = (gq_out, shifted_k, shifted_v, alpha, beta, k_past, v_past, q_scale, k_scale)
-    return [k.new_empty(0) if x is None else x.new_empty(x.shape) for x in due]
-
-
-@_backward_op.register_fake
-def _(gq_out, gk_out, gv_out, q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, *_: Any):
-    return _like_gradients(gq_out, k, v, alpha, beta, k_past, v_past, cos, q_scale, k_scale)
-
-
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, eps, *bounds = inputs
     ctx.has_q, ctx.eps = q is not None, eps
@@ -305,7 +255,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, *bounds = ctx.saved_tensors
-    gq, gk, gv, galpha, gbeta, gk_past, gv_past, gq_scale, gk_scale = torch.ops.kvshift.shift_backward(
+    gq, gk, gv, galpha, gbeta, gk_past, gv_past, gq_scale, gk_scale = shift_backward(
         gq_out if ctx.has_q else None,
         gk_out if cos is not None or alpha is not None else None,
         gv_out if beta is not None else None,
@@ -331,4 +281,57 @@ def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) -> tuple
     )
 
 
-_shift_op.register_autograd(_backward, setup_context=_save_inputs)
+def _like_outputs(
+    q: Tensor | None, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, cos: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the outputs; none where there is nothing to compute."""
+    nothing = k.new_empty
+    return (
+        nothing(0) if q is None else q.new_empty(q.shape),
+        nothing(0) if alpha is None and cos is None else k.new_empty(k.shape),
+        nothing(0) if beta is None else v.new_empty(v.shape),
+    )
+
+
+def _fake_outputs(q, k, v, alpha, beta, k_past, v_past, cos, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_outputs(q, k, v, alpha, beta, cos)
+
+
+@registered("shift", fake=_fake_outputs, save=_save_inputs, backward=_backward)
+def shift(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    k_past: Tensor | None,
+    v_past: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    eps: float,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    mask: Tensor | None,
+    links: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs for q, k and v, as in `triton_op.turn_triton`; with cos None, k and v are shifted alone.
+
+    An empty tensor where there is nothing to compute: for no q, for k with neither alpha nor cos, for v without beta.
+    """
+    q_out, k_out, v_out = _like_outputs(q, k, v, alpha, beta, cos)
+    grid = _grid("forward", q, k, v, alpha, beta, turned=cos is not None, normed=k_scale is not None)
+    if grid.programs == 0:
+        return q_out, k_out, v_out
+    sequences = _sequences(k, cu_seqlens)
+    with on_device(k):
+        kernels().forward[(grid.programs,)](
+            q_out, k_out, v_out, q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale,
+            cos, sin, *table_strides(cos), cu_seqlens, seq_idx, mask, links,
+            k.shape[1], grid.tiles, 0 if q is None else q.shape[2], k.shape[2], k.shape[3], v.shape[3],
+            0 if k_past is None else k_past.shape[1], sequences, sequences.bit_length(),
+            grid.q_lanes, grid.k_lanes, grid.v_lanes, *strides(q), *k.stride(), *v.stride(),
+            EPS=eps, **grid.meta,
+        )  # fmt: skip
+    return q_out, k_out, v_out

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvshift.ops import triton_state  # noqa: F401  registers an operator
-from kvshift.ops.triton_launch import compute_dtype
+from kvshift.ops.triton_launch import compute_dtype, shift
+from kvshift.ops.triton_state import tails
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
@@ -113,8 +113,8 @@ def tails_triton(
     if boundaries.cu_seqlens is None and boundaries.seq_idx is None and boundaries.mask is None:
         rows = min(max_rows, rows + k.shape[1])
     pasts = [None if past is None else past.contiguous() for past in (k_past, v_past)]
-    tails = torch.ops.kvshift.tails(k, v, *pasts, sequences, rows, *boundaries.tensors())
-    return list(tails[: 1 if v is None else 2])
+    histories = tails(k, v, *pasts, sequences, rows, *boundaries.tensors())
+    return list(histories[: 1 if v is None else 2])
 
 
 def turn_triton(
@@ -186,4 +186,4 @@ def _shift(
     mixes = [None if mix is None else mix.to(compute).contiguous() for mix in (alpha, beta)]
     pasts = [None if past is None else past.contiguous() for past in (k_past, v_past)]
     scales = [None if scale is None else scale.contiguous() for scale in (q_scale, k_scale)]
-    return torch.ops.kvshift.shift(q, k, v, *mixes, *pasts, cos, sin, *scales, eps, *boundaries.tensors())
+    return shift(q, k, v, *mixes, *pasts, cos, sin, *scales, eps, *boundaries.tensors())

@@ -7,32 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from kvshift.ops.registered import registered
 from kvshift.ops.triton_launch import accumulator, kernels, on_device, power_of_2, strides
 
 
-@torch.library.custom_op("kvshift::tails", mutates_args=())
-def _tails_op(
-    k: Tensor,
-    v: Tensor | None,
-    k_past: Tensor | None,
-    v_past: Tensor | None,
-    sequences: int,
-    rows: int,
-    cu_seqlens: Tensor | None,
-    seq_idx: Tensor | None,
-    mask: Tensor | None,
-    links: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    k_tail, v_tail = _like_tails(k, v, sequences, rows)
-    _launch_tails(k_tail, v_tail, k, v, k_past, v_past, (cu_seqlens, seq_idx, mask, links), backward=False)
-    return k_tail, v_tail
+def _like_gradients(
+    gk_tail: Tensor, gv_tail: Tensor, k: Tensor, v: Tensor | None, k_past: Tensor | None, v_past: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    return tuple(k.new_empty(0) if x is None else x.new_empty(x.shape) for x in (k, v, k_past, v_past))
 
 
-@torch.library.custom_op("kvshift::tails_backward", mutates_args=())
-def _tails_backward_op(
+@registered("tails_backward", fake=_like_gradients)
+def tails_backward(
     gk_tail: Tensor,
     gv_tail: Tensor,
     k: Tensor,
@@ -60,6 +48,44 @@ def _tails_backward_op(
     return gk, gv, gk_past, gv_past
 
 
+def _like_tails(
+    k: Tensor, v: Tensor | None, k_past: Tensor | None, v_past: Tensor | None, sequences: int, rows: int, *_: Any
+) -> tuple[Tensor, Tensor]:
+    k_tail = k.new_empty(sequences, rows, *k.shape[2:])
+    return k_tail, k.new_empty(0) if v is None else v.new_empty(sequences, rows, *v.shape[2:])
+
+
+def _save_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    k, v, k_past, v_past, _, _, *bounds = inputs
+    ctx.save_for_backward(k, v, k_past, v_past, *bounds)
+
+
+def _backward_of_tails(ctx: Any, gk_tail: Tensor, gv_tail: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    gradients = tails_backward(gk_tail, gv_tail, *tensors)
+    returned = (None if x is None else gradient for x, gradient in zip(tensors, gradients, strict=False))
+    return (*returned, *(None,) * 6)
+
+
+@registered("tails", fake=_like_tails, save=_save_shapes, backward=_backward_of_tails)
+def tails(
+    k: Tensor,
+    v: Tensor | None,
+    k_past: Tensor | None,
+    v_past: Tensor | None,
+    sequences: int,
+    rows: int,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    mask: Tensor | None,
+    links: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The next histories of k and v, (S, rows, G, D); for no v an empty tensor."""
+    k_tail, v_tail = _like_tails(k, v, k_past, v_past, sequences, rows)
+    _launch_tails(k_tail, v_tail, k, v, k_past, v_past, (cu_seqlens, seq_idx, mask, links), backward=False)
+    return k_tail, v_tail
+
+
 def _launch_tails(
     k_tail: Tensor,
     v_tail: Tensor,
@@ -83,33 +109,3 @@ def _launch_tails(
             BACKWARD=backward, BLOCK_K=power_of_2(size), BLOCK_V=1 if v is None else power_of_2(v.shape[3]),
             ACC=accumulator(k),
         )  # fmt: skip
-
-
-def _like_tails(k: Tensor, v: Tensor | None, sequences: int, rows: int) -> tuple[Tensor, Tensor]:
-    k_tail = k.new_empty(sequences, rows, *k.shape[2:])
-    return k_tail, k.new_empty(0) if v is None else v.new_empty(sequences, rows, *v.shape[2:])
-
-
-@_tails_op.register_fake
-def _(k, v, k_past, v_past, sequences, rows, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like_tails(k, v, sequences, rows)
-
-
-@_tails_backward_op.register_fake
-def _(gk_tail, gv_tail, k, v, k_past, v_past, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(k.new_empty(0) if x is None else x.new_empty(x.shape) for x in (k, v, k_past, v_past))
-
-
-def _save_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    k, v, k_past, v_past, _, _, *bounds = inputs
-    ctx.save_for_backward(k, v, k_past, v_past, *bounds)
-
-
-def _backward_of_tails(ctx: Any, gk_tail: Tensor, gv_tail: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    gradients = torch.ops.kvshift.tails_backward(gk_tail, gv_tail, *tensors)
-    returned = (None if x is None else gradient for x, gradient in zip(tensors, gradients, strict=False))
-    return (*returned, *(None,) * 6)
-
-
-_tails_op.register_autograd(_backward_of_tails, setup_context=_save_shapes)

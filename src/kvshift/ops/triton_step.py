@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from kvshift.ops.registered import registered
 from kvshift.ops.triton_launch import accumulator, compute_dtype, kernels, on_device, power_of_2, table_strides
 from kvshift.ops.triton_op import aligned_tables
 
@@ -63,44 +63,47 @@ def step_triton(
     """
     batch, (heads, size) = q.shape[0], k.shape[2:]
     rows = next((mix.shape[1] - 1 for mix in (alpha, beta) if mix is not None), 1)
-    _check(f"q must be (batch, 1, heads, {size})", q, q.ndim == 4 and q.shape[1] == 1 and q.shape[3] == size)
+    _check(q, q.ndim == 4 and q.shape[1] == 1 and q.shape[3] == size, "q must be (batch, 1, heads, {})", size)
     for name, x, state, cache in (("k", k, k_state, k_cache), ("v", v, v_state, v_cache)):
-        _check(f"{name} must be ({batch}, 1, {heads}, head size)", x, x.shape[:3] == (batch, 1, heads))
-        width = x.shape[3]
+        _check(x, x.shape[:3] == (batch, 1, heads), "{} must be ({}, 1, {}, head size)", name, batch, heads)
         _check(
-            f"{name}_state must be (slots, rows, {heads}, {width}), contiguous, with at least {rows} rows",
             state,
             state.ndim == 4 and state.shape[1] >= rows and state.shape[2:] == x.shape[2:] and state.is_contiguous(),
+            "{}_state must be (slots, rows, {}, {}), contiguous, with at least {} rows",
+            *(name, heads, x.shape[3], rows),
         )
         _check(
-            f"{name}_cache must be (pages, rows, {heads}, {width}) with the elements of a head side by side",
             cache,
             cache.ndim == 4 and cache.shape[2:] == x.shape[2:] and cache.stride(3) == 1,
+            "{}_cache must be (pages, rows, {}, {}) with the elements of a head side by side",
+            *(name, heads, x.shape[3]),
         )
-    _check("v_state must have as many rows as k_state", v_state, v_state.shape[:2] == k_state.shape[:2])
-    _check("v_cache must have the pages of k_cache", v_cache, v_cache.shape[:2] == k_cache.shape[:2])
-    _check(f"cos must be (1 or {batch}, 1, {size // 2})", cos, cos.shape[1:] == (1, size // 2))
-    slots = (state_slots is None and k_state.shape[0] >= batch) or (
-        state_slots is not None and state_slots.shape == (batch,)
-    )
-    _check(f"state_slots must be ({batch},), or None for as many states", k_state, slots)
-    _check(f"cache_slots must be ({batch},) or a single one", cache_slots, cache_slots.numel() in (1, batch))
+    _check(v_state, v_state.shape[:2] == k_state.shape[:2], "v_state must have as many rows as k_state")
+    _check(v_cache, v_cache.shape[:2] == k_cache.shape[:2], "v_cache must have the pages of k_cache")
+    _check(cos, cos.shape[1:] == (1, size // 2), "cos must be (1 or {}, 1, {})", batch, size // 2)
+    slots = k_state.shape[0] >= batch if state_slots is None else state_slots.shape == (batch,)
+    _check(k_state, slots, "state_slots must be ({},), or None for as many states", batch)
+    _check(cache_slots, cache_slots.numel() in (1, batch), "cache_slots must be ({},) or a single one", batch)
     compute = compute_dtype(k)
     mixes = [None if mix is None else mix.to(compute).contiguous() for mix in (alpha, beta)]
     table = aligned_tables(cos, sin)
-    return torch.ops.kvshift.step(
+    return _step(
         q, k, v, *mixes, *table, k_state, v_state, k_cache, v_cache, state_slots, cache_slots, own_pages,
         q_scale, k_scale, eps,
     )  # fmt: skip
 
 
-def _check(rule: str, x: Tensor, holds: bool) -> None:
-    if not holds:
-        raise ValueError(f"{rule}; got {tuple(x.shape)} with strides {x.stride()}")
+def _check(x: Tensor, holds: bool, rule: str, *numbers: object) -> None:
+    if not holds:  # put into words only then: decoding waits for every microsecond
+        raise ValueError(f"{rule.format(*numbers)}; got {tuple(x.shape)} with strides {x.stride()}")
 
 
-@torch.library.custom_op("kvshift::step", mutates_args=("k_state", "v_state", "k_cache", "v_cache"))
-def _step_op(
+def _like_q(q: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@registered("step", fake=_like_q, mutates=("k_state", "v_state", "k_cache", "v_cache"))
+def _step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,7 +122,7 @@ def _step_op(
     k_scale: Tensor | None,
     eps: float,
 ) -> Tensor:
-    q_out = q.new_empty(q.shape)
+    q_out = _like_q(q)
     (batch, _, heads, size), queries = k.shape, q.shape[2]
     lanes = -(-heads // _HEADS)
     q_lanes = -(-queries // _HEADS)
@@ -143,8 +146,3 @@ def _step_op(
 def _heads(x: Tensor) -> Sequence[int]:
     """The strides of batch, heads and elements."""
     return x.stride(0), x.stride(2), x.stride(3)
-
-
-@_step_op.register_fake
-def _(q: Tensor, *_: object) -> Tensor:
-    return q.new_empty(q.shape)

@@ -1,0 +1,60 @@
+"""Operators that torch.compile and torch.export take whole, and that cost no more than a launch where nobody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+Result = TypeVar("Result")
+
+
+def registered(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    mutates: Sequence[str] = (),
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Register a function with torch.library, as "kvshift::NAME".
+
+    What comes back calls it directly where all tensors are plain and nothing records operators: PyTorch's way to an
+    operator written in Python takes several times as long as a launch, and decoding waits for it.
+
+    Args:
+        name: of the operator.
+        fake: the function's outputs for tensors without data.
+        mutates: names of the arguments that it writes to.
+        save, backward: of its autograd, as in `torch.library.register_autograd`; its gradients have none themselves.
+    """
+
+    def register(launch: Callable[..., Result]) -> Callable[..., Result]:
+        operator = torch.library.custom_op(f"kvshift::{name}", launch, mutates_args=mutates)
+        operator.register_fake(fake)
+        differentiable = None
+        if backward is not None:
+            operator.register_autograd(backward, setup_context=save)
+            members = {"forward": launch, "setup_context": save, "backward": once_differentiable(backward)}
+            function = type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in members.items()})
+            differentiable = cast(Any, function).apply
+        overloads = getattr(torch.ops.kvshift, name)
+
+        def call(*args: Any) -> Result:
+            if torch.compiler.is_compiling():
+                return overloads(*args)
+            tensors = [x for x in args if isinstance(x, Tensor)]
+            if torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in _PLAIN for x in tensors):
+                return overloads(*args)
+            if differentiable is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+                return differentiable(*args)
+            return launch(*args)
+
+        return call
+
+    return register
