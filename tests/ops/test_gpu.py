@@ -1,0 +1,84 @@
+"""The edge suite on a CUDA device: the tests of the other files, with the Triton kernels as a GPU's compiler made them.
+
+Here are the tests that compare numbers; `test_gpu_programs.py` has graphs, compilers and memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+
+from . import (
+    test_boundaries,
+    test_hand_worked,
+    test_parity,
+    test_promises,
+    test_splits,
+    test_state,
+    test_triton_op,
+)
+from .cases import Case
+from .device import MARKS, kernels_on_device
+from .rounding import assert_within_one_rounding
+from .strategies import cases
+
+pytestmark = MARKS
+
+# Each example is compiled anew: a shorter search, below; float64 for finite differences too, beside gradients that are
+# compared with the reference's. What is about the caller's memory needs it on the device.
+LEFT_OUT = {
+    "test_search_for_a_call_that_differs_from_the_reference",
+    "test_gradcheck",
+    "test_callers_tensors_are_theirs",
+    "test_a_state_shares_no_memory_with_what_it_was_made_from",
+    "test_editing_a_result_edits_no_input",
+    "test_without_gradients_nothing_is_kept",
+}
+OF_THE_KERNELS = (
+    test_triton_op.test_a_gradient_may_come_back_to_a_single_result,
+    test_triton_op.test_a_single_tensor_is_shifted_like_keys,
+    test_triton_op.test_nothing_and_one_token,
+    test_triton_op.test_the_error_is_no_larger_than_that_of_plain_pytorch,
+    test_triton_op.test_the_widest_window,
+    test_triton_op.test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum,
+)
+
+
+def of_every_backend(module: ModuleType) -> dict[str, Callable]:
+    """The tests that ask for a backend."""
+    tests = {name: test for name, test in vars(module).items() if name.startswith("test_") and callable(test)}
+    fixtures = {"backend", "fast_backend"}
+    return {name: test for name, test in tests.items() if fixtures & inspect.signature(test).parameters.keys()}
+
+
+for _module in (test_boundaries, test_hand_worked, test_parity, test_promises, test_splits, test_state):
+    _tests = of_every_backend(_module)
+    assert not _tests.keys() & globals().keys(), "two tests of one name"
+    globals().update({name: test for name, test in _tests.items() if name not in LEFT_OUT})
+globals().update({test.__name__: test for test in OF_THE_KERNELS})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_device() -> Iterator[None]:
+    with kernels_on_device():
+        yield
+
+
+@pytest.fixture(scope="module")
+def backend() -> str:
+    return "triton"
+
+
+@pytest.fixture(scope="module")
+def fast_backend() -> str:
+    return "triton"
+
+
+@settings(max_examples=12)
+@given(case=cases())
+def test_search_for_a_call_that_differs_from_the_reference(case: Case):
+    assert_within_one_rounding(case, "triton", through_state=True)
