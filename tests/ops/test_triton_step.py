@@ -137,12 +137,14 @@ def test_pages_of_their_own_count_from_the_start_of_each():
 
 
 def test_behind_the_end_of_its_page_a_token_is_written_nowhere():
-    """Not into the page of the next row, nor, from the last, into memory of others."""
+    """Not into the page of the next row, nor, from the last, into memory of others; and nobody overlooks it."""
     pages = {"k_cache": torch.zeros(7, 8, 3, 6), "v_cache": torch.zeros(7, 8, 3, 7)}
     first_five = {name: x[:5] for name, x in pages.items()}
-    a_call().with_(**first_five, state_slots=None, cache_slots=torch.tensor(8), own_pages=True).run()
+    call = a_call().with_(**first_five, state_slots=None, own_pages=True)
+    assert call.with_(cache_slots=torch.tensor(8)).run().isnan().all()
     for name, x in pages.items():
         assert not x.any(), name
+    assert call.with_(cache_slots=torch.tensor(7)).run().isfinite().all()
 
 
 def test_rows_have_the_state_of_their_number_by_default():

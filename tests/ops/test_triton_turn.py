@@ -135,6 +135,14 @@ def test_a_row_in_two_pieces_has_the_bits_of_the_whole(cut, dtype):
         assert torch.equal(torch.cat([before, after], dim=1), x)
 
 
+def test_gradients_are_not_recorded_with_a_history():
+    turn = random_turn(1, 1, 3, rows=1)
+    for trained in ("q", "k", "v", "alpha", "beta"):
+        leaf = getattr(turn, trained).detach().requires_grad_()
+        with pytest.raises(ValueError, match="k_past and v_past must be None where gradients are recorded"):
+            turned(replace(turn, **{trained: leaf}))
+
+
 # What must change no bit
 
 

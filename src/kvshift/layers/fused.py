@@ -6,6 +6,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +119,7 @@ def prepare(
     if norms is not None:
         if not all(map(_is_plain, norms)):
             return None
-        scales, epsilons = zip(*((norm.weight, _epsilon(norm, k)) for norm in norms), strict=True)
+        scales, epsilons = zip(*((norm.weight, _epsilon(norm)) for norm in norms), strict=True)
         if epsilons[0] != epsilons[1] or any(scale.shape != (size,) for scale in scales):
             return None
         (q_scale, k_scale), eps = scales, epsilons[0]
@@ -143,6 +144,6 @@ def _is_plain(norm: nn.Module) -> bool:
     )
 
 
-def _epsilon(norm: nn.Module, x: Tensor) -> float:
+def _epsilon(norm: Any) -> float:
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return torch.finfo(x.dtype).eps if eps is None else eps
+    return torch.finfo(norm.weight.dtype).eps if eps is None else eps

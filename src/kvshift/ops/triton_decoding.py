@@ -41,6 +41,7 @@ def step(
     """q turned into q_out; k shifted and turned, and v shifted, into their caches; raw k and v into their states.
 
     Slots count rows, page after page; OWN_PAGES: within the page of that batch row. Negative ones are left alone.
+    Behind the end of its own page a token is written nowhere, and its q becomes NaN: nobody overlooks that.
     """
     lanes = q_lanes + k_lanes + v_lanes
     lane = tl.program_id(0) % lanes
@@ -53,10 +54,12 @@ def step(
     real = here & (slot >= 0)
     newest = row + (slot + 1) * R
     at = b
+    is_full = b < 0
     if cache_slots is not None:
         at = tl.load(cache_slots + b * cache_slot_b).to(tl.int64)
         if OWN_PAGES:
-            at = tl.where((at < 0) | (at >= page_size), -1, at + b * page_size)
+            is_full = at >= page_size
+            at = tl.where((at < 0) | is_full, -1, at + b * page_size)
     written = real & (at >= 0)
     page = at // page_size
     line = at % page_size
@@ -66,6 +69,10 @@ def step(
                 q_out + (b * H + head) * Dk, 0, here, q, q_b, 0, q_g, q_d, None, None, q_scale,
                 cos, sin, table_b, table_t, H, Dk, head, row, real, row, newest, b, 1, None, None, 1, BLOCK_K, EPS, ACC,
             )  # fmt: skip
+            if OWN_PAGES:
+                d = tl.arange(0, STATE_K)
+                nan = tl.full((1, STATE_K), float("nan"), ACC)
+                _store_rows(q_out + (b * H + head) * Dk, 0, row, here & is_full, d, d < Dk, nan)
     if (lane >= q_lanes) & (lane < q_lanes + k_lanes):
         for head in range((lane - q_lanes) * HEADS, tl.minimum((lane - q_lanes + 1) * HEADS, G)):
             _forward_turned(

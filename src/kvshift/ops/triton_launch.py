@@ -22,7 +22,7 @@ from kvshift.ops.registered import registered
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How the work of a launch is cut; changes no bit of any result but the order of the coefficients' sums."""
+    """How the work of a launch is cut; changes no result but by the order of the sums for coefficients and norms."""
 
     elements: int = 4096
     """Of a tile, at most: positions times the elements of a head. Half as many for a window above 2, for float64 and

@@ -146,13 +146,19 @@ def turn_triton(
         cos, sin: (L, T, D/2), L = 1 or B.
         q_scale, k_scale: (D,), both or None: without norm.
         eps: of the norm.
-        k_past, v_past: histories, (S, R, G, D); no gradient flows to them or through them.
+        k_past, v_past: histories, (S, R, G, D); without gradients alone.
         boundaries: padding and documents.
 
     Returns:
         q, k and v as attention takes them; for no q an empty tensor.
+
+    Raises:
+        ValueError: gradients are to be recorded, and there are histories.
     """
-    past = (None if k_past is None else k_past.detach(), None if v_past is None else v_past.detach())
+    trained = any(x is not None and x.requires_grad for x in (q, k, v, alpha, beta, q_scale, k_scale))
+    if (k_past is not None or v_past is not None) and trained and torch.is_grad_enabled():
+        raise ValueError("k_past and v_past must be None where gradients are recorded: none flows through a history")
+    past = k_past, v_past
     found = boundaries or Boundaries()
     table = aligned_tables(cos, sin)
     q_out, k_out, v_out = _shift(q, k, v, alpha, beta, *past, *table, q_scale, k_scale, eps, boundaries=found)

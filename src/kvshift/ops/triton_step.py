@@ -52,11 +52,11 @@ def step_triton(
         k_cache, v_cache: (P, N, G, D), D contiguous; changed.
         state_slots: (B,) integers, no two alike but the negative ones; None: row b has slot b.
         cache_slots: (B,) integers, or one for all: where in the cache the token goes, page after page.
-        own_pages: row b has page b, and `cache_slots` count within it.
+        own_pages: row b has page b, and `cache_slots` count within it. A token behind its end is written nowhere.
         q_scale, k_scale, eps: of the QK-norm, as in `turn_triton`.
 
     Returns:
-        q, turned, (B, 1, H, D); zero where the state slot is negative.
+        q, turned, (B, 1, H, D); zero where the state slot is negative, NaN where the page of its row is full.
 
     Raises:
         ValueError: a tensor has the wrong shape or strides; the message names it.
