@@ -62,8 +62,8 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
 
             return launch
 
-    of = {"forward": triton_kernels, "tails": triton_kernels, "backward": triton_backward}
-    of |= {"backward_past": triton_backward}
+    of = dict.fromkeys(("forward", "tails", "links"), triton_kernels)
+    of |= dict.fromkeys(("backward", "backward_past"), triton_backward)
     stand_ins = SimpleNamespace(**{name: Kernel(getattr(module, name)) for name, module in of.items()})
     triton_launch.kernels = triton_state.kernels = lambda: stand_ins
     triton_op._IS_INTERPRETED = True  # kernels for tensors on the CPU

@@ -101,6 +101,19 @@ def test_padding_is_as_if_absent(rows):
     checks.check_padding_is_as_if_absent("triton", masks, rows, torch.nan)
 
 
+@pytest.mark.parametrize("positions", [0, 1, 7, 1025])
+def test_every_position_is_linked_to_the_real_ones_beside_it(positions):
+    """Rows with holes, with padding at both ends, with a single token, with none."""
+    rows = [[t % 3 > 0 for t in range(positions)], [2 < t < positions - 2 for t in range(positions)]]
+    rows += [[t == positions // 2 for t in range(positions)], [False] * positions]
+    found = triton_launch.links(torch.tensor(rows, dtype=torch.bool).view(4, positions))
+    for real, pairs in zip(rows, found.tolist(), strict=True):
+        places = [t for t in range(positions) if real[t]]
+        for t, (before, after) in enumerate(pairs):
+            assert before == max((place for place in places if place < t), default=-1)
+            assert after == min((place for place in places if place > t), default=positions)
+
+
 def test_reordered_rows_go_on():
     checks.check_reordered_rows_go_on("triton")
 

@@ -70,6 +70,42 @@ def _step_back(row, inside, alive, depth, first, b, T, seq_idx, links):
     return tl.where(stays, before, row), stays, alive, tl.where(stays, depth, depth + 1)
 
 
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def links(out, mask, T, blocks, BLOCK: tl.constexpr):
+    """The real position before each one, -1 for none, and the one after, T for none: (B, T, 2), a program for each row.
+
+    Both are written from where they stand: to the position after each one, and to the one before.
+    """
+    at = tl.program_id(0).to(tl.int64) * T
+    t = tl.arange(0, BLOCK)
+    last = (tl.program_id(0) * 0 - 1).to(tl.int32)
+    for i in range(blocks):
+        here = i * BLOCK + t
+        found = tl.where(tl.load(mask + at + here, mask=here < T, other=0) != 0, here, -1)
+        found = tl.maximum(tl.associative_scan(found, 0, _larger), last)
+        tl.store(out + (at + here + 1) * 2, found, mask=here + 1 < T)
+        last = tl.max(found, 0)
+    coming = last * 0 + T
+    for i in range(blocks):
+        here = (blocks - 1 - i) * BLOCK + t
+        found = tl.where(tl.load(mask + at + here, mask=here < T, other=0) != 0, here, T)
+        found = tl.minimum(tl.associative_scan(found, 0, _smaller, reverse=True), coming)
+        tl.store(out + (at + here - 1) * 2 + 1, found, mask=(here > 0) & (here < T))
+        coming = tl.min(found, 0)
+    tl.store(out + at * 2 + t, -1, mask=t < 1)
+    tl.store(out + (at + T) * 2 - 1 + t, T, mask=t < 1)
+
+
 # Tiles: (positions, elements of a head) ------------------------------------------------------------------------------
 
 

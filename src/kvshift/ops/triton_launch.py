@@ -51,6 +51,7 @@ def kernels() -> SimpleNamespace:
 
     return SimpleNamespace(
         forward=triton_kernels.forward,
+        links=triton_kernels.links,
         tails=triton_kernels.tails,
         step=triton_decoding.step,
         backward=triton_backward.backward,
@@ -151,6 +152,22 @@ def table_strides(cos: Tensor | None) -> tuple[int, int]:
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, wherever the tensors are."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _like_links(mask: Tensor) -> Tensor:
+    return mask.new_empty(*mask.shape, 2, dtype=torch.int32)
+
+
+@registered("links", fake=_like_links)
+def links(mask: Tensor) -> Tensor:
+    """Of every position of (B, T) the real one before it and the one after: (B, T, 2), -1 and T where there is none."""
+    found = _like_links(mask)
+    if found.numel():
+        batch, positions = mask.shape
+        block = min(1024, power_of_2(positions))
+        with on_device(mask):
+            kernels().links[(batch,)](found, mask, positions, -(-positions // block), BLOCK=block)
+    return found
 
 
 def _like_gradients(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvshift.ops.triton_launch import compute_dtype, shift
+from kvshift.ops.triton_launch import compute_dtype, links, shift
 from kvshift.ops.triton_state import tails
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -37,25 +37,12 @@ class Boundaries:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> Boundaries:
-        return cls(
-            cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
-            seq_idx=None if seq_idx is None else seq_idx.contiguous(),
-            mask=None if mask is None else mask.contiguous(),
-            links=None if mask is None else _links(mask),
-        )
+        """Of the tensors that `kv_shift` takes."""
+        cu_seqlens, seq_idx, mask = (x if x is None else x.contiguous() for x in (cu_seqlens, seq_idx, mask))
+        return cls(cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, links=None if mask is None else links(mask))
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.cu_seqlens, self.seq_idx, self.mask, self.links
-
-
-def _links(mask: Tensor) -> Tensor:
-    positions = mask.shape[1]
-    t = torch.arange(positions, dtype=torch.int32, device=mask.device)
-    last = torch.where(mask, t, -1).cummax(1).values
-    coming = torch.where(mask, t, positions).to(torch.int32).flip(1).cummin(1).values.flip(1)
-    before = torch.cat([last.new_full((mask.shape[0], 1), -1), last], dim=1)[:, :positions]
-    after = torch.cat([coming, coming.new_full((mask.shape[0], 1), positions)], dim=1)[:, 1:]
-    return torch.stack([before, after], dim=2)
 
 
 def triton_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:
