@@ -48,16 +48,16 @@ class ShiftCacheLayer:
     window: int
     record_past: bool = False
 
-    def read_shift(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState:
-        """The rows before the tokens of k and v, (B, T, G, D); zeros before the first."""
+    def read_shift(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState | None:
+        """The rows before the tokens of k and v, (B, T, G, D), with room for these where all are kept; None: zeros."""
         state = self.shift_state
+        if not self.record_past:
+            return state
         if state is None:
             rows = self.window - 1
             k_rows, v_rows, q_rows = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v, q))
             state = ShiftState(k_rows, v_rows, rows, q_rows if with_queries else None)
-        if self.record_past:
-            return ShiftState(state.k, state.v, state.rows + k.shape[1], state.q)
-        return state
+        return ShiftState(state.k, state.v, state.rows + k.shape[1], state.q)
 
     def write_shift(self, state: ShiftState) -> None:
         self.shift_state = state

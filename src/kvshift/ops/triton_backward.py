@@ -154,7 +154,7 @@ def _backward_turned(
     return tl.sum(s_low, 0), tl.sum(s_high, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "tiles", "sequences", "search_steps", "q_lanes", "k_lanes", "v_lanes"])
 def backward(
     gq, gk, gv, gq_out, gk_out, gv_out, q, k, v, alpha, beta, q_scale, k_scale, cos, sin, table_b, table_t,
     k_partials, v_partials, q_scale_partials, k_scale_partials, cu_seqlens, seq_idx, mask, links,
@@ -273,7 +273,7 @@ def _backward_past_head(
     _store_rows(gpast + head * D, heads * D, past_row, past_row >= 0, d, in_head, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "R", "k_lanes", "v_lanes", "programs_before"])
 def backward_past(
     gk_past, gv_past, gk_out, gv_out, alpha, beta, k_past, v_past, k_partials, v_partials,
     cu_seqlens, seq_idx, mask, links, T, G, Dk, Dv, R, k_lanes, v_lanes, programs_before,

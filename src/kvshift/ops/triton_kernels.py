@@ -2,7 +2,7 @@
 
 One program computes a tile: up to BLOCK_T positions of one batch row, for HEADS heads one after another. Every tensor
 is read by its strides; offsets of rows have 64 bits. Arithmetic is in ACC (float32, or float64 for float64), rounded
-once. What is None is compiled out.
+once. What is None is compiled out; sizes that change from call to call are not compiled in.
 
 Where a token's predecessor stands is found by walking: one step back per lag, until the walk leaves the sequence. It
 then goes on into the history of that sequence, or ends at a document boundary (`_step_back`). Backward, in
@@ -80,7 +80,7 @@ def _smaller(a, b):
     return tl.minimum(a, b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "blocks"])
 def links(out, mask, T, blocks, BLOCK: tl.constexpr):
     """The real position before each one, -1 for none, and the one after, T for none: (B, T, 2), a program for each row.
 
@@ -220,7 +220,7 @@ def _forward_turned(
     _store_rows(y, y_t, t, written, d + half, in_half, high * c + low * s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "tiles", "R", "sequences", "search_steps", "q_lanes", "k_lanes", "v_lanes"])
 def forward(
     q_out, k_out, v_out, q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale, cos, sin, table_b, table_t,
     cu_seqlens, seq_idx, mask, links,
@@ -306,7 +306,7 @@ def _tail_of_head(
         row, inside, alive, depth = _step_back(row, inside, alive, depth, first, b, T, seq_idx, links)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "R", "N", "lanes"])
 def tails(
     k_tail, v_tail, k, v, k_past, v_past, cu_seqlens, seq_idx, mask, links, T, G, Dk, Dv, R, N, lanes,
     k_b, k_t, k_g, k_d, v_b, v_t, v_g, v_d,

@@ -74,10 +74,10 @@ def assert_close(results: list[Tensor], expected: list[Tensor], options: dict[st
         torch.testing.assert_close(x, y, rtol=rtol, atol=atol)
 
 
-def loss_and_gradients(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
+def loss_and_gradients(model: Any, batch: dict[str, Tensor], *, use_cache: bool = False) -> list[Tensor]:
     model.zero_grad()
     labels = batch["input_ids"].masked_fill(batch.get("attention_mask", torch.ones(())) == 0, -100)
-    loss = model(**batch, labels=labels, use_cache=False).loss
+    loss = model(**batch, labels=labels, use_cache=use_cache).loss
     loss.backward()
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
@@ -90,6 +90,17 @@ def test_loss_and_gradients(options: dict, batch: str, launches, monkeypatch):
     assert launches == {"many": LAYERS, "step": 0}
     monkeypatch.setattr(operator, "_AUTO", "eager")
     assert_close(own, loss_and_gradients(model, inputs), options)
+    assert launches["many"] == LAYERS
+
+
+@with_and_without_norm
+def test_a_cache_that_nobody_asked_for_costs_no_launch(options: dict, launches):
+    """transformers makes one unless `use_cache` is False."""
+    model, inputs = tiny_model(torch.float64, **options).train(), batches()["left padding"]
+    expected = loss_and_gradients(model, inputs)
+    launches["many"] = 0
+    for own, y in zip(loss_and_gradients(model, inputs, use_cache=True), expected, strict=True):
+        assert torch.equal(own, y)
     assert launches["many"] == LAYERS
 
 

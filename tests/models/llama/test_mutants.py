@@ -30,7 +30,9 @@ read_shift = ShiftCacheLayer.read_shift
 write_shift = ShiftCacheLayer.write_shift
 
 
-def zeros_like(state: ShiftState) -> ShiftState:
+def zeros_like(state: ShiftState | None) -> ShiftState | None:
+    if state is None:  # before the first token
+        return None
     q = None if state.q is None else torch.zeros_like(state.q)
     return ShiftState(torch.zeros_like(state.k), torch.zeros_like(state.v), state.max_rows, q)
 
@@ -43,7 +45,7 @@ def no_stored_state(patch: pytest.MonkeyPatch) -> None:
 def prefill_from_zeros(patch: pytest.MonkeyPatch) -> None:
     """A call of several tokens begins a sequence; only single tokens go on from the state."""
 
-    def read(self: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> ShiftState:
+    def read(self: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> ShiftState | None:
         state = read_shift(self, q, k, v, **options)
         return zeros_like(state) if k.shape[1] > 1 else state
 
@@ -53,7 +55,7 @@ def prefill_from_zeros(patch: pytest.MonkeyPatch) -> None:
 def decoding_from_zeros(patch: pytest.MonkeyPatch) -> None:
     """A single token begins a sequence."""
 
-    def read(self: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> ShiftState:
+    def read(self: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> ShiftState | None:
         state = read_shift(self, q, k, v, **options)
         return zeros_like(state) if k.shape[1] == 1 else state
 
