@@ -171,7 +171,7 @@ struct Rows {  // (B, rows, G, D)
 };
 
 constexpr int64_t max_window = 16, max_head = 1024;
-constexpr int64_t cache_line = 64, streamed_bytes = 1 << 23;  // smaller results are still in the cache when read
+constexpr int64_t cache_line = 64, streamed_bytes = 1 << 21;  // smaller results are still in the cache when read
 
 // One row of the output, (G, D): the sum of weight times term over the lags that have a term.
 template <class T, class A, bool streams>
