@@ -19,6 +19,7 @@ from kvshift.ops.triton_op import triton_refusal
 from tests.layers.attention_cases import GQA, MHA, VARIED, make, tokens
 
 B, T, H, G, D, DV = 2, 5, 5, 3, 6, 7
+LONG = pytest.mark.interpreter  # for `make test-interpreter`
 HOLES = torch.tensor([[False, True, False, True, True], [True, True, True, False, False]])
 NUMBERS = torch.tensor([[0, 0, 1, 1, 1], [7, -1, -1, -1, 7]])
 BOUNDS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
@@ -142,7 +143,9 @@ def test_results_state_and_gradients(options, where, launches):
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("options", ["paper", "window 3", "keys", "values", "queries too"])
+@pytest.mark.parametrize(
+    "options", ["window 3", *(pytest.param(x, marks=LONG) for x in ("paper", "keys", "values", "queries too"))]
+)
 def test_a_state_goes_on_without_gradients_in_one_launch(options, where, launches):
     layer, rows = layer_of(LAYERS[options]), 1 if "cu_seqlens" in where else B
     sequences = len(BOUNDS) - 1 if "cu_seqlens" in where else rows
@@ -298,7 +301,9 @@ def attend(layer: nn.Module, x: Tensor, where: dict[str, Tensor]) -> list[Tensor
 
 
 @pytest.mark.parametrize("where", ATTENTION)
-@pytest.mark.parametrize("options", ["rope", "rope-gqa-window-lags", "rope-gate-queries"])
+@pytest.mark.parametrize(
+    "options", ["rope-gqa-window-lags", *(pytest.param(x, marks=LONG) for x in ("rope", "rope-gate-queries"))]
+)
 def test_attention(options, where, launches, monkeypatch):
     layer, x = make(**VARIED[options]), tokens(1 if where == "cu_seqlens" else 2, 11)
     results = []

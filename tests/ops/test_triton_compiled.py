@@ -18,10 +18,11 @@ import pytest
 
 from .conftest import skip_unless_built
 
-FEW = {90: ["plain, window 2, bfloat16", "pack, window 4, float32", "turned, norm, window 2, bfloat16"]}
+FEW = {90: ["plain, window 2, bfloat16", "turned, norm, window 2, bfloat16"]}
 MORE = {
     90: [
         "plain, window 2, float64",
+        "pack, window 4, float32",
         "plain, window 8, bfloat16",
         "state, window 4, float32",
         "documents, window 3, bfloat16",

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -314,6 +315,12 @@ def test_memory_kept_for_backward_is_the_inputs(mode):
 
 # The operators that torch sees
 
+
+def few_of(modes: dict[str, Any], name: str, always: str) -> Any:
+    """The mode `name`; those that are not `always` are for `make test-interpreter`."""
+    return pytest.param(modes[name], id=name, marks=() if name == always else pytest.mark.interpreter)
+
+
 OPERATORS: dict[str, dict] = {
     "plain": {},
     "state, window 3": {"rows": 3, "window": 3},
@@ -322,7 +329,7 @@ OPERATORS: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("mode", OPERATORS.values(), ids=OPERATORS)
+@pytest.mark.parametrize("mode", [few_of(OPERATORS, name, "documents, padding") for name in OPERATORS])
 def test_operators_keep_the_rules_of_torch_library(mode):
     """Schema, autograd, shapes of fake tensors, tracing with sizes unknown."""
     case = random_case(79, 2, **({"positions": 3} | mode))
@@ -354,7 +361,7 @@ def nothing_compiled_before() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mode", COMPILED.values(), ids=COMPILED)
+@pytest.mark.parametrize("mode", [few_of(COMPILED, name, "padding, state") for name in COMPILED])
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):
     counter = CompileCounterWithBackend("aot_eager")

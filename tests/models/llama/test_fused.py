@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm, window 3": {"qk_norm": True, "shift_window": 3},
     "keys": {"shift_targets": ["k"]},
 }
+LONG = pytest.mark.interpreter  # for `make test-interpreter`
 every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 with_and_without_norm = pytest.mark.parametrize("options", [{}, {"qk_norm": True}], ids=["raw", "normed"])
 
@@ -82,7 +83,9 @@ def loss_and_gradients(model: Any, batch: dict[str, Tensor], *, use_cache: bool 
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("batch", batches())
+@pytest.mark.parametrize(
+    "batch", [name if name in ("plain", "pack") else pytest.param(name, marks=LONG) for name in batches()]
+)
 @every_variant
 def test_loss_and_gradients(options: dict, batch: str, launches, monkeypatch):
     model, inputs = tiny_model(torch.float64, **options).train(), batches()[batch]
@@ -166,6 +169,7 @@ def test_a_static_cache_is_reset_and_used_anew(launches):
     assert launches["step"] == (3 + 4) * LAYERS, "the first token of a cache allocates it"
 
 
+@LONG
 @with_and_without_norm
 def test_beams_and_left_padding_over_a_static_cache(options: dict, launches, monkeypatch):
     model = tiny_model(torch.float64, **options)
@@ -177,6 +181,7 @@ def test_beams_and_left_padding_over_a_static_cache(options: dict, launches, mon
     assert torch.equal(found, new_tokens_of(model, ids, mask, use_cache=False, **beams))
 
 
+@LONG
 @pytest.mark.parametrize("options", [{"shift_targets": ["q", "k", "v"]}, {"sliding_window": 4}, {"shift_targets": []}])
 def test_what_has_no_step_of_one_launch_gives_the_same(options: dict, launches):
     model, rows = tiny_model(torch.float64, **options), random_tokens(2, 5)
