@@ -96,10 +96,9 @@ def test_loss_and_gradients(options: dict, batch: str, launches, monkeypatch):
     assert launches["many"] == LAYERS
 
 
-@with_and_without_norm
-def test_a_cache_that_nobody_asked_for_costs_no_launch(options: dict, launches):
+def test_a_cache_that_nobody_asked_for_costs_no_launch(launches):
     """transformers makes one unless `use_cache` is False."""
-    model, inputs = tiny_model(torch.float64, **options).train(), batches()["left padding"]
+    model, inputs = tiny_model(torch.float64).train(), batches()["left padding"]
     expected = loss_and_gradients(model, inputs)
     launches["many"] = 0
     for own, y in zip(loss_and_gradients(model, inputs, use_cache=True), expected, strict=True):
@@ -122,7 +121,7 @@ def test_smaller_dtypes_err_no_more(options: dict, monkeypatch):
     assert errors["triton"] <= errors["eager"]
 
 
-@with_and_without_norm
+@pytest.mark.parametrize("options", [{"qk_norm": True}, pytest.param({}, marks=LONG)], ids=["normed", "raw"])
 def test_generation_with_a_static_cache_takes_one_launch_for_each_token(options: dict, launches, monkeypatch):
     model = tiny_model(torch.float64, **options)
     rows = random_tokens(2, 5)
@@ -138,6 +137,7 @@ def test_generation_with_a_static_cache_takes_one_launch_for_each_token(options:
     assert_greedy(model, list(rows), eager)
 
 
+@LONG
 @pytest.mark.parametrize("options", [VARIANTS[name] for name in ("keys", "norm, window 3")], ids=str)
 def test_logits_and_states_token_by_token(options: dict, launches, monkeypatch):
     """Not the tokens alone: the numbers, in the cache too."""
@@ -154,6 +154,7 @@ def test_logits_and_states_token_by_token(options: dict, launches, monkeypatch):
     assert_close(results[0], results[1], options)
 
 
+@LONG
 def test_a_static_cache_is_reset_and_used_anew(launches):
     model = tiny_model(torch.float64, shift_window=3)
     cache: Any = StaticCache(config=model.config, max_cache_len=12)
