@@ -60,6 +60,10 @@ def check_padding() -> None:
     checks.check_padding_is_as_if_absent("triton", HOLES, 1, -29.0)
 
 
+def check_padding_backward() -> None:
+    assert_within_one_rounding(random_case(31, 2, 6, mask=HOLES), "triton", through_state=False)
+
+
 def check_turn() -> None:
     assert_within_rounding(random_turn(13, 2, 3, tables=2, norm=False))
 
@@ -103,7 +107,7 @@ class Mutant:
     def kernels(self, folder: Path) -> SimpleNamespace:
         real = triton_launch.kernels()
         modules = {file: self._load(file, folder) for file in FILES}
-        names = {"forward": 0, "tails": 0, "backward": 1, "backward_past": 1, "step": 2}
+        names = {"forward": 0, "links": 0, "tails": 0, "backward": 1, "backward_past": 1, "step": 2}
         assert names.keys() == vars(real).keys()
         return SimpleNamespace(**{name: getattr(modules[FILES[i]], name) for name, i in names.items()})
 
@@ -124,6 +128,18 @@ class Mutant:
 
 KERNELS, BACKWARD, DECODING = FILES
 MUTANTS = {
+    "links from a position to itself": Mutant(
+        KERNELS,
+        "tl.store(out + (at + here + 1) * 2, found, mask=here + 1 < T)",
+        "tl.store(out + (at + here) * 2, found, mask=here < T)",
+        check_padding,
+    ),
+    "links to padding behind": Mutant(
+        KERNELS,
+        "found = tl.where(tl.load(mask + at + here, mask=here < T, other=0) != 0, here, T)",
+        "found = tl.where(here < T, here, T)",
+        check_padding_backward,
+    ),
     "lags swapped": Mutant(
         KERNELS,
         "tl.fma(term, tl.load(weights + lag).to(ACC), total)",
