@@ -51,6 +51,7 @@ def test_results_and_gradients_are_exact_but_for_one_rounding(mode, dtype, throu
     assert_within_one_rounding(random_case(2, dtype=dtype, **mode), "triton", through_state=through_state)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_window_of_three_in_every_dtype_of_keys_and_of_coefficients(dtype):
     for mix_dtype in DTYPES:
@@ -191,6 +192,7 @@ def test_a_single_tensor_is_shifted_like_keys(mode):
         assert torch.equal(gradient, whole[f"gradient of {name}"]), name
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("trained", ["k", "v", "alpha", "beta", "state.k", "state.v"])
 def test_a_single_input_may_need_its_gradient_alone(trained):
     case = random_case(43, 1, 4, rows=1)
@@ -246,6 +248,7 @@ def test_the_error_is_no_larger_than_that_of_plain_pytorch(dtype):
     assert_within_one_rounding(case, "triton", through_state=True)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("tiling", [Tiling(positions=1), Tiling(positions=4, heads=2), Tiling(elements=32, heads=8)])
 @pytest.mark.parametrize(
     "mode", [{"rows": 2, "window": 3}, {"lengths": [3, 0, 1, 5], "rows": 1}, {"mask": [[1, 0, 1, 1, 0, 1, 1]]}]
