@@ -19,7 +19,11 @@ compare: .venv/stamp  ## Train two small models, without and with KV shift, and 
 
 .PHONY: test
 test: .venv/stamp  ## Run the tests on the CPU, in parallel
-	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not ray and not interpreter' $(ARGS)
+	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not ray and not interpreter and not slow' $(ARGS)
+
+.PHONY: test-slow
+test-slow: .venv/stamp  ## Run the tests that take more than ten seconds: compilers, several processes, kills
+	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not ray and not interpreter' $(ARGS)
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/stamp  ## Run what depends on transformers on the oldest that is supported
