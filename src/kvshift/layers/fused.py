@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kvshift.ops import ShiftState
 from kvshift.ops.shift import choose_backend
+from kvshift.ops.triton_launch import window_of
 from kvshift.ops.triton_op import Boundaries, tails_triton, triton_refusal, turn_triton
 from kvshift.ops.triton_step import step_triton
 
@@ -62,10 +63,10 @@ class Fused:
             eps=self.eps, k_past=k_past, v_past=v_past, boundaries=boundaries,
         )  # fmt: skip
 
-    def next_state(self, k: Tensor, v: Tensor, state: ShiftState | None, boundaries: Boundaries) -> ShiftState:
-        """The state after these tokens."""
-        bounds = boundaries.cu_seqlens
-        sequences = k.shape[0] if bounds is None else bounds.shape[0] - 1
+    def next_state(
+        self, k: Tensor, v: Tensor, state: ShiftState | None, sequences: int, boundaries: Boundaries
+    ) -> ShiftState:
+        """The state of so many sequences after these tokens."""
         k_past, v_past, max_rows = (
             (None, None, self.window - 1) if state is None else (state.k, state.v, state.max_rows)
         )
@@ -123,7 +124,7 @@ def prepare(
         if epsilons[0] != epsilons[1] or any(scale.shape != (size,) for scale in scales):
             return None
         (q_scale, k_scale), eps = scales, epsilons[0]
-    window = next((mix.shape[1] for mix in (alpha, beta) if mix is not None), 1)
+    window = window_of(alpha, beta)
     past = () if state is None else (state.k, state.v)
     if triton_refusal(k, window, q, v, alpha, beta, *past, *rotary, q_scale, k_scale) is not None:
         return None

@@ -158,7 +158,7 @@ class KVShift(nn.Module):
                     check_state(state, k, v, sequences, self.window)
                 boundaries = Boundaries.of(cu_seqlens, seq_idx, mask)
                 turned = fused(q, k, v, state, boundaries)
-                new = fused.next_state(k, v, state, boundaries) if keep_state and self.targets else None
+                new = fused.next_state(k, v, state, sequences, boundaries) if keep_state and self.targets else None
                 return *turned, new
         q_hat, k_hat, v_hat, new = self._shift(q, k, v, state, cu_seqlens, seq_idx, mask, backend)
         q_norm, k_norm = norms or (None, None)

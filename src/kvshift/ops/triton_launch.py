@@ -96,7 +96,7 @@ def _grid(
     block_k = power_of_2(size // 2 if turned else size)
     block_v = power_of_2(v.shape[3])
     widest = max(block_k * (2 if turned else 1), block_v)
-    window = _window(alpha, beta)
+    window = window_of(alpha, beta)
     halvings = (window > 2) + (k.dtype == torch.float64) + (direction == "backward" and normed)
     block_t = min(power_of_2(positions), tiling.positions, max(1, (tiling.elements >> halvings) // widest))
     lanes = -(-heads // tiling.heads)
@@ -130,9 +130,9 @@ def power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _window(alpha: Tensor | None, beta: Tensor | None) -> int:
-    mix = beta if alpha is None else alpha
-    return 1 if mix is None else mix.shape[1]
+def window_of(*mixes: Tensor | None) -> int:
+    """W of the coefficients, (G, W), that there are; 1 where nothing is shifted."""
+    return next((mix.shape[1] for mix in mixes if mix is not None), 1)
 
 
 def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:

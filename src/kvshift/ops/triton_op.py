@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvshift.ops.triton_launch import compute_dtype, links, shift
+from kvshift.ops.triton_launch import compute_dtype, links, shift, window_of
 from kvshift.ops.triton_state import tails
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -80,9 +80,8 @@ def shift_triton(
     not_turned = (None, None, None, None, 0.0)
     _, k_hat, v_hat = _shift(None, k, v, alpha, beta, k_past, v_past, *not_turned, boundaries=boundaries)
     shifted = [x if mix is None else y for x, mix, y in zip(inputs, mixes, (k_hat, v_hat), strict=False)]
-    window = next(mix.shape[1] for mix in mixes if mix is not None)
     second = v if len(inputs) > 1 else None
-    return shifted, tails_triton(k, second, k_past, v_past, sequences, window, max_rows, boundaries)
+    return shifted, tails_triton(k, second, k_past, v_past, sequences, window_of(*mixes), max_rows, boundaries)
 
 
 def tails_triton(

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvshift.ops.registered import registered
-from kvshift.ops.triton_launch import accumulator, compute_dtype, kernels, on_device, power_of_2, table_strides
+from kvshift.ops.triton_launch import (
+    accumulator,
+    compute_dtype,
+    kernels,
+    on_device,
+    power_of_2,
+    table_strides,
+    window_of,
+)
 from kvshift.ops.triton_op import aligned_tables
 
 _HEADS = 4  # of q, k or v that one program works through
@@ -62,7 +70,7 @@ def step_triton(
         ValueError: a tensor has the wrong shape or strides; the message names it.
     """
     batch, (heads, size) = q.shape[0], k.shape[2:]
-    rows = next((mix.shape[1] - 1 for mix in (alpha, beta) if mix is not None), 1)
+    rows = max(1, window_of(alpha, beta) - 1)
     _check(q, q.ndim == 4 and q.shape[1] == 1 and q.shape[3] == size, "q must be (batch, 1, heads, {})", size)
     for name, x, state, cache in (("k", k, k_state, k_cache), ("v", v, v_state, v_cache)):
         _check(x, x.shape[:3] == (batch, 1, heads), "{} must be ({}, 1, {}, head size)", name, batch, heads)
@@ -129,7 +137,6 @@ def _step(
     programs = batch * (q_lanes + 2 * lanes)
     if programs == 0:
         return q_out
-    mix = beta if alpha is None else alpha
     with on_device(k):
         kernels().step[(programs,)](
             q_out, k_cache, v_cache, k_state, v_state, q, k, v, alpha, beta, q_scale, k_scale,
@@ -137,7 +144,7 @@ def _step(
             0 if cache_slots.numel() == 1 else cache_slots.stride(0), k_cache.shape[1], queries,
             heads, size, v.shape[3], k_state.shape[1], q_lanes, lanes, lanes,
             *_heads(q), *_heads(k), *_heads(v), *k_cache.stride()[:3], *v_cache.stride()[:3],
-            OWN_PAGES=own_pages, W=1 if mix is None else mix.shape[1], HEADS=_HEADS, BLOCK_K=power_of_2(size // 2),
+            OWN_PAGES=own_pages, W=window_of(alpha, beta), HEADS=_HEADS, BLOCK_K=power_of_2(size // 2),
             BLOCK_V=power_of_2(v.shape[3]), STATE_K=power_of_2(size), EPS=eps, ACC=accumulator(k), num_warps=1,
         )  # fmt: skip
     return q_out
