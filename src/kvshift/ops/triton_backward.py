@@ -19,6 +19,7 @@ from kvshift.ops.triton_kernels import (
     _load_rows,
     _sequence_of,
     _shifted,
+    _span_of,
     _store_rows,
 )
 
@@ -233,13 +234,7 @@ def backward(
 @triton.jit
 def _first_of(sequence, cu_seqlens, mask, links, T):
     """Batch row, first real position (a vector of one) and end of a sequence; T or more if it has none."""
-    b = sequence.to(tl.int64)
-    first = tl.arange(0, 1)
-    end = first * 0 + T
-    if cu_seqlens is not None:
-        b = b * 0
-        first += tl.load(cu_seqlens + sequence).to(tl.int32)
-        end = first * 0 + tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+    b, first, end = _span_of(sequence, cu_seqlens, T)
     row = first
     if mask is not None:
         there = row < end

@@ -43,6 +43,19 @@ def _sequence_of(t, b, T, cu_seqlens, sequences, search_steps):
 
 
 @triton.jit
+def _span_of(sequence, cu_seqlens, T):
+    """Batch row of a sequence, and the positions between which it lies, vectors of one."""
+    b = sequence.to(tl.int64)
+    first = tl.arange(0, 1)
+    end = first * 0 + T
+    if cu_seqlens is not None:
+        b = b * 0
+        first += tl.load(cu_seqlens + sequence).to(tl.int32)
+        end = first * 0 + tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+    return b, first, end
+
+
+@triton.jit
 def _is_real(t, b, T, mask):
     inside = t < T
     if mask is not None:
@@ -318,13 +331,7 @@ def tails(
     """
     lane = tl.program_id(0) % lanes
     sequence = tl.program_id(0) // lanes
-    b = sequence.to(tl.int64)
-    first = tl.arange(0, 1)
-    end = first * 0 + T
-    if cu_seqlens is not None:
-        b = b * 0
-        first += tl.load(cu_seqlens + sequence).to(tl.int32)
-        end = first * 0 + tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+    b, first, end = _span_of(sequence, cu_seqlens, T)
     row = end - 1
     if mask is not None:
         there = row >= first
