@@ -22,7 +22,7 @@ from .rounding import assert_within_one_rounding
 from .test_triton_turn import assert_within_rounding
 from .turns import random_turn
 
-pytestmark = pytest.mark.interpreter
+pytestmark = pytest.mark.slow
 
 SOURCES = Path(triton_launch.__file__).parent
 FILES = ("triton_kernels", "triton_backward", "triton_decoding")  # later ones import from the first
@@ -49,6 +49,10 @@ def check_rounding() -> None:
 def check_pack() -> None:
     case = random_case(7, lengths=[2, 0, 1, 3], rows=2)
     checks.check_pack_is_its_sequences(case, "triton", [2, 0, 1, 3])
+
+
+def check_three_sequences() -> None:
+    assert_within_one_rounding(random_case(37, 3, 2, rows=1), "triton", through_state=True)
 
 
 def check_documents() -> None:
@@ -196,14 +200,14 @@ MUTANTS = {
     ),
     "state from the padded end": Mutant(
         KERNELS,
-        "        row = tl.where(real, row, tl.load(links + (b * T + row) * 2, mask=there, other=-1))\n",
+        "        row = tl.where(real, row, tl.load(links + (b * T + row) * 2, mask=has_any, other=-1))\n",
         "",
         check_padding,
     ),
     "state in wrong order": Mutant(
         KERNELS,
-        "at = newest * 0 + (sequence + 1) * N - 1 - i",
-        "at = newest * 0 + sequence * N + i",
+        "at = (sequence + 1) * N - 1 - i",
+        "at = sequence * N + i",
         check_rows,
     ),
     "mean over half a head": Mutant(
@@ -277,6 +281,12 @@ MUTANTS = {
         "inside & (lag >= back), d.to(tl.int64) * y_d",
         "inside & (lag > 0), d.to(tl.int64) * y_d",
         check_rows,
+    ),
+    "sums of the last sequence added twice": Mutant(
+        BACKWARD,
+        "    there = sequence < sequences\n",
+        "    there = sequence >= 0\n",
+        check_three_sequences,
     ),
     "history not moved on": Mutant(
         DECODING,

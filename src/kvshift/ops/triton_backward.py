@@ -233,28 +233,31 @@ def backward(
 
 @triton.jit
 def _first_of(sequence, cu_seqlens, mask, links, T):
-    """Batch row, first real position (a vector of one) and end of a sequence; T or more if it has none."""
+    """Batch row, first real position and end of each sequence; T or more if it has none."""
     b, first, end = _span_of(sequence, cu_seqlens, T)
     row = first
     if mask is not None:
         there = row < end
         real = tl.load(mask + b * T + row, mask=there, other=1) != 0
         row = tl.where(real, row, tl.load(links + (b * T + row) * 2 + 1, mask=there, other=0))
-    return b, first, row, end
+    return b, row, end
 
 
 @triton.jit
 def _backward_past_head(
     gpast, gy, y_b, y_t, y_g, y_d, past, weights, partials, heads, D, head, back, program,
-    row, inside, end, newest, b, T, seq_idx, links, W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+    row, inside, end, past_row, there, b, T, seq_idx, links, W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the row of history `back` rows from its end, which lag j of the token of rank j - back reads."""
+    """The gradient of the row of history `back` rows from its end, which lag j of the token of rank j - back reads.
+
+    past_row: that row, of each sequence that is `there`.
+    """
     d = tl.arange(0, BLOCK)
     in_head = d < D
-    past_row = newest - back
-    here = _load_rows(past + head * D, heads * D, past_row, past_row >= 0, d, in_head, ACC)
+    here = _load_rows(past + head * D, heads * D, past_row, there, d, in_head, ACC)
     total = tl.zeros_like(here)
-    gy += b * y_b + (b * 0 + head) * y_g
+    gy += (b * y_b + (b * 0 + head) * y_g)[:, None]
+    partials += (program * heads + head).to(tl.int64) * W
     for lag in tl.static_range(1, W):
         if lag > 1:
             after, goes_on = _step_forward(row, inside, end, b, T, seq_idx, links)
@@ -263,36 +266,38 @@ def _backward_past_head(
         g = _load_rows(gy, y_t, row, inside & (lag >= back), d.to(tl.int64) * y_d, in_head, ACC)
         total = tl.fma(g, tl.load(weights + head * W + lag).to(ACC), total)
         share = tl.sum(tl.sum(here * g, 1), 0)
-        tl.store(partials + ((b * 0 + program) * heads + head) * W + lag, share)
-    tl.store(partials + ((b * 0 + program) * heads + head) * W, tl.zeros_like(share))
-    _store_rows(gpast + head * D, heads * D, past_row, past_row >= 0, d, in_head, total)
+        tl.store(partials + lag, share)
+    tl.store(partials, tl.zeros_like(share))
+    _store_rows(gpast + head * D, heads * D, past_row, there, d, in_head, total)
 
 
-@triton.jit(do_not_specialize=["T", "R", "k_lanes", "v_lanes", "programs_before"])
+@triton.jit(do_not_specialize=["T", "R", "sequences", "k_lanes", "v_lanes", "programs_before"])
 def backward_past(
     gk_past, gv_past, gk_out, gv_out, alpha, beta, k_past, v_past, k_partials, v_partials,
-    cu_seqlens, seq_idx, mask, links, T, G, Dk, Dv, R, k_lanes, v_lanes, programs_before,
+    cu_seqlens, seq_idx, mask, links, T, G, Dk, Dv, R, sequences, k_lanes, v_lanes, programs_before,
     gk_b, gk_t, gk_g, gk_d, gv_b, gv_t, gv_g, gv_d,
-    W: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    W: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the newest W - 1 rows of history, and their share of those of the coefficients.
 
-    One program for each sequence, row of its history and head of k or v.
+    One program for BLOCK_S sequences, one row of the history of each, and one head of k or v.
     """
     lanes = k_lanes + v_lanes
     lane = tl.program_id(0) % lanes
     back = tl.program_id(0) // lanes % (W - 1) + 1
-    sequence = tl.program_id(0) // lanes // (W - 1)
-    b, first, row, end = _first_of(sequence, cu_seqlens, mask, links, T)
-    newest = first * 0 + (sequence + 1) * R
-    program = programs_before + sequence * (W - 1) + back - 1
+    program = programs_before + tl.program_id(0) // lanes
+    sequence = tl.program_id(0) // lanes // (W - 1) * BLOCK_S + tl.arange(0, BLOCK_S)
+    there = sequence < sequences
+    sequence = tl.minimum(sequence, sequences - 1)
+    b, row, end = _first_of(sequence, cu_seqlens, mask, links, T)
+    past_row = (sequence + 1) * R - back
     if lane < k_lanes:
         _backward_past_head(
             gk_past, gk_out, gk_b, gk_t, gk_g, gk_d, k_past, alpha, k_partials, G, Dk, lane, back, program,
-            row, row < end, end, newest, b, T, seq_idx, links, W, BLOCK_K, ACC,
+            row, (row < end) & there, end, past_row, there, b, T, seq_idx, links, W, BLOCK_K, ACC,
         )  # fmt: skip
     else:
         _backward_past_head(
             gv_past, gv_out, gv_b, gv_t, gv_g, gv_d, v_past, beta, v_partials, G, Dv, lane - k_lanes, back, program,
-            row, row < end, end, newest, b, T, seq_idx, links, W, BLOCK_V, ACC,
+            row, (row < end) & there, end, past_row, there, b, T, seq_idx, links, W, BLOCK_V, ACC,
         )  # fmt: skip

@@ -44,14 +44,14 @@ def _sequence_of(t, b, T, cu_seqlens, sequences, search_steps):
 
 @triton.jit
 def _span_of(sequence, cu_seqlens, T):
-    """Batch row of a sequence, and the positions between which it lies, vectors of one."""
+    """Batch row of each sequence, and the positions between which it lies."""
     b = sequence.to(tl.int64)
-    first = tl.arange(0, 1)
-    end = first * 0 + T
+    first = sequence * 0
+    end = first + T
     if cu_seqlens is not None:
         b = b * 0
-        first += tl.load(cu_seqlens + sequence).to(tl.int32)
-        end = first * 0 + tl.load(cu_seqlens + sequence + 1).to(tl.int32)
+        first = tl.load(cu_seqlens + sequence).to(tl.int32)
+        end = tl.load(cu_seqlens + sequence + 1).to(tl.int32)
     return b, first, end
 
 
@@ -292,17 +292,17 @@ def forward(
 
 @triton.jit
 def _tail_of_head(
-    tail, x, x_b, x_t, x_g, x_d, past, heads, D, head, N, row, inside, alive, depth, first, sequence, newest,
+    tail, x, x_b, x_t, x_g, x_d, past, heads, D, head, N, row, inside, alive, depth, first, sequence, there, newest,
     b, T, seq_idx, links, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Rows of one head, the newest last, by a walk from the end; BACKWARD: their gradients to where they came from."""
     d = tl.arange(0, BLOCK)
     in_head = d < D
-    x += b * x_b + (b * 0 + head) * x_g
+    x += (b * x_b + (b * 0 + head) * x_g)[:, None]
     tail += head * D
     column = d.to(tl.int64) * x_d
     for i in range(N):
-        at = newest * 0 + (sequence + 1) * N - 1 - i
+        at = (sequence + 1) * N - 1 - i
         of_x = inside & alive
         of_past = alive & (inside == 0)
         if BACKWARD:
@@ -315,39 +315,41 @@ def _tail_of_head(
             if past is not None:
                 before = _load_rows(past + head * D, heads * D, newest - depth, of_past, d, in_head, ACC)
                 value = tl.where(of_past[:, None], before, value)
-            _store_rows(tail, heads * D, at, at >= 0, d, in_head, value)
+            _store_rows(tail, heads * D, at, there, d, in_head, value)
         row, inside, alive, depth = _step_back(row, inside, alive, depth, first, b, T, seq_idx, links)
 
 
-@triton.jit(do_not_specialize=["T", "R", "N", "lanes"])
+@triton.jit(do_not_specialize=["T", "R", "N", "sequences", "lanes"])
 def tails(
-    k_tail, v_tail, k, v, k_past, v_past, cu_seqlens, seq_idx, mask, links, T, G, Dk, Dv, R, N, lanes,
+    k_tail, v_tail, k, v, k_past, v_past, cu_seqlens, seq_idx, mask, links, T, G, Dk, Dv, R, N, sequences, lanes,
     k_b, k_t, k_g, k_d, v_b, v_t, v_g, v_d,
-    BACKWARD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    BACKWARD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The last N rows of every sequence, history included, (S, N, G, D); one program for each sequence and head.
+    """The last N rows of every sequence, history included, (S, N, G, D); a program for BLOCK_S sequences of one head.
 
     BACKWARD: `k_tail` and `v_tail` are gradients, and k, v, k_past, v_past zeros that take them.
     """
     lane = tl.program_id(0) % lanes
-    sequence = tl.program_id(0) // lanes
+    sequence = tl.program_id(0) // lanes * BLOCK_S + tl.arange(0, BLOCK_S)
+    there = sequence < sequences
+    sequence = tl.minimum(sequence, sequences - 1)
     b, first, end = _span_of(sequence, cu_seqlens, T)
     row = end - 1
     if mask is not None:
-        there = row >= first
-        real = tl.load(mask + b * T + row, mask=there, other=1) != 0
-        row = tl.where(real, row, tl.load(links + (b * T + row) * 2, mask=there, other=-1))
+        has_any = row >= first
+        real = tl.load(mask + b * T + row, mask=has_any, other=1) != 0
+        row = tl.where(real, row, tl.load(links + (b * T + row) * 2, mask=has_any, other=-1))
     inside = row >= first
     depth = tl.where(inside, 0, 1)
-    newest = first * 0 + (sequence + 1) * R
+    newest = (sequence + 1) * R
     if lane < G:
         _tail_of_head(
-            k_tail, k, k_b, k_t, k_g, k_d, k_past, G, Dk, lane, N, row, inside, row == row, depth, first, sequence,
+            k_tail, k, k_b, k_t, k_g, k_d, k_past, G, Dk, lane, N, row, inside, there, depth, first, sequence, there,
             newest, b, T, seq_idx, links, BACKWARD, BLOCK_K, ACC,
         )  # fmt: skip
     if v is not None:
         if lane >= G:
             _tail_of_head(
-                v_tail, v, v_b, v_t, v_g, v_d, v_past, G, Dv, lane - G, N, row, inside, row == row, depth, first,
-                sequence, newest, b, T, seq_idx, links, BACKWARD, BLOCK_V, ACC,
+                v_tail, v, v_b, v_t, v_g, v_d, v_past, G, Dv, lane - G, N, row, inside, there, depth, first,
+                sequence, there, newest, b, T, seq_idx, links, BACKWARD, BLOCK_V, ACC,
             )  # fmt: skip

@@ -43,6 +43,9 @@ TILING = {
     "backward, turned": Tiling(elements=2048, heads=4),
 }
 
+# Of a tile at most, in the kernels of the history: a row each of several sequences.
+ELEMENTS_OF_ROWS = 1024
+
 
 @functools.cache
 def kernels() -> SimpleNamespace:
@@ -128,6 +131,11 @@ def accumulator(x: Tensor) -> Any:
 def power_of_2(n: int) -> int:
     """The smallest that is at least n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def sequences_of_a_tile(sequences: int, widest: int) -> int:
+    """Of the kernels that work on single rows of each sequence; `widest` is a head's block of elements."""
+    return min(power_of_2(sequences), max(1, ELEMENTS_OF_ROWS // widest))
 
 
 def window_of(*mixes: Tensor | None) -> int:
@@ -227,7 +235,8 @@ def shift_backward(
         return gradients
     sequences, (heads, window) = _sequences(k, cu_seqlens), (k.shape[2], grid.meta["W"])
     compute, tiles = compute_dtype(k), grid.batch * grid.tiles
-    past_programs = 0 if k_past is None else sequences * (window - 1)
+    block_s = sequences_of_a_tile(sequences, max(grid.meta["BLOCK_K"], grid.meta["BLOCK_V"]))
+    past_programs = 0 if k_past is None else -(-sequences // block_s) * (window - 1)
     # What each program gives to the coefficients; added up by one reduction, in one order.
     partials = torch.empty(2, tiles + past_programs, heads, window, dtype=compute, device=k.device)
     q_partials, k_partials = (
@@ -252,8 +261,8 @@ def shift_backward(
             meta = {name: grid.meta[name] for name in ("W", "BLOCK_K", "BLOCK_V", "ACC")}
             kernels().backward_past[(past_programs * (k_lanes + v_lanes),)](
                 gk_past, gv_past, gk_out, gv_out, alpha, beta, k_past, v_past, partials[0], partials[1], *bounds,
-                k.shape[1], *sizes, k_past.shape[1], k_lanes, v_lanes, tiles, *strides(gk_out), *strides(gv_out),
-                **meta,
+                k.shape[1], *sizes, k_past.shape[1], sequences, k_lanes, v_lanes, tiles,
+                *strides(gk_out), *strides(gv_out), BLOCK_S=block_s, **meta,
             )  # fmt: skip
     sums = partials.sum(1)
     galpha = galpha if alpha is None else sums[0].clone()

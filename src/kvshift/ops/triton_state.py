@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from kvshift.ops.registered import registered
-from kvshift.ops.triton_launch import accumulator, kernels, on_device, power_of_2, strides
+from kvshift.ops.triton_launch import accumulator, kernels, on_device, power_of_2, sequences_of_a_tile, strides
 
 
 def _like_gradients(
@@ -101,11 +101,12 @@ def _launch_tails(
     lanes = heads if v is None else 2 * heads
     if sequences * rows * lanes == 0:
         return
+    block_k, block_v = power_of_2(size), 1 if v is None else power_of_2(v.shape[3])
+    block_s = sequences_of_a_tile(sequences, max(block_k, block_v))
     with on_device(k):
-        kernels().tails[(sequences * lanes,)](
+        kernels().tails[(-(-sequences // block_s) * lanes,)](
             k_tail, v_tail, k, v, k_past, v_past, *bounds,
             k.shape[1], heads, size, 0 if v is None else v.shape[3], 0 if k_past is None else k_past.shape[1], rows,
-            lanes, *k.stride(), *strides(v),
-            BACKWARD=backward, BLOCK_K=power_of_2(size), BLOCK_V=1 if v is None else power_of_2(v.shape[3]),
-            ACC=accumulator(k),
+            sequences, lanes, *k.stride(), *strides(v),
+            BACKWARD=backward, BLOCK_S=block_s, BLOCK_K=block_k, BLOCK_V=block_v, ACC=accumulator(k),
         )  # fmt: skip
