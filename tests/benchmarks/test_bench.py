@@ -62,6 +62,7 @@ def test_every_part_leaves_rows_table_and_plot(preset, tmp_path, capsys):
     operator = [row for row in rows if row["part"] == "op" and row["contestant"] == "kv_shift"]
     element = 2 * 67 * 3 * 16 * 4  # bytes of k
     assert [row["moved_bytes"] for row in operator] == [2 * 2 * element, 5 * 2 * element]
+    assert [row["peak_bytes"] // (2 * element) for row in operator] == [1, 2], "results; with gradients of k and v"
     table = (tmp_path / "table.md").read_text()
     for heading in ("## Operator", "## Training", "## Cost against", "| along |"):
         assert heading in table
@@ -130,7 +131,7 @@ def test_a_model_whose_shift_is_wrong_at_first_tokens_is_not_reported(part, pres
     assert {row["contestant"] for row in wrong_rows} == {"kv shift"}
 
 
-def test_memory_of_a_layer_is_what_two_layers_keep_beyond_one(preset, tmp_path, monkeypatch):
+def test_memory_of_a_layer_is_what_two_layers_take_beyond_one(preset, tmp_path, monkeypatch):
     tiny = {**SMOKE.models[0].fields, "num_key_value_heads": 2}
     monkeypatch.setattr("kvshift.benchmarks.memory.SIZES", {"tiny": tiny})
     preset(dataclasses.replace(TINY, memory=(("tiny", 37),)))
@@ -141,6 +142,9 @@ def test_memory_of_a_layer_is_what_two_layers_keep_beyond_one(preset, tmp_path, 
     raw = 2 * 37 * 2 * 8 * 2  # k and v, (37, 2, 8) in bfloat16: too small for them to be made again
     assert saved["kv shift"] - saved["without shift"] in range(raw, raw + 200)
     assert [row["saved_more"] for row in rows] == [size / saved["transformers' Llama"] - 1 for size in saved.values()]
+    for row in rows:
+        assert row["peak_bytes"] >= row["saved_bytes"], "what is kept is held when backward begins"
+        assert row["peak_more"] == row["peak_bytes"] / rows[0]["peak_bytes"] - 1
 
 
 def test_layers_that_fit_follow_the_memory_of_the_device(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvshift.benchmarks.peak import peak_bytes
 from kvshift.benchmarks.presets import Preset
 from kvshift.benchmarks.timing import Clock, Times, describe, measure, quartiles
 
@@ -176,11 +178,6 @@ def _memory(contestant: Contestant, device: torch.device) -> Row:
     row: Row = {}
     if contestant.saved is not None:
         row["saved_bytes"] = contestant.saved()
-    if device.type == "cuda" and contestant.run is not None:
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        contestant.run(0)
-        torch.cuda.synchronize(device)
-        row["peak_bytes"] = contestant.resident + torch.cuda.max_memory_allocated(device) - before
+    if contestant.run is not None:
+        row["peak_bytes"] = contestant.resident + peak_bytes(functools.partial(contestant.run, 0), device)
     return row

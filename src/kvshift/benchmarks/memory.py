@@ -1,8 +1,8 @@
 """Part "memory": what one decoder layer of the paper's sizes keeps for the backward pass, and at its peak.
 
 Both are those of a model of two layers less those of one, without head, on one row of tokens: the memory that is held
-after the forward pass (`saved.py`), weights left out; on CUDA also the peak of a forward and backward pass. The peak
-of whole training steps stands in the rows of "train".
+after the forward pass (`saved.py`), weights left out, and the peak of a forward and backward pass (`peak.py`), weights
+and gradients left out. The peak of whole training steps stands in the rows of "train".
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
 from kvshift.benchmarks.cases import Case, Contestant, Session
+from kvshift.benchmarks.peak import peak_bytes
 from kvshift.benchmarks.saved import bytes_saved
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
 
@@ -48,11 +49,8 @@ def _contestant(name: str, size: str, tokens: int, device: torch.device) -> Cont
         kept = [_saved(name, size, layers, tokens, device) for layers in (1, 2)]
         return kept[1] - kept[0]
 
-    facts = {}
-    if device.type == "cuda":
-        peaks = [_peak(name, size, layers, tokens, device) for layers in (1, 2)]
-        facts["peak_bytes"] = peaks[1] - peaks[0]
-    return Contestant(run=None, saved=saved, facts=facts)
+    peaks = [_peak(name, size, layers, tokens, device) for layers in (1, 2)]
+    return Contestant(run=None, saved=saved, facts={"peak_bytes": peaks[1] - peaks[0]})
 
 
 def _model(name: str, size: str, layers: int, device: torch.device) -> Any:
@@ -88,9 +86,4 @@ def _peak(name: str, size: str, layers: int, tokens: int, device: torch.device) 
         model(inputs_embeds=x, use_cache=False).last_hidden_state.sum().backward()
 
     step()  # what libraries allocate once
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return peak_bytes(step, device)

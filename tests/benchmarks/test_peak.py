@@ -1,0 +1,65 @@
+"""Bytes at the peak of a call, against sums worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvshift.benchmarks.peak import peak_bytes
+
+CPU = torch.device("cpu")
+SIZE = 1000 * 4  # bytes of x
+
+
+def test_what_is_held_at_once_counts_and_what_was_there_before_does_not():
+    x = torch.ones(1000)
+
+    def run():
+        y = x + x
+        z = y + x  # two at once
+        del y
+        return z + x  # and again two, of which one is returned
+
+    assert peak_bytes(run, CPU) == 2 * SIZE
+
+
+def test_what_backward_takes_counts():
+    x = torch.ones(1000, requires_grad=True)
+    x.grad = torch.zeros(1000)
+
+    def run():
+        y = x.exp()  # kept
+        y.backward(x.detach())  # and one more, the gradient, before it is added to the one that is there
+
+    assert peak_bytes(run, CPU) == 2 * SIZE
+
+
+def test_memory_that_was_there_before_counts_as_held_all_the_time():
+    held = [torch.ones(5000)]
+
+    def run():
+        held.clear()
+        return torch.ones(1000)
+
+    assert peak_bytes(run, CPU) == SIZE
+    assert peak_bytes(lambda: None, CPU) == 0
+
+
+def test_compiled_code_is_seen():
+    x = torch.ones(1000)
+
+    @torch.compile(backend="aot_eager")
+    def run():
+        return (x + x, x * x, x.exp())
+
+    run()
+    assert peak_bytes(run, CPU) == 3 * SIZE
+
+
+def test_an_error_ends_the_count():
+    def run():
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        peak_bytes(run, CPU)
+    assert peak_bytes(lambda: torch.ones(1000), CPU) == SIZE
