@@ -19,23 +19,19 @@ compare: .venv/stamp  ## Train two small models, without and with KV shift, and 
 
 .PHONY: test
 test: .venv/stamp  ## Run the tests on the CPU, in parallel
-	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not ray and not interpreter and not slow' $(ARGS)
+	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not ray and not slow' $(ARGS)
 
 .PHONY: test-slow
-test-slow: .venv/stamp  ## Run the tests that take more than ten seconds: compilers, several processes, kills
-	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not ray and not interpreter' $(ARGS)
+test-slow: .venv/stamp  ## Run the tests that take long: compilers, several processes, kills, mutants of kernels
+	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not ray' $(ARGS)
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/stamp  ## Run what depends on transformers on the oldest that is supported
-	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto -q -m 'not gpu and not ray and not interpreter' tests/models tests/lab tests/recipes $(ARGS)
+	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto -q -m 'not gpu and not ray' tests/models tests/lab tests/recipes $(ARGS)
 
 .PHONY: test-ray
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
 	@$(TEST_ENV) .venv/bin/python -m pytest -q -m ray tests/recipes $(ARGS)
-
-.PHONY: test-interpreter
-test-interpreter: .venv/stamp  ## Run the operator's whole suite on the Triton kernels, as Python on the CPU (slow)
-	@$(TEST_ENV) .venv/bin/python -m pytest -n auto -q -m interpreter --hypothesis-profile=few tests $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: .venv/stamp  ## Run the tests that need a CUDA device

@@ -14,7 +14,6 @@ interpreter.mend()
 
 # The same examples on every run. To hunt for new ones: pytest --hypothesis-profile=search
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, max_examples=300)
-hypothesis.settings.register_profile("few", deadline=None, derandomize=True, database=None, max_examples=40)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 

@@ -19,7 +19,7 @@ from kvshift.ops.triton_op import triton_refusal
 from tests.layers.attention_cases import GQA, MHA, VARIED, make, tokens
 
 B, T, H, G, D, DV = 2, 5, 5, 3, 6, 7
-LONG = pytest.mark.interpreter  # for `make test-interpreter`
+LONG = pytest.mark.slow
 HOLES = torch.tensor([[False, True, False, True, True], [True, True, True, False, False]])
 NUMBERS = torch.tensor([[0, 0, 1, 1, 1], [7, -1, -1, -1, 7]])
 BOUNDS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)

@@ -134,12 +134,20 @@ def check_pack_is_its_sequences(case: Case, backend: str, lengths: Sequence[int]
     torch.testing.assert_close(packed["gradient of beta"].double(), shared[1], rtol=1e-5, atol=1e-5)
 
 
-def check_pieces_are_the_whole(case: Case, backend: str, cuts: Sequence[int]) -> None:
+def check_pieces_are_the_whole(case: Case, backend: str, *ways: Sequence[int]) -> None:
     """A row fed in pieces, the state passed on, gives every bit of the row fed whole.
 
-    `cuts` are positions of the row; of a pack, positions of each of its sequences.
+    Each of the `ways` to cut it is positions of the row; of a pack, positions of each of its sequences.
     """
     whole = case.call(backend)
+    for cuts in ways:
+        k_hat, v_hat, state = _in_pieces(case, backend, cuts)
+        assert torch.equal(k_hat, whole[0]), cuts
+        assert torch.equal(v_hat, whole[1]), cuts
+        assert_same_state(state, whole[2])
+
+
+def _in_pieces(case: Case, backend: str, cuts: Sequence[int]) -> tuple[Tensor, Tensor, ShiftState]:
     positions = case.k.shape[1]
     if case.cu_seqlens is None:
         edges = [0, *cuts, positions]
@@ -160,9 +168,8 @@ def check_pieces_are_the_whole(case: Case, backend: str, cuts: Sequence[int]) ->
             mask=None if case.mask is None else case.mask[:, piece],
         )
         k_hat[:, piece], v_hat[:, piece], state = part.call(backend)
-    assert torch.equal(k_hat, whole[0]), cuts
-    assert torch.equal(v_hat, whole[1]), cuts
-    assert_same_state(state, whole[2])
+    assert state is not None
+    return k_hat, v_hat, state
 
 
 def _pieces_of_sequences(bounds: list[int], cuts: Sequence[int]) -> tuple[list[list[int]], list[Tensor]]:

@@ -23,18 +23,14 @@ def leave_to_one_dtype(backend: str, dtype: torch.dtype) -> None:
         pytest.skip("the interpreter is slow, and a GPU compiles for each dtype: bfloat16 stands for all")
 
 
-# The interpreter takes a second for what the others do in milliseconds; test_triton_op.py has the part of `make test`.
-TRITON = pytest.param("triton", marks=pytest.mark.interpreter)
-
-
-@pytest.fixture(params=[TRITON if backend == "triton" else backend for backend in BACKENDS if backend != "auto"])
+@pytest.fixture(params=[backend for backend in BACKENDS if backend != "auto"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each implementation in turn, the reference too: it keeps the same promises."""
     skip_unless_built(request.param)
     return request.param
 
 
-@pytest.fixture(params=["cpu", TRITON, "eager"], scope="module")
+@pytest.fixture(params=["cpu", "triton", "eager"], scope="module")
 def fast_backend(request: pytest.FixtureRequest) -> str:
     """Each implementation that is compared with the reference."""
     skip_unless_built(request.param)

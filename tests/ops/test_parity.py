@@ -6,12 +6,13 @@ import os
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import Tensor
 
 from kvshift.ops import ShiftState, eager
 
 from .cases import DTYPES, LAYOUTS, Case, outcome, random_case
+from .conftest import skip_unless_built
 from .rounding import assert_within_one_rounding
 from .strategies import cases
 
@@ -74,9 +75,18 @@ def test_strides_change_no_bit_but_the_order_of_the_coefficients_sum(
     assert_within_one_rounding(case, fast_backend, through_state=True)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
 @given(case=cases())
-def test_search_for_a_call_that_differs_from_the_reference(case, fast_backend):
-    assert_within_one_rounding(case, fast_backend, through_state=True)
+def test_search_for_a_call_that_differs_from_the_reference(case, backend):
+    skip_unless_built(backend)
+    assert_within_one_rounding(case, backend, through_state=True)
+
+
+@settings(max_examples=40)  # each takes the interpreter a quarter of a second
+@given(case=cases())
+def test_search_for_a_call_whose_kernels_differ_from_the_reference(case):
+    skip_unless_built("triton")
+    assert_within_one_rounding(case, "triton", through_state=True)
 
 
 @given(case=cases())

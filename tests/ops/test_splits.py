@@ -22,13 +22,8 @@ windows = pytest.mark.parametrize("window", [2, 3, 4])
 
 
 def check_every_cut(case: Case, backend: str, positions: int) -> None:
-    """One cut anywhere, both ends included; then a cut after every token.
-
-    The Triton kernels get the first and the last real cut and the cut after every token, which holds the others.
-    """
-    for cut in (1, positions - 1) if backend == "triton" else range(positions + 1):
-        check_pieces_are_the_whole(case, backend, [cut])
-    check_pieces_are_the_whole(case, backend, range(1, positions))
+    """One cut anywhere, both ends included; then a cut after every token."""
+    check_pieces_are_the_whole(case, backend, *([cut] for cut in range(positions + 1)), range(1, positions))
 
 
 @dtypes
@@ -73,9 +68,7 @@ def test_cuts_inside_numbered_documents(window, backend):
     """A row's first document goes on from the state, so a cut that falls on a boundary needs a fresh state instead."""
     numbers = [[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5]]
     case = random_case(11, 2, 7, window=window, rows=4, seq_idx=numbers)
-    for cut in (0, 1, 2, 4, 6, 7):
-        check_pieces_are_the_whole(case, backend, [cut])
-    check_pieces_are_the_whole(case, backend, [1, 2, 4, 6])
+    check_pieces_are_the_whole(case, backend, [0], [1], [2], [4], [6], [7], [1, 2, 4, 6])
 
 
 @windows
@@ -112,8 +105,7 @@ def test_long_rows_in_blocks_and_threads(dtype, dims):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(eager, "_BLOCK", 64 * 5 * 211)
-            check_pieces_are_the_whole(case, "eager", [1, 2, 17, 18, 512, 1030])
-            check_pieces_are_the_whole(case, "eager", range(1, 1031, 3))
+            check_pieces_are_the_whole(case, "eager", [1, 2, 17, 18, 512, 1030], range(1, 1031, 3))
     finally:
         torch.set_num_threads(threads)
 

@@ -36,9 +36,7 @@ MORE = {
 }
 CALLS = [(architecture, call) for architecture, calls in FEW.items() for call in calls]
 CALLS += [
-    pytest.param(architecture, call, marks=pytest.mark.interpreter)  # with all else of these kernels that takes long
-    for architecture, calls in MORE.items()
-    for call in calls
+    pytest.param(architecture, call, marks=pytest.mark.slow) for architecture, calls in MORE.items() for call in calls
 ]
 
 

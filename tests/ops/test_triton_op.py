@@ -1,7 +1,4 @@
-"""The Triton kernels, run as Python on the CPU: a part of the edge suite, short enough for every run of the tests.
-
-`make test-interpreter` runs all of it, `make test-gpu` the same on a GPU.
-"""
+"""The Triton kernels, run as Python on the CPU: what the edge suite, which takes them like every backend, has not."""
 
 from __future__ import annotations
 
@@ -25,10 +22,9 @@ from kvshift.ops.triton_launch import Tiling
 from kvshift.ops.triton_op import Boundaries
 
 from . import checks
-from .cases import DTYPES, LAYOUTS, Case, outcome, random_case
+from .cases import DTYPES, Case, outcome, random_case
 from .conftest import skip_unless_built
 from .rounding import assert_within_one_rounding
-from .test_parity import MODES
 
 
 @pytest.fixture(autouse=True)
@@ -39,68 +35,11 @@ def kernels_that_run() -> None:
 # Results
 
 
-@pytest.mark.parametrize(
-    ("mode", "dtype", "through_state"),
-    [
-        pytest.param(mode, DTYPES[(i + through_state) % 4], through_state, id=f"{name}-{through_state}")
-        for i, (name, mode) in enumerate(MODES.items())
-        for through_state in (False, True)
-    ],
-)
-def test_results_and_gradients_are_exact_but_for_one_rounding(mode, dtype, through_state):
-    assert_within_one_rounding(random_case(2, dtype=dtype, **mode), "triton", through_state=through_state)
-
-
-@pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_window_of_three_in_every_dtype_of_keys_and_of_coefficients(dtype):
     for mix_dtype in DTYPES:
         case = random_case(3, 1, 5, dtype=dtype, mix_dtype=mix_dtype, rows=2, window=3)
         assert_within_one_rounding(case, "triton", through_state=True)
-
-
-def test_hand_worked_values():
-    checks.check_hand_worked_values("triton")
-
-
-@pytest.mark.parametrize("window", [2, 4])
-def test_causality(window):
-    checks.check_gradient_of_one_result_reaches(random_case(5, 1, 5, window=window), "triton")
-
-
-@pytest.mark.parametrize("content", [torch.nan, -29.0])
-def test_packed_documents_do_not_touch(content):
-    case = random_case(7, lengths=[2, 0, 1, 3], rows=1)
-    documents = [slice(0, 2), slice(2, 2), slice(2, 3), slice(3, 6)]
-    checks.check_documents_do_not_touch(case, "triton", documents, content)
-
-
-def test_numbered_documents_do_not_touch():
-    case = random_case(7, 1, 6, window=3, seq_idx=[[0, 0, 1, 2, 2, 2]])
-    checks.check_documents_do_not_touch(case, "triton", [slice(0, 2), slice(2, 3), slice(3, 6)], torch.nan)
-
-
-@pytest.mark.parametrize("window", [2, 3])
-def test_a_pack_is_its_sequences(window):
-    case = random_case(11, lengths=checks.LENGTHS, rows=window, window=window, dtype=torch.bfloat16)
-    checks.check_pack_is_its_sequences(case, "triton", checks.LENGTHS)
-
-
-@pytest.mark.parametrize("mode", [{"rows": 3}, {"window": 4, "rows": 3}, {"mask": [[1, 0, 1, 1, 0, 1]], "rows": 1}])
-def test_pieces_are_the_whole(mode):
-    case = random_case(13, 1, 6, **mode)
-    for cuts in ([0, 2], [1, 2, 3, 4, 5]):
-        checks.check_pieces_are_the_whole(case, "triton", cuts)
-
-
-def test_pieces_of_a_pack_are_the_whole():
-    checks.check_pieces_are_the_whole(random_case(17, lengths=[2, 0, 1, 4], rows=2), "triton", [1, 3])
-
-
-@pytest.mark.parametrize("rows", [None, 2])
-def test_padding_is_as_if_absent(rows):
-    masks = [[0, 0, 1, 1, 1], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]]
-    checks.check_padding_is_as_if_absent("triton", masks, rows, torch.nan)
 
 
 @pytest.mark.parametrize("positions", [0, 1, 7, 1025])
@@ -114,35 +53,6 @@ def test_every_position_is_linked_to_the_real_ones_beside_it(positions):
         for t, (before, after) in enumerate(pairs):
             assert before == max((place for place in places if place < t), default=-1)
             assert after == min((place for place in places if place > t), default=positions)
-
-
-def test_reordered_rows_go_on():
-    checks.check_reordered_rows_go_on("triton")
-
-
-def test_cropped_tokens_were_never_seen():
-    checks.check_cropped_tokens_were_never_seen("triton", 2, 3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_identity_coefficients_return_every_bit(dtype):
-    case = random_case(19, 1, 5, dtype=dtype, rows=2, mask=[[0, 1, 1, 0, 1]])
-    checks.check_identity_returns_every_bit(case, "triton")
-
-
-@pytest.mark.parametrize("mode", [{"positions": 1, "rows": 3}, {"lengths": [2, 0, 1], "rows": 2}])
-def test_callers_tensors_are_theirs(mode):
-    checks.check_inputs_are_left_alone(random_case(23, **mode), "triton")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mode", [{"rows": 2}, {"lengths": [2, 0, 3], "rows": 1}], ids=["rows", "pack"])
-def test_strides_change_no_bit(layout, mode):
-    for grad_layout in (layout, "expanded"):
-        case = random_case(29, 2, 5, layout=layout, grad_layout=grad_layout, **mode)
-        expected = outcome(case.map(lambda x: x.clone(memory_format=torch.contiguous_format)), "triton")
-        for name, result in outcome(case, "triton").items():
-            assert torch.equal(result, expected[name]), name
 
 
 @pytest.mark.parametrize(
@@ -164,18 +74,6 @@ def test_nothing_and_one_token(mode):
     assert_within_one_rounding(random_case(31, **mode), "triton", through_state=True)
 
 
-@pytest.mark.parametrize("missing", ["alpha", "beta"])
-@pytest.mark.parametrize("mode", [{"rows": 2}, {"mask": [[0, 1, 1], [1, 0, 1]], "positions": 3}], ids=["rows", "mask"])
-def test_without_coefficients_a_tensor_passes_and_its_history_is_kept(missing, mode):
-    case = random_case(37, **mode)
-    expected = dict(zip(("k", "v", "state"), case.call("triton"), strict=True))
-    results = dict(zip(("k", "v", "state"), replace(case, **{missing: None}).call("triton"), strict=True))
-    passed, shifted = ("k", "v") if missing == "alpha" else ("v", "k")
-    assert results[passed] is getattr(case, passed)
-    assert torch.equal(results[shifted], expected[shifted])
-    checks.assert_same_state(results["state"], expected["state"])
-
-
 @pytest.mark.parametrize("mode", [{"rows": 5}, {"seq_idx": [[0, 0, 1, 1, 1]], "window": 3}], ids=["rows", "documents"])
 def test_a_single_tensor_is_shifted_like_keys(mode):
     case = random_case(41, 1, 5, **mode)
@@ -190,20 +88,6 @@ def test_a_single_tensor_is_shifted_like_keys(mode):
     assert torch.equal(rows, whole["new_state.k"])
     for name, gradient in zip(leaves, gradients, strict=True):
         assert torch.equal(gradient, whole[f"gradient of {name}"]), name
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("trained", ["k", "v", "alpha", "beta", "state.k", "state.v"])
-def test_a_single_input_may_need_its_gradient_alone(trained):
-    case = random_case(43, 1, 4, rows=1)
-    leaves = {"k": case.k, "v": case.v, "alpha": case.alpha, "beta": case.beta}
-    leaves |= {"state.k": case.state.k, "state.v": case.state.v}
-    expected = outcome(case, "triton")[f"gradient of {trained}"]
-    leaves[trained].requires_grad_()
-    k_hat, v_hat, new_state = case.call("triton")
-    pairs = zip((k_hat, v_hat, new_state.k, new_state.v), case.grads, strict=True)
-    torch.autograd.backward(*zip(*((y, g) for y, g in pairs if y.requires_grad), strict=True))
-    assert torch.equal(leaves[trained].grad, expected)
 
 
 @pytest.mark.parametrize("only", [0, 1, 2, 3])
@@ -248,7 +132,6 @@ def test_the_error_is_no_larger_than_that_of_plain_pytorch(dtype):
     assert_within_one_rounding(case, "triton", through_state=True)
 
 
-@pytest.mark.interpreter
 @pytest.mark.parametrize("tiling", [Tiling(positions=1), Tiling(positions=4, heads=2), Tiling(elements=32, heads=8)])
 @pytest.mark.parametrize(
     "mode", [{"rows": 2, "window": 3}, {"lengths": [3, 0, 1, 5], "rows": 1}, {"mask": [[1, 0, 1, 1, 0, 1, 1]]}]
@@ -259,6 +142,23 @@ def test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum(tiling, mode,
     whole = outcome(case, "triton")
     for kernel in ("forward", "backward"):
         monkeypatch.setitem(triton_launch.TILING, kernel, tiling)
+    for name, result in outcome(case, "triton").items():
+        if name not in ("gradient of alpha", "gradient of beta"):
+            assert torch.equal(result, whole[name]), name
+    assert_within_one_rounding(case, "triton", through_state=True)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 4])
+@pytest.mark.parametrize(
+    "mode",
+    [{"lengths": [3, 0, 1, 5, 2]}, {"mask": [[1, 0, 1], [0, 0, 0], [1, 1, 0], [0, 1, 1], [1, 1, 1]]}],
+    ids=["pack", "padding"],
+)
+def test_tiles_of_history_change_no_bit_but_the_order_of_the_coefficients_sum(sequences, mode, monkeypatch):
+    """Tiles of one sequence, of several, and of more than are left at the end."""
+    case = random_case(79, 5, 3, rows=2, window=3, k_dim=8, v_dim=3, **mode)
+    whole = outcome(case, "triton")
+    monkeypatch.setattr(triton_launch, "ELEMENTS_OF_ROWS", 8 * sequences)
     for name, result in outcome(case, "triton").items():
         if name not in ("gradient of alpha", "gradient of beta"):
             assert torch.equal(result, whole[name]), name
@@ -289,14 +189,6 @@ def test_offsets_beyond_32_bits(dimension, tmp_path):
         assert torch.equal(result, expected[name]), name
 
 
-def test_there_is_no_second_derivative():
-    case = random_case(71, 1, 3)
-    k = case.k.requires_grad_()
-    (gradient,) = torch.autograd.grad(case.call("triton")[0].square().sum(), k, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"differentiate twice|no autograd formula was registered"):
-        gradient.sum().backward()
-
-
 @pytest.mark.parametrize("mode", [{}, {"rows": 2}, {"lengths": [2, 0, 3], "rows": 1}, {"mask": [[1, 0, 1]]}], ids=str)
 def test_memory_kept_for_backward_is_the_inputs(mode):
     """Nothing of the size of k but k, of the size of v but v; with padding two 32-bit numbers for each token."""
@@ -320,8 +212,8 @@ def test_memory_kept_for_backward_is_the_inputs(mode):
 
 
 def few_of(modes: dict[str, Any], name: str, always: str) -> Any:
-    """The mode `name`; those that are not `always` are for `make test-interpreter`."""
-    return pytest.param(modes[name], id=name, marks=() if name == always else pytest.mark.interpreter)
+    """The mode `name`; those that are not `always` are for `make test-slow`."""
+    return pytest.param(modes[name], id=name, marks=() if name == always else pytest.mark.slow)
 
 
 OPERATORS: dict[str, dict] = {

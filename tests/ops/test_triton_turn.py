@@ -117,7 +117,6 @@ def test_histories_are_read(mode):
         torch.testing.assert_close(x, expected[name], rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cut", [1, 2, 4])
 def test_a_row_in_two_pieces_has_the_bits_of_the_whole(cut, dtype):
@@ -152,7 +151,6 @@ def assert_same_bits(turn: Turn, expected: dict[str, Tensor]) -> None:
         assert torch.equal(x, expected[name]), name
 
 
-@pytest.mark.interpreter
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", [{}, {"lengths": [2, 0, 3]}], ids=["rows", "pack"])
 def test_strides(layout, mode):
@@ -181,7 +179,6 @@ def test_tables_that_are_views():
         assert_same_bits(replace(turn, cos=cos, sin=sin), outcome(same))
 
 
-@pytest.mark.interpreter
 @pytest.mark.parametrize("tiling", [Tiling(positions=2), Tiling(positions=4, heads=2), Tiling(elements=16, heads=8)])
 @pytest.mark.parametrize("mode", [{"window": 3}, {"lengths": [3, 0, 1, 3]}, {"mask": [[1, 0, 1, 1, 0, 1, 1]]}], ids=str)
 def test_tiles(tiling, mode, monkeypatch):
@@ -220,7 +217,6 @@ def test_what_stands_in_the_padding(norm):
 # Autograd
 
 
-@pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("trained", "shifted"), [(name, "kv") for name in LEAVES] + [(name, "v") for name in LEAVES if name != "alpha"]
 )

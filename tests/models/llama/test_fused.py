@@ -23,7 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm, window 3": {"qk_norm": True, "shift_window": 3},
     "keys": {"shift_targets": ["k"]},
 }
-LONG = pytest.mark.interpreter  # for `make test-interpreter`
+LONG = pytest.mark.slow
 every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 with_and_without_norm = pytest.mark.parametrize("options", [{}, {"qk_norm": True}], ids=["raw", "normed"])
 
