@@ -257,6 +257,7 @@ def test_tables_that_are_trained_get_their_gradients(launches):
     assert launches[0] == 0
 
 
+@torch.no_grad()
 def test_a_compiled_layer_has_the_launch_in_its_graph():
     layer, norms, table = layer_of({}), norms_of(), table_of(D)
     counter = CompileCounterWithBackend("aot_eager")

@@ -126,6 +126,26 @@ def test_a_model_trains(padded, launches):
     assert launches[0] == 2, "a launch for each layer"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=needs_cuda)])
+def test_a_compiled_model_trains(mode, launches):
+    """What `auto` is under torch.compile: the kernels, for keys and values, and those made again in backward."""
+    here: Any = tiny_model()
+    there = deepcopy(here).to(DEVICE)
+    compiled = torch.compile(there, mode=mode, fullgraph=True)
+    for seed in (1, 2):  # the second goes through what was compiled
+        ids = torch.stack([random_tokens(11, seed=10 * seed + i) for i in range(2)])
+
+        def train(call: Any, model: nn.Module, ids: Tensor) -> list[Tensor]:
+            loss = call(input_ids=ids, labels=ids, use_cache=False).loss
+            return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+        expected = eagerly(lambda ids=ids, train=train: train(here, here, ids))
+        for result, other in zip(train(compiled, there, ids.to(DEVICE)), expected, strict=True):
+            torch.testing.assert_close(result.cpu(), other, **CLOSE)
+    assert launches[0] > 0
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_model_generates(cache, launches):
     """Greedily, what the model on the CPU generates; into a static cache in one launch for each layer and token."""

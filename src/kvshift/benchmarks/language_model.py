@@ -23,7 +23,8 @@ from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausa
 
 __all__ = ["decode_cases", "model_fields", "prefill_cases", "train_cases"]
 
-THEIRS, WITHOUT, OURS, TRITON = "transformers' Llama", "without shift", "kv shift", "kv shift, triton"
+THEIRS, WITHOUT, OURS = "transformers' Llama", "without shift", "kv shift"
+_BACKENDS = {"kv shift, triton": "triton", "kv shift, plain operations": "eager"}  # beside what "auto" is
 _PROMPT = 16
 
 Make = Callable[[Any], Contestant]
@@ -69,8 +70,8 @@ def _case(session: Session, part: str, size: ModelSize, way: str, make: Make, *,
         fields["num_hidden_layers"] = min(session.layers, fields["num_hidden_layers"])
     # Llama has no QK-norm: where a size has it, our own model without the shift is the baseline.
     names = [WITHOUT, OURS] if fields.get("qk_norm") else [THEIRS, WITHOUT, OURS]
-    if compiled:  # where "auto" leaves the shift to the compiler
-        names.append(TRITON)
+    if compiled:
+        names.append("kv shift, plain operations" if part == "train" else "kv shift, triton")
     shape = [1, size.tokens] if part == "decode" else [size.batch, size.length]
     dtype = str(size.dtype).removeprefix("torch.")
     layers = fields["num_hidden_layers"]
@@ -108,8 +109,8 @@ def _model(name: str, fields: dict[str, Any], dtype: torch.dtype, device: torch.
         else:
             targets = () if name == WITHOUT else ("k", "v")
             model = KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**fields, shift_targets=targets))
-            if name == TRITON:
-                shifting_by("triton", model)
+            if name in _BACKENDS:
+                shifting_by(_BACKENDS[name], model)
     return model.to(dtype)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops import ShiftState
 from kvshift.ops.shift import choose_backend
@@ -63,6 +64,16 @@ class Fused:
             eps=self.eps, k_past=k_past, v_past=v_past, boundaries=boundaries,
         )  # fmt: skip
 
+    def made_again(self, k: Tensor, v: Tensor, boundaries: Boundaries) -> tuple[Tensor, Tensor]:
+        """k shifted and turned, v shifted, as a compiler is to see them in training.
+
+        It keeps the raw ones for backward, which the gradients of the coefficients need anyway, and makes the others
+        again there: what `kvshift.layers.recompute` does where nothing is compiled.
+        """
+        return checkpoint(
+            lambda k, v: self(None, k, v, None, boundaries)[1:], k, v, use_reentrant=False, preserve_rng_state=False
+        )
+
     def next_state(
         self, k: Tensor, v: Tensor, state: ShiftState | None, sequences: int, boundaries: Boundaries
     ) -> ShiftState:
@@ -95,12 +106,11 @@ def prepare(
 ) -> Fused | None:
     """The call of the kernels, or None where it is not to be made.
 
-    It is made on CUDA devices, but under torch.compile, which fuses the operations by itself, only if the backend
-    "triton" is asked for; never where gradients are to flow through a state or to the tables, nor with norms that
-    compute anything else or whose calls somebody watches.
+    It is made on CUDA devices, under torch.compile in training alone (`takes_kernels`), or if the backend "triton" is
+    asked for; never where gradients are to flow through a state or to the tables, nor with norms that compute anything
+    else or whose calls somebody watches.
     """
-    backend = choose_backend(backend)
-    if backend != "triton" and (backend != "auto" or not k.is_cuda or torch.compiler.is_compiling()):
+    if not takes_kernels(backend, k.is_cuda, shifts=alpha is not None or beta is not None):
         return None
     if torch.is_grad_enabled() and (state is not None or any(table.requires_grad for table in rotary)):
         return None
@@ -132,6 +142,21 @@ def prepare(
     if width == size:  # its first half of sin is negated, the second is not
         cos, sin = cos[..., : size // 2], sin[..., size // 2 :]
     return Fused(window, alpha, beta, cos, sin, q_scale, k_scale, eps)
+
+
+def takes_kernels(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
+    """Whether a call is one for the kernels.
+
+    Under torch.compile "auto" takes them for training with a shift: what the compiler makes of plain operations moves
+    more bytes there and keeps more (docs/findings.md). It leaves to the compiler what it turns without shift;
+    generation, which waits for the processor, to which calling an operator written in Python takes longer; and programs
+    that torch.export makes, which are to run where there is no such operator.
+    """
+    backend = choose_backend(backend)
+    if backend != "auto" or not on_gpu:
+        return backend == "triton"
+    trains = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    return not torch.compiler.is_compiling() or (shifts and trains)
 
 
 def _is_plain(norm: nn.Module) -> bool:

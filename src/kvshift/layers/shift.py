@@ -157,7 +157,10 @@ class KVShift(nn.Module):
                 if state is not None:
                     check_state(state, k, v, sequences, self.window)
                 boundaries = Boundaries.of(cu_seqlens, seq_idx, mask)
-                turned = fused(q, k, v, state, boundaries)
+                if torch.compiler.is_compiling() and torch.is_grad_enabled():
+                    turned = _finish(q, norms and norms[0], rotary), *fused.made_again(k, v, boundaries)
+                else:
+                    turned = fused(q, k, v, state, boundaries)
                 new = fused.next_state(k, v, state, sequences, boundaries) if keep_state and self.targets else None
                 return *turned, new
         q_hat, k_hat, v_hat, new = self._shift(q, k, v, state, cu_seqlens, seq_idx, mask, backend)

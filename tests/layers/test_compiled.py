@@ -1,0 +1,126 @@
+"""Layers under torch.compile: which code shifts there, its results, and what it keeps for backward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx import GraphModule
+from torch.utils.checkpoint import checkpoint
+
+from kvshift.benchmarks.saved import bytes_saved
+from kvshift.layers.fused import takes_kernels
+from kvshift.ops import shift as operator
+from kvshift.ops.triton_op import triton_refusal
+from tests.layers.attention_cases import GQA, MHA, make, tokens
+
+PACK = torch.tensor([0, *itertools.accumulate([3, 0, 1, 5, 2])], dtype=torch.int32)
+WHERE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mask": {"mask": torch.arange(11) >= torch.tensor([[10], [4]])},
+    "seq_idx": {"seq_idx": torch.tensor([7] * 3 + [4] * 6 + [7] * 2).expand(2, -1)},
+    "cu_seqlens": {"cu_seqlens": PACK},
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> None:
+    """On tensors of the CPU they stand for those of a GPU."""
+    refusal = triton_refusal(torch.empty(0), 2)
+    if refusal is not None:
+        pytest.skip(refusal)
+    monkeypatch.setattr(operator, "_AUTO", "triton")
+
+
+@pytest.mark.parametrize("shifts", [False, True], ids=["vanilla", "shift"])
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("backend", ["auto", "triton", "eager"])
+def test_on_a_gpu_training_is_compiled_around_the_kernels_and_generation_is_compiled_whole(backend, on_gpu, shifts):
+    def ask() -> bool:
+        return takes_kernels(backend, on_gpu, shifts=shifts)
+
+    default = {"auto": on_gpu, "triton": True, "eager": False}[backend]
+    compiled = torch.compile(ask, backend="eager", fullgraph=True)
+    assert ask() == default
+    assert compiled() == (default and (shifts or backend == "triton"))
+    with torch.no_grad():
+        assert ask() == default
+        assert compiled() == (backend == "triton")
+
+
+def test_exported_programs_are_of_plain_operations(monkeypatch):
+    class Ask(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + takes_kernels("auto", True, shifts=True)
+
+    assert Ask()(torch.zeros(())) == 1
+    for strict in (False, True):
+        exported = torch.export.export(Ask(), (torch.zeros(()),), strict=strict)
+        assert exported.module()(torch.zeros(())) == 0
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("heads", "normed"), [(MHA, False), (GQA, True)], ids=["mha", "gqa, norm"])
+@pytest.mark.usefixtures("kernels")
+def test_training_has_the_results_and_gradients_of_plain_code(heads, normed, where, monkeypatch):
+    layer = make(heads, qk_norm=normed, shift_window=3)
+    x = tokens(1 if where == "cu_seqlens" else 2, 11)
+
+    def outcome(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        out, state = call(leaf, **WHERE[where])
+        grads = torch.autograd.grad((out * tokens(*out.shape[:2], seed=1)).sum(), [leaf, *layer.parameters()])
+        return [out.detach(), *grads, state.shift.k, state.shift.v]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    found = outcome(torch.compile(layer, backend=counter, fullgraph=True))
+    monkeypatch.setattr(operator, "_AUTO", "eager")
+    for own, expected in zip(found, outcome(layer), strict=True):
+        rtol = 1e-6 if own.dtype == torch.float32 else 1e-11
+        torch.testing.assert_close(own, expected, rtol=rtol, atol=1e-11)
+    (graph,) = counter.graphs
+    parts = [module for module in graph.modules() if isinstance(module, GraphModule)]
+    assert sum("kvshift.shift" in part.code for part in parts) == 1
+
+
+class Blocks(nn.Module):
+    def __init__(self, targets: tuple, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make(MHA, shift_targets=targets, dtype=torch.float32) for _ in range(3))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + (checkpoint(self._output, layer, x, use_reentrant=False) if self.checkpointed else layer(x)[0])
+        return x
+
+    def _output(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)[0]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "activation checkpointing"])
+@pytest.mark.usefixtures("kernels")
+def test_what_is_kept_for_backward_is_what_plain_attention_keeps(checkpointed):
+    """But for the halves of the rotary tables that the kernels read, once for all layers."""
+    x = tokens(2, 64, dtype=torch.float32).requires_grad_()
+    kept = []
+    for targets in ((), ("k", "v")):
+        torch._dynamo.reset()
+        blocks = Blocks(targets, checkpointed=checkpointed)
+        compiled = torch.compile(blocks, backend="aot_eager_decomp_partition", fullgraph=True)
+        compiled(x)
+        kept.append(bytes_saved(lambda call=compiled: call(x), torch.device("cpu"), compiled=True))
+    tables = 2 * 64 * (blocks.layers[0].head_dim // 2) * 4
+    assert 0 <= kept[1] - kept[0] <= tables
