@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx import GraphModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kvshift.benchmarks.saved import bytes_saved
+from kvshift.layers import fused
 from kvshift.layers.fused import takes_kernels
 from kvshift.ops import shift as operator
 from kvshift.ops.triton_op import triton_refusal
@@ -93,6 +95,31 @@ def test_training_has_the_results_and_gradients_of_plain_code(heads, normed, whe
     (graph,) = counter.graphs
     parts = [module for module in graph.modules() if isinstance(module, GraphModule)]
     assert sum("kvshift.shift" in part.code for part in parts) == 1
+
+
+def checkpoints(layer: nn.Module, x: Tensor) -> int:
+    """In the graph of a training step."""
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    torch.compile(layer, backend=counter, fullgraph=True)(x)
+    return sum(len(list(graph.children())) for graph in counter.graphs)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_where_ddp_refuses_checkpoints_all_is_kept(monkeypatch):
+    layer, x = make(GQA), tokens(2, 11)
+    assert checkpoints(layer, x) == 1
+    with torch.no_grad():
+        assert checkpoints(layer, x) == 0
+    monkeypatch.setattr(fused, "_DDP_TAKES_CHECKPOINTS", False)
+    assert checkpoints(layer, x) == 1
+    ddp = nn.Identity()
+    ddp.bucket_bytes_cap = 25 * 2**20
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", ddp)
+    assert checkpoints(layer, x) == 0
+    monkeypatch.setattr(fused, "_DDP_TAKES_CHECKPOINTS", True)
+    if torch.__version__ >= (2, 13):
+        assert checkpoints(layer, x) == 1
 
 
 class Blocks(nn.Module):

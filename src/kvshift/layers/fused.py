@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops import ShiftState
@@ -20,6 +21,9 @@ from kvshift.ops.triton_step import step_triton
 
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine, (L, T, 1, D) for `positions.rotate_half` or (L, T, 1, D/2) for `positions.rotate`."""
+
+_DDP_TAKES_CHECKPOINTS = torch.__version__ >= (2, 13)
+"""Whether torch.compile cuts a graph with a checkpoint in it into DDP's buckets: seen in 2.13; earlier ones refused."""
 
 Norms = tuple[nn.Module, nn.Module]
 """Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
@@ -70,6 +74,8 @@ class Fused:
         It keeps the raw ones for backward, which the gradients of the coefficients need anyway, and makes the others
         again there: what `kvshift.layers.recompute` does where nothing is compiled.
         """
+        if not _DDP_TAKES_CHECKPOINTS and DistributedDataParallel._active_ddp_module is not None:
+            return self(None, k, v, None, boundaries)[1:]
         return checkpoint(
             lambda k, v: self(None, k, v, None, boundaries)[1:], k, v, use_reentrant=False, preserve_rng_state=False
         )
