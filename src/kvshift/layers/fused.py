@@ -22,7 +22,7 @@ from kvshift.ops.triton_step import step_triton
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine, (L, T, 1, D) for `positions.rotate_half` or (L, T, 1, D/2) for `positions.rotate`."""
 
-_DDP_TAKES_CHECKPOINTS = torch.__version__ >= (2, 13)
+_DDP_TAKES_CHECKPOINTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Whether torch.compile cuts a graph with a checkpoint in it into DDP's buckets: seen in 2.13; earlier ones refused."""
 
 Norms = tuple[nn.Module, nn.Module]
