@@ -56,5 +56,5 @@ def test_what_is_planned_is_what_must_be_moved_and_kept():
     assert kept["saved_bytes"] - without["saved_bytes"] == 2 * k
     assert auto["saved_bytes"] == without["saved_bytes"]
     assert plain["saved_bytes"] - without["saved_bytes"] > 2 * k
-    for name in ("forward_bytes", "backward_bytes"):
-        assert without[name] < auto[name]
+    moved = [row["forward_bytes"] + row["backward_bytes"] for row in (without, auto, plain)]
+    assert moved == sorted(moved), "which is why training takes the kernels"

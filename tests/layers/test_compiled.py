@@ -97,12 +97,52 @@ def test_training_has_the_results_and_gradients_of_plain_code(heads, normed, whe
     assert sum("kvshift.shift" in part.code for part in parts) == 1
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_layer_that_is_exported_with_the_kernels_has_one_launch_for_queries_too(strict):
+    layer, x = make(GQA), tokens(2, 11)
+    program = torch.export.export(layer, (x,), strict=strict)
+    calls = [node for node in program.graph.nodes if "kvshift.shift" in str(node.target)]
+    assert len(calls) == 1
+    assert calls[0].args[0] is not None
+    assert torch.equal(program.module()(x)[0], layer(x)[0])
+
+
 def checkpoints(layer: nn.Module, x: Tensor) -> int:
     """In the graph of a training step."""
     counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
     torch.compile(layer, backend=counter, fullgraph=True)(x)
     return sum(len(list(graph.children())) for graph in counter.graphs)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_only_keys_or_only_values_are_made_again_and_what_is_frozen_stays(monkeypatch):
+    """Values that are not shifted pass through the checkpoint as they are."""
+    x = tokens(2, 11)
+    for targets in (("k",), ("v",), ("q", "k", "v")):
+        layer = make(GQA, shift_targets=targets, qk_norm=True)
+        for parameter in layer.shift.parameters():
+            parameter.requires_grad_(targets != ("k",))
+        trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=True)
+        found = torch.autograd.grad(compiled(x)[0].square().sum(), trained)
+        with monkeypatch.context() as patch:
+            patch.setattr(operator, "_AUTO", "eager")
+            expected = torch.autograd.grad(layer(x)[0].square().sum(), trained)
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-5 if own.dtype == torch.float32 else 1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_transforms_of_functions_are_refused_when_compiled_too():
+    def refused(x: Tensor) -> Tensor:
+        return x.sum() * (triton_refusal(x, 2) is not None)
+
+    x = torch.ones(3)
+    assert torch.compile(refused, backend="eager", fullgraph=True)(x) == 0
+    for call in (torch.func.grad(refused), torch.compile(torch.func.grad(refused), backend="eager", fullgraph=True)):
+        assert torch.equal(call(x), x)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from kvshift.layers import shift
 from kvshift.layers.fused import Fused
 from kvshift.ops import shift as operator
+from kvshift.ops import triton_launch
 from tests.layers.attention_cases import GQA, make, tokens
 from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
 from tests.ops.device import DEVICE, MARKS, needs_cuda
@@ -73,7 +76,16 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(
-    "options", [{}, {"qk_norm": True, "shift_window": 3, "sliding_window": 4}], ids=["", "options"]
+    "options",
+    [
+        {},
+        {"qk_norm": True, "shift_window": 3, "sliding_window": 4},
+        {"shift_targets": ("k",)},
+        {"shift_targets": ("v",), "qk_norm": True},
+        {"shift_targets": ("q", "k", "v")},
+        {"shift_targets": ()},
+    ],
+    ids=["", "options", "keys", "values", "queries", "none"],
 )
 def test_attention(options, call, launches):
     here = make(GQA, dtype=torch.float32, **options)
@@ -128,11 +140,13 @@ def test_a_model_trains(padded, launches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=needs_cuda)])
-def test_a_compiled_model_trains(mode, launches):
+def test_a_compiled_model_trains(mode, monkeypatch):
     """What `auto` is under torch.compile: the kernels, for keys and values, and those made again in backward."""
     here: Any = tiny_model()
     there = deepcopy(here).to(DEVICE)
     compiled = torch.compile(there, mode=mode, fullgraph=True)
+    real, forwards = triton_launch.kernels(), itertools.count()
+    monkeypatch.setattr(triton_launch, "kernels", lambda: counting_forwards(real, forwards))
     for seed in (1, 2):  # the second goes through what was compiled
         ids = torch.stack([random_tokens(11, seed=10 * seed + i) for i in range(2)])
 
@@ -143,7 +157,16 @@ def test_a_compiled_model_trains(mode, launches):
         expected = eagerly(lambda ids=ids, train=train: train(here, here, ids))
         for result, other in zip(train(compiled, there, ids.to(DEVICE)), expected, strict=True):
             torch.testing.assert_close(result.cpu(), other, **CLOSE)
-    assert launches[0] > 0
+    assert next(forwards) >= 2 * 2 * 2, "in both steps and layers forward, and again in backward"
+
+
+def counting_forwards(kernels: SimpleNamespace, forwards: Iterator[int]) -> SimpleNamespace:
+    class Forward:
+        def __getitem__(self, grid: Any) -> Callable[..., object]:
+            next(forwards)
+            return kernels.forward[grid]
+
+    return SimpleNamespace(**{**vars(kernels), "forward": Forward()})
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -21,8 +21,13 @@ from typing import Any
 
 import torch
 
-SIZES = {"B": 2, "T": 256, "H": 8, "G": 4, "D": 128}
-MODES = ("plain", "state", "pack", "documents", "padding", "turned", "turned, norm", "turned, pack, norm")
+SIZES = {"B": 9, "T": 256, "H": 8, "G": 4, "D": 128}
+# Words of a call: one of the first row, any of the second, and of the last which targets are shifted, if not both.
+WORDS = (
+    ("plain", "state", "documents", "padding", "turned", "step"),
+    ("pack", "norm"),
+    ("keys", "values", "none", "single"),
+)
 
 
 class Driver:
@@ -48,7 +53,15 @@ class Driver:
 
 def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
     """Name, options and code of the kernels that `calls` would have launched."""
-    from kvshift.ops import triton_backward, triton_kernels, triton_launch, triton_op, triton_state
+    from kvshift.ops import (
+        triton_backward,
+        triton_decoding,
+        triton_kernels,
+        triton_launch,
+        triton_op,
+        triton_state,
+        triton_step,
+    )
 
     found = []
 
@@ -64,41 +77,54 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
 
     of = dict.fromkeys(("forward", "tails", "links"), triton_kernels)
     of |= dict.fromkeys(("backward", "backward_past"), triton_backward)
+    of |= {"step": triton_decoding}
     stand_ins = SimpleNamespace(**{name: Kernel(getattr(module, name)) for name, module in of.items()})
-    triton_launch.kernels = triton_state.kernels = lambda: stand_ins
+    triton_launch.kernels = triton_state.kernels = triton_step.kernels = lambda: stand_ins
     triton_op._IS_INTERPRETED = True  # kernels for tensors on the CPU
     calls()
     return found
 
 
-def call(mode: str, window: int, dtype: torch.dtype) -> None:
-    """Forward, backward and the next state, in one of MODES."""
-    from kvshift.ops import ShiftState, kv_shift
+def call(words: list[str], window: int, dtype: torch.dtype) -> None:
+    """Forward, backward and the next state, or a step of decoding, as the WORDS say."""
+    from kvshift.ops import ShiftState, kv_shift, shift_tokens
     from kvshift.ops.triton_op import Boundaries, turn_triton
+    from kvshift.ops.triton_step import step_triton
 
+    unknown = set(words).difference(*WORDS)
+    assert not unknown, unknown
     B, T, H, G, D = SIZES.values()
-    words = mode.split(", ")
-    pack = torch.tensor([0, 3, 3, 100, T], dtype=torch.int32) if "pack" in words else None
+    pack = torch.tensor([0, 3, 3, 4, 5, 6, 7, 8, 100, T], dtype=torch.int32) if "pack" in words else None
     B = 1 if "pack" in words else B
+    T = 1 if "step" in words else T
 
     def numbers(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, requires_grad=True)
 
     q, k, v = numbers(B, T, H, D), numbers(B, T, G, D), numbers(B, T, G, D)
-    alpha, beta = (numbers(G, window, dtype=torch.float32) for _ in "kv")
+    alpha = None if {"values", "none"} & set(words) else numbers(G, window, dtype=torch.float32)
+    beta = None if {"keys", "none"} & set(words) else numbers(G, window, dtype=torch.float32)
+    tables = torch.ones(1, T, D // 2), torch.ones(1, T, D // 2)
+    scales = {"q_scale": numbers(D), "k_scale": numbers(D), "eps": 1e-6} if "norm" in words else {}
+    if "step" in words:
+        states, caches = ([torch.zeros(B, rows, G, D, dtype=dtype) for _ in "kv"] for rows in (window - 1, 64))
+        slots = {"state_slots": torch.arange(B), "cache_slots": torch.arange(B), "own_pages": True}
+        with torch.no_grad():
+            step_triton(q, k, v, alpha, beta, *tables, *states, *caches, **slots, **scales)
+        return
     if "turned" in words:
-        tables = torch.ones(1, T, D // 2), torch.ones(1, T, D // 2)
-        scales = {"q_scale": numbers(D), "k_scale": numbers(D), "eps": 1e-6} if "norm" in words else {}
-        bounds = Boundaries.of(pack, None, None)
-        results = turn_triton(q, k, v, alpha, beta, *tables, **scales, boundaries=bounds)
+        results = turn_triton(q, k, v, alpha, beta, *tables, **scales, boundaries=Boundaries.of(pack, None, None))
+    elif "single" in words:
+        results = shift_tokens(k, alpha, history=numbers(B, window, G, D), backend="triton")
     else:
-        state = ShiftState(numbers(B, window, G, D), numbers(B, window, G, D), window) if mode == "state" else None
-        numbered = torch.zeros(B, T, dtype=torch.int64) if mode == "documents" else None
-        mask = torch.ones(B, T, dtype=torch.bool) if mode == "padding" else None
+        state = ShiftState(numbers(B, window, G, D), numbers(B, window, G, D), window) if "state" in words else None
+        numbered = torch.zeros(B, T, dtype=torch.int64) if "documents" in words else None
+        mask = torch.ones(B, T, dtype=torch.bool) if "padding" in words else None
         k_hat, v_hat, new = kv_shift(
             k, v, alpha, beta, state=state, cu_seqlens=pack, seq_idx=numbered, mask=mask, backend="triton"
         )
         results = (k_hat, v_hat, new.k, new.v)
+    results = [x for x in results if x.requires_grad]
     torch.autograd.backward(results, [torch.ones_like(x) for x in results])
 
 
@@ -130,8 +156,8 @@ def main(architecture: str, *calls: str) -> None:
 
     driver.set_active(Driver(int(architecture)))
     for text in calls:
-        *mode, window, dtype = text.split(", ")
-        arguments = ", ".join(mode), int(window.removeprefix("window ")), getattr(torch, dtype)
+        *words, window, dtype = text.split(", ")
+        arguments = words, int(window.removeprefix("window ")), getattr(torch, dtype)
         for name, options, kernel in compiled_by(lambda arguments=arguments: call(*arguments)):
             print(json.dumps({"call": text, **report(name, options, kernel)}), flush=True)
 

@@ -23,7 +23,7 @@ Rotary = tuple[Tensor, Tensor]
 """Cosine and sine, (L, T, 1, D) for `positions.rotate_half` or (L, T, 1, D/2) for `positions.rotate`."""
 
 _DDP_TAKES_CHECKPOINTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-"""Whether torch.compile cuts a graph with a checkpoint in it into DDP's buckets: seen in 2.13; earlier ones refused."""
+"""Whether torch.compile can cut a graph with a checkpoint into DDP's buckets: 2.13 does; see pytorch issue 104674."""
 
 Norms = tuple[nn.Module, nn.Module]
 """Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
@@ -161,8 +161,12 @@ def takes_kernels(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
     backend = choose_backend(backend)
     if backend != "auto" or not on_gpu:
         return backend == "triton"
-    trains = torch.is_grad_enabled() and not torch.compiler.is_exporting()
-    return not torch.compiler.is_compiling() or (shifts and trains)
+    return not torch.compiler.is_compiling() or (shifts and compiles_training())
+
+
+def compiles_training() -> bool:
+    """Whether a compiler looks on that makes forward and backward; one that exports makes neither."""
+    return torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
 def _is_plain(norm: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-from kvshift.layers.fused import Norms, Room, Rotary, prepare
+from kvshift.layers.fused import Norms, Room, Rotary, compiles_training, prepare
 from kvshift.layers.positions import turn
 from kvshift.layers.recompute import KEEP_ALL, is_worth_it, may_recompute, recomputed
 from kvshift.ops import ShiftState, kv_shift, shift_tokens
@@ -157,7 +157,7 @@ class KVShift(nn.Module):
                 if state is not None:
                     check_state(state, k, v, sequences, self.window)
                 boundaries = Boundaries.of(cu_seqlens, seq_idx, mask)
-                if torch.compiler.is_compiling() and torch.is_grad_enabled():
+                if compiles_training():
                     turned = _finish(q, norms and norms[0], rotary), *fused.made_again(k, v, boundaries)
                 else:
                     turned = fused(q, k, v, state, boundaries)

@@ -167,7 +167,8 @@ def backward(
 ):  # fmt: skip
     """Gradients gq, gk, gv from those of the outputs; lanes and blocks as in `forward`.
 
-    partials: (programs, G, W), which the caller adds up; of the scales (tiles, lanes, D).
+    partials: (programs, G, W), which the caller adds up; of the scales (tiles, lanes, D). What gets no gradient, k or v
+    that pass through, is left out by the compiler: it looks into branches that are never taken.
     """
     lanes = q_lanes + k_lanes + v_lanes
     lane = tl.program_id(0) % lanes
@@ -196,39 +197,41 @@ def backward(
                 q_scale_partials += (tile * q_lanes + lane) * Dk
                 tl.store(q_scale_partials + d, low, mask=d < Dk // 2)
                 tl.store(q_scale_partials + Dk // 2 + d, high, mask=d < Dk // 2)
-    if (lane >= q_lanes) & (lane < q_lanes + k_lanes):
-        lane_k = lane - q_lanes
-        if alpha is not None:
-            k_partials += (b * 0 + tile) * G * W
-        if cos is None:
-            for head in range(lane_k * HEADS, tl.minimum((lane_k + 1) * HEADS, G)):
+    if gk_out is not None:
+        if (lane >= q_lanes) & (lane < q_lanes + k_lanes):
+            lane_k = lane - q_lanes
+            if alpha is not None:
+                k_partials += (b * 0 + tile) * G * W
+            if cos is None:
+                for head in range(lane_k * HEADS, tl.minimum((lane_k + 1) * HEADS, G)):
+                    _backward_plain(
+                        gk, gk_out, gk_b, gk_t, gk_g, gk_d, k, k_b, k_t, k_g, k_d, alpha, k_partials, G, Dk, head,
+                        t, real, end, b, T, seq_idx, links, W, BLOCK_K, ACC,
+                    )  # fmt: skip
+            else:
+                low = tl.zeros([BLOCK_K], ACC)
+                high = tl.zeros([BLOCK_K], ACC)
+                for head in range(lane_k * HEADS, tl.minimum((lane_k + 1) * HEADS, G)):
+                    s_low, s_high = _backward_turned(
+                        gk, gk_out, gk_b, gk_t, gk_g, gk_d, k, k_b, k_t, k_g, k_d, alpha, k_scale, cos, sin,
+                        table_b, table_t, k_partials, G, Dk, head, t, k_real, first, end, b, T, seq_idx, links,
+                        W, BLOCK_K, EPS, ACC,
+                    )  # fmt: skip
+                    low += s_low
+                    high += s_high
+                if k_scale is not None:
+                    k_scale_partials += (tile * k_lanes + lane_k) * Dk
+                    tl.store(k_scale_partials + d, low, mask=d < Dk // 2)
+                    tl.store(k_scale_partials + Dk // 2 + d, high, mask=d < Dk // 2)
+    if gv_out is not None:
+        if lane >= q_lanes + k_lanes:
+            lane_v = lane - q_lanes - k_lanes
+            v_partials += (b * 0 + tile) * G * W
+            for head in range(lane_v * HEADS, tl.minimum((lane_v + 1) * HEADS, G)):
                 _backward_plain(
-                    gk, gk_out, gk_b, gk_t, gk_g, gk_d, k, k_b, k_t, k_g, k_d, alpha, k_partials, G, Dk, head,
-                    t, real, end, b, T, seq_idx, links, W, BLOCK_K, ACC,
+                    gv, gv_out, gv_b, gv_t, gv_g, gv_d, v, v_b, v_t, v_g, v_d, beta, v_partials, G, Dv, head,
+                    t, real, end, b, T, seq_idx, links, W, BLOCK_V, ACC,
                 )  # fmt: skip
-        else:
-            low = tl.zeros([BLOCK_K], ACC)
-            high = tl.zeros([BLOCK_K], ACC)
-            for head in range(lane_k * HEADS, tl.minimum((lane_k + 1) * HEADS, G)):
-                s_low, s_high = _backward_turned(
-                    gk, gk_out, gk_b, gk_t, gk_g, gk_d, k, k_b, k_t, k_g, k_d, alpha, k_scale, cos, sin,
-                    table_b, table_t, k_partials, G, Dk, head, t, k_real, first, end, b, T, seq_idx, links,
-                    W, BLOCK_K, EPS, ACC,
-                )  # fmt: skip
-                low += s_low
-                high += s_high
-            if k_scale is not None:
-                k_scale_partials += (tile * k_lanes + lane_k) * Dk
-                tl.store(k_scale_partials + d, low, mask=d < Dk // 2)
-                tl.store(k_scale_partials + Dk // 2 + d, high, mask=d < Dk // 2)
-    if lane >= q_lanes + k_lanes:
-        lane_v = lane - q_lanes - k_lanes
-        v_partials += (b * 0 + tile) * G * W
-        for head in range(lane_v * HEADS, tl.minimum((lane_v + 1) * HEADS, G)):
-            _backward_plain(
-                gv, gv_out, gv_b, gv_t, gv_g, gv_d, v, v_b, v_t, v_g, v_d, beta, v_partials, G, Dv, head,
-                t, real, end, b, T, seq_idx, links, W, BLOCK_V, ACC,
-            )  # fmt: skip
 
 
 @triton.jit
@@ -291,13 +294,15 @@ def backward_past(
     sequence = tl.minimum(sequence, sequences - 1)
     b, row, end = _first_of(sequence, cu_seqlens, mask, links, T)
     past_row = (sequence + 1) * R - back
-    if lane < k_lanes:
-        _backward_past_head(
-            gk_past, gk_out, gk_b, gk_t, gk_g, gk_d, k_past, alpha, k_partials, G, Dk, lane, back, program,
-            row, (row < end) & there, end, past_row, there, b, T, seq_idx, links, W, BLOCK_K, ACC,
-        )  # fmt: skip
-    else:
-        _backward_past_head(
-            gv_past, gv_out, gv_b, gv_t, gv_g, gv_d, v_past, beta, v_partials, G, Dv, lane - k_lanes, back, program,
-            row, (row < end) & there, end, past_row, there, b, T, seq_idx, links, W, BLOCK_V, ACC,
-        )  # fmt: skip
+    if gk_out is not None:
+        if lane < k_lanes:
+            _backward_past_head(
+                gk_past, gk_out, gk_b, gk_t, gk_g, gk_d, k_past, alpha, k_partials, G, Dk, lane, back, program,
+                row, (row < end) & there, end, past_row, there, b, T, seq_idx, links, W, BLOCK_K, ACC,
+            )  # fmt: skip
+    if gv_out is not None:
+        if lane >= k_lanes:
+            _backward_past_head(
+                gv_past, gv_out, gv_b, gv_t, gv_g, gv_d, v_past, beta, v_partials, G, Dv, lane - k_lanes, back, program,
+                row, (row < end) & there, end, past_row, there, b, T, seq_idx, links, W, BLOCK_V, ACC,
+            )  # fmt: skip

@@ -25,8 +25,8 @@ class Tiling:
     """How the work of a launch is cut; changes no result but by the order of the sums for coefficients and norms."""
 
     elements: int = 4096
-    """Of a tile, at most: positions times the elements of a head. Half as many for a window above 2, for float64 and
-    for the gradient of a norm: what a thread needs at once must fit into its registers."""
+    """Of a tile, at most: positions times the elements of a head. Half as many for a window above 2, for float64, for
+    float64 and a window above 4, and for the gradient of a norm: what a thread needs at once must fit into its registers."""
     positions: int = 64
     """Of a tile, at most."""
     heads: int = 1
@@ -100,7 +100,8 @@ def _grid(
     block_v = power_of_2(v.shape[3])
     widest = max(block_k * (2 if turned else 1), block_v)
     window = window_of(alpha, beta)
-    halvings = (window > 2) + (k.dtype == torch.float64) + (direction == "backward" and normed)
+    wide = k.dtype == torch.float64
+    halvings = (window > 2) + wide + (wide and window > 4) + (direction == "backward" and normed)
     block_t = min(power_of_2(positions), tiling.positions, max(1, (tiling.elements >> halvings) // widest))
     lanes = -(-heads // tiling.heads)
     return _Grid(

@@ -55,7 +55,7 @@ def triton_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None
         return "Triton is not installed"
     if not x.is_cuda and not (x.is_cpu and _IS_INTERPRETED):
         return f"it runs on CUDA devices (on the CPU in Triton's interpreter), the tensors are on {x.device}"
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_exporting():  # of tensors without data, which are no plain ones
         return None
     for tensor in (x, *others):
         if tensor is not None and type(tensor) not in _PLAIN:
