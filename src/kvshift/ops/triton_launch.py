@@ -26,7 +26,7 @@ class Tiling:
 
     elements: int = 4096
     """Of a tile, at most: positions times the elements of a head. Half as many for a window above 2, for float64, for
-    float64 and a window above 4, and for the gradient of a norm: what a thread needs at once must fit into its registers."""
+    both with a window above 4, and for the gradient of a norm: what a thread needs must fit into its registers."""
     positions: int = 64
     """Of a tile, at most."""
     heads: int = 1
