@@ -115,6 +115,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 @pytest.mark.parametrize("rank", [None, "0"], ids=["alone", "one of several"])
 @pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["trian"], 2), (["plan", "--no-such-option"], 2)])
+@pytest.mark.slow
 def test_the_process_ends_with_the_exit_code_and_all_that_was_said(rank, arguments, code):
     """Also where it ends without what comes after Python's exit handlers."""
     program = "import atexit, kvshift.cli as c; atexit.register(lambda: print('last words')); c.run_and_exit()"

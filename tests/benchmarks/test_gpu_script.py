@@ -25,6 +25,7 @@ def test_the_limits_of_the_steps_add_up_to_nine_minutes(gpu, tmp_path):
     assert sum(step.limit for step in gpu.steps(tmp_path)) <= 540
 
 
+@pytest.mark.slow
 def test_the_benchmark_needs_neither_tyro_nor_what_reads_data(gpu, tmp_path):
     """The very code of a step, but small and on the CPU."""
     *python, code = gpu.bench_code(tmp_path / "bench", "op", preset="smoke", device="cpu", rounds=2)

@@ -18,9 +18,9 @@ import pytest
 
 from .conftest import skip_unless_built
 
-FEW = {90: ["plain, window 2, bfloat16", "turned, norm, window 2, bfloat16", "turned, none, window 2, bfloat16"]}
-MORE = {
+CALLS = {
     90: [
+        "plain, window 2, bfloat16",
         "plain, window 2, float64",
         "plain, keys, window 2, bfloat16",
         "plain, values, window 2, bfloat16",
@@ -36,6 +36,8 @@ MORE = {
         "documents, window 3, bfloat16",
         "padding, window 4, bfloat16",
         "turned, window 2, bfloat16",
+        "turned, none, window 2, bfloat16",
+        "turned, norm, window 2, bfloat16",
         "turned, keys, window 2, bfloat16",
         "turned, values, norm, window 2, bfloat16",
         "turned, norm, window 4, float32",
@@ -44,10 +46,6 @@ MORE = {
     80: ["plain, window 2, bfloat16", "turned, norm, window 2, bfloat16"],
     100: ["plain, window 2, bfloat16", "turned, norm, window 2, bfloat16"],
 }
-CALLS = [(architecture, call) for architecture, calls in FEW.items() for call in calls]
-CALLS += [
-    pytest.param(architecture, call, marks=pytest.mark.slow) for architecture, calls in MORE.items() for call in calls
-]
 
 
 def compiled(architecture: int, call: str) -> list[dict[str, Any]]:
@@ -61,7 +59,8 @@ def compiled(architecture: int, call: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.parametrize(("architecture", "call"), CALLS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "call"), [(on, call) for on, calls in CALLS.items() for call in calls])
 def test_kernels_compile_without_spilling_and_atomics(architecture, call):
     found = compiled(architecture, call)
     expected = {"forward", "backward"} | (set() if "turned" in call else {"tails"})

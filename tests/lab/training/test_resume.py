@@ -116,6 +116,7 @@ def uninterrupted(corpus, tmp_path_factory):
         ("streaming", between_checkpoints),
     ],
 )
+@pytest.mark.slow
 def test_kill_9(kind, moment, corpus, tmp_path, uninterrupted, capfd):
     config = tiny(corpus, tmp_path / "run", steps=40, **options(kind, corpus))
     kill_when(moment, config)

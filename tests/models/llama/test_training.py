@@ -73,6 +73,7 @@ def test_a_cache_that_nobody_asked_for_does_not_change_training(options: dict):
     ("options", "batch"), [("paper", "whole rows"), ("queries too, window 4", "packed rows"), ("gate", "padded rows")]
 )
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.slow
 def test_a_compiled_step_has_no_graph_break(options: str, batch: str):
     torch._dynamo.reset()
     model, inputs = tiny_model(**VARIANTS[options]).train(), batches()[batch]
