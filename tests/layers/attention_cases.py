@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,14 @@ from kvshift import KVShiftAttention
 
 B, T, E, D = 3, 11, 37, 10
 MHA, GQA = (5, 5), (6, 2)
+
+# Where documents and padding are, by name: of two rows, or of one that is a pack, of 11 tokens.
+ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mask": {"mask": torch.arange(11) >= torch.tensor([[10], [4]])},
+    "seq_idx": {"seq_idx": torch.tensor([7] * 3 + [4] * 6 + [7] * 2).expand(2, -1)},
+    "cu_seqlens": {"cu_seqlens": torch.tensor([0, *itertools.accumulate([3, 0, 1, 5, 2])], dtype=torch.int32)},
+}
 
 # Every option at least once, in few combinations.
 VARIED = {

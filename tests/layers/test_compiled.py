@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,15 +18,7 @@ from kvshift.layers import fused
 from kvshift.layers.fused import takes_kernels
 from kvshift.ops import shift as operator
 from kvshift.ops.triton_op import triton_refusal
-from tests.layers.attention_cases import GQA, MHA, make, tokens
-
-PACK = torch.tensor([0, *itertools.accumulate([3, 0, 1, 5, 2])], dtype=torch.int32)
-WHERE: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "mask": {"mask": torch.arange(11) >= torch.tensor([[10], [4]])},
-    "seq_idx": {"seq_idx": torch.tensor([7] * 3 + [4] * 6 + [7] * 2).expand(2, -1)},
-    "cu_seqlens": {"cu_seqlens": PACK},
-}
+from tests.layers.attention_cases import ATTENTION, GQA, MHA, make, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +64,7 @@ def test_exported_programs_are_of_plain_operations(monkeypatch):
         assert exported.module()(torch.zeros(())) == 0
 
 
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", ATTENTION)
 @pytest.mark.parametrize(("heads", "normed"), [(MHA, False), (GQA, True)], ids=["mha", "gqa, norm"])
 @pytest.mark.usefixtures("kernels")
 def test_training_has_the_results_and_gradients_of_plain_code(heads, normed, where, monkeypatch):
@@ -82,7 +73,7 @@ def test_training_has_the_results_and_gradients_of_plain_code(heads, normed, whe
 
     def outcome(call: Any) -> list[Tensor]:
         leaf = x.clone().requires_grad_()
-        out, state = call(leaf, **WHERE[where])
+        out, state = call(leaf, **ATTENTION[where])
         grads = torch.autograd.grad((out * tokens(*out.shape[:2], seed=1)).sum(), [leaf, *layer.parameters()])
         return [out.detach(), *grads, state.shift.k, state.shift.v]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from kvshift.layers.attention import HeadNorm
 from kvshift.layers.positions import half_tables
 from kvshift.ops import shift as operator
 from kvshift.ops.triton_op import triton_refusal
-from tests.layers.attention_cases import GQA, MHA, VARIED, make, tokens
+from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, tokens
 
 B, T, H, G, D, DV = 2, 5, 5, 3, 6, 7
 LONG = pytest.mark.slow
@@ -275,15 +274,6 @@ def test_a_compiled_layer_has_the_launch_in_its_graph():
 
 
 # KVShiftAttention
-
-
-PACK = torch.tensor([0, *itertools.accumulate([3, 0, 1, 5, 2])], dtype=torch.int32)
-ATTENTION: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "mask": {"mask": torch.arange(11) >= torch.tensor([[10], [4]])},
-    "seq_idx": {"seq_idx": torch.tensor([7] * 3 + [4] * 6 + [7] * 2).expand(2, -1)},
-    "cu_seqlens": {"cu_seqlens": PACK},
-}
 
 
 def attend(layer: nn.Module, x: Tensor, where: dict[str, Tensor]) -> list[Tensor]:

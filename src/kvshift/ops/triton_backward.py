@@ -155,6 +155,14 @@ def _backward_turned(
     return tl.sum(s_low, 0), tl.sum(s_high, 0)
 
 
+@triton.jit
+def _store_halves(x, low, high, D, BLOCK: tl.constexpr):
+    """A vector of D numbers, given in two halves."""
+    d = tl.arange(0, BLOCK)
+    tl.store(x + d, low, mask=d < D // 2)
+    tl.store(x + D // 2 + d, high, mask=d < D // 2)
+
+
 @triton.jit(do_not_specialize=["T", "tiles", "sequences", "search_steps", "q_lanes", "k_lanes", "v_lanes"])
 def backward(
     gq, gk, gv, gq_out, gk_out, gv_out, q, k, v, alpha, beta, q_scale, k_scale, cos, sin, table_b, table_t,
@@ -180,7 +188,6 @@ def backward(
     k_real = real
     if alpha is None:
         k_real = t < T
-    d = tl.arange(0, BLOCK_K)
     if gq_out is not None:
         if lane < q_lanes:
             low = tl.zeros([BLOCK_K], ACC)
@@ -194,9 +201,7 @@ def backward(
                 low += s_low
                 high += s_high
             if q_scale is not None:
-                q_scale_partials += (tile * q_lanes + lane) * Dk
-                tl.store(q_scale_partials + d, low, mask=d < Dk // 2)
-                tl.store(q_scale_partials + Dk // 2 + d, high, mask=d < Dk // 2)
+                _store_halves(q_scale_partials + (tile * q_lanes + lane) * Dk, low, high, Dk, BLOCK_K)
     if gk_out is not None:
         if (lane >= q_lanes) & (lane < q_lanes + k_lanes):
             lane_k = lane - q_lanes
@@ -220,9 +225,7 @@ def backward(
                     low += s_low
                     high += s_high
                 if k_scale is not None:
-                    k_scale_partials += (tile * k_lanes + lane_k) * Dk
-                    tl.store(k_scale_partials + d, low, mask=d < Dk // 2)
-                    tl.store(k_scale_partials + Dk // 2 + d, high, mask=d < Dk // 2)
+                    _store_halves(k_scale_partials + (tile * k_lanes + lane_k) * Dk, low, high, Dk, BLOCK_K)
     if gv_out is not None:
         if lane >= q_lanes + k_lanes:
             lane_v = lane - q_lanes - k_lanes
