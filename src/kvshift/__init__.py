@@ -1,10 +1,15 @@
 """KV Shifting Attention: every key/value head mixes the current token's key and value with the previous token's.
 
-What is listed here is the public API; nothing else is promised.
+What is listed here is the public API; nothing else is promised. Each name is imported when it is first used: torch
+takes seconds to import, and `kvshift --help` does not need it.
 """
 
-from kvshift.layers import AttentionState, KVShift, KVShiftAttention, clamp_after_step, param_groups
-from kvshift.ops import ShiftState, kv_shift
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvshift.layers import AttentionState, KVShift, KVShiftAttention, clamp_after_step, param_groups
+    from kvshift.ops import ShiftState, kv_shift
 
 __version__ = "0.1.0"
 
@@ -18,3 +23,17 @@ __all__ = [
     "kv_shift",
     "param_groups",
 ]
+
+_OPERATOR = ("ShiftState", "kv_shift")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module("kvshift.ops" if name in _OPERATOR else "kvshift.layers"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

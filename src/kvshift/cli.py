@@ -1,7 +1,8 @@
 """The command line: `kvshift COMMAND [OPTIONS]`.
 
-A command is a frozen dataclass of options, which tyro reads from the command line, and a function of it. Both are
-imported when the command is chosen: transformers takes seconds to import, and `kvshift --help` should not.
+A command is a frozen dataclass of options, which tyro reads from the command line, and a function of it. They stand in
+two modules: the options are imported when the command is chosen, the function when the options have been read. torch
+and transformers take seconds to import, and `kvshift COMMAND --help` needs neither.
 """
 
 import atexit
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import kvshift
 
@@ -20,25 +21,38 @@ __all__ = ["main", "run_and_exit"]
 @dataclass(frozen=True)
 class _Command:
     summary: str
-    module: str
-    options: str  # the dataclass in `module`
-    function: str  # options -> None; raises LabError on what the user can mend
+    options: str  # module:dataclass; the module imports neither torch nor transformers
+    function: str  # module:function; options -> None, raises LabError on what the user can fix
 
 
 _COMMANDS = {
-    "compare": _Command("Train twins, with and without KV shift", "kvshift.lab.compare", "CompareConfig", "compare"),
-    "train": _Command("Train a language model on text", "kvshift.lab.training", "TrainConfig", "train"),
+    "compare": _Command(
+        "Train twins, with and without KV shift",
+        "kvshift.lab.compare_config:CompareConfig",
+        "kvshift.lab.compare:compare",
+    ),
+    "train": _Command("Train a language model on text", "kvshift.lab.config:TrainConfig", "kvshift.lab.training:train"),
     "generate": _Command(
-        "Continue prompts with a trained model", "kvshift.lab.generation", "GenerateConfig", "generate"
+        "Continue prompts with a trained model",
+        "kvshift.lab.generate_config:GenerateConfig",
+        "kvshift.lab.generation:generate",
     ),
     "reproduce": _Command(
-        "Run the paper's figures and tables again", "kvshift.recipes.reproduce", "ReproduceConfig", "reproduce"
+        "Run the paper's figures and tables again",
+        "kvshift.recipes.reproduce_config:ReproduceConfig",
+        "kvshift.recipes.reproduce:reproduce",
     ),
     "analyze": _Command(
-        "Look into a trained model: heads, coefficients, attention", "kvshift.lab.analyze", "AnalyzeConfig", "analyze"
+        "Look into a trained model: heads, coefficients, attention",
+        "kvshift.lab.analyze_config:AnalyzeConfig",
+        "kvshift.lab.analyze:analyze",
     ),
-    "bench": _Command("Measure time and memory beside baselines", "kvshift.benchmarks.bench", "BenchConfig", "bench"),
-    "plan": _Command("Say what a run will cost", "kvshift.lab.planning", "PlanConfig", "plan"),
+    "bench": _Command(
+        "Measure time and memory beside baselines",
+        "kvshift.benchmarks.bench_config:BenchConfig",
+        "kvshift.benchmarks.bench:bench",
+    ),
+    "plan": _Command("Say what a run will cost", "kvshift.lab.plan_config:PlanConfig", "kvshift.lab.planning:plan"),
 }
 
 
@@ -96,16 +110,18 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
     from kvshift.lab.errors import LabError
 
-    module = import_module(command.module)
-    options = tyro.cli(
-        getattr(module, command.options), prog=f"kvshift {name}", description=command.summary, args=arguments
-    )
+    options = tyro.cli(_imported(command.options), prog=f"kvshift {name}", description=command.summary, args=arguments)
     try:
-        getattr(module, command.function)(options)
+        _imported(command.function)(options)
     except LabError as error:
         print(f"kvshift {name}: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _overview() -> str:

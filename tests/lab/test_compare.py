@@ -18,7 +18,7 @@ from kvshift.lab.analysis.comparison import summarize
 from kvshift.lab.analysis.report import read_pair
 from kvshift.lab.compare import CompareConfig, TrainingError, child_config, command_line, compare
 from kvshift.lab.config import ModelConfig, OptimizerConfig, TrainConfig
-from kvshift.lab.data import DataConfig
+from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.records import FolderInUseError, RunFailedError, RunFolder
 

@@ -10,13 +10,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from kvshift.benchmarks.bench_config import PARTS, BenchConfig, Part
 from kvshift.benchmarks.cases import Case, Session, measure_case
 from kvshift.benchmarks.presets import PRESETS
 from kvshift.benchmarks.report import draw, markdown, short
@@ -29,52 +29,6 @@ from kvshift.ops.cpu_op import cpu_refusal
 
 __all__ = ["BenchConfig", "bench"]
 
-Part = Literal["op", "layer", "train", "prefill", "decode", "memory", "sweep"]
-_ALL: tuple[Part, ...] = ("op", "layer", "train", "prefill", "decode", "memory", "sweep")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchConfig:
-    """What is measured, how large, and where the rows go.
-
-    The same command, given again, goes on with the cases that are missing.
-    """
-
-    parts: tuple[Part, ...] = _ALL
-    """op: the operator. layer: an attention layer. train, prefill, decode: whole models. memory: bytes kept for
-    backward. sweep: cost against T, B, G, D and dtype."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a GPU."""
-    preset: Literal["smoke", "laptop", "paper"] = "laptop"
-    """smoke: seconds, to see that it works. laptop: minutes on two cores. paper: the paper's sizes, for a GPU."""
-    rounds: int | None = None
-    """How many measurements of each contestant; None: the preset's."""
-    layers: int | None = None
-    """Layers of the paper preset's 2.9B shape; None: as many as the memory of the device holds."""
-    compile: bool = True
-    """Whether torch.compile takes part (never in smoke); on a CPU it needs a C++ compiler."""
-    system_malloc: bool = False
-    """Leave the C library's allocator as it is. Otherwise it keeps freed memory, as PyTorch's guide for CPUs advises:
-    new pages cost more than what is measured."""
-    out: Path | None = None
-    """Folder of rows, table and plot; None: results/bench/HARDWARE."""
-
-    def check(self) -> None:
-        """Raise a LabError that names the field, its value, and what it may be."""
-        if self.preset not in PRESETS:
-            raise LabError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
-        unknown = [part for part in self.parts if part not in _ALL]
-        if unknown or not self.parts:
-            raise LabError(f"parts must name some of {', '.join(_ALL)}, got {list(self.parts)!r}")
-        for name in ("rounds", "layers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LabError(f"{name} must be 1 or more, got {value}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise LabError(f"device must be auto, cpu or cuda, got {self.device!r}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise LabError("device is cuda, but PyTorch finds no CUDA device here; give cpu")
-
 
 def bench(config: BenchConfig) -> None:
     """Measure what is missing, and write rows, table and plot.
@@ -84,7 +38,9 @@ def bench(config: BenchConfig) -> None:
         RunFailedError: at least one path failed, or does not agree with the reference; all others are measured.
     """
     config.check()
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    cuda = torch.cuda.is_available() and config.device != "cpu"
+    if config.device == "cuda" and not cuda:
+        raise LabError("device is cuda, but PyTorch finds no CUDA device here; give cpu")
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     kept = not cuda and not config.system_malloc and keep_memory()
     stamp = _stamp(config, device, kept)
@@ -92,7 +48,7 @@ def bench(config: BenchConfig) -> None:
     with RunFolder(out).locked():
         file = RowFile(out / "rows.jsonl", stamp)
         session = _session(config, device)
-        for part in _ALL:
+        for part in PARTS:
             for case in _cases(part)(session) if part in config.parts else ():
                 if not file.has(case.part, case.name):
                     session.say(f"{case.part}: {case.name}")

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kvshift.benchmarks.bench_config import PresetName
+
 __all__ = ["PRESETS", "LayerSize", "ModelSize", "Preset", "Sweep"]
 
 Shape = tuple[int, int, int, int]
@@ -93,7 +95,7 @@ class Preset:
     sweep: Sweep
 
 
-PRESETS: MappingProxyType[str, Preset] = MappingProxyType(
+PRESETS: MappingProxyType[PresetName, Preset] = MappingProxyType(
     {
         "smoke": Preset(
             rounds=3,

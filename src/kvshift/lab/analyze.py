@@ -9,54 +9,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from safetensors.torch import save
 from torch import Tensor
 from transformers.utils import logging
 
 from kvshift.lab.analysis.head_report import SCORES, best_heads, write_head_report
+from kvshift.lab.analyze_config import AnalyzeConfig
 from kvshift.lab.config import to_json
-from kvshift.lab.errors import LabError, require
+from kvshift.lab.errors import LabError
 from kvshift.lab.gpt2 import LabGPT2
-from kvshift.lab.head_scores import Measured, RepeatConfig, attention_maps, measure_heads, rows_for
-from kvshift.lab.loading import DType, load_tokenizer, load_weights, locate, model_folder
+from kvshift.lab.head_scores import Measured, attention_maps, measure_heads, rows_for
+from kvshift.lab.loading import load_tokenizer, load_weights, locate, model_folder
 from kvshift.lab.messages import say, say_nothing
 from kvshift.lab.records import write_bytes, write_json
 
 __all__ = ["AnalyzeConfig", "analyze"]
 
 _say = partial(say, command="analyze")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnalyzeConfig(RepeatConfig):
-    """Which model to analyze, and on which rows."""
-
-    run: Annotated[Path, tyro.conf.Positional]
-    """A run folder, of text or of a task, or the folder of a model."""
-    out: Path | None = None
-    """Folder for what is found. None: RUN/analysis."""
-    lowest_token: int | None = None
-    """Rows are made of tokens from this number on. None: from the lowest that the run's task uses, or 0."""
-    maps: int = 1
-    """Heads whose attention is drawn, for each score those with the highest."""
-    text: str | None = None
-    """Draw their attention on this text; the model needs a tokenizer. None: on the first row that repeats itself."""
-    dtype: DType = "auto"
-    """Of the weights; auto: as they were saved."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps ...; auto: the accelerator where there is one."""
-
-    def check(self) -> None:
-        """Raise a LabError that names the option, its value, and what it may be."""
-        super().check()
-        require(self.maps >= 1, "maps", self.maps, "1 or more")
 
 
 def analyze(config: AnalyzeConfig) -> Path:

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from kvshift.lab.checkpoints import find_checkpoint
 from kvshift.lab.config import ModelConfig, config_hash, differences
-from kvshift.lab.data import TextData
+from kvshift.lab.data.text import TextData
 from kvshift.lab.errors import LabError
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFolder, environment, remove_folder, write_json

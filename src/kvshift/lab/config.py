@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kvshift.lab.data import DataConfig
+from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError, require
 
 __all__ = [
+    "DType",
     "ModelConfig",
     "OptimizerConfig",
     "RunConfig",
@@ -24,6 +25,9 @@ __all__ = [
     "from_json",
     "to_json",
 ]
+
+# Of the weights of a model that is loaded; auto: as they were saved.
+DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 # What may differ between a run and its continuation, for it changes no number that is computed.
 _FREE = ("out", "report_to", "progress", "keep_checkpoints", "data_workers")

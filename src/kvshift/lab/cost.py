@@ -10,9 +10,10 @@ the models themselves. With bfloat16 that is autocast: weights, gradients, optim
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from kvshift.models.llama import KVShiftLlamaConfig
+if TYPE_CHECKING:
+    from kvshift.models.llama import KVShiftLlamaConfig
 
 Precision = Literal["bf16", "fp32"]
 Sharding = Literal["none", "ddp", "fsdp"]

@@ -5,23 +5,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import tyro
 from tqdm import tqdm
 from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
 from kvshift.lab.continuing import continue_rows
-from kvshift.lab.errors import LabError, require
-from kvshift.lab.loading import DType, load_model
+from kvshift.lab.errors import LabError
+from kvshift.lab.generate_config import GenerateConfig
+from kvshift.lab.loading import load_model
 from kvshift.lab.messages import say
 from kvshift.lab.prompts import answers_in, read_prompts
 from kvshift.lab.seeds import seed_for
@@ -29,68 +26,6 @@ from kvshift.lab.seeds import seed_for
 __all__ = ["Continuation", "GenerateConfig", "continue_batch", "encode", "generate"]
 
 _say = partial(say, command="generate")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """What to continue, with which model, and how the next token is chosen."""
-
-    model: Annotated[str, tyro.conf.Positional]
-    """A run folder, a model folder, or a model on the hub."""
-    prompt: str | None = None
-    """Text to continue; "-" reads it from stdin, less one newline at its end. "": from the token that begins a text."""
-    prompts: Path | None = None
-    """File of prompts instead: .txt, one a line, or .jsonl with the field prompt. The answers are JSON lines."""
-    output: Path | None = None
-    """File that JSON lines are appended to; a command that was stopped goes on where it was. None: stdout."""
-    max_new_tokens: int = 128
-    """Tokens to generate at most; fewer where the model ends the text."""
-    temperature: float = 0.8
-    """Logits are divided by this before a token is drawn; 0: the likeliest token, nothing is drawn."""
-    top_k: int = 0
-    """Draw from this many likeliest tokens; 0: from all."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens that together have this probability; 1: from all."""
-    min_p: float = 0.0
-    """Draw from tokens at least this part as likely as the likeliest; 0: from all."""
-    repetition_penalty: float = 1.0
-    """Logits of tokens that have occurred are divided by this (negative ones multiplied); 1: nothing."""
-    num_beams: int = 1
-    """Beams of a beam search; 1: none."""
-    prompt_lookup: int = 0
-    """Draft this many tokens at once from where the text repeats itself: the same answers, faster; 0: none."""
-    samples: int = 1
-    """Continuations of each prompt."""
-    seed: int = 0
-    """Of the draws; the same seed and options give the same texts on the same machine."""
-    batch_size: int = 8
-    """Prompts continued at once; one with a repetition penalty or prompt lookup."""
-    echo: bool = True
-    """Print the prompt before its continuation, where text is printed."""
-    dtype: DType = "auto"
-    """Of the weights; auto: as they were saved."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, mps ...; auto: the accelerator where there is one."""
-
-    def check(self) -> None:
-        """Raise a LabError that names the option, its value, and what it may be."""
-        if (self.prompt is None) == (self.prompts is None):
-            raise LabError("exactly one of prompt and prompts must be given")
-        for name in ("max_new_tokens", "num_beams", "samples", "batch_size"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        for name in ("top_k", "prompt_lookup"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more")
-        require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0 and at most 1")
-        require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "more than 0")
-        require(0 <= self.seed < 2**32, "seed", self.seed, "between 0 and 2**32 - 1")
-        if self.samples > 1 and self.temperature == 0:
-            raise LabError(f"samples must be 1 with temperature 0, which draws nothing; got {self.samples}")
-        if self.num_beams > 1 and self.samples > self.num_beams:
-            raise LabError(f"samples must not be more than num_beams ({self.num_beams}), got {self.samples}")
-        if self.num_beams > 1 and self.prompt_lookup:
-            raise LabError("prompt_lookup must be 0 with num_beams: a beam search takes no drafts")
 
 
 class Continuation(NamedTuple):

@@ -47,8 +47,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvshift.lab.analyze_config import RepeatConfig
 from kvshift.lab.callbacks import coefficients
-from kvshift.lab.errors import LabError, require
+from kvshift.lab.errors import LabError
 from kvshift.lab.seeds import generator_for
 
 __all__ = [
@@ -64,31 +65,6 @@ __all__ = [
 ]
 
 _LENGTH = 64  # by default, where vocabulary and positions allow it
-
-
-@dataclass(frozen=True, kw_only=True)
-class RepeatConfig:
-    """Rows of different random tokens that come twice."""
-
-    length: int | None = None
-    """Tokens before the repeat. None: 64, or fewer where the model has fewer tokens or positions."""
-    rows: int = 32
-    """Rows to average over."""
-    batch_size: int = 4
-    """Rows at once; the attention of all layers is held for them."""
-    seed: int = 0
-    """Of the tokens."""
-    lowest_token: int | None = None
-    """Tokens are drawn from this number on: for vocabularies that begin with numbers the model never saw. None: 0."""
-    highest_token: int | None = None
-    """And up to this one. None: the last of the vocabulary."""
-    begin: int | None = None
-    """Token that each row begins with, outside of what is repeated, such as the one that begins texts. None: none."""
-
-    def check(self) -> None:
-        """Raise a LabError that names the option, its value, and what it may be."""
-        for name in ("rows", "batch_size"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -17,12 +17,11 @@ import kvshift.lab.gpt2
 import kvshift.models.llama
 import kvshift.models.retrofit  # noqa: F401
 from kvshift.lab.checkpoints import list_checkpoints, size_fault
+from kvshift.lab.config import DType
 from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
 
 __all__ = ["Loaded", "load_model", "load_tokenizer", "load_weights", "locate", "model_folder"]
-
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)

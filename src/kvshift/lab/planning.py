@@ -6,8 +6,8 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvshift.lab.config import ModelConfig
 from kvshift.lab.cost import (
@@ -15,16 +15,15 @@ from kvshift.lab.cost import (
     Flops,
     Memory,
     Parameters,
-    Precision,
-    Sharding,
     cache_size,
     count_parameters,
     training_flops,
     training_memory,
 )
-from kvshift.lab.data import DataConfig
+from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.language_model import llama_config
+from kvshift.lab.plan_config import DeviceName, PlanConfig
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig
 
 __all__ = ["DEVICES", "Device", "Estimate", "PlanConfig", "estimate", "plan"]
@@ -41,8 +40,6 @@ class Device(NamedTuple):
     memory: float
 
 
-DeviceName = Literal["A100", "H100", "H200", "B200", "MI300X", "L40S", "RTX4090", "RTX5090"]
-
 # Published by NVIDIA and AMD in their data sheets, without sparsity, for the SXM or OAM form where there are several;
 # GeForce with float32 accumulation, from the whitepapers on their architectures. Memory as their drivers report it.
 DEVICES: dict[DeviceName, Device] = {
@@ -55,48 +52,6 @@ DEVICES: dict[DeviceName, Device] = {
     "RTX4090": Device(165, 24),
     "RTX5090": Device(209, 31),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """What to plan for. Without a size or shape under model: every size of the paper."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    sequence_length: int | None = None
-    """Tokens in a row T; None: the longest that the model is made for."""
-    tokens: int | None = None
-    """Tokens to train on; None: tokens_per_parameter times the parameters."""
-    tokens_per_parameter: float = 20.0
-    """Tokens for each parameter; about 20 is the best use of FLOPs (Hoffmann et al., 2022), more of a small model."""
-    batch_size: int | None = None
-    """Rows in one forward pass of one device; None: the most that fit and divide the step."""
-    tokens_per_step: int | None = None
-    """Tokens in one optimizer step over all devices. None: batch_size x sequence_length x devices; and where batch_size
-    is not given either, about 524288, the paper's half a million."""
-    devices: int = 1
-    """GPUs in all."""
-    sharding: Sharding | None = None
-    """none: one device. ddp: a whole model on each. fsdp: weights, gradients and optimizer spread over all. None: none
-    with one device, ddp with several."""
-    gradient_checkpointing: bool = False
-    """Compute the activations of a layer anew in its backward pass."""
-    precision: Precision = "bf16"
-    """bf16: matrix products in bfloat16, weights in float32 (autocast). fp32: everything in float32."""
-    device: DeviceName = "H100"
-    """Kind of GPU: its peak and its memory, where the next two are not given."""
-    peak_tflops: float | None = None
-    """Peak of one device, TFLOP/s."""
-    memory: float | None = None
-    """Memory of one device, GiB; nine tenths of it are planned with."""
-    mfu: float = 0.4
-    """Model FLOPs utilization: the part of the peak that is reached. Assumed, not measured: 0.3 to 0.5 is usual for
-    large models on one machine, less for small ones."""
-    tokens_per_second: float | None = None
-    """Measured throughput of all devices together; then peak and utilization do not matter. For one model only."""
-    price_per_hour: float | None = None
-    """Of one device, in any currency."""
-    json: bool = False
-    """Print JSON, in bytes, FLOPs and hours, instead of tables."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.continuing import continue_rows
-from kvshift.lab.data import load_text_data
+from kvshift.lab.data.text import load_text_data
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 __all__ = ["sample"]

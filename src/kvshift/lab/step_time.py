@@ -19,7 +19,8 @@ from torch import nn
 
 from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.config import TrainConfig
-from kvshift.lab.data import collate, load_text_data
+from kvshift.lab.data.packing import collate
+from kvshift.lab.data.text import load_text_data
 from kvshift.lab.optimizer import adamw, recompute_activations
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 

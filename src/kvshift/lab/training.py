@@ -14,7 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvshift.lab.beginning import begin, data_facts, resolved_model
 from kvshift.lab.config import TrainConfig, to_json
-from kvshift.lab.data import TextData, collate, load_text_data
+from kvshift.lab.data.packing import collate
+from kvshift.lab.data.text import TextData, load_text_data
 from kvshift.lab.language_model import build_model, count_parameters, llama_config
 from kvshift.lab.messages import say, say_nothing
 from kvshift.lab.processes import Processes

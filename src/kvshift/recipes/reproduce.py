@@ -10,10 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-import tyro
 
 from kvshift.lab.analysis.curves import save_figure
 from kvshift.lab.errors import LabError
@@ -24,42 +21,10 @@ from kvshift.recipes.claims import Claim
 from kvshift.recipes.page import report
 from kvshift.recipes.recipe import Job, Recipe, Record
 from kvshift.recipes.records import read_records, record_of, write_records
-from kvshift.recipes.sweep import Cluster, sweep
+from kvshift.recipes.reproduce_config import ReproduceConfig
+from kvshift.recipes.sweep import sweep
 
 __all__ = ["ReproduceConfig", "folder_of", "reproduce"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReproduceConfig:
-    """Which figure or table, how large, and where. Without a recipe: list them, with what is done and what they cost.
-
-    The same command, given again, goes on where it was stopped.
-    """
-
-    recipe: tyro.conf.Positional[str | None] = None
-    """Such as fig01a."""
-    preset: str = "laptop"
-    """smoke: seconds. laptop: minutes on two cores. paper: the paper's own sizes, for a GPU."""
-    seeds: int | None = None
-    """How many seeds, 0 and up; None: the preset's."""
-    jobs: int | None = None
-    """Runs at a time; None: one for each core, or one where there is a GPU. With one, it runs in this very process."""
-    cluster: Cluster = "local"
-    """ray: over the Ray cluster that RAY_ADDRESS names, or one started here; OUT must be seen by all its machines."""
-    out: Path = Path("runs/reproduce")
-    """Folder of all recipes."""
-    results: Path | None = None
-    """Also keep the records here, as RESULTS/RECIPE/PRESET.jsonl, which `docs/results.md` is made from."""
-
-    def check(self) -> None:
-        """Raise a LabError that names the field, its value, and what it may be."""
-        for name in ("seeds", "jobs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LabError(f"{name} must be 1 or more, got {value}")
-        if self.recipe is not None and self.preset not in find_recipe(self.recipe).presets:
-            presets = ", ".join(find_recipe(self.recipe).presets)
-            raise LabError(f"preset must be one of {presets}, got {self.preset!r}")
 
 
 def reproduce(config: ReproduceConfig) -> None:
@@ -75,6 +40,8 @@ def reproduce(config: ReproduceConfig) -> None:
         print(overview(config.out))
         return
     recipe = find_recipe(config.recipe)
+    if config.preset not in recipe.presets:
+        raise LabError(f"preset must be one of {', '.join(recipe.presets)}, got {config.preset!r}")
     preset = recipe.presets[config.preset]
     seeds = range(config.seeds or preset.seeds)
     folder = config.out / recipe.name / config.preset

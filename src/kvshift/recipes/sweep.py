@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import joblib
 import torch
@@ -16,10 +16,9 @@ import torch
 from kvshift.lab.callbacks import InterruptedRunError
 from kvshift.lab.errors import LabError
 from kvshift.recipes.recipe import Job
+from kvshift.recipes.reproduce_config import Cluster
 
 __all__ = ["Cluster", "sweep"]
-
-Cluster = Literal["local", "ray"]
 
 
 def sweep(

@@ -12,8 +12,8 @@ import torch
 from tokenizers import pre_tokenizers
 from torch.nn import functional
 
-from kvshift.lab.data import collate, packing, pieces
-from kvshift.lab.data.packing import count_tokens, encoder, pack, pack_documents, pack_stream
+from kvshift.lab.data import packing, pieces
+from kvshift.lab.data.packing import collate, count_tokens, encoder, pack, pack_documents, pack_stream
 from kvshift.lab.data.pieces import cut
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM

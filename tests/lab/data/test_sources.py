@@ -11,7 +11,8 @@ from typing import Any
 import datasets
 import pytest
 
-from kvshift.lab.data import DataConfig, sources
+from kvshift.lab.data import sources
+from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.sources import bundled_corpora, load_documents
 from kvshift.lab.errors import LabError
 

@@ -18,7 +18,10 @@ import torch
 import tyro
 from torch.utils.data import DataLoader
 
-from kvshift.lab.data import DataConfig, TextData, cache, collate, load_text_data, packing, sources
+from kvshift.lab.data import cache, packing, sources
+from kvshift.lab.data.config import DataConfig
+from kvshift.lab.data.packing import collate
+from kvshift.lab.data.text import TextData, load_text_data
 from kvshift.lab.errors import LabError
 
 SHARED = Path(os.environ.get("KVSHIFT_SHARED_DATA") or "no-such-folder")
@@ -134,7 +137,8 @@ def test_number_of_workers_changes_nothing(tmp_path, folder, monkeypatch, stream
 DIGEST = """
 import hashlib, sys
 from pathlib import Path
-from kvshift.lab.data import DataConfig, load_text_data
+from kvshift.lab.data.config import DataConfig
+from kvshift.lab.data.text import load_text_data
 
 config = DataConfig(corpus=sys.argv[1], vocab_size=300, sequence_length=32, packing="documents")
 data = load_text_data(config, seed=0, tokenizer_folder=Path(sys.argv[2]))

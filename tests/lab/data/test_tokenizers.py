@@ -13,8 +13,9 @@ import pytest
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvshift.lab.data import DataConfig, check_tokenizer, load_tokenizer, tokenizers
-from kvshift.lab.data.tokenizers import END_OF_TEXT, make_tokenizer, train_bpe
+from kvshift.lab.data import tokenizers
+from kvshift.lab.data.config import DataConfig
+from kvshift.lab.data.tokenizers import END_OF_TEXT, check_tokenizer, load_tokenizer, make_tokenizer, train_bpe
 from kvshift.lab.errors import LabError
 
 TEXT = "to be or not to be, that is the question: whether 't is nobler in the mind to suffer\n" * 5

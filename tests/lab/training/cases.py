@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvshift.lab.config import ModelConfig, TrainConfig
-from kvshift.lab.data import DataConfig
+from kvshift.lab.data.config import DataConfig
 
 TIMES = ("seconds", "step_seconds", "peak_memory_bytes")
 LENGTH = 37

@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from kvshift.lab.data import collate, load_text_data
+from kvshift.lab.data.packing import collate
+from kvshift.lab.data.text import load_text_data
 from kvshift.lab.language_model import build_model, llama_config
 from kvshift.lab.order import ShuffledEpochs
 from kvshift.lab.trainer import LanguageModelTrainer

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from kvshift import cli
 from kvshift.lab.config import TrainConfig, from_json
-from kvshift.lab.data import collate, load_text_data
+from kvshift.lab.data.packing import collate
+from kvshift.lab.data.text import load_text_data
 from kvshift.lab.errors import LabError
 from kvshift.lab.trainer import row_losses, summarize
 from kvshift.lab.training import train

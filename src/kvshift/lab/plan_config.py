@@ -1,0 +1,55 @@
+"""What `kvshift plan` is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvshift.lab.config import ModelConfig
+from kvshift.lab.cost import Precision, Sharding
+
+__all__ = ["DeviceName", "PlanConfig"]
+
+DeviceName = Literal["A100", "H100", "H200", "B200", "MI300X", "L40S", "RTX4090", "RTX5090"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What to plan for. Without a size or shape under model: every size of the paper."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    sequence_length: int | None = None
+    """Tokens in a row T; None: the longest that the model is made for."""
+    tokens: int | None = None
+    """Tokens to train on; None: tokens_per_parameter times the parameters."""
+    tokens_per_parameter: float = 20.0
+    """Tokens for each parameter; about 20 is the best use of FLOPs (Hoffmann et al., 2022), more of a small model."""
+    batch_size: int | None = None
+    """Rows in one forward pass of one device; None: the most that fit and divide the step."""
+    tokens_per_step: int | None = None
+    """Tokens in one optimizer step over all devices. None: batch_size x sequence_length x devices; and where batch_size
+    is not given either, about 524288, the paper's half a million."""
+    devices: int = 1
+    """GPUs in all."""
+    sharding: Sharding | None = None
+    """none: one device. ddp: a whole model on each. fsdp: weights, gradients and optimizer spread over all. None: none
+    with one device, ddp with several."""
+    gradient_checkpointing: bool = False
+    """Compute the activations of a layer anew in its backward pass."""
+    precision: Precision = "bf16"
+    """bf16: matrix products in bfloat16, weights in float32 (autocast). fp32: everything in float32."""
+    device: DeviceName = "H100"
+    """Kind of GPU: its peak and its memory, where the next two are not given."""
+    peak_tflops: float | None = None
+    """Peak of one device, TFLOP/s."""
+    memory: float | None = None
+    """Memory of one device, GiB; nine tenths of it are planned with."""
+    mfu: float = 0.4
+    """Model FLOPs utilization: the part of the peak that is reached. Assumed, not measured: 0.3 to 0.5 is usual for
+    large models on one machine, less for small ones."""
+    tokens_per_second: float | None = None
+    """Measured throughput of all devices together; then peak and utilization do not matter. For one model only."""
+    price_per_hour: float | None = None
+    """Of one device, in any currency."""
+    json: bool = False
+    """Print JSON, in bytes, FLOPs and hours, instead of tables."""
