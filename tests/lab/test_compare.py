@@ -38,8 +38,8 @@ def children(monkeypatch):
         codes = ()
 
         def run(self, command):
-            assert command[:4] == [sys.executable, "-m", "kvshift", "train"]
-            config = tyro.cli(TrainConfig, args=command[4:])
+            assert command[:5] == [sys.executable, "-P", "-m", "kvshift", "train"]
+            config = tyro.cli(TrainConfig, args=command[5:])
             name = "/".join(config.out.parts[-2:])
             self.append(name)
             code = dict(self.codes).get(name, 0)
@@ -270,6 +270,14 @@ def test_a_signal_that_is_ignored_stays_so():
         assert module._run([sys.executable, "-c", child]) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_files_of_the_current_directory_are_not_executed(tmp_path, monkeypatch, capfd):
+    for name in ("kvshift", "tyro", "torch", "runpy"):
+        (tmp_path / f"{name}.py").write_text("import sys; sys.exit('executed')\n")
+    monkeypatch.chdir(tmp_path)
+    assert module._run([*module._TRAIN, "--help"]) == 0
+    assert "--optimizer.learning-rate" in capfd.readouterr().out
 
 
 def kvshift(*arguments):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from joblib.externals.loky import get_reusable_executor
 
 from kvshift.lab.callbacks import InterruptedRunError
 from kvshift.recipes.sweep import sweep
@@ -48,6 +49,20 @@ def test_two_workers_are_processes_that_share_the_cores(tmp_path: Path, monkeypa
     assert os.getpid() not in {result["process"] for result in found}
     assert {result["threads"] for result in found} == {3}
     assert all(result["main"] for result in found)  # where signals arrive
+
+
+@pytest.mark.slow
+def test_workers_execute_no_files_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    get_reusable_executor().shutdown(wait=True)  # workers of another test
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    for name in ("joblib", "numpy", "runpy", "torch"):
+        (hostile / f"{name}.py").write_text(f"open({str(hostile / 'executed')!r}, 'w'); raise SystemExit('executed')\n")
+    monkeypatch.chdir(hostile)
+    jobs = [(Counting(label="a", seed=number), tmp_path / str(number)) for number in range(2)]
+    assert sweep(jobs, workers=2) == []
+    assert not (hostile / "executed").exists()
+    assert "PYTHONSAFEPATH" not in os.environ
 
 
 def test_a_job_that_is_left_alone_has_the_threads_that_it_had_among_others(

@@ -33,6 +33,9 @@ __all__ = ["CompareConfig", "TrainingError", "child_config", "command_line", "co
 
 SIDES = ("vanilla", "kvshift")
 
+# -P: `-m` alone would import what lies in the current directory before what is installed.
+_TRAIN = (sys.executable, "-P", "-m", "kvshift", "train")
+
 
 class TrainingError(LabError):
     """A training process failed; it has said why, and its exit code is ours."""
@@ -132,7 +135,7 @@ def _train(config: TrainConfig, label: str) -> None:
     _wait_until_free(config.out, label)
     arguments = command_line(config)
     say(f"\n{label}: kvshift train {shlex.join(arguments)}")
-    code = _run([sys.executable, "-m", "kvshift", "train", *arguments])
+    code = _run([*_TRAIN, *arguments])
     if code != 0:
         number = -code if code < 0 else code - 128  # of the signal, if it was one
         how = f"signal {signal.Signals(number).name}" if number in list(signal.Signals) else f"exit code {code}"

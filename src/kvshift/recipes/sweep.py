@@ -63,6 +63,9 @@ def sweep(
             stack.enter_context(joblib.parallel_config(backend="ray", n_jobs=pool, ray_remote_args=each))
         else:
             backend = "sequential" if workers == 1 else "loky"
+            if "PYTHONSAFEPATH" not in os.environ:  # joblib starts `-m` and `-c`, which import from the current directory
+                os.environ["PYTHONSAFEPATH"] = "1"
+                stack.callback(os.environ.pop, "PYTHONSAFEPATH")
             stack.enter_context(joblib.parallel_config(backend=backend, n_jobs=workers))
         as_they_end = "list" if cluster == "ray" else "generator_unordered"  # Ray's backend gives no generator
         parallel: Any = joblib.Parallel(batch_size=1, return_as=as_they_end)  # type: ignore[arg-type]  # declared str
