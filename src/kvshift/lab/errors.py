@@ -1,8 +1,10 @@
 """What a command tells its user when it cannot go on: a message, and the code the process exits with."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
-__all__ = ["LabError", "require"]
+__all__ = ["LabError", "nearest", "require"]
 
 
 class LabError(Exception):
@@ -19,3 +21,10 @@ def require(holds: bool, name: str, value: Any, what: str) -> None:
     """Raise a LabError that names an option, what it must be and its value, unless that holds."""
     if not holds:
         raise LabError(f"{name} must be {what}, got {value!r}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What an error says of a name that is not known: the one that was probably meant, else all there are."""
+    known = list(known)
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, set_seed
 
 from kvshift.lab.config import ModelConfig
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, nearest
 from kvshift.lab.seeds import generator_for
 from kvshift.layers import KVShift
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
@@ -39,7 +39,8 @@ def llama_config(options: ModelConfig, *, vocab_size: int, sequence_length: int)
     }
     base |= {name: value for name, value in given.items() if value is not None}
     if options.rope_theta is not None:
-        base["rope_parameters"] = {"rope_type": "default", "rope_theta": options.rope_theta}
+        rope = base.get("rope_parameters") or base.pop("rope_scaling", None) or {"rope_type": "default"}
+        base["rope_parameters"] = {**rope, "rope_theta": options.rope_theta}
     base.setdefault("vocab_size", vocab_size)
     if base["vocab_size"] < vocab_size:
         raise LabError(
@@ -145,4 +146,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise LabError(f"model.config: {path} is of model_type {kind!r}; expected llama or kvshift_llama")
     for of_weights in ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"):
         values.pop(of_weights, None)
+    # The last four: as older versions of transformers wrote them, and properties that it writes besides the fields.
+    known = [field.name for field in fields(KVShiftLlamaConfig)]
+    for name in values:
+        if name not in (*known, "rope_theta", "rope_scaling", "layer_types", "output_attentions"):
+            raise LabError(f"model.config: {path} has an unknown field {name!r}; {nearest(name, known)}")
     return values
