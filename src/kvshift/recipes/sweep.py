@@ -63,7 +63,7 @@ def sweep(
             stack.enter_context(joblib.parallel_config(backend="ray", n_jobs=pool, ray_remote_args=each))
         else:
             backend = "sequential" if workers == 1 else "loky"
-            if "PYTHONSAFEPATH" not in os.environ:  # joblib starts `-m` and `-c`, which import from the current directory
+            if "PYTHONSAFEPATH" not in os.environ:  # joblib's `-m` and `-c` import from the current directory
                 os.environ["PYTHONSAFEPATH"] = "1"
                 stack.callback(os.environ.pop, "PYTHONSAFEPATH")
             stack.enter_context(joblib.parallel_config(backend=backend, n_jobs=workers))
