@@ -9,16 +9,26 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from transformers import PreTrainedModel, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
 
+from kvshift.lab.analysis.runs import Run, read_json
 from kvshift.lab.config import ModelConfig
 from kvshift.lab.errors import LabError, nearest
+from kvshift.lab.records import write_json
 from kvshift.lab.seeds import generator_for
 from kvshift.layers import KVShift
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.llama.sizes import SIZES
 
-__all__ = ["build_model", "build_twin", "count_parameters", "llama_config", "shift_layers"]
+__all__ = [
+    "build_model",
+    "build_twin",
+    "count_parameters",
+    "declare_plain_llama",
+    "llama_config",
+    "load_trained",
+    "shift_layers",
+]
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
@@ -101,6 +111,33 @@ def build_twin(model_class: type[_Model], config: Any, *, seed: int, freeze_shif
             layer.reset_parameters(generator)
             layer.requires_grad_(not freeze_shift)
     return model
+
+
+def declare_plain_llama(folder: Path) -> None:
+    """Let the config.json of a saved model say llama, where nothing in it differs from transformers' own Llama.
+
+    A vanilla twin has the weights of a Llama under their usual names, so that programs which do not know this package
+    can load it. A model with shift, QK-norm or a sliding window stays as it is, and so does one of another family.
+    """
+    path = folder / "config.json"
+    if not path.exists():  # a checkpoint in shards has none
+        return
+    values = json.loads(path.read_text())
+    if values["model_type"] != KVShiftLlamaConfig.model_type:
+        return
+    if values["shift_targets"] or values["qk_norm"] or values["sliding_window"] is not None:
+        return
+    ours = {field.name for field in fields(KVShiftLlamaConfig)} - {field.name for field in fields(LlamaConfig)}
+    plain = {name: value for name, value in values.items() if name not in ours}
+    write_json(path, {**plain, "model_type": LlamaConfig.model_type, "architectures": [LlamaForCausalLM.__name__]})
+
+
+def load_trained(run: Run) -> KVShiftLlamaForCausalLM:
+    """The final model of a run of text in float32, as the class that it was trained as."""
+    folder = run.folder / "model"
+    values = read_json(folder / "config.json") | {"shift_targets": list(run.shift_targets)}
+    config = KVShiftLlamaConfig.from_dict(values | {"model_type": KVShiftLlamaConfig.model_type})
+    return KVShiftLlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
 
 
 def shift_layers(model: torch.nn.Module) -> list[KVShift]:

@@ -19,6 +19,7 @@ from kvshift.lab.beginning import Start, enter
 from kvshift.lab.callbacks import InterruptedRunError, Leave, Moments, Progress, Recorder, whole
 from kvshift.lab.config import RunConfig
 from kvshift.lab.errors import LabError
+from kvshift.lab.language_model import declare_plain_llama
 from kvshift.lab.processes import PATIENCE, Processes
 from kvshift.lab.records import Metrics, RunFailedError, RunFolder, remove_folder
 from kvshift.lab.trainer import RunTrainer
@@ -239,6 +240,7 @@ def save_model(
             trainer.save_model(str(part))
         if processes.is_main:
             (part / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs
+            declare_plain_llama(part)
             beside(part)
             remove_folder(folder.model)
             part.rename(folder.model)

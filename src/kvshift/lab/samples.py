@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.continuing import continue_rows
 from kvshift.lab.data.text import load_text_data
-from kvshift.models.llama import KVShiftLlamaForCausalLM
+from kvshift.lab.language_model import load_trained
 
 __all__ = ["sample"]
 
@@ -45,7 +45,8 @@ def sample(
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     texts = {}
     for folder in folders.values():
-        model: Any = KVShiftLlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+        run = read_run(folder)
+        model = load_trained(run).eval()
         how = GenerationConfig(
             **drawn,
             max_new_tokens=tokens,
@@ -54,5 +55,5 @@ def sample(
             use_cache=True,
         )
         written = continue_rows(model, [torch.tensor(ids)], how, seed=seed)[0]
-        texts[read_run(folder).name] = tokenizer.decode(written, skip_special_tokens=True)
+        texts[run.name] = tokenizer.decode(written, skip_special_tokens=True)
     return {"prompt": prompt, "seed": seed, "temperature": temperature, "texts": texts}

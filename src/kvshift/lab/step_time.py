@@ -21,8 +21,8 @@ from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.config import TrainConfig
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
+from kvshift.lab.language_model import load_trained
 from kvshift.lab.optimizer import adamw, recompute_activations
-from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 __all__ = ["measure_step_time", "take_turns"]
 
@@ -45,15 +45,15 @@ def measure_step_time(vanilla: Path, shifted: Path, seconds: float) -> dict[str,
     rows = [data.validation[number % len(data.validation)] for number in range(config.batch_size)]
     batch = {name: tensor.to(config.device) for name, tensor in collate(rows).items()}
     steps = {
-        "vanilla": _step_of(vanilla / "model", batch, config),
-        "shifted": _step_of(shifted / "model", batch, config),
+        "vanilla": _step_of(vanilla, batch, config),
+        "shifted": _step_of(shifted, batch, config),
     }
     wait = torch.cuda.synchronize if config.device == "cuda" else lambda: None
     return {**take_turns(steps, seconds, wait=wait), "batch_rows": len(rows), "device": config.device}
 
 
 def _step_of(folder: Path, batch: dict[str, Any], config: TrainConfig) -> Callable[[], None]:
-    model: Any = KVShiftLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = load_trained(read_run(folder))
     model.to(config.device).train()
     if config.gradient_checkpointing:
         recompute_activations(model)

@@ -20,6 +20,7 @@ from transformers import EvalPrediction, Trainer, TrainingArguments
 from kvshift.lab.callbacks import Evaluation
 from kvshift.lab.checkpoints import keep_newest, seal
 from kvshift.lab.config import RunConfig
+from kvshift.lab.language_model import declare_plain_llama
 from kvshift.lab.optimizer import adamw
 from kvshift.lab.order import EndlessStream, ShuffledEpochs
 from kvshift.lab.processes import Processes
@@ -84,6 +85,7 @@ class RunTrainer(Trainer):
 
     def _seal(self, folder: Path) -> None:
         self._before_save()
+        declare_plain_llama(folder)
         seal(folder)
         keep_newest(folder.parent, self._config.keep_checkpoints)
 
