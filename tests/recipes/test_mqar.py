@@ -12,6 +12,7 @@ from kvshift.lab.gpt2 import build_gpt2
 from kvshift.recipes import mqar
 from kvshift.recipes.models import model_label
 from kvshift.recipes.recipe import Record
+from kvshift.recipes.tuning import tuning_jobs
 
 from .cases import made_up
 
@@ -27,9 +28,10 @@ def record(
         "task": {"name": "mqar", **to_json(mqar.LAPTOP.task)},
         "model": {"layers": layers, "width": width, "shift_targets": ["k", "v"] if shifted else []},
         "optimizer": {"learning_rate": rate},
+        "steps": 400,
     }
     return made_up(
-        f"{model_label(*model)}, width {width}, rate {rate:.2g}",
+        f"{model_label(*model)}, width {width}",
         seed,
         options=options,
         curve={"step": [1, reached, 400], "queries": [0.1, accuracy, accuracy]},
@@ -37,7 +39,7 @@ def record(
     )
 
 
-def records(accuracy: dict[tuple[int, bool], float] | None = None, *, seeds: int = 3, **options) -> list[Record]:
+def records(accuracy: dict[tuple[int, bool], float] | None = None, *, seeds: int = 5, **options) -> list[Record]:
     given = {(2, False): 1.0, (2, True): 1.0, (1, False): 0.3, (1, True): 1.0, **(accuracy or {})}
     return [record(model, value, seed=seed, **options) for model, value in given.items() for seed in range(seeds)]
 
@@ -49,8 +51,8 @@ def directions(given: list[Record]) -> dict[str, str]:
 @pytest.mark.parametrize("preset", RECIPE.presets)
 def test_every_model_has_every_cell_and_twins_differ_in_the_shift_alone(preset: str):
     jobs = RECIPE.jobs(preset, [0, 7])
-    configs, widths, rates = mqar.SIZES[preset]
-    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 8 * len(configs) * len(widths) * len(rates)
+    configs, widths = mqar.SIZES[preset]
+    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 8 * len(configs) * len(widths)
     by_label = {(job.label, job.seed): job for job in jobs}
     for (label, seed), job in by_label.items():
         job.config.check()
@@ -61,7 +63,8 @@ def test_every_model_has_every_cell_and_twins_differ_in_the_shift_alone(preset: 
 
 
 def test_the_paper_preset_is_figure_2_of_zoology():
-    jobs = [job for job in RECIPE.jobs("paper", [0]) if job.label.startswith("vanilla, 2 layers")]
+    grid = RECIPE.presets["paper"].grid
+    jobs = [job for job in tuning_jobs(RECIPE.jobs("paper", [0]), grid) if job.label.startswith("vanilla, 2 layers")]
     settings = {(job.config.task.length, job.config.task.pairs, job.config.batch_size) for job in jobs}
     assert settings == {(64, 4, 512), (128, 8, 512), (256, 16, 256)}
     assert {job.config.model.width for job in jobs} == {64, 128, 256, 512}
@@ -79,42 +82,40 @@ def test_the_paper_preset_is_figure_2_of_zoology():
 
 def test_what_is_claimed_where_only_one_plain_layer_fails():
     assert directions(records()) == {
-        "vanilla, 2 layers, answers": "holds",
-        "vanilla, 1 layer, does not": "holds",
-        "KV-shift, 2 layers, answers": "holds",
-        "KV-shift, 1 layer, answers": "holds",
+        "vanilla, 2 layers, answers within 400 steps": "holds",
+        "vanilla, 1 layer, does not within 400 steps": "holds",
+        "KV-shift, 2 layers, answers within 400 steps": "holds",
+        "KV-shift, 1 layer, answers within 400 steps": "holds",
         "of two layers, those with KV shift learn sooner": "not shown",
     }
 
 
-def test_one_seed_that_does_not_answer_fails_the_claim():
-    given = [*records(), record((1, True), 0.5, seed=3), record((1, False), 0.995, seed=3)]
-    found = directions(given)
-    assert found["KV-shift, 1 layer, answers"] == "fails"
-    assert found["vanilla, 1 layer, does not"] == "fails"
+def test_three_of_three_decide_nothing():
+    assert set(directions(records(seeds=3)).values()) == {"not shown"}
 
 
-@pytest.mark.parametrize(("vocab_size", "direction"), [(128, "not shown"), (8192, "fails")])
-def test_two_plain_layers_fail_at_the_size_of_zoology_alone(vocab_size: int, direction: str):
-    given = [
-        replace(one, options={**one.options, "task": {**one.options["task"], "vocab_size": vocab_size}})
-        for one in records({(2, False): 0.3})
-    ]
-    assert directions(given)["vanilla, 2 layers, answers"] == direction
+@pytest.mark.parametrize("missed", [1, 4, 5])
+def test_a_claim_about_all_seeds_fails_only_where_all_of_them_do_otherwise(missed: int):
+    given = [one for one in records() if not one.label.startswith("KV-shift, 1 layer")]
+    given += [record((1, True), 0.5 if seed < missed else 1.0, seed=seed) for seed in range(5)]
+    expected = "fails" if missed == 5 else "not shown"
+    assert directions(given)["KV-shift, 1 layer, answers within 400 steps"] == expected
+
+
+def test_a_vanilla_arm_that_is_only_slow_is_said_to_need_more_steps_and_not_to_fail():
+    slow = [record((2, False), 0.9, seed=seed) for seed in range(3)]
+    given = [*(one for one in records(seeds=3) if not one.label.startswith("vanilla, 2 layers")), *slow]
+    claim = next(claim for claim in RECIPE.claims(given) if "vanilla, 2 layers, answers" in claim.statement)
+    assert claim.direction == "not shown"
+    assert "within 400 steps" in claim.statement
 
 
 @pytest.mark.parametrize(("ours", "theirs", "direction"), [(50, 200, "holds"), (200, 50, "fails")])
 def test_sooner_by_steps_to_the_level(ours: int, theirs: int, direction: str):
     given = [one for one in records() if one.options["model"]["layers"] == 1]
     for shifted, step in ((True, ours), (False, theirs)):
-        given += [record((2, shifted), 1.0, seed=seed, reached=step + seed) for seed in range(3)]
+        given += [record((2, shifted), 1.0, seed=seed, reached=step + seed) for seed in range(5)]
     assert directions(given)["of two layers, those with KV shift learn sooner"] == direction
-
-
-def test_the_best_learning_rate_counts_and_the_lower_of_equals():
-    given = [*records(rate=1e-4), *records({(2, False): 0.4, (1, False): 1.0}, rate=1e-2)]
-    best = {model: mqar._best(given, 32, 64, model)[0].options["optimizer"]["learning_rate"] for model in mqar.MODELS}
-    assert best == {(2, False): 1e-4, (2, True): 1e-4, (1, False): 1e-2, (1, True): 1e-4}
 
 
 def test_each_width_is_a_panel_and_has_its_claims():
@@ -128,10 +129,10 @@ def test_each_width_is_a_panel_and_has_its_claims():
 
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
-    assert job.label == "KV-shift, 1 layer, 16 tokens, width 8, rate 0.002"
+    assert job.label == "KV-shift, 1 layer, 16 tokens, width 8"
     job.run(tmp_path)
     found = Record(label=job.label, seed=3, **job.record(tmp_path))
     assert found.curve["step"] == [2, 4]
     assert found.result["evaluation"]["rows"] == 9
     assert mqar._cells([found]) == [(16, 8)]
-    assert mqar._best([found], 16, 8, (1, True)) == {3: found}
+    assert mqar._runs([found], 16, 8, (1, True)) == {3: found}

@@ -10,7 +10,7 @@ from typing import Literal
 from kvshift.lab.analysis.learning import ReachComparison
 from kvshift.lab.analysis.statistics import t_interval
 
-__all__ = ["Claim", "Direction", "higher", "no_difference", "percent", "points", "sooner"]
+__all__ = ["Claim", "Direction", "higher", "in_every_seed", "no_difference", "percent", "points", "sooner"]
 
 Direction = Literal["holds", "fails", "not shown"]
 
@@ -55,11 +55,28 @@ def no_difference(ours: Sequence[float], theirs: Sequence[float], *, margin: flo
     return "fails" if interval[0] > 0 or interval[1] < 0 else "not shown"
 
 
+def in_every_seed(right: int, seeds: int) -> Direction:
+    """Whether seeds do what a claim says, by the exact sign test at 5 %: five of five decide it, three of three do not.
+
+    Args:
+        right: seeds in which the claim is right.
+        seeds: all of them.
+    """
+    if 0.5**seeds > 0.05 or right not in (0, seeds):
+        return "not shown"
+    return "holds" if right else "fails"
+
+
 def sooner(found: ReachComparison) -> Direction:
-    """Whether ours came to the level sooner: in every seed, or by the interval of the ratio of steps."""
-    if found.outcome in ("sooner", "sooner in every seed"):
+    """Whether ours reached the level sooner: by the interval of the ratio of steps.
+
+    Where a run has not reached the level there is no interval: then by the sign test, `in_every_seed`.
+    """
+    if found.outcome in ("sooner in every seed", "later in every seed"):
+        return in_every_seed(found.seeds if found.outcome == "sooner in every seed" else 0, found.seeds)
+    if found.outcome == "sooner":
         return "holds"
-    return "fails" if found.outcome in ("later", "later in every seed") else "not shown"
+    return "fails" if found.outcome == "later" else "not shown"
 
 
 def percent(values: Sequence[float], digits: int = 1) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,35 @@ __all__ = ["Computation", "TrainingJob"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """Train one model on one task; see `kvshift.lab.task_training`."""
+    """Train one model on one task; see `kvshift.lab.task_training`.
+
+    Attributes:
+        label: which variant.
+        config: of the run.
+        tunes: the label of the reported runs whose learning rate this run helps to choose; None: it is reported.
+    """
 
     label: str
     config: TaskTrainConfig
+    tunes: str | None = None
 
     @property
     def seed(self) -> int:
         return self.config.seed
+
+    def at_rate(self, rate: float, *, tuning: bool = False) -> TrainingJob:
+        """The same run at another learning rate; with `tuning` one that helps to choose it, and is named by it."""
+        config = replace(self.config, optimizer=replace(self.config.optimizer, learning_rate=rate))
+        if not tuning:
+            return replace(self, config=config)
+        return replace(self, label=f"{self.label}, rate {rate:.2g}", config=config, tunes=self.label)
 
     def is_finished(self, out: Path) -> bool:
         """Raises a LabError where `out` holds a run with other options."""
         return out.exists() and enter(RunFolder(out), task_options(self.config))
 
     def run(self, out: Path) -> None:
-        train_task(dataclasses.replace(self.config, out=out))
+        train_task(replace(self.config, out=out))
 
     def record(self, out: Path) -> dict[str, Any]:
         """With the curves of loss and accuracies, and the last coefficients among the results."""

@@ -20,8 +20,9 @@ from kvshift.lab.analysis.learning import reach_of
 from kvshift.lab.records import write_bytes
 from kvshift.recipes.catalogue import NAMES, find_recipe
 from kvshift.recipes.claims import Claim
-from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
+from kvshift.recipes.recipe import Recipe, Record, Score, accuracy_curves, by_label, reported
 from kvshift.recipes.records import read_records
+from kvshift.recipes.tuning import best_rates, by_arm
 
 __all__ = ["report", "results_page"]
 
@@ -58,13 +59,14 @@ def results_page(results: Path, figures: Path | None = None) -> str:
             if not path.exists():
                 continue
             records = read_records(path)
-            claims = recipe.claims(records)
-            seeds = str(len({record.seed for record in records}))
+            shown = reported(records)
+            claims = recipe.claims(shown)
+            seeds = str(len({record.seed for record in shown}))
             link = f"[{name}](#{_anchor(recipe, preset)})"
             rows += [(link, c.statement, c.paper, c.ours, preset, seeds, _bold(c)) for c in claims]
             if figures is not None:
                 figures.mkdir(parents=True, exist_ok=True)
-                for image in save_figure(recipe.plot(records), figures / f"{name}-{preset}"):
+                for image in save_figure(recipe.plot(shown), figures / f"{name}-{preset}"):
                     if image.suffix == ".png":
                         image.unlink()
             section = _section(recipe, records, claims, f"figures/{name}-{preset}.svg")
@@ -105,10 +107,13 @@ def _section(recipe: Recipe, records: Sequence[Record], claims: Sequence[Claim],
     rows = [("claim", "paper", "ours", "size", "verdict")]
     rows += [(c.statement, c.paper, c.ours, c.size, _bold(c)) for c in claims]
     parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})", as_markdown(rows, numbers=False)]
+    shown = reported(records)
     if recipe.scored is not None:
-        parts.append(_learning(records, recipe.scored))
-    if setting := _setting(records):
+        parts.append(_learning(shown, recipe.scored))
+    if setting := _setting(shown):
         parts.append(f"What was run: {setting}.")
+    if len(shown) < len(records):
+        parts.append(_rates([record for record in records if record.tunes is not None], recipe.tuned_by))
     if recipe.notes:
         parts.append("Notes; what they say of sizes is of the preset `paper`, where they name no other:")
         parts.append("\n".join(f"- {note}" for note in recipe.notes))
@@ -123,6 +128,25 @@ def _learning(records: Sequence[Record], name: str) -> str:
         curves = accuracy_curves(seeds, name)
         rows.append((label, *(reach_of(curves, level).text for level in LEVELS)))
     return as_markdown(rows, numbers=False)
+
+
+def _rates(records: Sequence[Record], score: Score | None) -> str:
+    """The grid of learning rates: what each arm's runs came to, in bold where its own rate was chosen."""
+    arms, best = by_arm(records), best_rates(records, score)
+    rates = sorted({rate for by_rate in arms.values() for rate in by_rate})
+    rows = [("learning rate", *(f"{rate:.2g}" for rate in rates))]
+    for arm, by_rate in arms.items():
+        cells = []
+        for rate in rates:
+            losses = ", ".join(f"{record.curve['loss'][-1]:.3g}" for record in by_rate.get(rate, []))
+            cells.append(f"**{losses}**" if rate == best[arm] else losses)
+        rows.append((arm, *cells))
+    seeds = sorted({record.seed for record in records})
+    return (
+        f"Each arm has the learning rate that served it best of one grid, chosen by runs of their own (seeds "
+        f"{', '.join(map(str, seeds))}), which nothing else here is made of. The last validation loss of each:\n\n"
+        f"{as_markdown(rows)}"
+    )
 
 
 def _setting(records: Sequence[Record]) -> str:

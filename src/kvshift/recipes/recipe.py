@@ -12,7 +12,18 @@ from kvshift.recipes.claims import Claim
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["Job", "Preset", "Recipe", "Record", "accuracy_curve", "accuracy_curves", "by_label"]
+__all__ = [
+    "Grid",
+    "Job",
+    "Preset",
+    "Recipe",
+    "Record",
+    "Score",
+    "accuracy_curve",
+    "accuracy_curves",
+    "by_label",
+    "reported",
+]
 
 
 class Job(Protocol):
@@ -53,6 +64,7 @@ class Record:
         environment: commit, versions, hardware, start.
         curve: by name, values over training; "step" is their place. May be empty.
         result: final numbers.
+        tunes: the label of the reported records whose learning rate this run helped to choose; None: it is reported.
     """
 
     label: str
@@ -62,6 +74,30 @@ class Record:
     environment: Mapping[str, Any]
     curve: Mapping[str, Sequence[float | None]]
     result: Mapping[str, Any]
+    tunes: str | None = None
+
+
+Score = Callable[[Record], tuple[float, ...]]
+"""How well a run went, as numbers that are compared one after the other; higher is better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The learning rates that every arm of a comparison is given.
+
+    Attributes:
+        rates: the grid, ascending.
+        seeds: of the runs that choose among them, 1000 and up: far from those that are reported, which begin at 0.
+    """
+
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rates or sorted(set(self.rates)) != list(self.rates):
+            raise ValueError(f"rates must be one or more, ascending, got {self.rates}")
+        if not self.seeds or min(self.seeds) < 1000:
+            raise ValueError(f"seeds must be one or more, each 1000 or above, got {self.seeds}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +107,13 @@ class Preset:
     Attributes:
         seeds: how many by default: 0 ... seeds - 1.
         cost: what it takes, in words: time, and on what.
+        grid: learning rates that every arm is given before, and the seeds that choose each arm's own; None: the jobs'
+            own rates.
     """
 
     seeds: int
     cost: str
+    grid: Grid | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +128,8 @@ class Recipe:
         jobs: of a preset, for some seeds, the longest first.
         plot: the figure, from the records of one preset.
         claims: what the paper says and what the records show.
-        paper: the numbers in print.
+        paper: the paper's numbers.
+        tuned_by: by what an arm's best learning rate is chosen, where a preset has a grid.
         scored: the accuracy whose steps to 90 % and 99 % the report lists by model, over seeds; None: it has no such.
         notes: what the paper leaves open or has wrong, and what was chosen.
     """
@@ -102,8 +142,14 @@ class Recipe:
     plot: Callable[[Sequence[Record]], Figure]
     claims: Callable[[Sequence[Record]], Sequence[Claim]]
     paper: Mapping[str, Any] = field(default_factory=dict)
+    tuned_by: Score | None = None
     scored: str | None = None
     notes: Sequence[str] = ()
+
+
+def reported(records: Sequence[Record]) -> list[Record]:
+    """Those that claims and figures are about: no run that chose a learning rate."""
+    return [record for record in records if record.tunes is None]
 
 
 def by_label(records: Sequence[Record]) -> dict[str, dict[int, Record]]:

@@ -5,26 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kvshift.lab.analysis.runs import read_lines
 from kvshift.lab.errors import LabError
 from kvshift.lab.records import write_bytes
-from kvshift.recipes.recipe import Record
+from kvshift.recipes.jobs import TrainingJob
+from kvshift.recipes.recipe import Job, Record
 
 __all__ = ["read_records", "record_of", "write_records"]
 
 _KEPT = ("started", "commit", "versions", "hardware", "platform")
 
 
-def record_of(label: str, seed: int, found: dict[str, Any]) -> Record:
-    """A record from what `Job.record` gives; of the environment, what belongs to no single machine's paths."""
+def record_of(job: Job, out: Path) -> Record:
+    """What is kept of a finished job; of its environment, what belongs to no single machine's paths."""
+    found = job.record(out)
     environment = {name: found["environment"].get(name) for name in _KEPT}
     if "continued" in found["environment"]:
         environment["continued"] = [
             {name: part.get(name) for name in ("step", *_KEPT)} for part in found["environment"]["continued"]
         ]
-    return Record(label=label, seed=seed, **{**found, "environment": environment})
+    tunes = job.tunes if isinstance(job, TrainingJob) else None
+    return Record(label=job.label, seed=job.seed, tunes=tunes, **{**found, "environment": environment})
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:

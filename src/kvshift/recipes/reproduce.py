@@ -19,10 +19,11 @@ from kvshift.lab.records import RunFailedError, RunFolder, write_bytes
 from kvshift.recipes.catalogue import NAMES, find_recipe
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.page import report
-from kvshift.recipes.recipe import Job, Recipe, Record
+from kvshift.recipes.recipe import Job, Recipe, Record, reported
 from kvshift.recipes.records import read_records, record_of, write_records
 from kvshift.recipes.reproduce_config import ReproduceConfig
 from kvshift.recipes.sweep import sweep
+from kvshift.recipes.tuning import at_best_rates, best_rates, tuning_jobs
 
 __all__ = ["ReproduceConfig", "folder_of", "reproduce"]
 
@@ -45,21 +46,19 @@ def reproduce(config: ReproduceConfig) -> None:
     preset = recipe.presets[config.preset]
     seeds = range(config.seeds or preset.seeds)
     folder = config.out / recipe.name / config.preset
-    jobs = [(job, folder_of(folder, job)) for job in recipe.jobs(config.preset, seeds)]
-    _refuse_to_forget(config, [job for job, _ in jobs])
+    jobs = recipe.jobs(config.preset, seeds)
+    tuning = [] if preset.grid is None else tuning_jobs(recipe.jobs(config.preset, preset.grid.seeds), preset.grid)
+    _refuse_to_forget(config, [*tuning, *jobs])
     with RunFolder(folder).locked():
         say(f"{recipe.name}, {config.preset}: {recipe.title} ({recipe.source}); {preset.cost}")
-        problems = _run(jobs, config)
-        finished = [(job, out) for job, out in jobs if job.is_finished(out)]
-        records = [record_of(job.label, job.seed, job.record(out)) for job, out in finished]
-        write_records(folder / "records.jsonl", records)
-        if not problems:
-            _show(recipe, config, folder, records)
-    if problems:
-        listed = "\n  ".join(problems)
-        raise RunFailedError(
-            f"{len(problems)} of {len(jobs)} runs failed; the same command tries them again:\n  {listed}"
-        )
+        records = _run(tuning, folder, config, kept=[])
+        if tuning:
+            best = best_rates(records, recipe.tuned_by)
+            for arm, rate in best.items():
+                say(f"{arm}: learning rate {rate:.2g} is the best of the grid")
+            jobs = at_best_rates(jobs, best)
+        records = _run(jobs, folder, config, kept=records)
+        _show(recipe, config, folder, records)
 
 
 def kept_at(config: ReproduceConfig) -> Path:
@@ -95,6 +94,8 @@ def overview(out: Path) -> str:
         recipe = find_recipe(name)
         for number, (label, preset) in enumerate(recipe.presets.items()):
             jobs = recipe.jobs(label, range(preset.seeds))
+            if preset.grid is not None:
+                jobs = [*tuning_jobs(recipe.jobs(label, preset.grid.seeds), preset.grid), *jobs]
             done = sum(_is_done(job, folder_of(out / name / label, job)) for job in jobs)
             what = (name, recipe.title) if number == 0 else ("", "")
             rows.append((*what, label, f"{done} of {len(jobs)}", preset.cost))
@@ -110,12 +111,16 @@ def _is_done(job: Job, out: Path) -> bool:
         return False
 
 
-def _run(jobs: Sequence[tuple[Job, Path]], config: ReproduceConfig) -> list[str]:
-    missing = [(job, out) for job, out in jobs if not job.is_finished(out)]
+def _run(jobs: Sequence[Job], folder: Path, config: ReproduceConfig, *, kept: Sequence[Record]) -> list[Record]:
+    """Run what is missing of `jobs`; returns the records `kept` from before and those of all jobs, written down.
+
+    Raises:
+        RunFailedError: at least one failed; the others are kept.
+    """
+    places = [(job, folder_of(folder, job)) for job in jobs]
+    missing = [(job, out) for job, out in places if not job.is_finished(out)]
     if len(missing) < len(jobs):
         say(f"{len(jobs) - len(missing)} of {len(jobs)} runs were finished before")
-    if not missing:
-        return []
     start, ended = time.monotonic(), 0
 
     def done(number: int, problem: str | None) -> None:
@@ -125,12 +130,21 @@ def _run(jobs: Sequence[tuple[Job, Path]], config: ReproduceConfig) -> list[str]
         what = "finished" if problem is None else f"FAILED: {problem}"
         say(f"[{ended} of {len(missing)}, {time.monotonic() - start:.0f} s] {job.label}, seed {job.seed}: {what}")
 
-    return sweep(missing, workers=config.jobs, cluster=config.cluster, done=done)
+    problems = sweep(missing, workers=config.jobs, cluster=config.cluster, done=done) if missing else []
+    records = [*kept, *(record_of(job, out) for job, out in places if job.is_finished(out))]
+    write_records(folder / "records.jsonl", records)
+    if problems:
+        listed = "\n  ".join(problems)
+        raise RunFailedError(
+            f"{len(problems)} of {len(jobs)} runs failed; the same command tries them again:\n  {listed}"
+        )
+    return records
 
 
 def _show(recipe: Recipe, config: ReproduceConfig, folder: Path, records: Sequence[Record]) -> None:
-    claims = recipe.claims(records)
-    images = save_figure(recipe.plot(records), folder / recipe.name)
+    shown = reported(records)
+    claims = recipe.claims(shown)
+    images = save_figure(recipe.plot(shown), folder / recipe.name)
     page = folder / "report.md"
     write_bytes(page, report(recipe, config.preset, records, claims, figure=f"{recipe.name}.svg").encode())
     if config.results is not None:

@@ -1,0 +1,68 @@
+"""Every arm of a comparison at its own best learning rate: one grid for all, chosen by seeds that are not reported."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from kvshift.lab.analysis.learning import steps_to
+from kvshift.lab.errors import LabError
+from kvshift.recipes.jobs import TrainingJob
+from kvshift.recipes.recipe import Grid, Job, Record, Score, accuracy_curve
+
+__all__ = ["at_best_rates", "best_rates", "by_arm", "reached_soonest", "tuning_jobs"]
+
+
+def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[TrainingJob]:
+    """Each of `jobs`, which have the seeds of the grid, at each rate of it."""
+    return [_training(job).at_rate(rate, tuning=True) for job in jobs for rate in grid.rates]
+
+
+def at_best_rates(jobs: Sequence[Job], best: dict[str, float]) -> list[TrainingJob]:
+    """Each of `jobs`, which are reported, at the best rate of its arm."""
+    return [_training(job).at_rate(best[job.label]) for job in jobs]
+
+
+def best_rates(records: Sequence[Record], score: Score | None) -> dict[str, float]:
+    """Of each arm, the rate with the highest mean score over the tuning seeds; of equals the lowest.
+
+    Args:
+        records: of the tuning runs alone.
+        score: the means over seeds of its numbers are compared one after the other.
+    """
+    assert score is not None, "a recipe with a grid says by what it is tuned"
+
+    def mean(runs: Sequence[Record]) -> tuple[float, ...]:
+        return tuple(statistics.fmean(numbers) for numbers in zip(*map(score, runs), strict=True))
+
+    return {
+        arm: max(sorted(by_rate), key=lambda rate: mean(by_rate[rate]))  # called at once
+        for arm, by_rate in by_arm(records).items()
+    }
+
+
+def by_arm(records: Sequence[Record]) -> dict[str, dict[float, list[Record]]]:
+    """Tuning runs by arm and learning rate."""
+    found: dict[str, dict[float, list[Record]]] = {}
+    for record in records:
+        assert record.tunes is not None
+        rate = record.options["optimizer"]["learning_rate"]
+        found.setdefault(record.tunes, {}).setdefault(rate, []).append(record)
+    return found
+
+
+def reached_soonest(name: str, level: float) -> Score:
+    """Score by accuracy `name` at the end, `level` being as good as more; of those that reach it, by how soon."""
+
+    def score(record: Record) -> tuple[float, ...]:
+        steps, accuracy = accuracy_curve(record, name)
+        reached = steps_to(steps, accuracy, level)
+        return min(accuracy[-1], level), -float(record.options["steps"] if reached is None else reached)
+
+    return score
+
+
+def _training(job: Job) -> TrainingJob:
+    if not isinstance(job, TrainingJob):
+        raise LabError(f"{job.label}: only training runs have a learning rate, got a {type(job).__name__}")
+    return job

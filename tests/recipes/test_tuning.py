@@ -1,0 +1,104 @@
+"""Each arm at its own best learning rate of one grid, chosen by seeds that are not reported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvshift import cli
+from kvshift.lab.errors import LabError
+from kvshift.recipes import mqar
+from kvshift.recipes.jobs import Computation
+from kvshift.recipes.recipe import Grid, Record, reported
+from kvshift.recipes.records import read_records
+from kvshift.recipes.tuning import at_best_rates, best_rates, reached_soonest, tuning_jobs
+
+from .cases import made_up
+
+SCORE = reached_soonest("queries", 0.99)
+
+
+def run(arm: str, rate: float, final: float, *, reached: int = 200, seed: int = 1000) -> Record:
+    """A tuning run at 10 % until just before step `reached`, at `final` from there on."""
+    options = {"optimizer": {"learning_rate": rate}, "steps": 400}
+    curve = {"step": [1, reached - 1, reached, 400], "queries": [0.1, 0.1, final, final], "loss": [3.0, 3.0, 1.0, 1.0]}
+    return replace(made_up(f"{arm}, rate {rate}", seed, curve=curve, options=options), tunes=arm)
+
+
+def test_every_arm_gets_the_same_grid_and_its_own_best_rate():
+    found = [run("fast", rate, final) for rate, final in ((1e-3, 0.5), (1e-2, 1.0))]
+    found += [run("slow", rate, final) for rate, final in ((1e-3, 0.98), (1e-2, 0.2))]
+    assert best_rates(found, SCORE) == {"fast": 1e-2, "slow": 1e-3}
+
+
+def test_of_rates_that_reach_the_level_the_one_that_does_so_soonest():
+    found = [run("a", rate, final, reached=step) for rate, final, step in ((1e-3, 1.0, 300), (1e-2, 0.992, 50))]
+    assert best_rates(found, SCORE) == {"a": 1e-2}
+
+
+def test_of_equals_the_lowest_rate_whatever_the_order():
+    found = [run("a", rate, 1.0) for rate in (1e-2, 1e-3, 5e-3)]
+    assert best_rates(found, SCORE) == {"a": 1e-3}
+
+
+def test_the_mean_over_seeds_decides():
+    found = [run("a", 1e-3, 0.6, seed=seed) for seed in (1000, 1001)]
+    found += [run("a", 1e-2, final, seed=seed) for final, seed in ((0.9, 1000), (0.1, 1001))]
+    assert best_rates(found, SCORE) == {"a": 1e-3}
+
+
+def test_a_run_that_ends_before_it_reaches_the_level_counts_as_later_than_any():
+    assert SCORE(run("a", 1e-3, 0.98)) == (0.98, -400.0)
+    assert SCORE(run("a", 1e-3, 1.0, reached=51)) > (0.99, -51.0)
+
+
+def test_tuning_runs_differ_in_the_rate_alone_and_share_no_seed_with_the_reported():
+    preset = mqar.RECIPE.presets["laptop"]
+    assert preset.grid is not None
+    jobs = tuning_jobs(mqar.RECIPE.jobs("laptop", preset.grid.seeds), preset.grid)
+    arms = {job.label for job in mqar.RECIPE.jobs("laptop", range(preset.seeds))}
+    asked = {(job.tunes, job.config.optimizer.learning_rate, job.seed) for job in jobs}
+    assert asked == {(arm, rate, seed) for arm in arms for rate in preset.grid.rates for seed in preset.grid.seeds}
+    assert not {job.seed for job in jobs} & set(range(preset.seeds))
+    for job in jobs:
+        twin = next(one for one in mqar.RECIPE.jobs("laptop", [job.seed]) if one.label == job.tunes)
+        optimizer = replace(twin.config.optimizer, learning_rate=job.config.optimizer.learning_rate)
+        assert job.config == replace(twin.config, optimizer=optimizer)
+
+
+def test_reported_runs_are_at_the_chosen_rate():
+    jobs = at_best_rates(
+        mqar.RECIPE.jobs("smoke", [0]), dict.fromkeys((job.label for job in mqar.RECIPE.jobs("smoke", [0])), 0.125)
+    )
+    assert {job.config.optimizer.learning_rate for job in jobs} == {0.125}
+    assert [job.label for job in jobs] == [job.label for job in mqar.RECIPE.jobs("smoke", [0])]
+    assert all(job.tunes is None for job in jobs)
+
+
+@pytest.mark.parametrize(("rates", "seeds"), [((), (1000,)), ((1e-2, 1e-3), (1000,)), ((1e-3,), ()), ((1e-3,), (3,))])
+def test_grids_that_are_none(rates: tuple[float, ...], seeds: tuple[int, ...]):
+    with pytest.raises(ValueError, match="must be one or more"):
+        Grid(rates=rates, seeds=seeds)
+
+
+def test_what_does_not_train_has_no_rate():
+    job = Computation(label="a sum", config=None, function=lambda config: {})
+    with pytest.raises(LabError, match="a sum: only training runs have a learning rate, got a Computation"):
+        tuning_jobs([job], Grid(rates=(1e-3,), seeds=(1000,)))
+
+
+def test_the_command_tunes_first_and_reports_what_it_chose(tmp_path: Path):
+    assert cli.main(["reproduce", "mqar", "--preset", "smoke", "--out", str(tmp_path), "--jobs", "1"]) == 0
+    folder = tmp_path / "mqar" / "smoke"
+    records = read_records(folder / "records.jsonl")
+    assert len(records) == 8 + 4
+    chosen = best_rates([record for record in records if record.tunes is not None], mqar.RECIPE.tuned_by)
+    shown = reported(records)
+    assert {record.label: record.options["optimizer"]["learning_rate"] for record in shown} == chosen
+    assert {record.seed for record in shown} == {0}
+    page = (folder / "report.md").read_text()
+    assert "chosen by runs of their own (seeds 1000)" in page
+    assert json.loads((folder / "records.jsonl").read_text().splitlines()[0])["tunes"] == records[0].tunes
