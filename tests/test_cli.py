@@ -70,6 +70,14 @@ def test_help_of_a_command_imports_its_options_alone(name):
     assert len(loaded) < 400
 
 
+@pytest.mark.parametrize("options", [[], ["--json", "--model.hidden-size", "256"]], ids=["every size", "a shape"])
+def test_planning_needs_no_torch(options):
+    loaded = imported(["plan", *options])
+    assert "kvshift.lab.planning" in loaded
+    assert not loaded & HEAVY
+    assert len(loaded) < 400
+
+
 def imported(arguments: list[str]) -> set[str]:
     """The modules that a process has imported when `kvshift` with these arguments has ended."""
     program = f"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvshift.cli import main
+from kvshift.lab import planning
 from kvshift.lab.config import ModelConfig
-from kvshift.lab.cost import count_parameters, training_flops, training_memory
+from kvshift.lab.cost import LlamaShape, count_parameters, training_flops, training_memory
 from kvshift.lab.errors import LabError
 from kvshift.lab.language_model import llama_config
 from kvshift.lab.planning import DEVICES, PlanConfig, estimate, plan
@@ -60,6 +62,58 @@ def test_what_train_would_take_where_nothing_is_said() -> None:
     expected = llama_config(ModelConfig(hidden_size=128), vocab_size=1024, sequence_length=256)
     assert row.parameters == count_parameters(expected)
     assert row.sequence_length == 256
+
+
+@pytest.mark.parametrize("size", [None, *SIZES])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shift_targets": (), "vocab_size": 61, "sliding_window": 7},
+        {"shift_targets": ("q", "v"), "shift_window": 3, "tie_word_embeddings": True},
+        {"shift_constraint": "gate", "qk_norm": True, "num_hidden_layers": 3, "rope_theta": 500.0},
+        {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 77},
+    ],
+    ids=["as it is", "vanilla", "wider", "gate", "shape"],
+)
+def test_a_plan_is_that_of_the_configuration_that_train_builds(size: str | None, options: dict[str, Any]) -> None:
+    """Without a configuration of transformers, whose import takes longer than the plan."""
+    made = ModelConfig(size=size, **options)
+    for length in (None, 384, 8192):
+        shape = planning._shape(made, length)
+        config = llama_config(made, vocab_size=1, sequence_length=length or 1)
+        expected = {field.name: getattr(config, field.name) for field in dataclasses.fields(LlamaShape)}
+        if made.vocab_size is None and size is None:
+            expected["vocab_size"] = 1024
+        if length is None and size is None:
+            expected["max_position_embeddings"] = 256
+        assert dataclasses.asdict(shape) | {"shift_targets": list(shape.shift_targets)} == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"size": "3B"},
+        {"vocab_size": 0},
+        {"num_hidden_layers": -1},
+        {"hidden_size": 100, "num_attention_heads": 3},
+        {"hidden_size": 12, "num_attention_heads": 4},
+        {"num_key_value_heads": 3},
+        {"shift_window": 1},
+        {"shift_constraint": "gate", "shift_window": 3},
+        {"shift_constraint": "gate", "shift_init": "identity"},
+        {"shift_targets": ("k", "k")},
+        {"sliding_window": 1},
+    ],
+    ids=str,
+)
+def test_a_model_that_train_refuses_is_not_planned(options: dict[str, Any]) -> None:
+    made = ModelConfig(**options)
+    with pytest.raises(LabError) as refused:
+        llama_config(made, vocab_size=1, sequence_length=64)
+    with pytest.raises(LabError) as planned:
+        estimate(PlanConfig(model=made, sequence_length=64, devices=1))
+    assert str(planned.value) == str(refused.value)
 
 
 def test_hours_by_hand() -> None:

@@ -9,8 +9,9 @@ the models themselves. With bfloat16 that is autocast: weights, gradients, optim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from kvshift.models.llama import KVShiftLlamaConfig
@@ -18,8 +19,33 @@ if TYPE_CHECKING:
 Precision = Literal["bf16", "fp32"]
 Sharding = Literal["none", "ddp", "fsdp"]
 
-__all__ = ["CacheSize", "Flops", "Memory", "Parameters", "Precision", "Sharding"]
+__all__ = ["CacheSize", "Flops", "Llama", "LlamaShape", "Memory", "Parameters", "Precision", "Sharding"]
 __all__ += ["cache_size", "count_parameters", "training_flops", "training_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaShape:
+    """The fields of a `KVShiftLlamaConfig` that decide what its model costs: what is needed of it without torch."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    shift_targets: Sequence[str] = ("k", "v")
+    shift_window: int = 2
+    shift_constraint: str = "free"
+
+
+Llama: TypeAlias = "KVShiftLlamaConfig | LlamaShape"
 
 
 @dataclass(frozen=True)
@@ -41,7 +67,7 @@ class Parameters:
     multiplied: int
 
 
-def count_parameters(config: KVShiftLlamaConfig) -> Parameters:
+def count_parameters(config: Llama) -> Parameters:
     """The parameters of `KVShiftLlamaForCausalLM(config)`.
 
     A layer has 2EHD + 2EGD in attention, 3EF in the MLP, 2E in its norms; W numbers for each head and target of the
@@ -90,7 +116,7 @@ class Flops:
         return self.matrices + self.attention + self.shift
 
 
-def training_flops(config: KVShiftLlamaConfig, sequence_length: int, *, causal: bool = True) -> Flops:
+def training_flops(config: Llama, sequence_length: int, *, causal: bool = True) -> Flops:
     """FLOPs of training for each token; the backward pass is twice the forward, once for inputs, once for weights.
 
         matrices   6 * (parameters in matrices, head included)
@@ -127,7 +153,7 @@ class CacheSize:
     per_sequence: int
 
 
-def cache_size(config: KVShiftLlamaConfig, precision: Precision) -> CacheSize:
+def cache_size(config: Llama, precision: Precision) -> CacheSize:
     """Bytes of the cache: 2LGDc for each token, and 2LGDc(W - 1) for each sequence where there is a shift.
 
     With a sliding window the cache holds no more tokens than the window.
@@ -166,7 +192,7 @@ class Memory:
 
 
 def training_memory(
-    config: KVShiftLlamaConfig,
+    config: Llama,
     *,
     rows: int,
     sequence_length: int,
@@ -232,7 +258,7 @@ def training_memory(
     )
 
 
-def _kept_by_layer(config: KVShiftLlamaConfig, sequence_length: int, precision: Precision) -> int:
+def _kept_by_layer(config: Llama, sequence_length: int, precision: Precision) -> int:
     """Bytes for each token; the formula of `training_memory`."""
     itemsize, (heads, kv_heads, size) = _itemsize(precision), _heads(config)
     query, key = heads * size, kv_heads * size
@@ -246,13 +272,13 @@ def _kept_by_layer(config: KVShiftLlamaConfig, sequence_length: int, precision: 
     return stream + attention + shift + 4 * config.intermediate_size * itemsize
 
 
-def _shifted_heads(config: KVShiftLlamaConfig) -> list[int]:
+def _shifted_heads(config: Llama) -> list[int]:
     """The heads of each target of the shift."""
     heads, kv_heads, _ = _heads(config)
     return [heads if target == "q" else kv_heads for target in config.shift_targets]
 
 
-def _heads(config: KVShiftLlamaConfig) -> tuple[int, int, int]:
+def _heads(config: Llama) -> tuple[int, int, int]:
     """H, G and D."""
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     assert kv_heads is not None  # in transformers' annotation alone

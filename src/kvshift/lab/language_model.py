@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_see
 from kvshift.lab.analysis.runs import Run, read_json
 from kvshift.lab.config import ModelConfig
 from kvshift.lab.errors import LabError, nearest
+from kvshift.lab.model_fields import given_fields, size_fields
 from kvshift.lab.records import write_json
 from kvshift.lab.seeds import generator_for
 from kvshift.layers import KVShift
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift.models.llama.sizes import SIZES
 
 __all__ = [
     "build_model",
@@ -41,13 +41,7 @@ def llama_config(options: ModelConfig, *, vocab_size: int, sequence_length: int)
         vocab_size: tokens of the tokenizer.
         sequence_length: of the training rows.
     """
-    base = _base(options)
-    given = {
-        field.name: getattr(options, field.name)
-        for field in fields(ModelConfig)
-        if field.name not in ("size", "config", "freeze_shift", "rope_theta")
-    }
-    base |= {name: value for name, value in given.items() if value is not None}
+    base = _base(options) | given_fields(options)
     if options.rope_theta is not None:
         rope = base.get("rope_parameters") or base.pop("rope_scaling", None) or {"rope_type": "default"}
         base["rope_parameters"] = {**rope, "rope_theta": options.rope_theta}
@@ -156,19 +150,7 @@ def count_parameters(model: torch.nn.Module) -> dict[str, int]:
 def _base(options: ModelConfig) -> dict[str, Any]:
     if options.size is not None and options.config is not None:
         raise LabError(f"model.size ({options.size}) and model.config ({options.config}) cannot both be given")
-    if options.size is not None:
-        if options.size not in SIZES:
-            raise LabError(f"model.size must be one of {', '.join(SIZES)}, got {options.size!r}")
-        return dict(SIZES[options.size])
-    if options.config is not None:
-        return _read(options.config)
-    width = options.hidden_size or 128
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": -(-width * 8 // (3 * 32)) * 32,
-    }
+    return size_fields(options) if options.config is None else _read(options.config)
 
 
 def _read(path: Path) -> dict[str, Any]:

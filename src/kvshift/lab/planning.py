@@ -13,6 +13,8 @@ from kvshift.lab.config import ModelConfig
 from kvshift.lab.cost import (
     CacheSize,
     Flops,
+    Llama,
+    LlamaShape,
     Memory,
     Parameters,
     cache_size,
@@ -22,9 +24,9 @@ from kvshift.lab.cost import (
 )
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError
-from kvshift.lab.language_model import llama_config
+from kvshift.lab.model_fields import given_fields, size_fields
 from kvshift.lab.plan_config import DeviceName, PlanConfig
-from kvshift.models.llama import SIZES, KVShiftLlamaConfig
+from kvshift.models.paper_sizes import SIZES
 
 __all__ = ["DEVICES", "Device", "Estimate", "PlanConfig", "estimate", "plan"]
 
@@ -130,7 +132,7 @@ def _check(config: PlanConfig) -> None:
         raise LabError("peak_tflops or tokens_per_second must be given with precision fp32: the table knows bf16 only")
 
 
-def _models(options: ModelConfig, sequence_length: int | None) -> dict[str, KVShiftLlamaConfig]:
+def _models(options: ModelConfig, sequence_length: int | None) -> dict[str, Llama]:
     """By name: the model that the options describe, or every size where they describe the shape of none."""
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     if options.size is None and options.config is None and all(getattr(options, name) is None for name in shape):
@@ -139,7 +141,12 @@ def _models(options: ModelConfig, sequence_length: int | None) -> dict[str, KVSh
     return {name: _model(options, sequence_length)}
 
 
-def _model(options: ModelConfig, sequence_length: int | None) -> KVShiftLlamaConfig:
+def _model(options: ModelConfig, sequence_length: int | None) -> Llama:
+    if options.config is None and (shape := _shape(options, sequence_length)) is not None:
+        return shape
+    # Slow to import. It knows all fields that a file may hold, and says what is wrong with options.
+    from kvshift.lab.language_model import llama_config
+
     config = llama_config(options, vocab_size=1, sequence_length=sequence_length or 1)
     if config.vocab_size == 1:  # nobody said: as many as `kvshift train` gives its tokenizer
         options = replace(options, vocab_size=DataConfig.vocab_size)
@@ -148,7 +155,36 @@ def _model(options: ModelConfig, sequence_length: int | None) -> KVShiftLlamaCon
     return llama_config(options, vocab_size=1, sequence_length=sequence_length or 1)
 
 
-def _estimate(config: PlanConfig, name: str, model: KVShiftLlamaConfig) -> Estimate:
+def _shape(options: ModelConfig, sequence_length: int | None) -> LlamaShape | None:
+    """What `llama_config` makes of options without a file, as far as costs go; None where it may raise an error."""
+    fields = size_fields(options) | given_fields(options)
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    if any(fields.get(name, 1) < 1 for name in (*sizes, "vocab_size")):
+        return None
+    width, heads = fields["hidden_size"], fields["num_attention_heads"]
+    fields.setdefault("num_key_value_heads", heads)
+    fields.setdefault("vocab_size", DataConfig.vocab_size)
+    longest = max(fields.get("max_position_embeddings", 0), sequence_length or 0)
+    known = [field.name for field in dataclasses.fields(LlamaShape)]
+    shape = LlamaShape(
+        **{name: value for name, value in fields.items() if name in known and name != "max_position_embeddings"},
+        head_dim=width // heads,
+        max_position_embeddings=longest or DataConfig.sequence_length,
+    )
+    targets, window = shape.shift_targets, shape.sliding_window
+    regular = (
+        width % (2 * heads) == 0
+        and heads % shape.num_key_value_heads == 0
+        and (options.rope_theta is None or 0 < options.rope_theta < math.inf)
+        and (window is None or window > 1)
+        and len(set(targets)) == len(targets)
+        and shape.shift_window > 1
+        and (shape.shift_constraint != "gate" or (shape.shift_window == 2 and options.shift_init != "identity"))
+    )
+    return shape if regular else None
+
+
+def _estimate(config: PlanConfig, name: str, model: Llama) -> Estimate:
     length = config.sequence_length or model.max_position_embeddings
     devices = config.devices
     parameters, flops = count_parameters(model), training_flops(model, length)
