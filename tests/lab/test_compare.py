@@ -95,6 +95,12 @@ def test_twins_differ_in_the_shift_alone():
     assert replace(vanilla.model, shift_targets=("v",)) == shifted.model
 
 
+def test_twins_that_start_from_a_model_differ_in_the_shift_too():
+    train = TrainConfig(out=Path("out"), init_from="llama")
+    targets = [child_config(train, 0, side).model.shift_targets for side in ("vanilla", "kvshift")]
+    assert targets == [(), ("k", "v")]
+
+
 def test_all_seeds_are_run_and_shown(tmp_path, children, capsys):
     summary = compare(config_for(tmp_path / "out", seeds=2, seed=3))
     assert children == ["seed-3/vanilla", "seed-3/kvshift", "seed-4/vanilla", "seed-4/kvshift"]

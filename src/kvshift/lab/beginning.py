@@ -53,10 +53,9 @@ def enter(folder: RunFolder, options: dict[str, Any]) -> bool:
         remove_folder(folder.tokenizer)  # of a run that ended before it had begun: perhaps only a part
         return False
     given = {name: value for name, value in options.items() if value not in (None, "auto")}
-    given["model"] = {name: value for name, value in options["model"].items() if value is not None}
-    given["optimizer"] = {name: value for name, value in options["optimizer"].items() if value is not None}
     known = {name: old.get(name) for name in given}
-    for part in ("model", "optimizer"):
+    for part in {"model", "optimizer", "data"} & given.keys():  # a task run has no data
+        given[part] = {name: value for name, value in options[part].items() if value is not None}
         known[part] = {name: (old.get(part) or {}).get(name) for name in given[part]}
     _refuse(folder, differences(known, given))
     return folder.result.exists()

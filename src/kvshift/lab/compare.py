@@ -87,6 +87,8 @@ def child_config(train: TrainConfig, seed: int, side: str) -> TrainConfig:
     model = train.model
     if side == "vanilla":
         model = dataclasses.replace(model, shift_targets=())
+    elif train.init_from is not None and model.shift_targets is None:  # which would be what that model has: none
+        model = dataclasses.replace(model, shift_targets=("k", "v"))
     return dataclasses.replace(train, out=train.out / f"seed-{seed}" / side, seed=seed, model=model)
 
 

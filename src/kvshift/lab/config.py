@@ -178,6 +178,9 @@ class RunConfig:
 class TrainConfig(RunConfig):
     """One training run. The same command, given again, continues a run that was stopped."""
 
+    init_from: str | None = None
+    """Start from the weights and the tokenizer of this Llama, with or without KV shift: a run, a folder, or a name on
+    the hub. What is left open under `model` is the model's; a shift that it does not have starts as the identity."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokens_per_step: int | None = None
@@ -207,6 +210,8 @@ class TrainConfig(RunConfig):
 def config_hash(config: Mapping[str, Any]) -> str:
     """16 hexadecimal digits over all that decides the numbers of a run; `config` as `to_json` gives it."""
     decisive = {name: value for name, value in config.items() if name not in _FREE}
+    if decisive.get("init_from") is None:  # so that runs from before there was this option keep their digits
+        decisive.pop("init_from", None)
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
@@ -33,15 +34,18 @@ __all__ = [
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 
-def llama_config(options: ModelConfig, *, vocab_size: int, sequence_length: int) -> KVShiftLlamaConfig:
+def llama_config(
+    options: ModelConfig, *, vocab_size: int, sequence_length: int, base: Mapping[str, Any] | None = None
+) -> KVShiftLlamaConfig:
     """The configuration of the model that `options` describe.
 
     Args:
         options: of the run.
         vocab_size: tokens of the tokenizer.
         sequence_length: of the training rows.
+        base: fields that the options stand above; None: those of `options.size` or `options.config`.
     """
-    base = _base(options) | given_fields(options)
+    base = {**(_base(options) if base is None else base), **given_fields(options)}
     if options.rope_theta is not None:
         rope = base.get("rope_parameters") or base.pop("rope_scaling", None) or {"rope_type": "default"}
         base["rope_parameters"] = {**rope, "rope_theta": options.rope_theta}

@@ -21,10 +21,10 @@ from kvshift.lab.config import DType
 from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
 
-__all__ = ["Loaded", "load_model", "load_tokenizer", "load_weights", "locate", "model_folder"]
+__all__ = ["UNREADABLE", "Loaded", "load_model", "load_tokenizer", "load_weights", "locate", "model_folder"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 
 class Loaded(NamedTuple):
@@ -61,7 +61,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer in a folder, as `locate` finds it, or of a name on the hub."""
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise LabError(_unreadable(str(folder), error)) from error
 
 
@@ -78,7 +78,7 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **kwargs
         )
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise LabError(_unreadable(str(folder), error)) from error
     model, report = loaded
     if report["missing_keys"]:

@@ -18,6 +18,13 @@ from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
 from kvshift.lab.language_model import build_model, count_parameters, llama_config
 from kvshift.lab.messages import say, say_nothing
+from kvshift.lab.pretrained import (
+    base_config,
+    find_pretrained,
+    load_pretrained,
+    weights_digest,
+    with_tokenizer,
+)
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFolder, read_metrics, write_json
 from kvshift.lab.running import (
@@ -68,9 +75,14 @@ def train(config: TrainConfig) -> None:
 def _run(
     stack: ExitStack, config: TrainConfig, folder: RunFolder, processes: Processes, say: Callable[[str], None]
 ) -> None:
+    source = base = None
+    if config.init_from is not None:
+        source = find_pretrained(config.init_from, say)
+        base = base_config(source, config.model)
+        config = dataclasses.replace(config, data=with_tokenizer(source, config.data))
     data = _load(config, folder, processes)
     model_config = llama_config(
-        config.model, vocab_size=len(data.tokenizer), sequence_length=config.data.sequence_length
+        config.model, vocab_size=len(data.tokenizer), sequence_length=config.data.sequence_length, base=base
     )
     model_config.bos_token_id = cast(int | None, data.tokenizer.bos_token_id)
     model_config.eos_token_id = cast(int | None, data.tokenizer.eos_token_id)
@@ -79,9 +91,14 @@ def _run(
     config = dataclasses.replace(config, tokens_per_step=tokens_per_step, **resolved(config))
     options = to_json(config)
     options["model"] |= resolved_model(model_config)
-    start = processes.main_first(lambda: begin(folder, options, processes, say, data_facts(data)))
-
-    model = build_model(model_config, seed=config.seed, freeze_shift=config.model.freeze_shift)
+    facts = data_facts(data)
+    frozen = config.model.freeze_shift
+    if source is None:
+        model = build_model(model_config, seed=config.seed, freeze_shift=frozen)
+    else:
+        model = load_pretrained(source, model_config, freeze_shift=frozen)
+        facts["start_weights"] = weights_digest(model)
+    start = processes.main_first(lambda: begin(folder, options, processes, say, facts))
     model.config.use_cache = False  # no cache of keys and values beside every training step
     sizes = count_parameters(model)
     say(
