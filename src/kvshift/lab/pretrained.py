@@ -55,13 +55,15 @@ def find_pretrained(name: str, say: Callable[[str], Any]) -> Pretrained:
     """
     try:
         folder, tokenizer = locate(name, say)
-        values = AutoConfig.from_pretrained(folder).to_dict()
+        values: dict[str, Any] = AutoConfig.from_pretrained(folder).to_dict()
         kind = values.pop("model_type")
         if kind not in ("llama", KVShiftLlamaConfig.model_type):
             raise LabError(f"{name} is of model_type {kind!r}; expected llama or kvshift_llama")
         if values.get("quantization_config") is not None:
             raise LabError(f"{name} is quantized, and its weights cannot be trained; expected one that is not")
-        config = KVShiftLlamaConfig(**values, **({"shift_targets": []} if kind == "llama" else {}))
+        if kind == "llama":
+            values["shift_targets"] = []
+        config = KVShiftLlamaConfig(**values)
     except LabError as error:
         raise LabError(f"init_from: {str(error).removeprefix('model: ')}") from error
     except Exception as error:  # the hub, and transformers' strict dataclasses, raise classes of their own
