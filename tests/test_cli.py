@@ -142,6 +142,33 @@ def test_what_the_user_can_mend_is_a_line_and_an_exit_code(command, capsys):
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("moment", ["options", "function"])
+def test_ctrl_c_while_modules_are_imported(command, monkeypatch, capsys, moment):
+    imported = cli._imported
+
+    def interrupted(path):
+        if path.endswith({"options": ":Options", "function": ":run"}[moment]):
+            raise KeyboardInterrupt
+        return imported(path)
+
+    monkeypatch.setattr(cli, "_imported", interrupted)
+    assert cli.main(["count"]) == 130
+    assert capsys.readouterr().err == "\nkvshift count: interrupted\n"
+
+
+def test_ctrl_c_inside_exec_ends_with_130_too(tmp_path):
+    """A namedtuple is made by `exec`; after an interrupt in it, `python -m` would end by the signal."""
+    program = """
+import kvshift.cli as cli
+cli._imported = lambda path: exec("import os, signal; os.kill(os.getpid(), signal.SIGINT); input()")
+cli.run_and_exit()
+"""
+    (tmp_path / "started.py").write_text(program)
+    command = [sys.executable, "-m", "started", "plan"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "\nkvshift plan: interrupted\n")
+
+
 @pytest.mark.parametrize("name", cli._COMMANDS)
 def test_every_command_has_its_options_and_its_function(name, capsys):
     assert callable(cli._imported(cli._COMMANDS[name].function))

@@ -77,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:  # also while modules are imported
+        print(f"\nkvshift {name}: interrupted", file=sys.stderr)
+        return 130
 
 
 def run_and_exit() -> NoReturn:
@@ -92,7 +95,8 @@ def run_and_exit() -> NoReturn:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
         if isinstance(left.code, str):
             print(left.code, file=sys.stderr)
-    if "RANK" in os.environ:
+    # After a Ctrl-C inside `exec`, which namedtuples and dataclasses use, Python would end by SIGINT, caught or not.
+    if "RANK" in os.environ or code == 130:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -76,3 +76,22 @@ def test_rope_theta_alone_leaves_the_scaling_of_the_file(tmp_path, old):
     fields = {"rope_scaling": rope, "rope_theta": 5e5} if old else {"rope_parameters": {**rope, "rope_theta": 5e5}}
     config = described(tmp_path, {**values, **fields}, rope_theta=3e4)
     assert config.rope_parameters == {**rope, "rope_theta": 3e4}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"head_dim": 0}, r"model\.head_dim must be a whole number from 1 to 2\*\*31 - 1, got 0"),
+        ({"vocab_size": "97"}, r"model\.vocab_size must be a whole number .*, got '97'"),
+        ({"rms_norm_eps": -1.0}, r"model\.rms_norm_eps must be between 0 and 1, got -1\.0"),
+        ({"rms_norm_eps": float("nan")}, r"model\.rms_norm_eps must be between 0 and 1, got nan"),
+        ({"attention_dropout": 2.0}, r"model\.attention_dropout must be between 0 and 1, got 2\.0"),
+        ({"hidden_act": "zwiglu"}, r"model\.hidden_act must be one of .*silu.*, got 'zwiglu'"),
+        ({"rope_theta": -1.0}, r"model\.rope_theta must be more than 0 and finite, got -1\.0"),
+        ({"hidden_size": None}, r"options under model do not make a model: Field 'hidden_size' expected int, got None"),
+    ],
+    ids=str,
+)
+def test_a_value_that_cannot_be_is_an_error_in_our_words(tmp_path, values, said):
+    with pytest.raises(LabError, match=said):
+        described(tmp_path, {**LLAMA, **values})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -104,9 +105,11 @@ class OptimizerConfig:
     def check(self, steps: int) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""
         for name in ("learning_rate", "epsilon"):
-            require(getattr(self, name) > 0, f"optimizer.{name}", getattr(self, name), "more than 0")
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"optimizer.{name}", value, "more than 0 and finite")
         for name in ("weight_decay", "clip_norm", "shift_lr_multiplier"):
-            require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "0 or more")
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"optimizer.{name}", value, "0 or more, and finite")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "at least 0, less than 1")
         for name in ("decay_fraction", "min_lr_ratio"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
@@ -11,10 +12,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
+from transformers.activations import ACT2FN
 
 from kvshift.lab.analysis.runs import Run, read_json
 from kvshift.lab.config import ModelConfig
-from kvshift.lab.errors import LabError, nearest
+from kvshift.lab.errors import LabError, nearest, require
 from kvshift.lab.model_fields import given_fields, size_fields
 from kvshift.lab.records import write_json
 from kvshift.lab.seeds import generator_for
@@ -33,6 +35,17 @@ __all__ = [
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
 
 def llama_config(
     options: ModelConfig, *, vocab_size: int, sequence_length: int, base: Mapping[str, Any] | None = None
@@ -50,6 +63,7 @@ def llama_config(
         rope = base.get("rope_parameters") or base.pop("rope_scaling", None) or {"rope_type": "default"}
         base["rope_parameters"] = {**rope, "rope_theta": options.rope_theta}
     base.setdefault("vocab_size", vocab_size)
+    _check_numbers(base)
     if base["vocab_size"] < vocab_size:
         raise LabError(
             f"model.vocab_size is {base['vocab_size']}, but the tokenizer has {vocab_size} tokens: "
@@ -60,9 +74,11 @@ def llama_config(
     base |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True}
     try:
         config = KVShiftLlamaConfig(**base)
-    except Exception as error:  # transformers' strict dataclasses raise classes of their own
-        raise LabError(f"the options under model do not make a model: {error}") from error
+    except Exception as error:  # transformers' strict dataclasses wrap the reason in errors of their own
+        raise LabError(f"the options under model do not make a model: {error.__cause__ or error}") from error
     heads, kv_heads = config.num_attention_heads, cast(int, config.num_key_value_heads)
+    theta = cast(dict[str, Any], config.rope_parameters)["rope_theta"]
+    require(0 < theta < math.inf, "model.rope_theta", theta, "more than 0 and finite")
     if cast(int, config.head_dim) % 2:
         raise LabError(
             f"model.hidden_size / num_attention_heads must be even, for the rotary embedding; got {config.hidden_size} "
@@ -149,6 +165,26 @@ def count_parameters(model: torch.nn.Module) -> dict[str, int]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "shift_parameters": sum(p.numel() for layer in shift_layers(model) for p in layer.parameters()),
     }
+
+
+def _check_numbers(base: dict[str, Any]) -> None:
+    """Raise a LabError for what transformers would not check, or would report without the name of the option."""
+    for name in _SIZES:
+        value = base.get(name, 1)
+        whole = value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31)
+        require(whole, f"model.{name}", value, "a whole number from 1 to 2**31 - 1")
+    for name in ("rms_norm_eps", "attention_dropout"):
+        value = base.get(name, 0.0)
+        require(isinstance(value, (int, float)) and 0 <= value <= 1, f"model.{name}", value, "between 0 and 1")
+    width, heads = base.get("hidden_size"), base.get("num_attention_heads")
+    require(
+        not (width and heads) or base.get("head_dim") is not None or width % heads == 0,
+        "model.hidden_size",
+        width,
+        f"a multiple of num_attention_heads ({heads})",
+    )
+    act = base.get("hidden_act", "silu")
+    require(act in ACT2FN, "model.hidden_act", act, f"one of {', '.join(ACT2FN)}")
 
 
 def _base(options: ModelConfig) -> dict[str, Any]:
