@@ -23,6 +23,7 @@ class _Command:
     summary: str
     options: str  # module:dataclass; the module imports neither torch nor transformers
     function: str  # module:function; options -> None, raises LabError on what the user can fix
+    from_file: bool = False  # options may also come from a file, `--config`
 
 
 _COMMANDS = {
@@ -30,8 +31,14 @@ _COMMANDS = {
         "Train twins, with and without KV shift",
         "kvshift.lab.compare_config:CompareConfig",
         "kvshift.lab.compare:compare",
+        from_file=True,
     ),
-    "train": _Command("Train a language model on text", "kvshift.lab.config:TrainConfig", "kvshift.lab.training:train"),
+    "train": _Command(
+        "Train a language model on text",
+        "kvshift.lab.config:TrainConfig",
+        "kvshift.lab.training:train",
+        from_file=True,
+    ),
     "generate": _Command(
         "Continue prompts with a trained model",
         "kvshift.lab.generate_config:GenerateConfig",
@@ -52,7 +59,12 @@ _COMMANDS = {
         "kvshift.benchmarks.bench_config:BenchConfig",
         "kvshift.benchmarks.bench:bench",
     ),
-    "plan": _Command("Say what a run will cost", "kvshift.lab.plan_config:PlanConfig", "kvshift.lab.planning:plan"),
+    "plan": _Command(
+        "Say what a run will cost",
+        "kvshift.lab.plan_config:PlanConfig",
+        "kvshift.lab.planning:plan",
+        from_file=True,
+    ),
 }
 
 
@@ -114,8 +126,10 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
     from kvshift.lab.errors import LabError
 
-    options = tyro.cli(_imported(command.options), prog=f"kvshift {name}", description=command.summary, args=arguments)
+    about: dict[str, Any] = {"prog": f"kvshift {name}", "description": command.summary, "args": arguments}
     try:
+        read = _imported("kvshift.lab.options_file:parse") if command.from_file else tyro.cli
+        options = read(_imported(command.options), **about)
         _imported(command.function)(options)
     except LabError as error:
         print(f"kvshift {name}: {error}", file=sys.stderr)

@@ -17,11 +17,12 @@ from kvshift.lab.config import ModelConfig
 from kvshift.lab.cost import LlamaShape, count_parameters, training_flops, training_memory
 from kvshift.lab.errors import LabError
 from kvshift.lab.language_model import llama_config
-from kvshift.lab.planning import DEVICES, PlanConfig, estimate, plan
+from kvshift.lab.plan_config import PlanConfig, PlanData
+from kvshift.lab.planning import DEVICES, estimate, plan
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, size_config
 
 TINY = ModelConfig(hidden_size=40, num_hidden_layers=3, num_attention_heads=5, vocab_size=211)
-SMALL = PlanConfig(model=TINY, sequence_length=64, batch_size=7, tokens=44_800)
+SMALL = PlanConfig(model=TINY, data=PlanData(sequence_length=64), batch_size=7, tokens=44_800)
 
 
 def one(config: PlanConfig) -> Any:
@@ -44,7 +45,7 @@ def test_options_that_are_no_shape_go_for_every_size() -> None:
 
 
 def test_one_size() -> None:
-    (row,) = estimate(PlanConfig(model=ModelConfig(size="1.5B"), sequence_length=4096))
+    (row,) = estimate(PlanConfig(model=ModelConfig(size="1.5B"), data=PlanData(sequence_length=4096)))
     assert (row.model, row.sequence_length) == ("1.5B", 4096)
     assert row.flops_per_token == training_flops(size_config("1.5B"), 4096)
 
@@ -80,7 +81,7 @@ def test_a_plan_is_that_of_the_configuration_that_train_builds(size: str | None,
     """Without a configuration of transformers, whose import takes longer than the plan."""
     made = ModelConfig(size=size, **options)
     for length in (None, 384, 8192):
-        shape = planning._shape(made, length)
+        shape = planning._shape(made, PlanData(sequence_length=length))
         config = llama_config(made, vocab_size=1, sequence_length=length or 1)
         expected = {field.name: getattr(config, field.name) for field in dataclasses.fields(LlamaShape)}
         if made.vocab_size is None and size is None:
@@ -112,7 +113,7 @@ def test_a_model_that_train_refuses_is_not_planned(options: dict[str, Any]) -> N
     with pytest.raises(LabError) as refused:
         llama_config(made, vocab_size=1, sequence_length=64)
     with pytest.raises(LabError) as planned:
-        estimate(PlanConfig(model=made, sequence_length=64, devices=1))
+        estimate(PlanConfig(model=made, data=PlanData(sequence_length=64), devices=1))
     assert str(planned.value) == str(refused.value)
 
 
@@ -129,6 +130,13 @@ def test_hours_by_hand() -> None:
     assert row.steps == 44_800 // (2 * 7 * 64)
 
 
+def test_steps_are_those_of_train() -> None:
+    row = one(replace(SMALL, steps=13, tokens=None))
+    assert (row.steps, row.tokens) == (13, 13 * 7 * 64)
+    made = one(replace(SMALL, model=ModelConfig(hidden_size=40), data=PlanData(sequence_length=64, vocab_size=523)))
+    assert made == one(replace(SMALL, model=ModelConfig(hidden_size=40, vocab_size=523)))
+
+
 def test_measured_throughput_goes_before_the_peak() -> None:
     row = one(replace(SMALL, tokens_per_second=12_444.444444, peak_tflops=1.0))
     assert row.hours * 3600 == pytest.approx(3.6, rel=1e-6)
@@ -143,7 +151,7 @@ def test_checkpointing_takes_the_recomputed_layers_longer_and_less_memory() -> N
 
 
 def test_devices_of_the_table() -> None:
-    fast, slow = (one(replace(SMALL, device=name)) for name in ("H100", "A100"))
+    fast, slow = (one(replace(SMALL, gpu=name)) for name in ("H100", "A100"))
     assert slow.hours / fast.hours == pytest.approx(DEVICES["H100"].tflops / DEVICES["A100"].tflops, rel=1e-12)
 
 
@@ -188,7 +196,7 @@ def test_a_model_that_fits_nowhere() -> None:
         ({"batch_size": 6, "devices": 3}, 6, 6 * 3 * 64),
         ({"batch_size": None, "tokens_per_step": 64 * 15}, 15, 64 * 15),
         ({"batch_size": None}, 2048 // 4, 524_288),  # the largest that fits is no divisor of the 8192 rows
-        ({"batch_size": None, "sequence_length": 100, "devices": 3}, 1747, 1747 * 300),
+        ({"batch_size": None, "data": PlanData(sequence_length=100), "devices": 3}, 1747, 1747 * 300),
     ],
 )
 def test_batch_and_step(options: dict[str, Any], rows: int, tokens: int) -> None:
@@ -202,7 +210,7 @@ def test_batch_and_step(options: dict[str, Any], rows: int, tokens: int) -> None
     ("options", "message"),
     [
         ({"devices": 0}, r"devices must be 1 or more, got 0"),
-        ({"sequence_length": 0}, r"sequence_length must be 1 or more, got 0"),
+        ({"data": PlanData(sequence_length=0)}, r"data\.sequence_length must be 1 or more, got 0"),
         ({"tokens": 0}, r"tokens must be 1 or more, got 0"),
         ({"batch_size": -1}, r"batch_size must be 1 or more, got -1"),
         ({"tokens_per_step": 0}, r"tokens_per_step must be 1 or more, got 0"),
@@ -215,9 +223,17 @@ def test_batch_and_step(options: dict[str, Any], rows: int, tokens: int) -> None
         ({"mfu": 0.0}, r"mfu must be more than 0 and at most 1, got 0.0"),
         ({"mfu": 40.0}, r"mfu must be more than 0 and at most 1, got 40.0"),
         ({"devices": 2, "sharding": "none"}, r"sharding must be ddp or fsdp with 2 devices, got none"),
-        ({"precision": "fp32"}, r"peak_tflops or tokens_per_second must be given with precision fp32"),
-        ({"tokens_per_step": 1000}, r"tokens_per_step is 1000, .* 448 = batch_size 7 x sequence_length 64 x 1 device"),
-        ({"tokens_per_step": 1000, "batch_size": None}, r"no whole multiple of 64 = sequence_length 64 x 1 device"),
+        ({"bf16": "no"}, r"peak_tflops or tokens_per_second must be given with bf16 no"),
+        ({"steps": 0, "tokens": None}, r"steps must be 1 or more, got 0"),
+        ({"steps": 7}, r"steps \(7\) and tokens \(44800\) cannot both be given"),
+        (
+            {"tokens_per_step": 1000},
+            r"tokens_per_step is 1000, .* 448 = batch_size 7 x data.sequence_length 64 x 1 device",
+        ),
+        (
+            {"tokens_per_step": 1000, "batch_size": None},
+            r"no whole multiple of 64 = data.sequence_length 64 x 1 device",
+        ),
         ({"model": ModelConfig(size="3B")}, r"model.size must be one of 0.2B, 1.5B, .*, got '3B'"),
         ({"model": ModelConfig(), "tokens_per_second": 1e4}, r"tokens_per_second \(10000\) .* one model"),
         ({"model": ModelConfig(config=Path("absent.json"))}, r"model.config: absent.json cannot be read"),

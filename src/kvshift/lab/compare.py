@@ -118,6 +118,8 @@ def _adopt_folder(config: CompareConfig) -> None:
     """Write down what the twins share, or find that it is what was written down before."""
     path = config.train.out / "compare.json"
     options = to_json(config.train)
+    if RunFolder(config.train.out).config.exists():
+        raise LabError(f"out: {config.train.out} holds a run of kvshift train; choose another folder")
     if path.exists():
         lines = differences(read_json(path), options)
         if lines:

@@ -7,21 +7,36 @@ from typing import Literal
 
 from kvshift.lab.config import ModelConfig
 from kvshift.lab.cost import Precision, Sharding
+from kvshift.lab.data.config import DataConfig
 
-__all__ = ["DeviceName", "PlanConfig"]
+__all__ = ["DeviceName", "PlanConfig", "PlanData"]
 
 DeviceName = Literal["A100", "H100", "H200", "B200", "MI300X", "L40S", "RTX4090", "RTX5090"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """What to plan for. Without a size or shape under model: every size of the paper."""
+class PlanData:
+    """What of the data decides costs."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
     sequence_length: int | None = None
     """Tokens in a row T; None: the longest that the model is made for."""
+    vocab_size: int = DataConfig.vocab_size
+    """Tokens of the tokenizer, where neither model.vocab_size nor the size or file of the model says how many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What to plan for. Without a size or shape under model: every size of the paper.
+
+    What `kvshift train` has too is spelled as there, so that the config.json of a run can be planned with.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: PlanData = field(default_factory=PlanData)
+    steps: int | None = None
+    """Optimizer steps in all; None: as many as the tokens take."""
     tokens: int | None = None
-    """Tokens to train on; None: tokens_per_parameter times the parameters."""
+    """Tokens to train on, in place of steps; None, without steps: tokens_per_parameter times the parameters."""
     tokens_per_parameter: float = 20.0
     """Tokens for each parameter; about 20 is the best use of FLOPs (Hoffmann et al., 2022), more of a small model."""
     batch_size: int | None = None
@@ -36,9 +51,9 @@ class PlanConfig:
     with one device, ddp with several."""
     gradient_checkpointing: bool = False
     """Compute the activations of a layer anew in its backward pass."""
-    precision: Precision = "bf16"
-    """bf16: matrix products in bfloat16, weights in float32 (autocast). fp32: everything in float32."""
-    device: DeviceName = "H100"
+    bf16: Literal["auto", "yes", "no"] = "auto"
+    """Matrix products in bfloat16, weights in float32; no: everything in float32; auto: yes, as every GPU below can."""
+    gpu: DeviceName = "H100"
     """Kind of GPU: its peak and its memory, where the next two are not given."""
     peak_tflops: float | None = None
     """Peak of one device, TFLOP/s."""
@@ -53,3 +68,8 @@ class PlanConfig:
     """Of one device, in any currency."""
     json: bool = False
     """Print JSON, in bytes, FLOPs and hours, instead of tables."""
+
+    @property
+    def precision(self) -> Precision:
+        """Of matrix products."""
+        return "fp32" if self.bf16 == "no" else "bf16"

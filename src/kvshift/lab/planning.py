@@ -25,7 +25,7 @@ from kvshift.lab.cost import (
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.model_fields import given_fields, size_fields
-from kvshift.lab.plan_config import DeviceName, PlanConfig
+from kvshift.lab.plan_config import DeviceName, PlanConfig, PlanData
 from kvshift.models.paper_sizes import SIZES
 
 __all__ = ["DEVICES", "Device", "Estimate", "PlanConfig", "estimate", "plan"]
@@ -104,7 +104,7 @@ def estimate(config: PlanConfig) -> list[Estimate]:
         LabError: an option is not what it should be, or there is no such model.
     """
     _check(config)
-    models = _models(config.model, config.sequence_length)
+    models = _models(config.model, config.data)
     if config.tokens_per_second is not None and len(models) > 1:
         raise LabError(
             f"tokens_per_second ({config.tokens_per_second:g}) was measured on one model: say which, by model.size, "
@@ -114,10 +114,13 @@ def estimate(config: PlanConfig) -> list[Estimate]:
 
 
 def _check(config: PlanConfig) -> None:
-    for name in ("sequence_length", "tokens", "batch_size", "tokens_per_step", "devices"):
-        value = getattr(config, name)
+    counts = {name: getattr(config, name) for name in ("steps", "tokens", "batch_size", "tokens_per_step", "devices")}
+    counts |= {f"data.{name}": value for name, value in vars(config.data).items()}
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise LabError(f"{name} must be 1 or more, got {value}")
+    if config.steps is not None and config.tokens is not None:
+        raise LabError(f"steps ({config.steps}) and tokens ({config.tokens}) cannot both be given")
     for name in ("tokens_per_parameter", "peak_tflops", "memory", "tokens_per_second"):
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
@@ -129,33 +132,34 @@ def _check(config: PlanConfig) -> None:
     if config.sharding == "none" and config.devices > 1:
         raise LabError(f"sharding must be ddp or fsdp with {config.devices} devices, got none")
     if config.precision == "fp32" and config.peak_tflops is None and config.tokens_per_second is None:
-        raise LabError("peak_tflops or tokens_per_second must be given with precision fp32: the table knows bf16 only")
+        raise LabError("peak_tflops or tokens_per_second must be given with bf16 no: the table knows bfloat16 only")
 
 
-def _models(options: ModelConfig, sequence_length: int | None) -> dict[str, Llama]:
+def _models(options: ModelConfig, data: PlanData) -> dict[str, Llama]:
     """By name: the model that the options describe, or every size where they describe the shape of none."""
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     if options.size is None and options.config is None and all(getattr(options, name) is None for name in shape):
-        return {size: _model(replace(options, size=size), sequence_length) for size in SIZES}
+        return {size: _model(replace(options, size=size), data) for size in SIZES}
     name = options.size or (options.config.name if options.config else "as given")
-    return {name: _model(options, sequence_length)}
+    return {name: _model(options, data)}
 
 
-def _model(options: ModelConfig, sequence_length: int | None) -> Llama:
-    if options.config is None and (shape := _shape(options, sequence_length)) is not None:
+def _model(options: ModelConfig, data: PlanData) -> Llama:
+    if options.config is None and (shape := _shape(options, data)) is not None:
         return shape
     # Slow to import. It knows all fields that a file may hold, and says what is wrong with options.
     from kvshift.lab.language_model import llama_config
 
+    sequence_length = data.sequence_length
     config = llama_config(options, vocab_size=1, sequence_length=sequence_length or 1)
-    if config.vocab_size == 1:  # nobody said: as many as `kvshift train` gives its tokenizer
-        options = replace(options, vocab_size=DataConfig.vocab_size)
+    if config.vocab_size == 1:  # nobody said
+        options = replace(options, vocab_size=data.vocab_size)
     if config.max_position_embeddings == 1:
         sequence_length = sequence_length or DataConfig.sequence_length
     return llama_config(options, vocab_size=1, sequence_length=sequence_length or 1)
 
 
-def _shape(options: ModelConfig, sequence_length: int | None) -> LlamaShape | None:
+def _shape(options: ModelConfig, data: PlanData) -> LlamaShape | None:
     """What `llama_config` makes of options without a file, as far as costs go; None where it may raise an error."""
     fields = size_fields(options) | given_fields(options)
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -163,8 +167,8 @@ def _shape(options: ModelConfig, sequence_length: int | None) -> LlamaShape | No
         return None
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     fields.setdefault("num_key_value_heads", heads)
-    fields.setdefault("vocab_size", DataConfig.vocab_size)
-    longest = max(fields.get("max_position_embeddings", 0), sequence_length or 0)
+    fields.setdefault("vocab_size", data.vocab_size)
+    longest = max(fields.get("max_position_embeddings", 0), data.sequence_length or 0)
     known = [field.name for field in dataclasses.fields(LlamaShape)]
     shape = LlamaShape(
         **{name: value for name, value in fields.items() if name in known and name != "max_position_embeddings"},
@@ -185,7 +189,7 @@ def _shape(options: ModelConfig, sequence_length: int | None) -> LlamaShape | No
 
 
 def _estimate(config: PlanConfig, name: str, model: Llama) -> Estimate:
-    length = config.sequence_length or model.max_position_embeddings
+    length = config.data.sequence_length or model.max_position_embeddings
     devices = config.devices
     parameters, flops = count_parameters(model), training_flops(model, length)
 
@@ -200,14 +204,16 @@ def _estimate(config: PlanConfig, name: str, model: Llama) -> Estimate:
             devices=devices,
         )
 
-    budget = _USABLE * _GIB * (config.memory or DEVICES[config.device].memory)
+    budget = _USABLE * _GIB * (config.memory or DEVICES[config.gpu].memory)
     largest = _most_rows(memory, budget)
     batch_size, tokens_per_step = _batch(config, length, largest)
     used = memory(batch_size)
 
     tokens = config.tokens or round(config.tokens_per_parameter * parameters.total)
+    if config.steps is not None:
+        tokens = config.steps * tokens_per_step
     done = flops.model + (flops.recomputed if config.gradient_checkpointing else 0)
-    peak = 1e12 * (config.peak_tflops or DEVICES[config.device].tflops)
+    peak = 1e12 * (config.peak_tflops or DEVICES[config.gpu].tflops)
     tokens_per_second = config.tokens_per_second or devices * peak * config.mfu / done
     hours = tokens / tokens_per_second / 3600
     return Estimate(
@@ -252,14 +258,14 @@ def _batch(config: PlanConfig, length: int, largest: int) -> tuple[int, int]:
         if tokens % at_once:
             raise LabError(
                 f"tokens_per_step is {tokens}, which is no whole multiple of {at_once} = batch_size "
-                f"{config.batch_size} x sequence_length {length} x {config.devices} device(s)"
+                f"{config.batch_size} x data.sequence_length {length} x {config.devices} device(s)"
             )
         return config.batch_size, tokens
     tokens = config.tokens_per_step or max(1, _STEP // of_one_row) * of_one_row
     if tokens % of_one_row:
         raise LabError(
-            f"tokens_per_step is {tokens}, which is no whole multiple of {of_one_row} = sequence_length {length} x "
-            f"{config.devices} device(s)"
+            f"tokens_per_step is {tokens}, which is no whole multiple of {of_one_row} = data.sequence_length {length} "
+            f"x {config.devices} device(s)"
         )
     rows = tokens // of_one_row
     return max((n for n in range(1, min(rows, largest) + 1) if rows % n == 0), default=1), tokens
@@ -341,10 +347,10 @@ def _unit(units: list[_Unit], values: Sequence[float]) -> _Unit:
 
 
 def _assumptions(config: PlanConfig) -> str:
-    device = DEVICES[config.device]
+    device = DEVICES[config.gpu]
     measured = config.tokens_per_second is not None
     known = config.peak_tflops is None and not measured
-    words = [f"{config.devices} x {config.device}" if known else f"devices: {config.devices}"]
+    words = [f"{config.devices} x {config.gpu}" if known else f"devices: {config.devices}"]
     words.append(f"{config.memory or device.memory:g} GiB each")
     if config.devices > 1:
         words.append(config.sharding or "ddp")

@@ -22,7 +22,7 @@ from kvshift.lab.trainer import row_losses, summarize
 from kvshift.lab.training import train
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
-from .cases import LENGTH, metrics, result, tiny
+from .cases import LENGTH, assert_same_run, metrics, result, tiny
 
 
 def test_lines(finished):
@@ -199,3 +199,16 @@ def test_interrupt_from_the_keyboard(corpus, tmp_path):
     step = metrics(out, "train")[-1]["step"]
     assert f"kvshift train: left after step {step}; checkpoint-{step} is whole" in said
     assert (out / f"checkpoint-{step}" / "manifest.json").exists()
+
+
+def test_the_record_of_a_run_is_a_file_of_its_options(finished, tmp_path, capsys):
+    record = str(finished / "config.json")
+    assert cli.main(["train", "--config", record, "--out", str(tmp_path / "again")]) == 0
+    assert_same_run(tmp_path / "again", finished)
+    capsys.readouterr()
+    assert cli.main(["plan", "--config", record, "--tokens-per-second", "1000", "--json"]) == 0
+    (planned,) = json.loads(capsys.readouterr().out)
+    assert planned["parameters"]["total"] == result(finished)["parameters"]
+    assert (planned["steps"], planned["tokens"]) == (12, result(finished)["tokens"])
+    assert cli.main(["compare", "--config", record, "--out", str(finished)]) == 2
+    assert f"out: {finished} holds a run of kvshift train" in capsys.readouterr().err
