@@ -53,6 +53,10 @@ def test_every_part_leaves_rows_table_and_plot(preset, tmp_path, capsys):
     rows = read(tmp_path)
     assert {row["part"] for row in rows} == set(parts)
     assert not [row for row in rows if "problem" in row]
+    left_out = {row["contestant"]: row["left_out"] for row in rows if "left_out" in row}
+    assert left_out["causal-conv1d"] == left_out["kv_shift, triton"] == "needs a CUDA device"
+    assert "--no-compile" in left_out["kv_shift, compiled"]
+    rows = [row for row in rows if "left_out" not in row]
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
     for row in rows:
         assert row["commit"] == rows[0]["commit"]
@@ -71,6 +75,10 @@ def test_every_part_leaves_rows_table_and_plot(preset, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "kv_shift" in printed
     assert "off a line" in printed
+    for text in (printed, table):
+        assert "Left out: causal-conv1d | fla ShortConvolution |" in text
+        assert "The preset smoke only shows that everything runs" in text
+    assert "need not be the ratio of the two times" in table
 
 
 def test_a_second_call_measures_what_is_missing_and_nothing_else(preset, tmp_path, capsys):
@@ -97,7 +105,7 @@ def test_a_path_that_is_wrong_is_not_reported_and_the_others_are(preset, tmp_pat
     bad = [row for row in rows if row["contestant"] == "pad, multiply, add"]
     assert len(bad) == 2
     assert all("milliseconds" not in row for row in bad)
-    assert all("milliseconds" in row for row in rows if row not in bad)
+    assert all("milliseconds" in row for row in rows if row not in bad and "left_out" not in row)
     assert "parity failed" in (tmp_path / "table.md").read_text()
     assert "parity failed" in capsys.readouterr().out
     with pytest.raises(RunFailedError):  # nothing is left to measure, and it is wrong still

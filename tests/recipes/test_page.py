@@ -8,8 +8,10 @@ import pytest
 
 from kvshift.lab.errors import LabError
 from kvshift.recipes import page
+from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.records import read_records, write_records
 
+from ..lab.analysis.run_folders import write_pair
 from .cases import made_up
 
 OPTIONS = {
@@ -91,6 +93,23 @@ def test_the_check_sees_a_stale_page(results: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert page.main(["--check"]) == 1
     assert "run `make results`" in capsys.readouterr().err
+
+
+def test_the_comparisons_figure_is_drawn_from_its_runs(results: Path) -> None:
+    write_pair(results / "compare")
+    assert page.main([]) == 0
+    assert [path.name for path in (results.parent / "docs" / "figures").glob("compare*")] == ["compare.svg"]
+
+
+def test_a_smoke_report_says_that_its_verdicts_mean_nothing(results: Path) -> None:
+    recipe = find_recipe("fig01a")
+    records = read_records(results / "fig01a" / "laptop.jsonl")
+    texts = {
+        preset: page.report(recipe, preset, records, recipe.claims(records), figure="x.svg")
+        for preset in ("smoke", "laptop")
+    }
+    assert "its verdicts mean nothing" in texts["smoke"]
+    assert "its verdicts mean nothing" not in texts["laptop"]
 
 
 def test_other_arguments_are_refused(results: Path, capsys: pytest.CaptureFixture) -> None:

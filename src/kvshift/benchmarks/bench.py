@@ -19,12 +19,11 @@ import torch
 from kvshift.benchmarks.bench_config import PARTS, BenchConfig, Part
 from kvshift.benchmarks.cases import Case, Session, measure_case
 from kvshift.benchmarks.presets import PRESETS
-from kvshift.benchmarks.report import draw, markdown, short
+from kvshift.benchmarks.report import SMOKE, short, write
 from kvshift.benchmarks.rows import RowFile, options_hash
 from kvshift.benchmarks.timing import EventClock, WallClock, keep_memory
-from kvshift.lab.analysis.curves import save_figure
 from kvshift.lab.errors import LabError
-from kvshift.lab.records import RunFailedError, RunFolder, environment, write_bytes
+from kvshift.lab.records import RunFailedError, RunFolder, environment
 from kvshift.ops.cpu_op import cpu_refusal
 
 __all__ = ["BenchConfig", "bench"]
@@ -54,12 +53,10 @@ def bench(config: BenchConfig) -> None:
                     session.say(f"{case.part}: {case.name}")
                     file.append(measure_case(case, device))
         rows = file.rows
-        written = [out / "rows.jsonl", out / "table.md"]
-        write_bytes(written[1], markdown(rows).encode())
-        figure = draw(rows)
-        if figure is not None:
-            written += save_figure(figure, out / "plot")
+        written = [out / "rows.jsonl", *write(out, rows)]
     print(short(rows) + "\n")
+    if config.preset == "smoke":
+        print(f"{SMOKE}.\n")
     for path in written:
         print(path.resolve())
     problems = [f"{row['part']}, {row['case']}, {row['contestant']}: {row['problem']}" for row in rows if _failed(row)]

@@ -14,9 +14,13 @@ from kvshift.benchmarks.peak import peak_bytes
 from kvshift.benchmarks.presets import Preset
 from kvshift.benchmarks.timing import Clock, Times, describe, measure, quartiles
 
-__all__ = ["Case", "Contestant", "Row", "Session", "measure_case"]
+__all__ = ["Case", "Contestant", "LeftOutError", "Row", "Session", "measure_case"]
 
 Row = dict[str, Any]
+
+
+class LeftOutError(Exception):
+    """Why an implementation takes no part on this machine, or with these options; its row says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +112,9 @@ def measure_case(case: Case, device: torch.device) -> list[Row]:
                 continue
             if contestant.run is not None:
                 contestant.run(0)
+        except LeftOutError as reason:
+            row["left_out"] = str(reason)
+            continue
         except Exception as error:  # whatever it is, the other rows are measured
             row["problem"] = f"failed: {describe(error)}"
             continue

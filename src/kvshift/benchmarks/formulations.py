@@ -96,8 +96,15 @@ def per_head(grad: Tensor, heads: int) -> Tensor:
     return grad.unflatten(0, (heads, -1)).float().sum(1).flip(1)
 
 
-def without(k: Tensor, compiled: bool) -> list[Formulation]:
-    """All that can shift tensors like k, (B, T, G, D), without a rotary embedding; the plain ones first."""
+Found = tuple[list[Formulation], dict[str, str]]
+"""What can run here; and by name why the others cannot."""
+
+_NOT_COMPILED = "torch.compile takes no part: preset smoke or --no-compile"
+
+
+def without(k: Tensor, compiled: bool) -> Found:
+    """All that shift tensors like k, (B, T, G, D), without a rotary embedding; the plain ones first."""
+    left_out: dict[str, str] = {}
     found = [
         Formulation(name="appendix M", function=twice(appendix_m), weights=cast, roundings=3),
         Formulation(name="pad, multiply, add", function=twice(pad_multiply_add), weights=cast, roundings=3),
@@ -109,55 +116,55 @@ def without(k: Tensor, compiled: bool) -> list[Formulation]:
                 name="pad, multiply, add, compiled", function=function, weights=cast, roundings=3, compiled=True
             )
         )
-    found += _others(k)
+    for package, formulations in _others().items():
+        if k.is_cuda and find_spec(package) is not None:
+            found += formulations
+        else:
+            reason = "not installed" if k.is_cuda else "needs a CUDA device"
+            left_out |= {formulation.name: reason for formulation in formulations}
     found.append(Formulation(name="kv_shift", function=ours("auto")))
-    found += [Formulation(name=f"kv_shift, {name}", function=ours(name)) for name in usable_backends(k)]
+    for backend in BACKENDS:
+        if backend in ("auto", "reference"):
+            continue
+        if refusal := _refusal(backend, k):
+            left_out[f"kv_shift, {backend}"] = refusal
+        else:
+            found.append(Formulation(name=f"kv_shift, {backend}", function=ours(backend)))
     if compiled:
         function = torch.compile(ours("auto"), dynamic=False)
         found.append(Formulation(name="kv_shift, compiled", function=function, compiled=True))
-    return found
+    else:
+        left_out |= dict.fromkeys(("pad, multiply, add, compiled", "kv_shift, compiled"), _NOT_COMPILED)
+    return found, left_out
 
 
-def usable_backends(k: Tensor) -> list[str]:
-    """Names of the backends, but for the reference, that take tensors like k; Triton on a device alone."""
+def _refusal(backend: str, k: Tensor) -> str | None:
+    """Why a backend does not take tensors like k, or None."""
+    if backend == "triton" and not k.is_cuda:  # it would take them in Triton's interpreter
+        return "needs a CUDA device"
     mix = torch.ones(k.shape[2], 2, device=k.device)
     few = k.detach()[:1, :2]
-    names = []
-    for name in BACKENDS:
-        if name in ("auto", "reference") or (name == "triton" and not k.is_cuda):
-            continue
-        try:
-            kv_shift(few, few, mix, mix, backend=name)
-        except (ValueError, ImportError):  # it says that it cannot
-            continue
-        names.append(name)
-    return names
+    try:
+        kv_shift(few, few, mix, mix, backend=backend)
+    except (ValueError, ImportError) as error:
+        return str(error)
+    return None
 
 
-def _others(k: Tensor) -> list[Formulation]:
-    """Depthwise convolutions of width 2 and the token shift of others, where installed; they run on CUDA alone."""
-    found = []
-    if k.is_cuda and find_spec("causal_conv1d") is not None:
-        found.append(
-            Formulation(
-                name="causal-conv1d",
-                function=twice(_causal_conv1d),
-                weights=per_channel,
-                mix_grad=per_head,
-                roundings=3,
-                computes="depthwise convolution of width 2, coefficients per channel",
-            )
-        )
-    if k.is_cuda and find_spec("fla") is not None:
-        found += [
-            Formulation(
-                name="fla ShortConvolution",
-                function=twice(_short_convolution),
-                weights=per_channel,
-                mix_grad=per_head,
-                roundings=3,
-                computes="depthwise convolution of width 2, coefficients per channel",
-            ),
+def _others() -> dict[str, list[Formulation]]:
+    """Depthwise convolutions of width 2 and the token shift of other packages, by the name of the package."""
+    convolution = Formulation(
+        name="causal-conv1d",
+        function=twice(_causal_conv1d),
+        weights=per_channel,
+        mix_grad=per_head,
+        roundings=3,
+        computes="depthwise convolution of width 2, coefficients per channel",
+    )
+    return {
+        "causal_conv1d": [convolution],
+        "fla": [
+            replace(convolution, name="fla ShortConvolution", function=twice(_short_convolution)),
             Formulation(
                 name="fla token_shift",
                 function=twice(_token_shift),
@@ -166,8 +173,8 @@ def _others(k: Tensor) -> list[Formulation]:
                 fixed=(-1.0, 1.0),
                 computes="x[t-1] - x[t]: no coefficients",
             ),
-        ]
-    return found
+        ],
+    }
 
 
 def _causal_conv1d(x: Tensor, weight: Tensor) -> Tensor:
@@ -214,7 +221,7 @@ def rotary_then(function: Function, table: Table) -> Function:
     return shift
 
 
-def with_rotary(table: Table, compiled: bool) -> list[Formulation]:
+def with_rotary(table: Table, compiled: bool) -> Found:
     """Shift and rotary embedding of k, shift of v; first what no shift can undercut."""
 
     def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
@@ -229,14 +236,24 @@ def with_rotary(table: Table, compiled: bool) -> list[Formulation]:
     )
     both = Formulation(name="kv_shift, then rotary", function=rotary_then(ours("auto"), table), roundings=4)
     found = [alone, both]
-    for plain in (alone, both) if compiled else ():
-        function = torch.compile(plain.function, dynamic=False)
-        found.append(replace(plain, name=f"{plain.name}, compiled", function=function, compiled=True))
-    return found + (in_one_launch(table) if table[0].is_cuda else [])
+    left_out: dict[str, str] = {}
+    for plain in (alone, both):
+        name = f"{plain.name}, compiled"
+        if compiled:
+            function = torch.compile(plain.function, dynamic=False)
+            found.append(replace(plain, name=name, function=function, compiled=True))
+        else:
+            left_out[name] = _NOT_COMPILED
+    refusal = triton_refusal(table[0], 2) if table[0].is_cuda else "needs a CUDA device"
+    if refusal is None:
+        found += in_one_launch(table)
+    else:
+        left_out |= {formulation.name: refusal for formulation in in_one_launch(table)}
+    return found, left_out
 
 
 def in_one_launch(table: Table) -> list[Formulation]:
-    """By the Triton kernel of attention layers, where it runs: without the shift, and with it."""
+    """By the Triton kernel of attention layers: without the shift, and with it."""
     cos, sin = (part.squeeze(2) for part in table)
     half = cos.shape[2] // 2
     halves = cos[..., :half], sin[..., half:]  # the first half of sin is negated
@@ -247,8 +264,6 @@ def in_one_launch(table: Table) -> list[Formulation]:
     def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
         return turned(k, v.clone(), None, None)
 
-    if triton_refusal(cos, 2) is not None:
-        return []
     alone = Formulation(
         name="rotary embedding, v copied, triton", function=unshifted, fixed=(1.0, 0.0), computes="no shift"
     )

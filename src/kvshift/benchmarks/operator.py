@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.benchmarks.cases import Case, Contestant, Session
+from kvshift.benchmarks.cases import Case, Contestant, LeftOutError, Session
 from kvshift.benchmarks.formulations import Formulation, Table, ours, rotary_tables, with_rotary, without
 from kvshift.benchmarks.parity import check_formulation
 from kvshift.benchmarks.saved import bytes_saved
@@ -76,18 +76,18 @@ def shift_case(
         sets = _inputs(shape, dtype, session.device)
         table = rotary_tables(shape[1], shape[3], dtype, session.device) if rotary else None
         if table is not None:
-            formulations = with_rotary(table, session.compiled)
+            formulations, left_out = with_rotary(table, session.compiled)
         elif ours_alone:
-            formulations = [Formulation(name="kv_shift", function=ours("auto"))]
+            formulations, left_out = [Formulation(name="kv_shift", function=ours("auto"))], {}
         else:
-            formulations = without(sets[0].k, session.compiled)
+            formulations, left_out = without(sets[0].k, session.compiled)
         moved = 2 * sets[0].k.nbytes
         contestants: dict[str, Callable[[], Contestant]] = {COPY: functools.partial(_copy, sets, 2 * moved)}
         for formulation in formulations:
             contestants[formulation.name] = functools.partial(
                 _contestant, formulation, sets, dtype, what, _PASSES[what] * moved, table
             )
-        return contestants
+        return contestants | {name: functools.partial(_leave_out, reason) for name, reason in left_out.items()}
 
     facts = {"shape": list(shape), "dtype": _short(dtype), "pass": what, "rotary": rotary, **facts}
     clock = session.device_clock
@@ -125,6 +125,10 @@ def _copy(sets: list[_Inputs], moved: int) -> Contestant:
         chosen.target.copy_(chosen.source)
 
     return Contestant(run=run, moved=moved)
+
+
+def _leave_out(reason: str) -> Contestant:
+    raise LeftOutError(reason)
 
 
 def _contestant(

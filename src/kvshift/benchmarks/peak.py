@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints lines of its own at every call
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
     del result

@@ -1,21 +1,39 @@
-"""Tables and plots of rows; reads nothing but rows."""
+"""Tables and plots of rows; reads nothing but rows.
+
+    python -m kvshift.benchmarks.report FOLDER ...
+
+draws the table and the plot in these folders again from their rows.
+"""
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvshift.benchmarks.cases import Row
+from kvshift.benchmarks.rows import read_rows
 from kvshift.benchmarks.sweep import lines
+from kvshift.lab.analysis.colors import GREEN, GREY, ORANGE, PURPLE, colors_of
+from kvshift.lab.analysis.curves import save_figure
+from kvshift.lab.records import write_bytes
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "markdown", "short"]
+__all__ = ["SMOKE", "draw", "markdown", "short", "write"]
 
 _OURS = ("kv_shift", "kv shift")
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito
+_SHIFTED = colors_of(["KV-shift"])["KV-shift"]
+SMOKE = "The preset smoke only shows that everything runs: at its sizes the times say nothing about those of others"
+_RATIOS = (
+    "A time is the median over rounds, and a multiple is the median of the ratios of single rounds, in which both ran "
+    "next to each other: it need not be the ratio of the two times beside it."
+)
+_FONT = 8  # of legends and of names beside the panels
 _TITLES = {
     "op": "Operator: milliseconds a call",
     "layer": "Attention layer: milliseconds a call",
@@ -62,8 +80,14 @@ def markdown(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     pages = [_where(rows[0])]
+    if rows[0]["options"]["preset"] == "smoke":
+        pages.append(f"{SMOKE}.")
+    if any("ratio" in row for row in rows):
+        pages.append(_RATIOS)
+    if missing := _left_out(rows):
+        pages.append(missing)
     for part, title in _TITLES.items():
-        chosen = [row for row in rows if row["part"] == part]
+        chosen = [row for row in rows if row["part"] == part and "left_out" not in row]
         if chosen:
             pages += [f"## {title}", _table(chosen)]
         if part == "sweep" and (fits := _fits(rows)):
@@ -81,6 +105,16 @@ def _where(row: Row) -> str:
         f"Measured on {where if device == 'cpu' else f'{device} ({where})'}, {row['started']}, commit {row['commit']}; "
         f"{named}; CPU kernel: {hardware['cpu_kernel']}. Options: {options}."
     )
+
+
+def _left_out(rows: Sequence[Row]) -> str:
+    """Which implementations took no part, by the reason."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if "left_out" in row and row["contestant"] not in (those := names.setdefault(row["left_out"], [])):
+            those.append(row["contestant"])
+    found = "; ".join(f"{' | '.join(those)} ({reason})" for reason, those in names.items())
+    return f"Left out: {found}." if found else ""
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -123,7 +157,7 @@ def short(rows: Sequence[Row]) -> str:
         problem = row.get("problem")
         if row["part"] == "sweep" and not problem:
             continue
-        if problem or row["contestant"].startswith(_OURS):
+        if problem or (row["contestant"].startswith(_OURS) and "left_out" not in row):
             cells = (
                 _as("milliseconds", ".4g")(row),
                 _as("ratio", ".3f")(row),
@@ -137,11 +171,21 @@ def short(rows: Sequence[Row]) -> str:
     for (contestant, dtype, axis), (line, _) in lines(rows).items():
         if contestant.startswith(_OURS):
             text.append(f"sweep  {dtype} along {axis}: {100 * line.worst:.0f} % off a line at the worst")
+    if missing := _left_out(rows):
+        text.append(missing)
     return "\n".join(text)
 
 
+def write(out: Path, rows: Sequence[Row]) -> list[Path]:
+    """Write OUT/table.md and, where there is something to draw, OUT/plot.png and plot.svg; returns their paths."""
+    written = [out / "table.md"]
+    write_bytes(written[0], markdown(rows).encode())
+    figure = draw(rows)
+    return written if figure is None else written + save_figure(figure, out / "plot")
+
+
 def draw(rows: Sequence[Row]) -> Figure | None:
-    """Share of a copy's bandwidth, cost in layers and models, cost against bytes: what of it there is."""
+    """Share of a copy's bandwidth by pass, cost in layers and models, cost against bytes: what of it there is."""
     from matplotlib.figure import Figure
 
     operator = [row for row in rows if row["part"] == "op" and "of_copy" in row and not row["rotary"]]
@@ -149,62 +193,84 @@ def draw(rows: Sequence[Row]) -> Figure | None:
     whole = [row for row in whole if row["contestant"].startswith(_OURS)]
     found = lines(rows)
     panels: list[Callable[[Axes], None]] = []
-    if operator:
-        panels.append(lambda axes: _draw_operator(axes, operator))
+    for each in dict.fromkeys(row["pass"] for row in operator):
+        panels.append(lambda axes, each=each: _draw_operator(axes, [row for row in operator if row["pass"] == each]))
     if whole:
         panels.append(lambda axes: _draw_whole(axes, whole))
     if found:
         panels.append(lambda axes: _draw_sweep(axes, found))
     if not panels:
         return None
-    figure = Figure(figsize=(6.5 * len(panels), 4.6), layout="constrained")
+    columns = min(2, len(panels))
+    lines_of_panels = -(-len(panels) // columns)
+    figure = Figure(figsize=(6 * columns, 4.6 * lines_of_panels), layout="constrained")
     for number, panel in enumerate(panels, start=1):
-        panel(figure.add_subplot(1, len(panels), number))
+        panel(figure.add_subplot(lines_of_panels, columns, number))
     return figure
 
 
 def _draw_operator(axes: Axes, rows: Sequence[Row]) -> None:
-    """A dot for each case, contestants below each other."""
+    """Implementations below each other; dtypes differ by color, shapes by marker."""
     names = list(dict.fromkeys(row["contestant"] for row in rows))[::-1]
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    for number, case in enumerate(cases):
-        chosen = [row for row in rows if row["case"] == case]
-        axes.plot(
-            [100 * row["of_copy"] for row in chosen],
-            [names.index(row["contestant"]) for row in chosen],
-            "o" if "backward" in case else "^",
-            color=_COLORS[number % len(_COLORS)],
-            markersize=5,
-            alpha=0.8,
-            label=case,
-        )
-    axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="bytes that must move, as % of the copy's bandwidth", title="Operator", xlim=(0, None))
+    dtypes = dict(zip(dict.fromkeys(row["dtype"] for row in rows), (GREEN, PURPLE, ORANGE), strict=False))
+    shapes = dict(zip(dict.fromkeys(tuple(row["shape"]) for row in rows), "o^sDv", strict=False))
+    for row in rows:
+        color, marker = dtypes[row["dtype"]], shapes[tuple(row["shape"])]
+        at = 100 * row["of_copy"], names.index(row["contestant"])
+        axes.plot(*at, marker, color=color, markersize=6, alpha=0.8, label=f"{tuple(row['shape'])} {row['dtype']}")
+    axes.set_yticks(range(len(names)), names, fontsize=_FONT)
+    axes.set(xlabel="% of the copy's bandwidth", title=f"Operator, {rows[0]['pass']}")
+    axes.set_xlim(0, None)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+    _legend_below(axes)
 
 
 def _draw_whole(axes: Axes, rows: Sequence[Row]) -> None:
-    places = range(len(rows))[::-1]
+    positions = list(range(len(rows)))[::-1]
     middle = [100 * (row["ratio"] - 1) for row in rows]
     low = [100 * (row["ratio"] - row["ratio_low"]) for row in rows]
     high = [100 * (row["ratio_high"] - row["ratio"]) for row in rows]
-    axes.errorbar(middle, list(places), xerr=[low, high], fmt="o", color=_COLORS[1], markersize=4, capsize=2)
+    axes.errorbar(middle, positions, xerr=[low, high], fmt="o", color=_SHIFTED, markersize=4, capsize=2)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(list(places), [f"{row['part']}: {row['case']}" for row in rows], fontsize=6)
-    axes.set(xlabel="% more time than the baseline (bars: quartiles)", title="Layers and models with KV shift")
+    names = ["\n".join(textwrap.wrap(f"{row['part']}: {row['case']}", 36)) for row in rows]
+    axes.set_yticks(positions, names, fontsize=_FONT)
+    axes.set(xlabel="% more time than without (bars: quartiles)", title="Layers and models with KV shift")
     axes.grid(alpha=0.25)
 
 
 def _draw_sweep(axes: Axes, found: dict[tuple[str, str, str], Any]) -> None:
-    styles = {"B": "s", "T": "o", "G": "^", "D": "v"}
-    colors: dict[tuple[str, str], str] = {}
-    for (contestant, dtype, axis), (line, points) in found.items():
-        color = colors.setdefault((contestant, dtype), _COLORS[len(colors) % len(_COLORS)])
-        sizes = [size for size, _ in points]
-        label = f"{contestant}, {dtype}" if axis == "T" else None
-        axes.plot(sizes, [seconds for _, seconds in points], styles[axis], color=color, markersize=3.5, label=label)
-        axes.plot(sizes, [line.seconds(size) for size in sizes], "-", color=color, linewidth=0.7)
+    """Implementations differ by color, dtypes by line, the axis that is changed by marker."""
+    markers = {"B": "s", "T": "o", "G": "^", "D": "v"}
+    colors = {name: _SHIFTED if name.startswith(_OURS) else GREY for name, _, _ in found}
+    styles = dict(zip(dict.fromkeys(dtype for _, dtype, _ in found), ("-", "--", ":"), strict=False))
+    for (name, dtype, axis), (line, points) in found.items():
+        sizes, seconds = zip(*points, strict=True)
+        axes.plot(sizes, seconds, markers[axis], color=colors[name], markersize=3.5)
+        fitted = [line.seconds(size) for size in sizes]
+        axes.plot(sizes, fitted, styles[dtype], color=colors[name], linewidth=0.8, label=f"{name}, {dtype}")
+    for axis in dict.fromkeys(axis for _, _, axis in found):
+        axes.plot([], [], markers[axis], color="black", markersize=3.5, label=f"{axis} changed")
     axes.set(xscale="log", yscale="log", xlabel="bytes that must move", ylabel="seconds", title="Sweep over T, B, G, D")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=7)
+    _legend_below(axes)
+
+
+def _legend_below(axes: Axes) -> None:
+    """Below the panel, each label once."""
+    entries = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
+    axes.legend(
+        list(entries.values()),
+        list(entries),
+        ncols=2,
+        frameon=False,
+        fontsize=_FONT,
+        columnspacing=1,
+        handletextpad=0.2,
+        **place,
+    )
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        write(Path(name), read_rows(Path(name) / "rows.jsonl"))

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import draw_shares
-from kvshift.lab.analysis.colors import COLORS
+from kvshift.lab.analysis.accuracy import draw_chance, draw_curves, draw_shares
+from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.analysis.statistics import verdict
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.seeds import generator_for
@@ -18,7 +18,7 @@ from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
 from kvshift.recipes.claims import Claim, no_difference, percent, points
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import sized
-from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
+from kvshift.recipes.recipe import Preset, Recipe, Record, accuracy_curves, by_label
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -122,10 +122,7 @@ def plot(records: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(9.2, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     models = by_label(records)
-    for (label, seeds), color in zip(models.items(), COLORS, strict=False):
-        for number, record in enumerate(seeds.values()):
-            name = "" if number else label
-            left.plot(record.curve["step"], record.curve["loss"], color=color, linewidth=1.3, alpha=0.85, label=name)
+    draw_curves(left, {label: accuracy_curves(seeds, "loss") for label, seeds in models.items()})
     draw_shares(
         right,
         {
@@ -133,13 +130,12 @@ def plot(records: Sequence[Record]) -> Figure:
             for label, seeds in models.items()
         },
     )
-    left.axhline(_floor(records), color="black", linestyle=":", linewidth=0.9, label="entropy of the stream")
-    left.set(xlabel="step", ylabel="validation loss (nats per token)", title="What is left to learn")
+    draw_chance(left, _floor(records), "entropy of the stream")
+    left.set(ylabel="validation loss (nats per token)", title="What is left to learn")
     right.set_xticks(range(len(MEASURES)), list(MEASURES.values()))
     right.set(ylabel="share of sentences", title="What the models write", ylim=(-0.02, 1.02), xlim=(-0.5, 1.5))
-    for axes in (left, right):
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False)
+    right.grid(alpha=0.25)
+    legend_below(figure)
     return figure
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.theory.checks import check_panel
 from kvshift.lab.theory.gradient_flow import Trajectory, gradient_flow
 from kvshift.lab.theory.limit_loss import exact
@@ -118,6 +119,7 @@ def plot(records: Sequence[Record]) -> Figure:
     for axes, flow in zip(grid[-1], _flows(records), strict=True):
         path = Trajectory(*(np.array(flow[name]) for name in ("time", "coefficients", "loss")))
         draw_flow(axes, path, title=f"all four free, T = {flow['tokens']}")
+    legend_below(figure)
     return figure
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvshift.lab.analysis.colors import COLORS
+from kvshift.lab.analysis.colors import colors_of
+from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.analysis.runs import read_json
 from kvshift.lab.analysis.statistics import t_interval
 from kvshift.lab.config import OptimizerConfig
@@ -220,23 +221,27 @@ def plot(records: Sequence[Record]) -> Figure:
     models, depths = by_label(records), _depths(records)
     figure = Figure(figsize=(1 + 3.0 * len(depths), 3.6), layout="constrained")
     panels = figure.subplots(1, len(depths), squeeze=False)[0]
+    colors = colors_of(("KV-shift", "vanilla"))
     for axes, layers in zip(panels, depths, strict=True):
-        for color, shifted in zip(COLORS, (True, False), strict=False):
+        for shifted in (True, False):
+            variant = "KV-shift" if shifted else "vanilla"
             for first, record in enumerate(models[model_label(layers, shifted)].values()):
                 errors = record.result["errors"]["off"]
                 hops = [int(name) for name in errors]
-                label = "" if first else ("KV-shift" if shifted else "vanilla")
-                axes.plot(hops, list(errors.values()), color=color, linewidth=1.3, alpha=0.85, label=label)
+                label = "" if first else variant
+                axes.plot(hops, list(errors.values()), color=colors[variant], linewidth=1.3, alpha=0.85, label=label)
         if _published(records[0]):
             axes.plot(
                 HOPS, PUBLISHED[layers], "x", color="black", markersize=5, label="vanilla, published (dropout on)"
             )
         axes.set_xscale("log", base=2)
-        ticks = [hops for hops in (1, 2, 4, 8, 16) if hops <= _largest(records)]
+        largest = _largest(records)
+        ticks = range(1, largest + 1) if largest < 8 else [hops for hops in (1, 2, 4, 8, 16) if hops <= largest]
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_xticks([], minor=True)
         axes.set(xlabel="k", ylabel="error", title=f"{layers} layers", ylim=(-0.02, 1.02))
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize="small")
+    legend_below(figure)
     return figure
 
 

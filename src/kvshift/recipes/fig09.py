@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
+from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.task_training import TaskTrainConfig, task_of
 from kvshift.lab.tasks import NGramConfig
@@ -116,8 +117,9 @@ def plot(records: Sequence[Record]) -> Figure:
     chance = task_of(records[0].options).chance[SCORED]
     figure = Figure(figsize=(1 + 3.6 * len(sizes), 3.8), layout="constrained")
     for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
-        curves = {label: accuracy_curves(models[label], SCORED) for label in (_label(size, True), _label(size, False))}
+        curves = {name: accuracy_curves(models[f"{name}, {size}"], SCORED) for name in ("KV-shift", "vanilla")}
         draw_accuracy(axes, curves, title=f"{size} parameters", ylabel="accuracy over the table", chance=chance)
+    legend_below(figure)
     return figure
 
 

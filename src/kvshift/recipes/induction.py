@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, reach_of
+from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.task_training import task_of
 from kvshift.recipes.recipe import Record, accuracy_curves, by_label
 
@@ -33,10 +34,11 @@ def plot_induction(records: Sequence[Record], title: str) -> Figure:
     """Accuracy at the first repeat over steps."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
     curves = {label: accuracy_curves(seeds, SCORED) for label, seeds in by_label(records).items()}
     axes = figure.add_subplot()
     draw_accuracy(axes, curves, title=title, ylabel="accuracy at the first repeat", chance=guess(records))
+    legend_below(figure)
     return figure
 
 

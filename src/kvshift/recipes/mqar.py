@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import compare_reach, reach_of
+from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.gpt2 import GPT2Options
 from kvshift.lab.task_training import TaskTrainConfig
@@ -151,6 +152,7 @@ def plot(records: Sequence[Record]) -> Figure:
         axes = panels[lengths.index(length)][widths.index(width)]
         title = f"{length} tokens, {pairs} pairs, width {width}"
         draw_accuracy(axes, curves, title=title, ylabel="accuracy at queries", chance=1 / pairs)
+    legend_below(figure)
     return figure
 
 

@@ -2,8 +2,8 @@
 
     python -m kvshift.recipes.page [--check]
 
-writes `docs/results.md` and its figures from `results/`, in the working directory; with --check it writes nothing and
-fails where the page is not what the records give.
+writes `docs/results.md`, its figures and that of the README's comparison from `results/`, in the working directory;
+with --check it writes nothing and fails where the page is not what the records give.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.analysis.comparison import as_markdown
-from kvshift.lab.analysis.curves import save_figure
+from kvshift.lab.analysis.curves import plot_curves, save_figure
 from kvshift.lab.analysis.learning import reach_of
 from kvshift.lab.records import write_bytes
 from kvshift.recipes.catalogue import NAMES, find_recipe
@@ -24,7 +24,12 @@ from kvshift.recipes.recipe import Recipe, Record, Score, accuracy_curves, by_la
 from kvshift.recipes.records import read_records
 from kvshift.recipes.tuning import best_rates, by_arm
 
-__all__ = ["report", "results_page"]
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+__all__ = ["SMOKE", "report", "results_page"]
+
+SMOKE = "The preset smoke only shows that everything runs: its verdicts mean nothing"
 
 LEVELS = (0.9, 0.99)
 
@@ -41,7 +46,7 @@ miniature of ours, never a setting of the paper: of it only the direction of a c
 
 def report(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequence[Claim], *, figure: str) -> str:
     """The page of one preset of one recipe."""
-    return f"# {_heading(recipe, preset)}\n\n{_section(recipe, records, claims, figure)}"
+    return f"# {_heading(recipe, preset)}\n\n{_section(recipe, preset, records, claims, figure)}"
 
 
 def results_page(results: Path, figures: Path | None = None) -> str:
@@ -66,12 +71,17 @@ def results_page(results: Path, figures: Path | None = None) -> str:
             rows += [(link, c.statement, c.paper, c.ours, preset, seeds, _bold(c)) for c in claims]
             if figures is not None:
                 figures.mkdir(parents=True, exist_ok=True)
-                for image in save_figure(recipe.plot(shown), figures / f"{name}-{preset}"):
-                    if image.suffix == ".png":
-                        image.unlink()
-            section = _section(recipe, records, claims, f"figures/{name}-{preset}.svg")
+                _draw(recipe.plot(shown), figures / f"{name}-{preset}")
+            section = _section(recipe, preset, records, claims, f"figures/{name}-{preset}.svg")
             sections.append(f"## {_heading(recipe, preset)}\n\n{section}")
     return "\n".join([_HEAD, as_markdown(rows, numbers=False), "", *sections])
+
+
+def _draw(figure: Figure, stem: Path) -> None:
+    """As STEM.svg alone."""
+    for image in save_figure(figure, stem):
+        if image.suffix == ".png":
+            image.unlink()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,6 +92,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if not arguments:
         write_bytes(page, results_page(results, page.parent / "figures").encode())
+        if runs := sorted((results / "compare").glob("seed-*/*/result.json"), reverse=True):
+            _draw(plot_curves([run.parent for run in runs]), page.parent / "figures" / "compare")
         return 0
     if page.exists() and page.read_text() == results_page(results):
         return 0
@@ -103,10 +115,12 @@ def _anchor(recipe: Recipe, preset: str) -> str:
     return kept.replace(" ", "-")
 
 
-def _section(recipe: Recipe, records: Sequence[Record], claims: Sequence[Claim], figure: str) -> str:
+def _section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequence[Claim], figure: str) -> str:
     rows = [("claim", "paper", "ours", "size", "verdict")]
     rows += [(c.statement, c.paper, c.ours, c.size, _bold(c)) for c in claims]
     parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})", as_markdown(rows, numbers=False)]
+    if preset == "smoke":
+        parts.insert(1, f"**{SMOKE}.**")
     shown = reported(records)
     if recipe.scored is not None:
         parts.append(_learning(shown, recipe.scored))

@@ -18,7 +18,7 @@ from kvshift.lab.messages import say
 from kvshift.lab.records import RunFailedError, RunFolder, write_bytes
 from kvshift.recipes.catalogue import NAMES, find_recipe
 from kvshift.recipes.claims import Claim
-from kvshift.recipes.page import report
+from kvshift.recipes.page import SMOKE, report
 from kvshift.recipes.recipe import Job, Recipe, Record, reported
 from kvshift.recipes.records import read_records, record_of, write_records
 from kvshift.recipes.reproduce_config import ReproduceConfig
@@ -150,6 +150,8 @@ def _show(recipe: Recipe, config: ReproduceConfig, folder: Path, records: Sequen
     if config.results is not None:
         write_records(kept_at(config), records)
     print(f"\n{_text(claims)}\n")
+    if config.preset == "smoke":
+        print(f"{SMOKE}.\n")
     written = [("report", page), ("records", folder / "records.jsonl"), *(("figure", image) for image in images)]
     for what, path in written:
         print(f"{what:<8} {path.resolve()}")

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvshift.lab.analysis.colors import BLUE, PURPLE, VERMILLION
+from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
+from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.theory.checks import (
     COEFFICIENTS,
     check_logits,
@@ -122,7 +123,7 @@ def plot(records: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     settings = _limit(records)["settings"]
-    for form, color, shift in (("printed", VERMILLION, -0.12), ("derived", BLUE, 0.12)):
+    for form, color, shift in (("printed", ORANGE, -0.12), ("derived", GREEN, 0.12)):
         places, errors = [], []
         for number, kind in enumerate(PAPER):
             found = _errors(settings, kind, form)
@@ -131,12 +132,11 @@ def plot(records: Sequence[Record]) -> Figure:
         left.semilogy(places, errors, "o", color=color, alpha=0.6, markersize=4, label=form)
     left.set_xticks(range(len(PAPER)), [name.replace(" and T", "\nand T") for name, *_ in PAPER.values()])
     left.set(title="Logits of Table 3", ylabel="difference from the model")
-    left.legend(frameon=False)
     left.grid(alpha=0.25)
 
     rows = _pooled(records)
     for number, (name, form, color) in enumerate(
-        (("Table 3", "table3", VERMILLION), ("script", "script", PURPLE), ("derived", "exact", BLUE))
+        (("printed", "table3", ORANGE), ("script", "script", PURPLE), ("derived", "exact", GREEN))
     ):
         places = [place + 0.15 * (number - 1) for place in range(len(rows))]
         right.plot(places, [(row[form] - row["mean"]) / row["stderr"] for row in rows], "o", color=color, label=name)
@@ -145,8 +145,8 @@ def plot(records: Sequence[Record]) -> Figure:
     names = [", ".join(f"{value:g}" for value in row["coefficients"]) for row in rows]
     right.set_xticks(range(len(rows)), names)
     right.set(title="Loss, Gaussian embeddings", xlabel="$α_1, α_2, β_1, β_2$", ylabel="difference in standard errors")
-    right.legend(frameon=False)
     right.grid(alpha=0.25)
+    legend_below(figure)
     return figure
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares, share_place
-from kvshift.lab.analysis.colors import COLORS
+from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares, share_position
+from kvshift.lab.analysis.colors import colors_of
+from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import IGSMConfig
@@ -136,21 +137,22 @@ def plot(records: Sequence[Record]) -> Figure:
             for model in MODELS
         },
     )
-    for at, (model, color) in enumerate(zip(MODELS, COLORS, strict=False)):
-        for place, setting in enumerate(settings):
+    colors = colors_of(MODELS)
+    for at, model in enumerate(MODELS):
+        for group, setting in enumerate(settings):
             if setting in PAPER_SHARES:
-                left.plot(share_place(place, at), PAPER_SHARES[setting][model], "x", color=color)
+                left.plot(share_position(group, at), PAPER_SHARES[setting][model], "x", color=colors[model])
     left.set_xticks(range(len(settings)), settings)
     left.set(
         ylabel="questions answered (x: in print)", title="Table 4", ylim=(-0.02, 1.02), xlim=(-0.5, len(settings) - 0.5)
     )
     left.grid(alpha=0.25)
-    left.legend(frameon=False)
     for axes, setting in zip(right, settings, strict=True):
         curves = {model: accuracy_curves(models[f"{model}, {setting}"], "values") for model in MODELS}
         record = next(iter(models[f"{next(iter(MODELS))}, {setting}"].values()))
         chance = 1 / record.options["task"]["modulus"]
         draw_accuracy(axes, curves, title=setting, ylabel="accuracy of computed values", chance=chance)
+    legend_below(figure)
     return figure
 
 

@@ -61,6 +61,8 @@ def test_table_of_one_seed(tmp_path):
     assert cells(rows, "peak memory") == ("500 MiB", "505 MiB", "× 1.010")
     assert cells(rows, "parameters") == ("5,003", "5,027", "+24")
     assert "7 rows" in explanation(summary)
+    assert "median of the ratios of single rounds" in explanation(summary), "31.0 to 37.0 ms is not × 1.190"
+    assert "rounds" not in explanation({**summary, "step_time": None})
 
 
 def test_several_seeds(tmp_path):

@@ -1,8 +1,26 @@
-"""The colors of every figure, told apart by the colour-blind (Okabe and Ito)."""
+"""The color of every variant, the same in all figures; the colour-blind can tell them apart (Okabe and Ito)."""
 
-__all__ = ["BLUE", "COLORS", "GREEN", "PURPLE", "VERMILLION"]
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["BLUE", "GREEN", "GREY", "ORANGE", "PURPLE", "SKY_BLUE", "VERMILLION", "colors_of"]
 
 VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY_BLUE = "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
+GREY = "#777777"
 
-COLORS = (VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY_BLUE)
-"""All of them, in the order in which models are given theirs."""
+_VARIANTS = {"vanilla": BLUE, "KV-shift": VERMILLION, "K-shift": GREEN, "V-shift": PURPLE, "QKV-shift": ORANGE}
+_SPARE = (SKY_BLUE, GREY)
+
+
+def colors_of(variants: Iterable[str]) -> dict[str, str]:
+    """By variant: its own color, or, of one that has none, one that no other of `variants` has, while there are any.
+
+    Args:
+        variants: names as runs and recipes give them: "vanilla", "KV-shift" ...
+    """
+    names = list(dict.fromkeys(variants))
+    found = {name: _VARIANTS[name] for name in names if name in _VARIANTS}
+    free = [color for color in (*_SPARE, *reversed(_VARIANTS.values())) if color not in found.values()]
+    others = sorted(name for name in names if name not in found)
+    return found | {name: free[number % len(free)] for number, name in enumerate(others)}

@@ -190,11 +190,18 @@ def explanation(summary: dict[str, Any]) -> str:
     """What the signs in the table stand for."""
     rows = f"± is one standard error over the {summary['validation_rows']} rows of the validation set"
     if len(summary["seeds"]) == 1:
-        return f"{rows}; of the difference, paired by row."
-    return (
-        f"In the lines of single seeds {rows} (of the difference, paired by row); "
-        "in those of the mean, over seeds. Steps and tokens are means over seeds."
-    )
+        text = f"{rows}; of the difference, paired by row."
+    else:
+        text = (
+            f"In the lines of single seeds {rows} (of the difference, paired by row); "
+            "in those of the mean, over seeds. Steps and tokens are means over seeds."
+        )
+    if summary["step_time"] is not None:
+        text += (
+            " The times of a step are medians over rounds; beside them stands the median of the ratios of single "
+            "rounds, in which both models ran next to each other: it need not be the ratio of the two times."
+        )
+    return text
 
 
 def as_text(rows: Sequence[Sequence[str]]) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvshift.lab.analysis.colors import BLUE, GREEN, PURPLE, VERMILLION
+from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.maps import map_coefficients
+from kvshift.lab.analysis.panels import count_steps, legend_below, whole_ticks
 from kvshift.lab.analysis.runs import Run, read_run
 from kvshift.lab.analysis.statistics import t_interval
 from kvshift.lab.errors import LabError
@@ -19,8 +20,6 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
 __all__ = ["plot_coefficients", "plot_curves", "plot_learning", "save_figure"]
-
-_COLORS = (BLUE, VERMILLION, GREEN, PURPLE)  # of models, in the order in which their folders come
 
 
 def plot_curves(folders: Sequence[Path]) -> Figure:
@@ -45,24 +44,26 @@ def plot_curves(folders: Sequence[Path]) -> Figure:
     if paired:
         differences = figure.add_subplot(1, 2, 2, sharex=losses)
         _draw_differences(differences, by_name["vanilla"], by_name[others[0]], others[0])
+    legend_below(figure)
     return figure
 
 
 def _draw_losses(axes: Axes, by_name: Mapping[str, Mapping[int, Run]]) -> None:
     lowest, highest = [], []
-    for color, (name, seeds) in zip(_COLORS, by_name.items(), strict=False):
+    colors = colors_of(by_name)
+    for name, seeds in by_name.items():
+        color = colors[name]
         for number, run in enumerate(seeds.values()):
             axes.plot(*run.series("train", "tokens", "loss"), color=color, alpha=0.25, linewidth=0.8)
             tokens, loss = run.series("eval", "tokens", "loss")
             axes.plot(tokens, loss, "o-", color=color, markersize=2.5, linewidth=1.2, label="" if number else name)
             lowest.append(min(loss))
-            highest.append(loss[1] if len(loss) > 3 else loss[0])
-    # The first steps fall so far that the rest would be a flat line: the axis begins at the second of many evaluations.
-    space = max(0.1 * (max(highest) - min(lowest)), 0.02)
+            highest.append(max(loss))
+    # Every evaluation is in sight; of the training loss that comes before the first of them, what there is room for.
+    space = max(0.05 * (max(highest) - min(lowest)), 0.02)
     axes.set_ylim(min(lowest) - space, max(highest) + space)
     axes.set(ylabel="loss (nats per token)", title="Validation loss (pale: training loss)")
     _count_tokens(axes)
-    axes.legend(frameon=False)
     axes.grid(alpha=0.25)
 
 
@@ -70,36 +71,38 @@ def _count_tokens(axes: Axes) -> None:
     from matplotlib.ticker import EngFormatter
 
     axes.set_xlabel("tokens")
+    whole_ticks(axes.xaxis)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.2M
 
 
 def _draw_differences(axes: Axes, vanilla: Mapping[int, Run], shifted: Mapping[int, Run], name: str) -> None:
+    color = colors_of((name, "vanilla"))[name]
     columns: dict[float, list[float]] = {}
     for seed, run in shifted.items():
         theirs = dict(zip(*vanilla[seed].series("eval", "tokens", "loss"), strict=True))
         ours = zip(*run.series("eval", "tokens", "loss"), strict=True)
         points = [(tokens, loss - theirs[tokens]) for tokens, loss in ours if tokens in theirs]
-        axes.plot(*zip(*points, strict=True), color=_COLORS[1], alpha=0.4 if len(shifted) > 1 else 1, linewidth=1)
+        axes.plot(*zip(*points, strict=True), color=color, alpha=0.4 if len(shifted) > 1 else 1, linewidth=1)
         for tokens, difference in points:
             columns.setdefault(tokens, []).append(difference)
     whole = {tokens: values for tokens, values in columns.items() if len(values) == len(shifted) > 1}
     if whole:
         low, high = zip(*(t_interval(values) for values in whole.values()), strict=True)
         mean = [statistics.fmean(values) for values in whole.values()]
-        axes.plot(list(whole), mean, color=_COLORS[1], linewidth=2, label="mean over seeds")
-        axes.fill_between(list(whole), low, high, color=_COLORS[1], alpha=0.15, linewidth=0, label="95 % interval")
-        axes.legend(frameon=False)
+        axes.plot(list(whole), mean, color=color, linewidth=2, label="mean difference over seeds")
+        axes.fill_between(list(whole), low, high, color=color, alpha=0.15, linewidth=0, label="its 95 % interval")
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(ylabel="difference (nats per token)", title=f"Validation loss, {name} minus vanilla")
     _count_tokens(axes)
     axes.grid(alpha=0.25)
 
 
-def plot_learning(metrics: Path) -> Figure | None:
+def plot_learning(metrics: Path, variant: str = "vanilla") -> Figure | None:
     """Loss over steps of one run, finished or not, and beside it the accuracy by slice where a task was learned.
 
     Args:
         metrics: the run's metrics.jsonl.
+        variant: of the model, which decides the color of the loss.
 
     Returns:
         None before the first evaluation.
@@ -113,13 +116,13 @@ def plot_learning(metrics: Path) -> Figure | None:
         return None
     names = list(evaluations[-1].get("accuracy", {}))
     figure = Figure(figsize=(10, 4.2) if names else (6, 4.2), layout="constrained")
+    color = colors_of([variant])[variant]
     axes = figure.add_subplot(1, 2 if names else 1, 1)
-    axes.plot(*_over_steps(training, lambda line: line["loss"]), color=_COLORS[0], alpha=0.25, label="training")
-    axes.plot(
-        *_over_steps(evaluations, lambda line: line["loss"]), "o-", color=_COLORS[0], markersize=2.5, label="evaluation"
-    )
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
-    axes.legend(frameon=False)
+    axes.plot(*_over_steps(training, lambda line: line["loss"]), color=color, alpha=0.25, label="training loss")
+    points = _over_steps(evaluations, lambda line: line["loss"])
+    axes.plot(*points, "o-", color=color, markersize=2.5, label="validation loss")
+    axes.set(ylabel="loss (nats per token)", title="Loss")
+    count_steps(axes)
     axes.grid(alpha=0.25)
     if names:
         axes = figure.add_subplot(1, 2, 2)
@@ -127,9 +130,10 @@ def plot_learning(metrics: Path) -> Figure | None:
         for name, shade in zip(names, shades, strict=True):
             points = _over_steps(evaluations, lambda line, name=name: line["accuracy"][name])
             axes.plot(*points, "o-", color=shade, markersize=2.5, label=name)
-        axes.set(xlabel="step", ylabel="accuracy", title="Accuracy by slice", ylim=(-0.02, 1.02))
-        axes.legend(frameon=False, fontsize=8, ncols=1 + len(names) // 10)
+        axes.set(ylabel="accuracy", title="Accuracy by slice", ylim=(-0.02, 1.02))
+        count_steps(axes)
         axes.grid(alpha=0.25)
+    legend_below(figure)
     return figure
 
 

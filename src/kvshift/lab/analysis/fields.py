@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # takes a second to import
 
 __all__ = ["draw_field", "draw_fields", "draw_flow"]
 
-_COLORS = {"$α_1$": BLUE, "$α_2$": VERMILLION, "$β_1$": GREEN, "$β_2$": PURPLE}
+_LINES = {"$α_1$": (GREEN, "-"), "$α_2$": (GREEN, "--"), "$β_1$": (PURPLE, "-"), "$β_2$": (PURPLE, "--")}
 
 
 def draw_fields(rows: Mapping[str, Mapping[str, Field]], levels: Sequence[float] | np.ndarray = LEVELS) -> Figure:
@@ -70,8 +70,7 @@ def draw_field(axes: Axes, field: Field, *, title: str, levels: Sequence[float] 
 
 def draw_flow(axes: Axes, flow: Trajectory, *, title: str) -> None:
     """The four coefficients over time; the axis is logarithmic, and time 0 is left out."""
-    for (name, color), values in zip(_COLORS.items(), flow.coefficients[1:].T, strict=True):
-        axes.semilogx(flow.time[1:], values, color=color, label=name)
+    for (name, (color, style)), values in zip(_LINES.items(), flow.coefficients[1:].T, strict=True):
+        axes.semilogx(flow.time[1:], values, color=color, linestyle=style, label=name)
     axes.set(title=title, xlabel="learning rate x steps", ylabel="coefficient")
-    axes.legend(frameon=False, ncols=2)
     axes.grid(alpha=0.25)

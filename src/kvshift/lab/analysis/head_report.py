@@ -12,7 +12,7 @@ from kvshift.lab.analysis.curves import plot_learning, save_figure
 from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.analysis.maps import count_coefficients, map_attention, map_coefficients, map_scores
 from kvshift.lab.analysis.pages import inline, render
-from kvshift.lab.analysis.runs import read_json
+from kvshift.lab.analysis.runs import read_json, variant_name
 from kvshift.lab.records import read_metrics
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ SCORES = {
 }
 """By score: its name in words, and the place it is about."""
 
+_TARGETS = {"gamma": "q", "alpha": "k", "beta": "v"}
 _LISTED = 5  # heads of each score in the table
 
 
@@ -48,7 +49,8 @@ def write_head_report(out: Path, metrics: Path | None = None) -> Path:
     """
     found = read_json(out / "heads.json")
     heads, layers = found["heads"], found["coefficients"]
-    learning = plot_learning(metrics) if metrics is not None else None
+    variant = variant_name([_TARGETS[name] for name in _TARGETS if layers and name in layers[0]])
+    learning = plot_learning(metrics, variant) if metrics is not None else None
     coefficients = map_coefficients(layers)
     page = render(
         "heads.html.jinja",

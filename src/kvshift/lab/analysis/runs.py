@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from kvshift.lab.errors import LabError
 if TYPE_CHECKING:
     from kvshift.lab.config import TrainConfig
 
-__all__ = ["Run", "is_finished", "read_json", "read_lines", "read_run"]
+__all__ = ["Run", "is_finished", "read_json", "read_lines", "read_run", "variant_name"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Run:
     @property
     def name(self) -> str:
         """What tables and plots call the model."""
-        return f"{''.join(self.shift_targets).upper()}-shift" if self.shift_targets else "vanilla"
+        return variant_name(self.shift_targets)
 
     def options(self) -> TrainConfig:
         """`config` as it was given to `kvshift train`, with nothing left open."""
@@ -62,6 +62,11 @@ class Run:
         latest = {line["layer"]: line for line in lines if line["step"] == lines[-1]["step"]}
         names = ("alpha", "beta", "gamma")
         return [{name: latest[layer][name] for name in names if latest[layer].get(name)} for layer in sorted(latest)]
+
+
+def variant_name(shift_targets: Sequence[str]) -> str:
+    """What tables and plots call a model that shifts these of "q", "k", "v"."""
+    return f"{''.join(shift_targets).upper()}-shift" if shift_targets else "vanilla"
 
 
 def is_finished(folder: Path) -> bool:
