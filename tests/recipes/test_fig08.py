@@ -192,7 +192,7 @@ def test_the_figure_has_a_panel_for_each_depth():
         labels = ["KV-shift", "vanilla", "vanilla, published (dropout on)"]
         assert axes.get_legend_handles_labels()[1] == labels
     (axes,) = RECIPE.plot(records("laptop", 3, [0.1], [0.3])).axes
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "4"]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "3", "4"]
     assert len(axes.lines) == 2
 
 

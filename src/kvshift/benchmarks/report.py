@@ -176,12 +176,12 @@ def short(rows: Sequence[Row]) -> str:
     return "\n".join(text)
 
 
-def write(out: Path, rows: Sequence[Row]) -> list[Path]:
-    """Write OUT/table.md and, where there is something to draw, OUT/plot.png and plot.svg; returns their paths."""
+def write(out: Path, rows: Sequence[Row], kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Write OUT/table.md and, where there is something to draw, OUT/plot in these `kinds`; returns their paths."""
     written = [out / "table.md"]
     write_bytes(written[0], markdown(rows).encode())
     figure = draw(rows)
-    return written if figure is None else written + save_figure(figure, out / "plot")
+    return written if figure is None else written + save_figure(figure, out / "plot", kinds)
 
 
 def draw(rows: Sequence[Row]) -> Figure | None:
@@ -273,4 +273,4 @@ def _legend_below(axes: Axes) -> None:
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        write(Path(name), read_rows(Path(name) / "rows.jsonl"))
+        write(Path(name), read_rows(Path(name) / "rows.jsonl"), kinds=["svg"])

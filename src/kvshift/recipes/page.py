@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvshift.lab.analysis.comparison import as_markdown
 from kvshift.lab.analysis.curves import plot_curves, save_figure
@@ -23,9 +23,6 @@ from kvshift.recipes.claims import Claim
 from kvshift.recipes.recipe import Recipe, Record, Score, accuracy_curves, by_label, reported
 from kvshift.recipes.records import read_records
 from kvshift.recipes.tuning import best_rates, by_arm
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 __all__ = ["SMOKE", "report", "results_page"]
 
@@ -71,17 +68,10 @@ def results_page(results: Path, figures: Path | None = None) -> str:
             rows += [(link, c.statement, c.paper, c.ours, preset, seeds, _bold(c)) for c in claims]
             if figures is not None:
                 figures.mkdir(parents=True, exist_ok=True)
-                _draw(recipe.plot(shown), figures / f"{name}-{preset}")
+                save_figure(recipe.plot(shown), figures / f"{name}-{preset}", kinds=["svg"])
             section = _section(recipe, preset, records, claims, f"figures/{name}-{preset}.svg")
             sections.append(f"## {_heading(recipe, preset)}\n\n{section}")
     return "\n".join([_HEAD, as_markdown(rows, numbers=False), "", *sections])
-
-
-def _draw(figure: Figure, stem: Path) -> None:
-    """As STEM.svg alone."""
-    for image in save_figure(figure, stem):
-        if image.suffix == ".png":
-            image.unlink()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,7 +83,8 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         write_bytes(page, results_page(results, page.parent / "figures").encode())
         if runs := sorted((results / "compare").glob("seed-*/*/result.json"), reverse=True):
-            _draw(plot_curves([run.parent for run in runs]), page.parent / "figures" / "compare")
+            curves = plot_curves([run.parent for run in runs])
+            save_figure(curves, page.parent / "figures" / "compare", kinds=["svg"])
         return 0
     if page.exists() and page.read_text() == results_page(results):
         return 0

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares
 from kvshift.lab.analysis.colors import BLUE, VERMILLION, colors_of
-from kvshift.lab.analysis.curves import plot_curves, plot_learning
+from kvshift.lab.analysis.curves import plot_curves, plot_learning, save_figure
 from kvshift.lab.analysis.panels import legend_below
 
 from .drawn import colors_by_label, first_points_cut_off, hidden_by_legends, ticks_between_whole_numbers
@@ -51,6 +51,8 @@ def test_a_comparison_shows_every_evaluation_and_hides_no_curve(tmp_path):
     assert colors_by_label(figure)["KV-shift"] == {VERMILLION}
     assert not hidden_by_legends(figure)
     assert not first_points_cut_off(figure)
+    save_figure(figure, tmp_path / "curves")
+    assert not hidden_by_legends(figure), "as SVG too, which is drawn without working the layout out again"
 
 
 def test_the_curve_of_one_run_has_the_color_of_its_variant_and_whole_steps(tmp_path):

@@ -148,13 +148,13 @@ def plot_coefficients(folder: Path) -> Figure | None:
     return map_coefficients(read_run(folder).coefficients())
 
 
-def save_figure(figure: Figure, stem: Path) -> list[Path]:
-    """Write STEM.png and STEM.svg; the same figure gives the same bytes."""
+def save_figure(figure: Figure, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Write STEM.png and STEM.svg, or one of them; the same figure gives the same bytes."""
     import matplotlib
 
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     with matplotlib.rc_context({"svg.hashsalt": "kvshift"}):
-        figure.savefig(paths[0], dpi=150, metadata={"Software": None})
-        figure.set_layout_engine("none")  # it stands; worked out anew, it takes as long as the drawing
-        figure.savefig(paths[1], metadata={"Date": None})
+        for kind, path in zip(kinds, paths, strict=True):
+            figure.savefig(path, dpi=150, metadata={"Software" if kind == "png" else "Date": None})
+            figure.set_layout_engine("none")  # it stands; worked out anew, it takes as long as the drawing
     return paths
