@@ -112,7 +112,7 @@ def test_the_figure_shows_both_models_and_the_floor():
     left, right = RECIPE.plot(records(([0.5, 0.6], [0.5, 0.4]))).axes
     assert left.get_legend_handles_labels()[1] == ["KV-shift", "vanilla", "entropy of the stream"]
     assert right.get_legend_handles_labels()[1] == ["KV-shift", "vanilla"]
-    assert [len(line.get_xdata()) for line in left.lines[:4]] == [2] * 4
+    assert [len(line.get_xdata()) for line in left.lines[:8]] == [2, 1] * 4  # each with a dot at its end
     assert len(right.containers) == 8  # two models, two seeds, two kinds of questions
 
 

@@ -112,7 +112,7 @@ def test_the_figure_has_a_panel_for_each_size():
     given = [*records("0.4M", [0.9, 0.8], [0.7, 0.9]), *records("0.8K", [0.2, 0.1], [0.1, 0.2])]
     panels = RECIPE.plot(given).axes
     assert [axes.get_title() for axes in panels] == ["0.4M parameters", "0.8K parameters"]
-    for axes, size in zip(panels, ("0.4M", "0.8K"), strict=True):
+    for axes in panels:
         assert axes.get_legend_handles_labels()[1] == ["KV-shift", "vanilla", "chance"]
 
 
