@@ -16,6 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvshift.cli import main
+from kvshift.lab import generation
+from kvshift.lab.analyze_config import AnalyzeConfig
+from kvshift.lab.compare_config import CompareConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.generation import GenerateConfig, encode, generate
 from kvshift.models.llama import KVShiftLlamaForCausalLM
@@ -275,7 +278,7 @@ def test_an_empty_prompt_without_such_a_token_is_an_error() -> None:
         ({"prompt": "a", "top_k": -1}, "top_k must be 0 or more, got -1"),
         ({"prompt": "a", "prompt_lookup": -1}, "prompt_lookup must be 0 or more, got -1"),
         ({"prompt": "a", "repetition_penalty": 0.0}, r"repetition_penalty must be more than 0, got 0\.0"),
-        ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
+        ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens must be 1 or more, or None, got 0"),
         ({"prompt": "a", "num_beams": 0}, "num_beams must be 1 or more, got 0"),
         ({"prompt": "a", "samples": 0}, "samples must be 1 or more, got 0"),
         ({"prompt": "a", "batch_size": 0}, "batch_size must be 1 or more, got 0"),
@@ -288,6 +291,67 @@ def test_an_empty_prompt_without_such_a_token_is_an_error() -> None:
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(LabError, match=message):
         generate(GenerateConfig(model="absent", **options))
+
+
+@pytest.mark.parametrize(("argument", "what"), [("caf\udce9", "character 3 is the byte 0xe9"), ("\ud83d", "U\\+D83D")])
+def test_a_prompt_that_is_not_utf_8(argument: str, what: str) -> None:
+    """As Python hands over a command line in another encoding."""
+    with pytest.raises(LabError, match=rf"^prompt is not UTF-8: .*{what}"):
+        generate(GenerateConfig(model="absent", prompt=argument))
+    with pytest.raises(LabError, match=r"^prompt is not UTF-8"):
+        CompareConfig(prompt=argument).check()
+    with pytest.raises(LabError, match=r"^text is not UTF-8"):
+        AnalyzeConfig(run=Path("absent"), text=argument).check()
+
+
+def test_a_stdin_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    with pytest.raises(LabError, match=r"^prompt \(stdin\) is not UTF-8: byte 3 is 0xe9"):
+        generate(GenerateConfig(model="absent", prompt="-"))
+
+
+def test_by_default_as_many_tokens_as_the_model_has_room_for(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of its 64, the longest prompt taken off; so each prompt of a file gets the same number, in any batch."""
+    longest = max(len(tokenizer()(prompt)["input_ids"]) for prompt in PROMPTS)
+    config = batch_config(model_folder, tmp_path, max_new_tokens=None)
+    generate(config)
+    assert f"max_new_tokens is {64 - longest}: the model is made for 64 tokens" in capsys.readouterr().err
+    given = dataclasses.replace(config, max_new_tokens=64 - longest, output=tmp_path / "given.jsonl")
+    generate(given)
+    assert config.output.read_bytes() == given.output.read_bytes()
+    roomy = save_model(tmp_path / "roomy", max_position_embeddings=300, eos_token_id=None)
+    tokenizer().save_pretrained(roomy)
+    assert main(["generate", str(roomy), "--prompt", "to be", "--output", str(tmp_path / "one.jsonl")]) == 0
+    assert lines(tmp_path / "one.jsonl")[0]["tokens"] <= 128
+    assert capsys.readouterr().err == ""
+
+
+def test_prompts_are_cropped_on_request(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = [tokenizer()(text)["input_ids"] for text in ("to be, or not " * 30, "the mind")]
+    long, short = (tokenizer().decode(row) for row in ids)
+    config = batch_config(model_folder, tmp_path, prompts=write_prompts(tmp_path, [long, short]), crop_prompts=True)
+    generate(config)
+    cropped, whole = lines(config.output)
+    assert cropped["prompt"] == long
+    assert "the last 53 tokens are used of 1 prompt(s)" in capsys.readouterr().err
+    model = KVShiftLlamaForCausalLM.from_pretrained(model_folder).eval()
+    for line, row in ((cropped, ids[0][-53:]), (whole, ids[1])):
+        new = model.generate(torch.tensor([row]), max_new_tokens=11, do_sample=False, pad_token_id=0)[0, len(row) :]
+        assert line["text"] == tokenizer().decode(new, skip_special_tokens=True)
+    # Without a number: half of the 64 for new tokens.
+    generate(dataclasses.replace(config, max_new_tokens=None, output=tmp_path / "half.jsonl"))
+    assert {line["tokens"] for line in lines(tmp_path / "half.jsonl") if line["finish"] == "length"} == {32}
+    with pytest.raises(LabError, match="max_new_tokens must be less than the 64 that the model is made for, got 64"):
+        generate(dataclasses.replace(config, max_new_tokens=64))
+
+
+def test_the_token_that_begins_a_text_is_not_cropped() -> None:
+    assert generation._cropped([7, 1, 2, 3, 4], 3, begin=7) == [7, 3, 4]
+    assert generation._cropped([7, 1, 2, 3, 4], 3, begin=None) == [2, 3, 4]
+    assert generation._cropped([7, 1, 2, 3, 4], 1, begin=7) == [4]
+    assert generation._cropped([7, 1, 2], 3, begin=7) == [7, 1, 2]
 
 
 def test_too_long_a_prompt_is_named_before_anything_is_generated(model_folder: Path, tmp_path: Path) -> None:

@@ -126,7 +126,12 @@ def test_a_tokenizer_of_another_model(model_folder: Path, tmp_path: Path) -> Non
         ("./absent", r"there is no folder \./absent"),
         ("/absent/model", r"there is no folder /absent/model"),
         ("runs/a/b", r"there is no folder runs/a/b"),
-        ("nobody/nothing", r"nobody/nothing is no folder here, and could not be had from the hub"),
+        (
+            "nobody/nothing",
+            r"no folder nobody/nothing here, it is not in .* cache, .* cannot be asked: .*offline",
+        ),
+        ("absent model", r"there is no folder absent model"),
+        ("tests/absent", r"there is no folder tests/absent$"),
     ],
 )
 def test_no_such_model(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
+import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +20,7 @@ import pytest
 
 from kvshift.lab.errors import LabError
 from kvshift.lab.generation import GenerateConfig, generate
-from kvshift.lab.prompts import read_prompts
+from kvshift.lab.prompts import Answers, answers_in, read_prompts
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .generation_cases import PROMPTS, batch_config, lines, write_prompts
@@ -147,7 +152,6 @@ def test_two_processes_do_not_write_to_one_file(finished: tuple[GenerateConfig, 
     assert config.output.read_bytes() == content
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import kvshift.lab.prompts as module
 
@@ -168,17 +172,116 @@ def test_a_full_disk(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert [line["index"] for line in lines(config.output)] == [0, 1, 2, 3]
 
 
+LINE = b'{"index": 0}\n'
+
+
+class Disk(io.BytesIO):
+    """A file without a buffer on a disk that has room for so many bytes: it takes what fits, and says how much."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def write(self, content: Any) -> int:
+        if self.room == self.tell():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(bytes(content)[: self.room - self.tell()])
+
+
+def test_a_disk_that_fills_up_within_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system then writes a part of the line, and only the next write fails."""
+    monkeypatch.setattr("kvshift.lab.prompts.os.fsync", lambda number: None)
+    monkeypatch.setattr(Disk, "fileno", lambda disk: 0)
+    for room in range(3 * len(LINE)):
+        answers = Answers(tmp_path / "answers", disk := Disk(room), 0)
+        fit = room // len(LINE)
+        for _ in range(fit):
+            answers.append([{"index": 0}])
+        with pytest.raises(LabError, match=rf"No space left on device; its {fit} lines are whole") as error:
+            answers.append([{"index": 0}])
+        assert error.value.exit_code == 3
+        assert answers.done == fit
+        assert disk.getvalue() == LINE * fit
+
+
+@pytest.mark.parametrize("fault", ["fsync", "truncate", "close"])
+def test_a_disk_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """What was said to be written is there; a file that cannot be closed has lost nothing."""
+
+    class Failing(io.FileIO):
+        failing = False
+
+        def truncate(self, size: int | None = None) -> int:
+            if self.failing and fault == "truncate":
+                raise OSError(errno.EIO, "Input/output error")
+            return super().truncate(size)
+
+        def close(self) -> None:
+            super().close()
+            if fault == "close":
+                raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    path, opened = tmp_path / "answers", []
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    def open_(self: Path, mode: str, buffering: int) -> Any:
+        opened.append(Failing(self, mode))
+        return opened[-1]
+
+    monkeypatch.setattr(Path, "open", open_)
+    with answers_in(path, ["a", "b"], 1, "s") as answers:
+        answers.append([record := {"index": 0, "sample": 0, "prompt": "a", "settings": "s"}])
+        if fault != "close":
+            monkeypatch.setattr("kvshift.lab.prompts.os.fsync", full)
+            opened[0].failing = True
+            with pytest.raises(LabError, match="full; its 1 lines are whole"):
+                answers.append([record | {"index": 1, "prompt": "b"}])
+    monkeypatch.undo()
+    assert path.read_text().startswith(json.dumps(record) + "\n")
+    with answers_in(path, ["a", "b"], 1, "s") as answers:
+        assert answers.done == (2 if fault == "truncate" else 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_into_a_device(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is read from it, and nothing left beside it."""
+    config = batch_config(model_folder, tmp_path)
+    generate(dataclasses.replace(config, output=Path("/dev/null")))
+    with pytest.raises(LabError, match=r"output: writing to /dev/full failed: .*No space left on device$") as error:
+        generate(dataclasses.replace(config, output=Path("/dev/full")))
+    assert error.value.exit_code == 3
+    assert not [name for name in (".null.lock", ".full.lock") if Path("/dev", name).exists()]
+    os.mkfifo(fifo := tmp_path / "fifo")
+    reader = threading.Thread(target=lambda: (tmp_path / "copy").write_bytes(fifo.read_bytes()))
+    reader.start()
+    generate(dataclasses.replace(config, output=fifo))
+    reader.join()
+    generate(config)
+    assert (tmp_path / "copy").read_bytes() == config.output.read_bytes()
+
+
 def test_prompts_of_a_text_file_are_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
-    path.write_bytes("to be\r\n\nnaïve ".encode())
-    assert read_prompts(path) == ["to be", "", "naïve "]
+    path.write_bytes("\ufeffto be\r\n\n \t\nnaïve ".encode())
+    assert read_prompts(path) == [("to be", f"{path}:1"), ("naïve ", f"{path}:4")]
+
+
+def test_blank_lines_of_a_json_file_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('\n{"prompt": "a"}\n\n  \n{"prompt": ""}\n\n')
+    assert read_prompts(path) == [("a", f"{path}:2"), ("", f"{path}:5")]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', r"p\.jsonl:2: no JSON: "),
-        ("p.jsonl", b'{"prompt": "a"}\n\n{"prompt": "b"}\n', r"p\.jsonl:2: no JSON: "),
+        ("p.jsonl", b'{"prompt": "a"}\n\n{"prompt": "b"\n', r"p\.jsonl:3: no JSON: "),
+        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', r"p\.jsonl:2 is not UTF-8: .* half a .*, U\+D83D"),
+        ("p.jsonl", b"[" * 100_000, r"p\.jsonl:1: no JSON: .*recursion"),
+        ("p.txt", b"\n \n", r"p\.txt is empty"),
         ("p.jsonl", b'{"text": "a"}\n', r'p\.jsonl:1: expected an object with a string "prompt", got {"text": "a"}'),
         ("p.jsonl", b'["a"]', r'p\.jsonl:1: expected an object with a string "prompt"'),
         ("p.jsonl", b'{"prompt": 3}', r'p\.jsonl:1: expected an object with a string "prompt"'),

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from kvshift.lab.config import DType
-from kvshift.lab.errors import require
+from kvshift.lab.errors import require, require_unicode
 
 __all__ = ["AnalyzeConfig", "RepeatConfig"]
 
@@ -62,3 +62,4 @@ class AnalyzeConfig(RepeatConfig):
         """Raise a LabError that names the option, its value, and what it may be."""
         super().check()
         require(self.maps >= 1, "maps", self.maps, "1 or more")
+        require_unicode(self.text or "", "text")

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from kvshift.lab.config import TrainConfig
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, require_unicode
 
 __all__ = ["CompareConfig"]
 
@@ -44,6 +44,7 @@ class CompareConfig:
                 raise LabError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.prompt == "":
             raise LabError("prompt must not be empty")
+        require_unicode(self.prompt or "", "prompt")
         if self.train.model.shift_targets == ():
             raise LabError("model.shift_targets must name at least one of q, k, v: without, both models are vanilla")
         if "RANK" in os.environ:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-__all__ = ["LabError", "nearest", "require"]
+__all__ = ["LabError", "nearest", "require", "require_unicode"]
 
 
 class LabError(Exception):
@@ -21,6 +21,17 @@ def require(holds: bool, name: str, value: Any, what: str) -> None:
     """Raise a LabError that names an option, what it must be and its value, unless that holds."""
     if not holds:
         raise LabError(f"{name} must be {what}, got {value!r}")
+
+
+def require_unicode(text: str, name: str) -> None:
+    """Raise a LabError that names an option or a line, unless its text can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        # How Python takes a byte of the command line that is not UTF-8; any other has been written as an escape.
+        what = f"the byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a surrogate pair, U+{code:X}"
+        raise LabError(f"{name} is not UTF-8: character {error.start} is {what}") from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

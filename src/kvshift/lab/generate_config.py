@@ -24,11 +24,15 @@ class GenerateConfig:
     prompt: str | None = None
     """Text to continue; "-" reads it from stdin, less one newline at its end. "": from the token that begins a text."""
     prompts: Path | None = None
-    """File of prompts instead: .txt, one a line, or .jsonl with the field prompt. The answers are JSON lines."""
+    """File of prompts instead: .txt, one a line, or .jsonl with the field prompt; blank lines do not count. The answers
+    are JSON lines."""
+    crop_prompts: bool = False
+    """Leave out the beginning of prompts that are too long for the model. Otherwise they are an error."""
     output: Path | None = None
-    """File that JSON lines are appended to; a command that was stopped goes on where it was. None: stdout."""
-    max_new_tokens: int = 128
-    """Tokens to generate at most; fewer where the model ends the text."""
+    """File that JSON lines are appended to; a command that was stopped resumes where it was. None: stdout."""
+    max_new_tokens: int | None = None
+    """Tokens to generate at most; fewer where the model ends the text. None: 128, or as many as the model's context
+    leaves beside the longest prompt."""
     temperature: float = 0.8
     """Logits are divided by this before a token is drawn; 0: the likeliest token, nothing is drawn."""
     top_k: int = 0
@@ -60,7 +64,9 @@ class GenerateConfig:
         """Raise a LabError that names the option, its value, and what it may be."""
         if (self.prompt is None) == (self.prompts is None):
             raise LabError("exactly one of prompt and prompts must be given")
-        for name in ("max_new_tokens", "num_beams", "samples", "batch_size"):
+        new = self.max_new_tokens
+        require(new is None or new >= 1, "max_new_tokens", new, "1 or more, or None")
+        for name in ("num_beams", "samples", "batch_size"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name in ("top_k", "prompt_lookup"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")

@@ -16,16 +16,18 @@ from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
 from kvshift.lab.continuing import continue_rows
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, require_unicode
 from kvshift.lab.generate_config import GenerateConfig
 from kvshift.lab.loading import load_model
 from kvshift.lab.messages import say
-from kvshift.lab.prompts import answers_in, read_prompts
+from kvshift.lab.prompts import Prompt, answers_in, read_prompts
 from kvshift.lab.seeds import seed_for
 
 __all__ = ["Continuation", "GenerateConfig", "continue_batch", "encode", "generate"]
 
 _say = partial(say, command="generate")
+
+_NEW_TOKENS = 128  # by default
 
 
 class Continuation(NamedTuple):
@@ -48,13 +50,12 @@ def generate(config: GenerateConfig) -> None:
     name and the options that decide the text.
     """
     config.check()
-    prompts = [_read_prompt(config)] if config.prompts is None else read_prompts(config.prompts)
+    given = [_read_prompt(config)] if config.prompts is None else read_prompts(config.prompts)
+    prompts = [prompt.text for prompt in given]
     logging.disable_progress_bar()
     model, tokenizer, source = load_model(config.model, dtype=config.dtype, device=config.device, say=_say)
-    names = ["prompt"] if config.prompts is None else [f"{config.prompts}:{n}" for n in range(1, len(prompts) + 1)]
-    encoded = [encode(tokenizer, prompt, name) for prompt, name in zip(prompts, names, strict=True)]
-    for ids, name in zip(encoded, names, strict=True):
-        _check_length(model, len(ids), config.max_new_tokens, name)
+    encoded = [encode(tokenizer, *prompt) for prompt in given]
+    config, encoded = _fitted(model, tokenizer, encoded, [prompt.name for prompt in given], config)
 
     if config.prompts is None and config.output is None:
         _print_text(model, tokenizer, encoded[0], config)
@@ -207,18 +208,58 @@ def _print_heading(number: int, samples: int) -> None:
         print(f"--- {number + 1} of {samples}", flush=True)
 
 
-def _read_prompt(config: GenerateConfig) -> str:
-    prompt = sys.stdin.read().removesuffix("\n") if config.prompt == "-" else config.prompt
+def _read_prompt(config: GenerateConfig) -> Prompt:
+    prompt, name = config.prompt, "prompt"
+    if prompt == "-":
+        name = "prompt (stdin)"
+        try:
+            prompt = sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise LabError(f"{name} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}") from error
     assert prompt is not None  # `check` asked for one
-    return prompt
+    require_unicode(prompt, name)
+    return Prompt(prompt, name)
 
 
-def _check_length(model: Any, prompt: int, new: int, name: str) -> None:
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and prompt + new > longest:
-        room = f"at most {longest - prompt}" if prompt < longest else "a shorter prompt, whatever max_new_tokens"
+def _fitted(
+    model: Any, tokenizer: Any, prompts: list[list[int]], names: list[str], config: GenerateConfig
+) -> tuple[GenerateConfig, list[list[int]]]:
+    """The options with a number of new tokens, the same for all prompts; the prompts, cropped if the options say so.
+
+    Raises:
+        LabError: prompt and new tokens are more than the model is made for.
+    """
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    new = config.max_new_tokens
+    if context is None:
+        return dataclasses.replace(config, max_new_tokens=new or _NEW_TOKENS), prompts
+    if config.crop_prompts:
+        longest = context - (new or min(_NEW_TOKENS, context // 2))
+        if longest < 1:
+            raise LabError(f"max_new_tokens must be less than the {context} that the model is made for, got {new}")
+        if cropped := sum(len(ids) > longest for ids in prompts):
+            _say(f"the last {longest} tokens are used of {cropped} prompt(s), to leave room for new ones")
+        prompts = [_cropped(ids, longest, tokenizer.bos_token_id) for ids in prompts]
+    for ids, name in zip(prompts, names, strict=True):
+        _check_length(len(ids), new or 1, context, name)
+    if new is None:
+        new = min(_NEW_TOKENS, context - max(map(len, prompts)))
+        if new < _NEW_TOKENS:
+            _say(f"max_new_tokens is {new}: the model is made for {context} tokens, the prompt included")
+    return dataclasses.replace(config, max_new_tokens=new), prompts
+
+
+def _cropped(ids: list[int], longest: int, begin: int | None) -> list[int]:
+    """The end of a prompt, behind the token that begins a text if the prompt has that."""
+    kept = 1 if ids[0] == begin and longest > 1 else 0
+    return ids if len(ids) <= longest else ids[:kept] + ids[len(ids) - longest + kept :]
+
+
+def _check_length(prompt: int, new: int, context: int, name: str) -> None:
+    if prompt + new > context:
+        room = f"at most {context - prompt}" if prompt < context else "a shorter prompt, or crop_prompts"
         raise LabError(
-            f"{name} has {prompt} token(s); with max_new_tokens {new} that is more than the {longest} that the model "
+            f"{name} has {prompt} token(s); with max_new_tokens {new} that is more than the {context} that the model "
             f"is made for: it takes {room}"
         )
 

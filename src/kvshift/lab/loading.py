@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from kvshift.lab.checkpoints import list_checkpoints, size_fault
 from kvshift.lab.config import DType
 from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
+from kvshift.lab.hub import is_hub_name, require_on_hub
 
 __all__ = ["UNREADABLE", "Loaded", "load_model", "load_tokenizer", "load_weights", "locate", "model_folder"]
 
@@ -90,7 +90,8 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
 
 def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:
     """The folder of a model, as `model_folder` finds it, and that of its tokenizer; a name on the hub is both."""
-    if _may_be_on_hub(name):
+    if is_hub_name(name):
+        require_on_hub(name, "model")
         return name, name
     folder = model_folder(name, say)
     for candidate in (folder, folder.parent / "tokenizer"):
@@ -114,12 +115,6 @@ def model_folder(name: str | Path, say: Callable[[str], Any]) -> Path:
     if not folder.is_dir():
         raise LabError(f"model: {name} is a file; expected a run folder, a model folder or a name on the hub")
     return folder if _is_model(folder) else _model_of_run(folder, say)
-
-
-def _may_be_on_hub(name: str) -> bool:
-    folder = Path(name)
-    path_like = folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep not in "/"
-    return not (folder.exists() or path_like)
 
 
 def _model_of_run(run: Path, say: Callable[[str], Any]) -> Path:
@@ -157,7 +152,7 @@ def _device(name: str) -> torch.device:
 
 
 def _unreadable(folder: str, error: Exception) -> str:
-    what = "could not be loaded" if Path(folder).is_dir() else "is no folder here, and could not be had from the hub"
+    what = "could not be loaded" if Path(folder).is_dir() else "could not be loaded from the hub"
     return f"model: {folder} {what}: {_first_line(error)}"
 
 

@@ -17,6 +17,7 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.pieces import cut
 from kvshift.lab.data.sources import Documents, texts
 from kvshift.lab.errors import LabError
+from kvshift.lab.hub import is_hub_name, require_on_hub
 
 __all__ = ["END_OF_TEXT", "check_tokenizer", "load_tokenizer", "make_tokenizer", "train_bpe"]
 
@@ -116,7 +117,12 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None
 
 
 def _named(name: str) -> PreTrainedTokenizerFast:
-    return load_tokenizer(Path(name).expanduser() if Path(name).expanduser().exists() else name)
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        if not is_hub_name(name):
+            raise LabError(f"tokenizer: there is no folder {name}")
+        require_on_hub(name, "tokenizer")
+    return load_tokenizer(folder if folder.exists() else name)
 
 
 def _origin(config: DataConfig) -> dict[str, Any]:

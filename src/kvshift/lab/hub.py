@@ -1,0 +1,54 @@
+"""Names of models and tokenizers: a path, or a name on the Hugging Face hub; and whether the hub has it, asked once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from kvshift.lab.errors import LabError
+
+__all__ = ["is_hub_name", "require_on_hub"]
+
+_SECONDS = 10.0  # that the hub has to answer
+_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether `name` can only be one on the hub, such as "gpt2" or "owner/name".
+
+    A path is what exists here, what begins with ".", "~" or "/", what the hub does not allow as a name ("runs/a/b"),
+    and what would lie in a folder that exists ("runs/mine", where there is a folder "runs").
+    """
+    path = Path(name)
+    if path.exists() or path.is_absolute() or name.startswith((".", "~")):
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return len(path.parts) == 1 or not Path(path.parts[0]).is_dir()
+
+
+def require_on_hub(name: str, option: str) -> None:
+    """Raise a LabError, which names the `option`, unless a model of this name is in the hub's cache or on the hub.
+
+    The hub is asked once. What transformers does to load a model asks for each of its files, and retries each for
+    seconds.
+    """
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES):
+        return
+    try:
+        HfApi().model_info(name, timeout=_SECONDS)
+    except RepositoryNotFoundError as error:
+        raise LabError(
+            f"{option}: there is no folder {name} here, and the hub has no such model, or none that you may read"
+        ) from error
+    except Exception as error:  # HTTP, the network, offline mode
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise LabError(
+            f"{option}: there is no folder {name} here, it is not in the hub's cache, and the hub cannot be asked: "
+            f"{reason}"
+        ) from error
