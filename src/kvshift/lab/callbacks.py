@@ -68,12 +68,14 @@ class Moments(TrainerCallback):
 class Leave(TrainerCallback):
     """On SIGINT or SIGTERM, end after the step that is being computed, with a checkpoint.
 
+    Nothing is logged for it: metrics.jsonl is to be that of a run which was never stopped.
+
     Attributes:
-        number: the signal that came, else 0; the same in all processes once a step has ended.
+        number: the signal on which the run ends, else 0; the same in all processes.
     """
 
     def __init__(self, processes: Processes) -> None:
-        self.number = 0
+        self.number = self._heard = 0
         self._processes = processes
 
     @contextmanager
@@ -91,7 +93,7 @@ class Leave(TrainerCallback):
                 signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
+        self._heard = number
         for each, handler in self._before.items():
             signal.signal(each, handler)
         name = signal.Signals(number).name
@@ -100,9 +102,9 @@ class Leave(TrainerCallback):
             os.write(2, f"\nkvshift: {name}: leaving after this step; a second one ends it at once\n".encode())
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.number = self._processes.most(self.number)
+        self.number = self._processes.most(self._heard)
         if self.number:
-            control.should_save = control.should_log = control.should_training_stop = True
+            control.should_save = control.should_training_stop = True
 
 
 class Recorder(TrainerCallback):

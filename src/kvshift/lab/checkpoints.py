@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvshift.lab.records import sync_folder, write_json
+from kvshift.lab.records import remove_folder, sync_folder, write_json
 
 __all__ = ["find_checkpoint", "keep_newest", "list_checkpoints", "seal", "size_fault"]
 
@@ -36,35 +35,47 @@ def seal(folder: Path) -> None:
 def find_checkpoint(out: Path, say: Callable[[str], Any]) -> Path | None:
     """The newest whole checkpoint, every file of it checked; what is no whole one is said and set aside.
 
-    A folder without manifest is one whose writing was interrupted: it is removed, for what is missing from it cannot
-    be had again. One whose files are not what its manifest says is kept under another name, `checkpoint-N.corrupt`.
+    A folder without manifest is one whose writing or removal was interrupted: it is removed, for what is missing from
+    it is lost. One whose files are not what its manifest says is kept under another name, `checkpoint-N.corrupt`.
     """
-    for folder in reversed(list_checkpoints(out)):
-        if not (folder / _MANIFEST).exists():
-            say(f"{folder.name} is incomplete (the process ended while it was written): removed")
-            shutil.rmtree(folder)
-            continue
+    folders = list_checkpoints(out)
+    whole = [folder for folder in folders if (folder / _MANIFEST).exists()]
+    for folder in folders:
+        if folder not in whole and _remove(folder, say):
+            say(f"{folder.name} is incomplete (the process ended while it was written or removed): removed")
+    for folder in reversed(whole):
         fault = _fault(folder, digests=True)
         if fault is None:
             return folder
         aside = _free_name(folder)
-        folder.rename(aside)
-        say(f"{folder.name} is corrupt ({fault}): skipped, kept as {aside.name}")
+        try:
+            folder.rename(aside)
+        except OSError as error:
+            say(f"{folder.name} is corrupt ({fault}): skipped; it could not be renamed: {error}")
+        else:
+            say(f"{folder.name} is corrupt ({fault}): skipped, kept as {aside.name}")
     return None
 
 
-def keep_newest(out: Path, count: int) -> None:
-    """Remove all whole checkpoints but the newest `count`."""
-    whole = [folder for folder in list_checkpoints(out) if (folder / _MANIFEST).exists()]
-    for folder in whole[:-count]:
-        (folder / _MANIFEST).unlink()  # first: half removed must not look whole
-        shutil.rmtree(folder)
+def keep_newest(newest: Path, count: int, say: Callable[[str], Any]) -> None:
+    """Remove the checkpoints that are older than `newest`, which is whole, but the last `count` - 1 whole ones.
+
+    What cannot be removed is said and left: an old checkpoint never costs a new one.
+    """
+    folders = list_checkpoints(newest.parent)
+    folders = folders[: folders.index(newest)]
+    whole = [folder for folder in folders if (folder / _MANIFEST).exists()]
+    kept = whole[-(count - 1) :] if count > 1 else []
+    for folder in folders:
+        if folder not in kept:
+            _remove(folder, say)
 
 
 def list_checkpoints(out: Path) -> list[Path]:
     """The folders of checkpoints, whole or not, by step: the newest last."""
-    found = [path for path in out.glob(f"{_PREFIX}*") if path.is_dir() and path.name.removeprefix(_PREFIX).isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+    found = [path for path in out.glob(f"{_PREFIX}*") if path.is_dir() or path.is_symlink()]
+    numbered = [path for path in found if path.name.removeprefix(_PREFIX).isdecimal()]
+    return sorted(numbered, key=lambda path: int(path.name.removeprefix(_PREFIX)))
 
 
 def size_fault(folder: Path) -> str | None:
@@ -88,6 +99,17 @@ def _fault(folder: Path, *, digests: bool) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{_MANIFEST} or a file it names cannot be read: {error}"
     return None
+
+
+def _remove(folder: Path, say: Callable[[str], Any]) -> bool:
+    try:
+        if not folder.is_symlink():
+            (folder / _MANIFEST).unlink(missing_ok=True)  # first: half removed must not look whole
+        remove_folder(folder)
+    except OSError as error:
+        say(f"{folder.name} is no longer needed, but could not be removed: {error}")
+        return False
+    return True
 
 
 def _digest(path: Path, *, sync: bool = False) -> str:

@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from kvshift.lab.errors import LabError
 
@@ -64,6 +64,10 @@ class Processes:
         largest = torch.tensor(number, device=self.device)
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
         return int(largest)
+
+    def gather(self, number: float) -> list[float]:
+        """The numbers that the processes give, in their order."""
+        return [number] if self.count == 1 else gather_object([number])
 
     def end(self) -> None:
         """Take leave of the other processes."""

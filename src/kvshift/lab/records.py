@@ -156,8 +156,10 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and what is in it, where there is one."""
-    if path.exists():
+    """Remove a folder and what is in it, where there is one; of a symbolic link, only the link."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
         shutil.rmtree(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -195,6 +196,8 @@ def fit(trainer: RunTrainer, recorder: Recorder, leave: Leave, start: Start, pro
     Raises:
         InterruptedRunError: a signal came, and a checkpoint is written.
     """
+    if start.checkpoint is not None:
+        trainer.continue_mean(start.checkpoint)
     with leave.listening():
         trainer.train(resume_from_checkpoint=start.checkpoint)
     step = trainer.state.global_step
@@ -207,6 +210,7 @@ def fit(trainer: RunTrainer, recorder: Recorder, leave: Leave, start: Start, pro
     seconds = recorder.seconds
     if not trainer.evaluated:  # interrupted between the last checkpoint and the end
         trainer.remove_callback(recorder)
+        trainer.remove_callback(TensorBoardCallback)  # closed by now, it would open another writer in OUT/runs
         trainer.evaluate()
     return seconds
 
@@ -222,7 +226,7 @@ def save_model(
         processes: of the run; all of them must come here.
         beside: writes into the folder it is given what belongs beside the model, in the first process.
     """
-    part = folder.path / ".model.part"
+    part, former = folder.path / ".model.part", folder.path / ".model.former"
     problem = None
     try:
         if processes.is_main:
@@ -242,8 +246,11 @@ def save_model(
             (part / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs
             declare_plain_llama(part)
             beside(part)
-            remove_folder(folder.model)
+            if folder.model.exists():  # a whole one is not removed before the other stands in its place
+                remove_folder(former)
+                folder.model.rename(former)
             part.rename(folder.model)
+            shutil.rmtree(former, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:
         problem = error
     if processes.any(problem is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from abc import abstractmethod
@@ -21,12 +22,16 @@ from kvshift.lab.callbacks import Evaluation
 from kvshift.lab.checkpoints import keep_newest, seal
 from kvshift.lab.config import RunConfig
 from kvshift.lab.language_model import declare_plain_llama
+from kvshift.lab.messages import say
 from kvshift.lab.optimizer import adamw
 from kvshift.lab.order import EndlessStream, ShuffledEpochs
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFailedError
 
 __all__ = ["LanguageModelTrainer", "RunTrainer", "row_losses", "summarize"]
+
+# In a checkpoint between two lines of metrics: from which step the next mean is taken, and the sum of each process.
+_UNLOGGED = "unlogged_loss.json"
 
 
 class RunTrainer(Trainer):
@@ -39,6 +44,7 @@ class RunTrainer(Trainer):
         self._processes = processes
         self._before_save: Callable[[], None] = lambda: None
         self._last_loss = math.nan
+        self._unlogged: dict[str, Any] = {}
         super().__init__(model, arguments, **kwargs)
 
     @property
@@ -61,7 +67,18 @@ class RunTrainer(Trainer):
             self.optimizer = adamw(trained, self._config.optimizer, self.args.device)
         return self.optimizer
 
+    def continue_mean(self, checkpoint: str) -> None:
+        """Have the first mean loss that is logged begin where that of the run which left this checkpoint began."""
+        path = Path(checkpoint) / _UNLOGGED
+        self._unlogged = json.loads(path.read_text()) if path.exists() else {}
+
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._unlogged:  # Trainer has begun its sum by now, and added nothing to it yet
+            sums = self._unlogged["sums"]
+            same = len(sums) == self.args.world_size
+            self._tr_loss += sums[self.args.process_index] if same else sum(sums) / len(sums)
+            self._globalstep_last_logged = self._unlogged["after_step"]
+            self._unlogged = {}
         loss = super().training_step(*args, **kwargs)
         self._last_loss = loss
         return loss
@@ -80,14 +97,25 @@ class RunTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = self._config.out / f"checkpoint-{self.state.global_step}"
-        self._together(folder, lambda: super(RunTrainer, self)._save_checkpoint(model, trial))
+        sums: list[float] = []
+        if self.state.global_step > self._globalstep_last_logged:
+            sums = self._processes.gather(self._tr_loss.item())
+
+        def write() -> None:
+            super(RunTrainer, self)._save_checkpoint(model, trial)
+            if sums and self._processes.is_main:
+                unlogged = {"after_step": self._globalstep_last_logged, "sums": sums}
+                (folder / _UNLOGGED).write_text(json.dumps(unlogged))
+
+        self._together(folder, write)
         self._together(folder, (lambda: self._seal(folder)) if self._processes.is_main else lambda: None)
+        if self._processes.is_main:
+            keep_newest(folder, self._config.keep_checkpoints, say)
 
     def _seal(self, folder: Path) -> None:
         self._before_save()
         declare_plain_llama(folder)
         seal(folder)
-        keep_newest(folder.parent, self._config.keep_checkpoints)
 
     def _together(self, folder: Path, write: Callable[[], None]) -> None:
         """Write, and where that fails in any process, remove what was written of the checkpoint and stop all."""

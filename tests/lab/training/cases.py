@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -82,3 +83,12 @@ def assert_same_run(got: Path, expected: Path) -> None:
     assert_same_bits(weights(got), weights(expected))
     assert metrics(got) == metrics(expected)
     assert result(got) == result(expected)
+
+
+def copied(finished: Path, tmp_path: Path, *, without: tuple[str, ...] = ("result.json",)) -> Path:
+    """The folder of a run that has all its checkpoints, but not yet an end."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    for name in without:
+        (out / name).unlink()
+    return out

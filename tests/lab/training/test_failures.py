@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,73 +19,7 @@ from kvshift.lab.records import FolderInUseError, Metrics, RunFailedError, RunFo
 from kvshift.lab.trainer import LanguageModelTrainer
 from kvshift.lab.training import train
 
-from .cases import LENGTH, assert_same_run, metrics, tiny, write_corpus
-
-
-def copied(finished: Path, tmp_path: Path, *, without: tuple[str, ...] = ("result.json",)) -> Path:
-    """The folder of a run that has all its checkpoints, but not yet an end."""
-    out = tmp_path / "run"
-    shutil.copytree(finished, out)
-    for name in without:
-        (out / name).unlink()
-    return out
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda folder: truncate(folder / "model.safetensors"), "model.safetensors has .* bytes instead of"),
-        (lambda folder: flip(folder / "optimizer.pt"), "the bytes of optimizer.pt have changed"),
-        (lambda folder: (folder / "rng_state.pth").unlink(), "rng_state.pth is missing"),
-        (lambda folder: truncate(folder / "manifest.json"), "manifest.json .* cannot be read"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json .* cannot be read"),
-    ],
-    ids=["truncated", "flipped bit", "missing file", "cut manifest", "strange manifest"],
-)
-def test_corrupt_checkpoint_is_named_and_skipped(finished, corpus, tmp_path, capfd, spoil, said):
-    out = copied(finished, tmp_path)
-    spoil(out / "checkpoint-12")
-    train(tiny(corpus, out))
-    err = capfd.readouterr().err
-    assert re.search(rf"checkpoint-12 is corrupt \({said}", err)
-    assert "kept as checkpoint-12.corrupt" in err
-    assert "going on from checkpoint-8" in err
-    assert_same_run(out, finished)
-    assert (out / "checkpoint-12.corrupt").is_dir()
-    assert (out / "checkpoint-12" / "manifest.json").exists()
-
-
-def test_all_checkpoints_corrupt(finished, corpus, tmp_path, capfd):
-    out = copied(finished, tmp_path)
-    flip(out / "checkpoint-8" / "model.safetensors")
-    (out / "checkpoint-12" / "manifest.json").unlink()
-    train(tiny(corpus, out))
-    err = capfd.readouterr().err
-    assert "checkpoint-12 is incomplete" in err
-    assert "checkpoint-8 is corrupt" in err
-    assert "beginning anew" in err
-    assert_same_run(out, finished)
-
-
-def test_a_second_corrupt_checkpoint_of_one_step_finds_a_name(tmp_path):
-    for number in range(3):
-        folder = tmp_path / "checkpoint-5"
-        folder.mkdir()
-        (folder / "manifest.json").write_text(f"no json {number}")
-        assert find_checkpoint(tmp_path, lambda text: None) is None
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["checkpoint-5.corrupt", "checkpoint-5.corrupt-2", "checkpoint-5.corrupt-3"]
-    assert (tmp_path / names[0] / "manifest.json").read_text() == "no json 0"
+from .cases import LENGTH, assert_same_run, copied, metrics, tiny, write_corpus
 
 
 def test_finished_run_is_left_as_it_is(finished, corpus, capfd):

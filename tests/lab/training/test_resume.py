@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvshift.lab.callbacks import InterruptedRunError, Leave
 from kvshift.lab.config import TrainConfig
 from kvshift.lab.training import train
 
@@ -159,8 +160,8 @@ def test_a_line_that_was_cut_off_goes(corpus, tmp_path, uninterrupted):
 
 
 def test_signal_leaves_a_checkpoint(corpus, tmp_path, uninterrupted):
-    """SIGTERM, as a scheduler sends it: the step is finished and saved, and the same call goes on from there."""
-    config = tiny(corpus, tmp_path / "run", steps=40, save_every=1000)
+    """SIGTERM, as a scheduler sends it: the step is finished and saved, and the same call resumes there."""
+    config = tiny(corpus, tmp_path / "run", steps=40)
     child = CONTEXT.Process(target=train, args=(config,))
     child.start()
     while last_step(config.out) < 3 and child.is_alive():
@@ -168,14 +169,34 @@ def test_signal_leaves_a_checkpoint(corpus, tmp_path, uninterrupted):
     os.kill(child.pid, signal.SIGTERM)
     child.join(timeout=60)
     assert child.exitcode == 1  # InterruptedRunError, which nobody caught; the command line makes it 143
-    (step,) = whole(config.out)
+    step = whole(config.out)[-1]
     assert 3 <= step < 40
     assert last_step(config.out) == step
     train(config)
-    assert whole(config.out)[-1] == 40
-    assert [line["loss"] for line in metrics(config.out, "train")] == [
-        line["loss"] for line in metrics(uninterrupted("plain"), "train")
-    ]
+    assert_same_run(config.out, uninterrupted("plain"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "documents, accumulated"])
+def test_lines_after_a_signal_are_those_of_a_run_without_one(corpus, tmp_path, monkeypatch, kind):
+    """Signals twice within one mean, at the step of a line, and at that of an evaluation that writes no line."""
+    spread = {"steps": 24, "log_every": 10, "eval_every": 7, "save_every": 12, **KINDS[kind]}
+    train(tiny(corpus, tmp_path / "whole", **spread))
+    left, end = [3, 7, 10, 17, 19], Leave.on_step_end
+
+    def told_to_leave(self, args, state, control, **kwargs):
+        if left and state.global_step == left[0]:
+            self._heard = signal.SIGTERM
+        end(self, args, state, control, **kwargs)
+
+    monkeypatch.setattr(Leave, "on_step_end", told_to_leave)
+    config = tiny(corpus, tmp_path / "run", **spread)
+    while left:
+        with pytest.raises(InterruptedRunError, match=f"left after step {left[0]}; checkpoint-{left[0]} is whole"):
+            train(config)
+        left.pop(0)
+    train(config)
+    assert [line["step"] for line in metrics(config.out, "train")] == [10, 12, 20, 24]
+    assert_same_run(config.out, tmp_path / "whole")
 
 
 def test_checkpoints_are_kept_in_number(corpus, tmp_path):
