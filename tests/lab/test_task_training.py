@@ -243,3 +243,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match=r"not finite (at|after) step"):
         train_task(config)
     assert all(math.isfinite(line["loss"]) for line in lines(tmp_path, "train"))
+
+
+def test_a_run_that_ended_early_ends_there_again(tmp_path: Path) -> None:
+    """Killed after the checkpoint at which the task was learned: no further step is trained."""
+    config = tiny(tmp_path, steps=40, save_every=3, stop_at=1e-9, task=NGramConfig(vocab_size=2, pairs=3))
+    result = train_task(config)
+    kinds = [lines(tmp_path, kind) for kind in ("train", "eval", "coefficients")]
+    assert result["steps"] == 9
+    (tmp_path / "result.json").unlink()
+    assert without_times(train_task(config)) == without_times(result)
+    assert [lines(tmp_path, kind) for kind in ("train", "eval", "coefficients")] == kinds

@@ -13,12 +13,13 @@ from datasets import Dataset
 from kvshift.lab.checkpoints import find_checkpoint
 from kvshift.lab.config import ModelConfig, config_hash, differences
 from kvshift.lab.data.text import TextData
+from kvshift.lab.data.tokenizers import ORIGIN
 from kvshift.lab.errors import LabError
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFolder, environment, remove_folder, write_json
 from kvshift.models.llama import KVShiftLlamaConfig
 
-__all__ = ["Start", "begin", "data_facts", "enter", "refuse_other_options", "resolved_model"]
+__all__ = ["Start", "begin", "data_facts", "enter", "refuse_foreign", "refuse_other_options", "resolved_model"]
 
 _SAMPLED_ROWS = 256
 
@@ -38,27 +39,43 @@ def enter(folder: RunFolder, options: dict[str, Any]) -> bool:
         folder: of the run.
         options: as JSON; what they leave open (None, "auto") is not known yet, and is compared in `begin`.
     """
+    refuse_foreign(folder)
+    folder.clean()
     old = folder.read(folder.config)
-    if old is None:
-        foreign = sorted(
-            path.name
-            for path in folder.path.iterdir()
-            if path.name != folder.tokenizer.name and not path.name.startswith(".")
-        )
-        if foreign:
-            raise LabError(
-                f"out: {folder.path} is not empty and holds no run ({', '.join(foreign[:3])} ...); "
-                "choose a folder that is new or empty"
-            )
-        remove_folder(folder.tokenizer)  # of a run that ended before it had begun: perhaps only a part
+    if old is None:  # the run may have ended before it had begun
+        remove_folder(folder.tokenizer)
+        folder.environment.unlink(missing_ok=True)
         return False
     given = {name: value for name, value in options.items() if value not in (None, "auto")}
     known = {name: old.get(name) for name in given}
     for part in {"model", "optimizer", "data"} & given.keys():  # a task run has no data
         given[part] = {name: value for name, value in options[part].items() if value is not None}
-        known[part] = {name: (old.get(part) or {}).get(name) for name in given[part]}
+        known[part] = {name: _object(folder, old, part).get(name) for name in given[part]}
     _refuse(folder, differences(known, given))
     return folder.result.exists()
+
+
+def refuse_foreign(folder: RunFolder) -> None:
+    """Raise a LabError for a folder that holds other things than a run; nothing is written.
+
+    Before there is a config.json, a run has written its tokenizer and environment.json.
+    """
+    config = folder.read(folder.config)
+    if config is not None:
+        if "config_hash" not in config:
+            raise LabError(f"out: {folder.config} is not that of a run; choose a folder that is new or empty")
+        return
+    ours = {folder.tokenizer: folder.tokenizer / ORIGIN, folder.environment: folder.environment}
+    found = sorted(folder.path.iterdir()) if folder.path.is_dir() else []
+    others = [path for path in found if not (path in ours and ours[path].exists())]
+    foreign = [path.name for path in others if not path.name.startswith(".")]
+    if foreign:
+        raise LabError(
+            f"out: {folder.path} is not empty and holds no run ({', '.join(foreign[:3])} ...); "
+            "choose a folder that is new or empty"
+        )
+    if "started" not in (folder.read(folder.environment) or {"started": None}):
+        raise LabError(f"out: {folder.environment} is not that of a run; choose a folder that is new or empty")
 
 
 def begin(
@@ -87,14 +104,25 @@ def begin(
 
     refuse_other_options(folder, old, options)
     if facts is not None:
-        _refuse_other_data(folder, old.get("data_facts", {}), facts)
+        _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)
     checkpoint = find_checkpoint(folder.path, say)
     step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     say(f"going on from {checkpoint.name}" if checkpoint else "no whole checkpoint yet: beginning anew")
     first = folder.read(folder.environment) or {}
     again = {"step": step, **surroundings}
-    write_json(folder.environment, {**first, "continued": [*first.get("continued", []), again]})
+    before = first.get("continued")
+    write_json(folder.environment, {**first, "continued": [*(before if isinstance(before, list) else []), again]})
     return Start(step, None if checkpoint is None else str(checkpoint))
+
+
+def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise LabError(
+            f"{folder.config}: {name} must be a JSON object, got {type(value).__name__}; fix it, or choose another "
+            "folder for out"
+        )
+    return value
 
 
 def resolved_model(config: KVShiftLlamaConfig) -> dict[str, Any]:

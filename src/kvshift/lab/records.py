@@ -19,7 +19,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -91,20 +91,44 @@ class RunFolder:
     def read(self, path: Path) -> dict[str, Any] | None:
         """The JSON object in one of the files, or None where there is no such file."""
         try:
-            return json.loads(path.read_text())
-        except FileNotFoundError:
+            values = json.loads(path.read_text())
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            raise LabError(f"{path} cannot be read: {error}; mend it, or choose another folder for out") from error
+            raise LabError(f"{path} cannot be read: {error}; fix it, or choose another folder for out") from error
+        if not isinstance(values, dict):
+            raise LabError(
+                f"{path} must hold a JSON object, got {type(values).__name__}; fix it, or choose another folder for out"
+            )
+        return values
+
+    def clean(self) -> None:
+        """Remove what a process that was killed has left half written."""
+        for pattern in (".tokenizer-????????", ".model.part", ".model.former", ".*.json.part", ".*.jsonl.part"):
+            for path in self.path.glob(pattern):
+                if path.is_file():
+                    path.unlink()
+                else:
+                    remove_folder(path)
 
 
 class Metrics:
     """metrics.jsonl, open for appending: every line reaches the file at once and whole, or not at all."""
 
-    def __init__(self, path: Path, *, up_to_step: int) -> None:
-        """Open the file without the lines beyond `up_to_step`, which a run that was stopped may have left."""
+    def __init__(self, path: Path, *, up_to_step: int, say: Callable[[str], Any]) -> None:
+        """Open the file without the lines beyond `up_to_step`, which a run that was stopped may have left.
+
+        `say` is told of each damaged line before those: it is left out, and the others stay.
+        """
         self._path = path
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= up_to_step]
+        records = [(line, _record(line)) for line in _lines(path)]
+        until = [number for number, (_, record) in enumerate(records) if record and record["step"] <= up_to_step]
+        kept = []
+        for number, (line, record) in enumerate(records[: until[-1] + 1] if until else [], start=1):
+            if record is None:
+                say(f"{_damaged(path, number)}: left out, and nothing else")
+            else:
+                kept.append(line + b"\n")
         write_bytes(path, b"".join(kept))
         self.seconds = max((line["seconds"] for line in read_metrics(path, "train")), default=0.0)
         self._file = path.open("ab", buffering=0)
@@ -131,8 +155,16 @@ class Metrics:
 
 
 def read_metrics(path: Path, kind: str) -> list[dict[str, Any]]:
-    """The whole lines of one kind, in order."""
-    return [record for record in map(json.loads, _whole_lines(path)) if record["kind"] == kind]
+    """The lines of one kind, in order; the last may have been cut off by the end of the process.
+
+    Raises:
+        LabError: another line is no record.
+    """
+    records = list(map(_record, _lines(path)))
+    for number, record in enumerate(records[:-1], start=1):
+        if record is None:
+            raise LabError(f"{_damaged(path, number)}; remove or fix it")
+    return [record for record in records if record and record["kind"] == kind]
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -192,18 +224,22 @@ def environment(device: torch.device, processes: int) -> dict[str, Any]:
     }
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    """Lines that are JSON objects; the last may have been cut off by the end of the process."""
-    if not path.exists():
-        return []
-    lines = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            json.loads(line)
-        except ValueError:
-            break
-        lines.append(line.rstrip(b"\n") + b"\n")
-    return lines
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line of metrics says; None where it is damaged."""
+    try:
+        record = json.loads(line)
+        whole = isinstance(record["kind"], str) and isinstance(record["step"], int)
+    except (ValueError, TypeError, KeyError):
+        return None
+    return record if whole and (record["kind"] != "train" or "seconds" in record) else None
+
+
+def _damaged(path: Path, number: int) -> str:
+    return f"{path}: line {number} is damaged, no JSON object with kind and step"
 
 
 def _versions() -> dict[str, str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,11 +18,12 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from kvshift.lab.beginning import Start, enter
+from kvshift.lab.beginning import Start, enter, refuse_foreign
 from kvshift.lab.callbacks import InterruptedRunError, Leave, Moments, Progress, Recorder, whole
 from kvshift.lab.config import RunConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.language_model import declare_plain_llama
+from kvshift.lab.messages import say
 from kvshift.lab.processes import PATIENCE, Processes
 from kvshift.lab.records import Metrics, RunFailedError, RunFolder, remove_folder
 from kvshift.lab.trainer import RunTrainer
@@ -35,6 +38,10 @@ __all__ = [
     "surviving",
     "training_arguments",
 ]
+
+
+# What a disk says that is full or fails.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: dict[str, Any]) -> bool:
@@ -52,6 +59,7 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
     for name in config.report_to:
         if name not in (known := get_available_reporting_integrations()):
             raise LabError(f"report_to names {name!r}; trackers installed here: {', '.join(known) or 'none'}")
+    refuse_foreign(folder)  # before a lock is left in it
     stack.enter_context(folder.locked())
     return enter(folder, options)
 
@@ -86,6 +94,18 @@ def surviving(config: RunConfig, way_out: str) -> Iterator[None]:
         raise InterruptedRunError(f"interrupted; the same command goes on from what {config.out} holds") from None
     except torch.OutOfMemoryError as error:
         raise RunFailedError(f"out of memory: {error}. {way_out}") from error
+    except RuntimeError as error:  # PyTorch has no class of its own for the memory of the CPU
+        if "can't allocate memory" not in str(error) and "Storage size calculation overflowed" not in str(error):
+            raise
+        raise RunFailedError(f"out of memory: {error}. {way_out}") from error
+    except OSError as error:  # of what writes beside the checkpoints, such as TensorBoard
+        if error.errno not in _DISK:
+            raise
+        free = shutil.disk_usage(config.out).free
+        raise RunFailedError(
+            f"writing failed: {error} ({free / 2**20:.0f} MiB are free in {config.out}); what was written before is "
+            "kept, and the same command resumes the run"
+        ) from error
 
 
 def training_arguments(config: RunConfig, *, accumulation: int, batch_size: int) -> TrainingArguments:
@@ -167,7 +187,7 @@ def attach(
 
     `narrated`: each evaluation is told on stderr.
     """
-    metrics = Metrics(folder.metrics, up_to_step=start.step) if processes.is_main else None
+    metrics = Metrics(folder.metrics, up_to_step=start.step, say=say) if processes.is_main else None
     recorder, leave = Recorder(metrics, tokens_per_step, trainer.evaluation), Leave(processes)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -182,12 +202,28 @@ def attach(
             stack.callback(progress.close)
             trainer.add_callback(progress)
         if "tensorboard" in config.report_to:
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer = SummaryWriter(str(folder.tensorboard), purge_step=start.step + 1 if start.step else None)
-            stack.callback(writer.close)
-            trainer.add_callback(TensorBoardCallback(writer))
+            trainer.add_callback(TensorBoardCallback(_event_writer(stack, folder, start)))
     return recorder, leave
+
+
+def _event_writer(stack: ExitStack, folder: RunFolder, start: Start) -> Any:
+    """TensorBoard's writer; it is closed with `stack`, where a disk that is still full hides no earlier error."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    def show(failure: threading.ExceptHookArgs) -> None:
+        # The writer's thread hands its error to the one that writes next.
+        if not (isinstance(failure.exc_value, OSError) and type(failure.thread).__module__.startswith("tensorboard.")):
+            before(failure)
+
+    def close() -> None:
+        with suppress(OSError):
+            writer.close()
+
+    before, threading.excepthook = threading.excepthook, show
+    stack.callback(setattr, threading, "excepthook", before)
+    writer = SummaryWriter(str(folder.tensorboard), purge_step=start.step + 1 if start.step else None)
+    stack.callback(close)
+    return writer
 
 
 def fit(trainer: RunTrainer, recorder: Recorder, leave: Leave, start: Start, processes: Processes) -> float:

@@ -132,6 +132,11 @@ class Mastery(TrainerCallback):
         for accuracy in before:
             self._add(accuracy)
 
+    @property
+    def reached(self) -> bool:
+        """Whether training is to end."""
+        return self._count >= self._wanted
+
     def _add(self, accuracy: float | None) -> None:
         self._count = self._count + 1 if accuracy is not None and accuracy >= self._level else 0
 
@@ -139,5 +144,5 @@ class Mastery(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
         self._add(metrics["accuracy"][self._slice])
-        if self._count >= self._wanted:
+        if self.reached:
             control.should_training_stop = True

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import Subset
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -156,19 +157,20 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     model = _build(config, task)
     processes = Processes(cpu=on_cpu(config))
     start = begin(folder, task_options(config), processes, say)
+    batches = TaskBatches(
+        task,
+        split="training",
+        seed=config.seed,
+        batch_size=config.batch_size,
+        batches=config.steps * config.accumulation,
+    )
     trainer = TaskTrainer(
         model,
         training_arguments(config, accumulation=config.accumulation, batch_size=1),  # an item is a whole batch
         config,
         processes,
         task=task,
-        train=TaskBatches(
-            task,
-            split="training",
-            seed=config.seed,
-            batch_size=config.batch_size,
-            batches=config.steps * config.accumulation,
-        ),
+        train=batches,
         evaluation=_evaluation_batches(task, config, config.eval_rows),
         dropout_at_eval=config.dropout_at_eval,
     )
@@ -178,7 +180,11 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     )
     if config.stop_at is not None:
         before = [line["accuracy"][task.slice_names[0]] for line in read_metrics(folder.metrics, "eval")]
-        trainer.add_callback(Mastery(task.slice_names[0], config.stop_at, config.stop_after, before))
+        mastery = Mastery(task.slice_names[0], config.stop_at, config.stop_after, before)
+        trainer.add_callback(mastery)
+        if mastery.reached:  # at the step of the checkpoint: training had ended there
+            trainer.args.max_steps = start.step
+            trainer.train_dataset = Subset(batches, range(start.step * config.accumulation))
     seconds = fit(trainer, recorder, leave, start, processes)
 
     scores = trainer.scores

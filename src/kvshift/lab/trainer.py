@@ -87,11 +87,15 @@ class RunTrainer(Trainer):
         """The one number that every process has, that every loss of the step enters, and before weights change."""
         norm = super()._get_grad_norm(*args, **kwargs)
         if norm is not None and not math.isfinite(norm):
+            cause = (
+                "Mostly the learning rate is too high (optimizer.learning_rate "
+                f"{self._config.optimizer.learning_rate}) or the warm-up too short"
+                if self.state.global_step
+                else "No weight has been updated yet: the cause is in the options of the model or in its start weights"
+            )
             self._fail(
                 f"loss or gradient is not finite at step {self.state.global_step + 1} (loss of the last rows "
-                f"{float(self._last_loss)}, norm of the gradient {float(norm)}). Mostly the learning rate is too high "
-                f"(optimizer.learning_rate {self._config.optimizer.learning_rate}) or the warm-up too short; "
-                f"{self._kept()}"
+                f"{float(self._last_loss)}, norm of the gradient {float(norm)}). {cause}; {self._kept()}"
             )
         return norm
 
@@ -99,7 +103,7 @@ class RunTrainer(Trainer):
         folder = self._config.out / f"checkpoint-{self.state.global_step}"
         sums: list[float] = []
         if self.state.global_step > self._globalstep_last_logged:
-            sums = self._processes.gather(self._tr_loss.item())
+            sums = self._processes.gather(cast(Tensor, self._tr_loss).item())
 
         def write() -> None:
             super(RunTrainer, self)._save_checkpoint(model, trial)

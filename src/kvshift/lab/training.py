@@ -16,6 +16,7 @@ from kvshift.lab.beginning import begin, data_facts, resolved_model
 from kvshift.lab.config import TrainConfig, to_json
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
+from kvshift.lab.data.tokenizers import save_tokenizer
 from kvshift.lab.language_model import build_model, count_parameters, llama_config
 from kvshift.lab.messages import say, say_nothing
 from kvshift.lab.pretrained import (
@@ -117,7 +118,7 @@ def _run(
     recorder, leave = attach(stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step)
     seconds = fit(trainer, recorder, leave, start, processes)
     model.config.use_cache = True
-    save_model(trainer, folder, processes, beside=data.tokenizer.save_pretrained)
+    save_model(trainer, folder, processes, beside=partial(save_tokenizer, data.tokenizer))
     if processes.is_main:
         result = _result(trainer, folder, config, seconds) | sizes
         write_json(folder.result, result)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,3 +94,14 @@ def copied(finished: Path, tmp_path: Path, *, without: tuple[str, ...] = ("resul
     for name in without:
         (out / name).unlink()
     return out
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """Writes beyond so many bytes of a file fail, as they do on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

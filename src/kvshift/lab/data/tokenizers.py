@@ -19,7 +19,15 @@ from kvshift.lab.data.sources import Documents, texts
 from kvshift.lab.errors import LabError
 from kvshift.lab.hub import is_hub_name, require_on_hub
 
-__all__ = ["END_OF_TEXT", "check_tokenizer", "load_tokenizer", "make_tokenizer", "train_bpe"]
+__all__ = [
+    "END_OF_TEXT",
+    "ORIGIN",
+    "check_tokenizer",
+    "load_tokenizer",
+    "make_tokenizer",
+    "save_tokenizer",
+    "train_bpe",
+]
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -27,7 +35,7 @@ END_OF_TEXT = "<|endoftext|>"
 _BPE_CHARACTERS = 2**28
 
 # Beside the files of the tokenizer: what it was made from.
-_ORIGIN = "made_from.json"
+ORIGIN = "made_from.json"
 
 
 class SaveError(LabError):
@@ -45,7 +53,7 @@ def make_tokenizer(config: DataConfig, train: Documents, folder: Path) -> PreTra
         LabError: the tokenizer cannot be had or has no end-of-text token; `folder` holds one made otherwise.
     """
     origin = _origin(config)
-    if not (folder / _ORIGIN).exists():
+    if not (folder / ORIGIN).exists():
         tokenizer = train_bpe(texts(train), config.vocab_size) if config.tokenizer is None else _named(config.tokenizer)
         _save(tokenizer, origin, folder)
     found = _read_origin(folder)
@@ -106,6 +114,16 @@ def train_bpe(text: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """`save_pretrained`, with an OSError where a file cannot be written."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:  # as the tokenizers library raises whatever the system says
+            raise
+        raise OSError(str(error)) from error
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
     """Raise `LabError` if the tokenizer makes ids that a model of `vocab_size` does not have."""
     largest = max(tokenizer.get_vocab().values())
@@ -147,16 +165,16 @@ def _save(tokenizer: PreTrainedTokenizerFast, origin: dict[str, Any], folder: Pa
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
             draft = Path(scratch) / folder.name
-            tokenizer.save_pretrained(draft)
-            (draft / _ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+            save_tokenizer(tokenizer, draft)
+            (draft / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
             os.rename(draft, folder)
     except OSError as error:
-        if not (folder / _ORIGIN).exists():
+        if not (folder / ORIGIN).exists():
             raise SaveError(f"cannot save the tokenizer in {folder}: {error}") from error
 
 
 def _read_origin(folder: Path) -> dict[str, Any]:
-    path = folder / _ORIGIN
+    path = folder / ORIGIN
     try:
         origin = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,0 +1,187 @@
+"""The folder of a run: what may lie there, what a process that was killed leaves, and what a full disk does."""
+
+import json
+import shutil
+from contextlib import closing
+
+import pytest
+
+from kvshift.lab.checkpoints import find_checkpoint
+from kvshift.lab.errors import LabError
+from kvshift.lab.records import Metrics, RunFailedError, read_metrics
+from kvshift.lab.training import train
+
+from .cases import assert_same_run, copied, metrics, room_for, tiny
+
+
+def test_a_run_killed_before_it_had_begun_begins_again(finished, corpus, tmp_path):
+    """The defect: environment.json without config.json was taken for something else, and refused for ever."""
+    out = tmp_path / "run"
+    out.mkdir()
+    shutil.copytree(finished / "tokenizer", out / "tokenizer")
+    shutil.copy(finished / "environment.json", out)
+    (out / ".config.json.part").write_text('{"st')
+    (out / ".tokenizer-a1b2c3d4").mkdir()
+    train(tiny(corpus, out))
+    assert_same_run(out, finished)
+    assert "continued" not in json.loads((out / "environment.json").read_text())
+    assert sorted(path.name for path in out.iterdir() if path.name.startswith(".")) == [".lock"]
+
+
+def test_options_that_are_refused_leave_a_folder_that_can_be_used(finished, corpus, tmp_path, monkeypatch):
+    """Whatever fails between environment.json and config.json."""
+
+    def fails(options):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("kvshift.lab.beginning.config_hash", fails)
+    with pytest.raises(ZeroDivisionError):
+        train(tiny(corpus, tmp_path / "run"))
+    assert (tmp_path / "run" / "environment.json").exists()
+    monkeypatch.undo()
+    train(tiny(corpus, tmp_path / "run"))
+    assert_same_run(tmp_path / "run", finished)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("thesis.tex", "...", r"is not empty and holds no run \(thesis\.tex"),
+        ("tokenizer/tokenizer.json", "{}", r"is not empty and holds no run \(tokenizer"),
+        ("environment.json", '{"HOME": "/"}', r"environment\.json is not that of a run"),
+        ("config.json", '{"model_type": "llama"}', r"config\.json is not that of a run"),
+        ("config.json", "{", r"config\.json cannot be read"),
+        ("config.json", "[]", r"config\.json must hold a JSON object, got list"),
+        ("environment.json", "3", r"environment\.json must hold a JSON object, got int"),
+    ],
+    ids=str,
+)
+def test_a_folder_of_something_else_is_left_as_it_was(corpus, tmp_path, name, content, said):
+    """Without a lock in it, too."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(LabError, match=said) as caught:
+        train(tiny(corpus, tmp_path))
+    assert caught.value.exit_code == 2
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
+    assert (tmp_path / name).read_text() == content
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "data_facts"])
+def test_a_config_that_holds_something_else(finished, corpus, tmp_path, part):
+    out = copied(finished, tmp_path)
+    values = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**values, part: [1]}))
+    with pytest.raises(LabError, match=rf"config\.json: {part} must be a JSON object, got list"):
+        train(tiny(corpus, out))
+
+
+def test_what_killed_processes_left_is_cleaned(finished, corpus, tmp_path):
+    """In a run that is finished, too."""
+    out = copied(finished, tmp_path, without=())
+    for name in (".tokenizer-x_y_z_12", ".model.part", ".model.former"):
+        (out / name).mkdir()
+        (out / name / "file").write_text("")
+    (out / ".result.json.part").write_text("{")
+    (out / ".metrics.jsonl.part").write_text("{")
+    (out / ".notes").write_text("the user's own")
+    train(tiny(corpus, out))
+    assert sorted(path.name for path in out.glob(".*")) == [".lock", ".notes"]
+
+
+def test_tensorboard_leaves_nothing_outside_its_folder(finished, corpus, tmp_path):
+    """Killed after the last checkpoint: the closing evaluation came when the event files were closed."""
+    out = copied(finished, tmp_path)
+    train(tiny(corpus, out, report_to=("tensorboard",)))
+    assert not (out / "runs").exists()
+    assert (out / "tensorboard").is_dir()
+
+
+def test_a_damaged_line_is_named_and_the_others_stay(finished, corpus, tmp_path, capfd):
+    """The defect: all lines behind it were lost."""
+    out = copied(finished, tmp_path)
+    shutil.rmtree(out / "checkpoint-12")
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    lines[2] = lines[2][:20] + "\0\0\0" + lines[2][23:]
+    (out / "metrics.jsonl").write_text("\n".join(lines) + '\n{"kind": "tra')
+    with pytest.raises(LabError, match=r"metrics\.jsonl: line 3 is damaged"):
+        read_metrics(out / "metrics.jsonl", "train")
+    train(tiny(corpus, out))
+    assert "metrics.jsonl: line 3 is damaged" in capfd.readouterr().err
+    expected = metrics(finished)
+    assert metrics(out) == expected[:2] + expected[3:]
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", "5", '{"kind": "train"}', '{"kind": 1, "step": 2}', '{"kind": "train", "step": 1}']
+)
+def test_lines_that_are_no_records(tmp_path, line):
+    path, said = tmp_path / "metrics.jsonl", []
+    path.write_text(f'{{"kind": "eval", "step": 1}}\n{line}\n{{"kind": "eval", "step": 2}}\n')
+    with closing(Metrics(path, up_to_step=2, say=said.append)):
+        assert [record["step"] for record in read_metrics(path, "eval")] == [1, 2]
+    assert len(said) == 1
+    assert said[0].startswith(f"{path}: line 2 is damaged")
+
+
+def test_lines_beyond_the_checkpoint_go_without_a_word(tmp_path):
+    """After a power failure, blocks of zeros may stand behind what was synced with the checkpoint."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "eval", "step": 1}\n{"kind": "eval", "step": 2}\n\0\0\0\n{"kind": "eval", "step": 3}\n')
+    with closing(Metrics(path, up_to_step=2, say=pytest.fail)):
+        assert [record["step"] for record in read_metrics(path, "eval")] == [1, 2]
+
+
+def test_tokenizer_that_does_not_fit(corpus, tmp_path):
+    with room_for(200), pytest.raises(LabError, match=r"cannot save the tokenizer in .*tokenizer") as caught:
+        train(tiny(corpus, tmp_path / "run"))
+    assert caught.value.exit_code == 3
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_tokenizer_beside_the_model_that_does_not_fit(finished, corpus, tmp_path, monkeypatch):
+    out = copied(finished, tmp_path)
+
+    def full(*args, **kwargs):
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
+    with pytest.raises(RunFailedError, match=r"model could not be written: No space left on device"):
+        train(tiny(corpus, out))
+    monkeypatch.undo()
+    train(tiny(corpus, out))
+    assert_same_run(out, finished)
+
+
+@pytest.mark.parametrize("size", [10, 400], ids=["at once", "later"])
+def test_event_files_that_do_not_fit(finished, corpus, tmp_path, size, monkeypatch):
+    """TensorBoard writes in a thread of its own, which passes the error on at the next line or at the end."""
+    out = copied(finished, tmp_path)
+    shutil.rmtree(out / "checkpoint-12")
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    written, write = [0], RecordWriter.write
+
+    def full(self, data):
+        written[0] += len(data)
+        if written[0] > size:
+            raise OSError(28, "No space left on device")
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    with pytest.raises(RunFailedError, match=r"writing failed: .*No space left on device.* MiB are free in") as caught:
+        train(tiny(corpus, out, report_to=("tensorboard",)))
+    assert caught.value.exit_code == 3
+    assert find_checkpoint(out, pytest.fail) is not None
+    monkeypatch.undo()
+    train(tiny(corpus, out, report_to=("tensorboard",)))
+    assert_same_run(out, finished)
+
+
+def test_memory_of_the_cpu(corpus, tmp_path, monkeypatch):
+    def greedy(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 PiB")
+
+    monkeypatch.setattr("kvshift.lab.training.build_model", greedy)
+    with pytest.raises(RunFailedError, match=r"out of memory: .* smaller batch_size \(now 4\)"):
+        train(tiny(corpus, tmp_path / "run"))
