@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift.ops import ShiftState, eager, plan, shift
+from kvshift.ops import ShiftState, eager, plain, plan, shift
 
 real_shift, real_eager, real_plan = shift._shift, shift.shift_eager, shift.plan_shift
 
@@ -87,7 +87,8 @@ def pads_multiplied_by_zero(patch: pytest.MonkeyPatch) -> None:
         batch = torch.arange(x.shape[0]).unsqueeze(1)
         return x[batch, index.clamp(min=0)] * (index >= 0)[..., None, None]
 
-    patch.setattr(eager, "_pick", mutant)
+    patch.setattr(plain, "pick", mutant)
+    patch.setattr(eager, "pick", mutant)
 
 
 def pads_zeroed_but_not_skipped(patch: pytest.MonkeyPatch) -> None:
@@ -177,7 +178,17 @@ def coefficients_in_bf16(patch: pytest.MonkeyPatch) -> None:
 
 def products_rounded_too(patch: pytest.MonkeyPatch) -> None:
     """Double rounding: the arithmetic is in the dtype of the keys."""
-    patch.setattr(eager, "_weights", lambda mix, x: list(mix.to(x.dtype).unsqueeze(2).unbind(1)))
+
+    def mutant(mix: Tensor, x: Tensor) -> list[eager._Lag]:
+        return [eager._Lag(weight, None) for weight in mix.to(x.dtype).unsqueeze(2).unbind(1)]
+
+    patch.setattr(eager, "_lags", mutant)
+
+
+def zero_times_infinity(patch: pytest.MonkeyPatch) -> None:
+    """A coefficient of zero multiplies what stands there, as any other does."""
+    real_lags = eager._lags
+    patch.setattr(eager, "_lags", lambda mix, x: [lag._replace(zero=None) for lag in real_lags(mix, x)])
 
 
 def gradient_of_history_missing(patch: pytest.MonkeyPatch) -> None:

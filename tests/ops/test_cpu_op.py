@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from kvshift.ops import cpu_op, kv_shift, shift_tokens
+from kvshift.ops import cpu_op, shift_tokens
 
 from .cases import DTYPES, outcome, random_case
 from .conftest import skip_unless_built
@@ -256,20 +256,3 @@ def test_a_kernel_that_does_not_load_is_named(monkeypatch, tmp_path):
             random_case(9).call("cpu")
     finally:
         cpu_op._kernels.cache_clear()
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-def test_transforms_of_functions_go_through_eager():
-    """torch.func hands over tensors without memory."""
-    case = random_case(11)
-    x = torch.stack([case.k, 2 * case.k])
-    batched = torch.func.vmap(lambda k: kv_shift(k, case.v, case.alpha, case.beta)[0])(x)
-    for k, k_hat in zip(x, batched, strict=True):
-        torch.testing.assert_close(k_hat, kv_shift(k, case.v, case.alpha, case.beta, backend="eager")[0])
-
-
-def test_fake_tensors_go_through_eager():
-    case = random_case(11)
-    with torch._subclasses.FakeTensorMode() as mode:
-        k, v, alpha, beta = map(mode.from_tensor, (case.k, case.v, case.alpha, case.beta))
-        assert kv_shift(k, v, alpha, beta)[0].shape == case.k.shape

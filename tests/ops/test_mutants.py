@@ -6,6 +6,7 @@ The checks are those that the tests call. That they pass on the real implementat
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,11 @@ def check_numbered_documents() -> None:
     checks.check_documents_do_not_touch(case, "eager", [slice(0, 2), slice(2, 5)], -29.0)
 
 
+def check_identity() -> None:
+    keys = torch.tensor([torch.inf, -0.0, 3.0]).reshape(1, 3, 1, 1).expand(2, 3, 3, 5)
+    checks.check_identity_returns_every_bit(replace(random_case(5, 2, 3), k=keys, v=keys), "eager")
+
+
 def check_crop() -> None:
     checks.check_cropped_tokens_were_never_seen("eager", 2, 2)
 
@@ -67,6 +73,7 @@ CAUGHT_BY: dict[Callable[[pytest.MonkeyPatch], None], Callable[[], None]] = {
     mutants.keys_and_values_swap_coefficients: lambda: checks.check_hand_worked_values("eager"),
     mutants.coefficients_in_bf16: check_parity,
     mutants.products_rounded_too: lambda: check_parity(random_case(11, dtype=torch.bfloat16)),
+    mutants.zero_times_infinity: check_identity,
     mutants.gradient_of_history_missing: check_parity,
     mutants.coefficients_gradient_without_history: check_parity,
     mutants.gradient_not_looking_ahead: check_parity,

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift.ops import eager, kv_shift
+from kvshift.ops import ShiftState, eager, kv_shift
 from kvshift.ops.plan import plan_shift
 
 from .cases import DTYPES, outcome, random_case
 from .checks import LENGTHS, check_identity_returns_every_bit, check_inputs_are_left_alone
 from .conftest import leave_to_one_dtype
+from .rounding import assert_within_one_rounding
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 MODES: dict[str, dict] = {
@@ -35,14 +36,52 @@ def test_identity_coefficients_return_keys_and_values_bit_for_bit(dtype, mode, b
     check_identity_returns_every_bit(random_case(2, dtype=dtype, **mode), backend)
 
 
-def test_identity_coefficients_lose_the_sign_of_a_zero_and_spread_what_is_not_finite(backend):
-    """What bit for bit leaves out: 1 * -0.0 + 0 * 3 is +0.0, which equals -0.0; and 0 * inf is NaN."""
-    k = torch.tensor([3.0, -0.0, torch.inf, 7.0]).reshape(1, 4, 1, 1)
-    identity = torch.tensor([[1.0, 0.0]])
-    k_hat, _, _ = kv_shift(k, k, identity, identity, backend=backend)
-    assert k_hat.flatten()[:3].tolist() == [3, 0, torch.inf]
-    assert not k_hat.flatten()[1].signbit()
-    assert k_hat.flatten()[3].isnan()
+def with_infinities(x: Tensor) -> Tensor:
+    """Every third number a zero of either sign or an infinity."""
+    odd = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf], dtype=x.dtype)
+    index = torch.arange(x.numel())
+    return torch.where(index % 3 == 1, odd[index % 4], x.flatten()).reshape(x.shape)
+
+
+@dtypes
+@modes
+def test_identity_coefficients_return_zeros_of_both_signs_and_infinities_too(dtype, mode, backend):
+    """No 0 * infinity, and no 0 * 3 that would make a -0.0 a 0.0; the same for the gradients that come back."""
+    leave_to_one_dtype(backend, dtype)
+    case = random_case(2, dtype=dtype, **mode).map(with_infinities)
+    check_identity_returns_every_bit(case, backend)
+    if backend == "reference":  # its gradients are autograd's, which multiplies an infinite one by zero
+        return
+    identity = torch.eye(1, case.window, dtype=case.alpha.dtype).expand_as(case.alpha)
+    results = outcome(replace(case, alpha=identity, beta=identity), backend, through_state=False)
+    real = slice(None) if case.mask is None else case.mask
+    assert torch.equal(results["gradient of k"][real], case.grads[0][real])
+    assert torch.equal(results["gradient of v"][real], case.grads[1][real])
+
+
+def test_a_lag_whose_coefficient_is_zero_is_not_read(backend):
+    """By each head for itself, whichever lag it is."""
+    nan, inf = torch.nan, torch.inf
+    k = torch.tensor([[3.0, 3.0], [inf, -0.0], [5.0, 7.0], [nan, inf], [2.0, 4.0]]).reshape(1, 5, 2, 1)
+    mix = torch.tensor([[0.0, 1.0], [1.0, -0.0]])
+    for positions in (5, 1):
+        start = ShiftState(k[:, 4 - positions :][:, :1], k[:, 4 - positions :][:, :1], 1) if positions == 1 else None
+        k_hat, v_hat, _ = kv_shift(k[:, -positions:], k[:, -positions:], mix, mix.flip(0), state=start, backend=backend)
+        before, now = torch.tensor([0.0, 3.0, inf, 5.0, nan]), torch.tensor([3.0, -0.0, 7.0, inf, 4.0])
+        torch.testing.assert_close(k_hat[0, :, 0, 0], before[-positions:], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(k_hat[0, :, 1, 0].view(torch.int32), now[-positions:].view(torch.int32))
+        torch.testing.assert_close(v_hat[0, :, 0, 0], k[0, -positions:, 0, 0], rtol=0, atol=0, equal_nan=True)
+
+
+@modes
+def test_a_coefficient_of_zero_has_its_gradient(mode, backend):
+    """It can be learned: identity is where a retrofitted model starts."""
+    case = random_case(23, **mode)
+    case.alpha[:, 1] = 0
+    case.alpha[1] = 0
+    case.beta[0, 0] = 0
+    assert_within_one_rounding(case, backend, through_state=False)
+    assert outcome(case, backend)["gradient of alpha"].all()
 
 
 @dtypes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -229,3 +231,20 @@ def test_methods_give_states_of_their_own(method):
         x.fill_(torch.nan)
     for x, y in zip(tensors(state), before, strict=True):
         assert torch.equal(x, y)
+
+
+def test_states_are_equal_by_their_numbers():
+    rows = torch.arange(6.0).reshape(3, 1, 2, 1)
+    state = ShiftState(rows, rows + 1, 1)
+    assert state == ShiftState(rows.clone(), rows + 1, 1)
+    for other in (
+        ShiftState(rows + 1, rows + 1, 1),
+        ShiftState(rows, rows + 1, 2),
+        ShiftState(rows, rows + 1, 1, rows),
+        ShiftState(rows.double(), rows + 1, 1),
+        ShiftState(rows.to("meta"), rows + 1, 1),
+        ShiftState(rows[:2], rows + 1, 1),
+        (rows, rows + 1, 1),
+    ):
+        assert state != other
+    assert replace(state, q=rows) == replace(state, q=rows.clone())

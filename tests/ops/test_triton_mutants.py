@@ -146,8 +146,8 @@ MUTANTS = {
     ),
     "lags swapped": Mutant(
         KERNELS,
-        "tl.fma(term, tl.load(weights + lag).to(ACC), total)",
-        "tl.fma(term, tl.load(weights + W - lag).to(ACC), total)",
+        "_add(total, term, tl.load(weights + lag).to(ACC))",
+        "_add(total, term, tl.load(weights + W - lag).to(ACC))",
         check_rows,
     ),
     "history off by one": Mutant(
@@ -164,8 +164,8 @@ MUTANTS = {
     ),
     "rounded twice": Mutant(
         KERNELS,
-        "            total = tl.fma(term, tl.load(weights + lag).to(ACC), total)\n",
-        "            total = tl.fma(term, tl.load(weights + lag).to(ACC), total).to(x.dtype.element_ty).to(ACC)\n",
+        "            total = _add(total, term, tl.load(weights + lag).to(ACC))\n",
+        "            total = _add(total, term, tl.load(weights + lag).to(ACC)).to(x.dtype.element_ty).to(ACC)\n",
         check_rounding,
     ),
     "empty sequences not passed over": Mutant(

@@ -338,12 +338,6 @@ def test_every_tensor_of_a_call_must_be_plain(argument):
         odd.call("triton")
 
 
-def test_transforms_of_functions_are_refused():
-    case = random_case(97, 1, 3)
-    with pytest.raises(ValueError, match=r"it does not run under torch\.func transforms"):
-        torch.func.vmap(lambda k: replace(case, k=k).call("triton")[0])(torch.stack([case.k, case.k]))
-
-
 def test_without_triton_it_is_named_and_auto_goes_on(monkeypatch):
     case = random_case(101, 1, 3)
     monkeypatch.setattr(triton_op, "_HAS_TRITON", False)

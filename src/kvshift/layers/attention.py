@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from kvshift.layers.attention_state import AttentionState, flush_right
 from kvshift.layers.positions import Places, alibi_slopes, cached_places, count_tokens, rotary_table, visible
 from kvshift.layers.recompute import KEEP_ALL
-from kvshift.layers.shift import Constraint, Init, KVShift, Target, check_shift_options
+from kvshift.layers.shift import Constraint, Init, KVShift, Target, check_is_shift, check_shift_options
 from kvshift.ops import ShiftState
-from kvshift.ops.shift import check_boundaries
+from kvshift.ops.shift import check_boundaries, check_tensor
 
 PositionEncoding = Literal["rope", "alibi", "none"]
 
@@ -169,6 +169,7 @@ class KVShiftAttention(nn.Module):
         Raises:
             TypeError, ValueError: an argument has the wrong type, dtype, device or shape; the message names it.
         """
+        check_is_shift(self.shift)
         self._check(x, positions)
         where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
         sequences = check_boundaries(x, **where)
@@ -273,12 +274,14 @@ class KVShiftAttention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
     def _check(self, x: Tensor, positions: Tensor | None) -> None:
+        check_tensor("x", x, f"(batch, positions, {self.embed_dim})")
         if x.ndim != 3 or x.shape[2] != self.embed_dim:
             raise ValueError(f"x must be (batch, positions, {self.embed_dim}), got {tuple(x.shape)}")
         if positions is None:
             return
         if self.position_encoding != "rope":
             raise ValueError(f'positions must be None with position_encoding="{self.position_encoding}"')
+        check_tensor("positions", positions, f"{tuple(x.shape[:2])} or None")
         if positions.shape != x.shape[:2] or positions.device != x.device:
             raise ValueError(
                 f"positions must be {tuple(x.shape[:2])} on {x.device}, "

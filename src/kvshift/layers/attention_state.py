@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kvshift.ops import ShiftState
+from kvshift.ops.state import same_parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionState:
     """The cache of one `KVShiftAttention` layer for S sequences.
 
@@ -40,6 +41,9 @@ class AttentionState:
     rollback: int
     max_rollback: int
     packed: Tensor | None = None
+
+    __eq__ = same_parts
+    __hash__ = None  # type: ignore[assignment]  # as `ShiftState`
 
     @property
     def sequences(self) -> int:
@@ -77,7 +81,7 @@ class AttentionState:
 
     def reorder(self, beam_indices: Tensor | Sequence[int]) -> AttentionState:
         """Row i continues row `beam_indices[i]`, as in beam search; (S,) integers."""
-        order = torch.as_tensor(beam_indices)
+        order = torch.as_tensor(beam_indices, device=self.seen.device)
         if order.shape != (self.sequences,) or order.dtype == torch.bool or order.is_floating_point():
             raise ValueError(
                 f"beam_indices must be {self.sequences} integers, one for each sequence, "

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops import ShiftState
+from kvshift.ops.dispatch import is_watched
 from kvshift.ops.shift import choose_backend
 from kvshift.ops.triton_launch import window_of
 from kvshift.ops.triton_op import Boundaries, tails_triton, triton_refusal, turn_triton
@@ -116,7 +117,7 @@ def prepare(
     asked for; never where gradients are to flow through a state or to the tables, nor with norms that compute anything
     else or whose calls somebody watches.
     """
-    if not takes_kernels(backend, k.is_cuda, shifts=alpha is not None or beta is not None):
+    if not takes_kernels(backend, k.is_cuda, shifts=alpha is not None or beta is not None) or is_watched():
         return None
     if torch.is_grad_enabled() and (state is not None or any(table.requires_grad for table in rotary)):
         return None

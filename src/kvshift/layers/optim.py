@@ -42,7 +42,7 @@ def param_groups(
         id(parameter)
         for module in model.modules()
         if isinstance(module, KVShift)
-        for parameter in module.parameters(recurse=False)
+        for parameter in module.parameters()  # of parametrizations too, whose originals are children
     }
     groups: dict[str, dict[str, Any]] = {
         "decay": {"lr": lr, "weight_decay": weight_decay},

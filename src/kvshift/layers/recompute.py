@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import _has_any_global_hook
 
+from kvshift.ops.dispatch import is_watched
+
 KEEP_ALL: AbstractContextManager[None] = nullcontext()
 """Stands for `recomputed` where nothing is to be left out."""
 
@@ -42,14 +44,14 @@ def may_recompute(*modules: nn.Module) -> bool:
     Only the innermost hooks on saved tensors see a tensor: activation checkpointing, `save_on_cpu` or the user's own
     must get theirs. A compiler decides by itself what to compute again. Hooks on a module may change what it returns.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_watched():
         return False
     autograd = getattr(torch._C, "_autograd", None)
     top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
     enabled = getattr(autograd, "_saved_tensors_hooks_is_enabled", None)
     if top is None or enabled is None or not enabled() or top(True) is not None:
         return False
-    if torch._C._are_functorch_transforms_active() or _has_any_global_hook():
+    if _has_any_global_hook():
         return False
     return not any(
         module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules

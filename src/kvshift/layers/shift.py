@@ -17,7 +17,8 @@ from kvshift.layers.positions import turn
 from kvshift.layers.recompute import KEEP_ALL, is_worth_it, may_recompute, recomputed
 from kvshift.ops import ShiftState, kv_shift, shift_tokens
 from kvshift.ops.cpu_op import next_token_cpu
-from kvshift.ops.shift import check_boundaries, check_state, choose_backend
+from kvshift.ops.dispatch import is_watched
+from kvshift.ops.shift import check_boundaries, check_input, check_state, choose_backend
 from kvshift.ops.triton_op import Boundaries
 
 Target = Literal["q", "k", "v"]
@@ -144,7 +145,9 @@ class KVShift(nn.Module):
             q, k, v and the new state (None if `targets` is empty or it is not kept). The state may share memory with k
             and v as they came in: do not fill the same tensors with the next token.
         """
-        on_gpu = isinstance(k, Tensor) and k.is_cuda
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            check_input(name, x)
+        on_gpu = k.is_cuda
         if not on_gpu and choose_backend(backend) == "auto":
             if norms is None and cu_seqlens is None and seq_idx is None and mask is None:
                 done = self._next_token(q, k, v, state, rotary)
@@ -209,10 +212,10 @@ class KVShift(nn.Module):
         """
         if not (is_worth_it(raw[0]) and may_recompute(self, *(norms or ()))):
             return KEEP_ALL
-        trained = [
-            (parameter := self._parameters[_COEFFICIENT[target]]) is not None and parameter.requires_grad
-            for target in ("k", "v")
-        ]
+        parameters = [getattr(self, _COEFFICIENT[target]) for target in ("k", "v")]
+        if any(parameter is not None and not isinstance(parameter, nn.Parameter) for parameter in parameters):
+            return KEEP_ALL  # parametrized or pruned: asked for once more, it might be another
+        trained = [parameter is not None and parameter.requires_grad for parameter in parameters]
         if not any(trained) or any(type(tensor) is not Tensor for tensor in (*raw, *shifted)):
             return KEEP_ALL
         k, v = raw[0].detach(), raw[1].detach()
@@ -274,7 +277,7 @@ class KVShift(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, state: ShiftState | None, rotary: Rotary | None
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None] | None:
         """Decoding on a CPU in the fewest calls; None for all that is anything else."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_watched():
             return None
         if rotary is not None:
             turned = self._turn_next_token(q, k, v, state, rotary)
@@ -295,7 +298,7 @@ class KVShift(nn.Module):
             return None if turned is None else (*turned, None)
         if not (self._is_free_pair and _is_one_row(state)):
             return None
-        alpha, beta = self._parameters["alpha"], self._parameters["beta"]
+        alpha, beta = self._mix("k"), self._mix("v")
         turned = next_token_cpu(q, k, v, (state.k, state.v), alpha, beta, *rotary)
         return None if turned is None else (*turned, ShiftState(k, v, 1))
 
@@ -309,7 +312,7 @@ class KVShift(nn.Module):
         """
         if not (self._is_plain and _is_one_row(state) and type(k) is type(v) is Tensor):
             return None
-        alpha, beta = cast(Tensor, self._parameters["alpha"]), cast(Tensor, self._parameters["beta"])
+        alpha, beta = cast(Tensor, self._mix("k")), cast(Tensor, self._mix("v"))
         k_shape, v_shape = k.shape, v.shape
         if not (
             k.dtype is v.dtype is state.k.dtype is state.v.dtype is torch.float32
@@ -318,7 +321,7 @@ class KVShift(nn.Module):
             and (k_shape == v_shape or k_shape[:3] == v_shape[:3])
             and len(k_shape) == 4
             and k_shape[1] == 1
-            and type(alpha) is nn.Parameter
+            and type(alpha) is type(beta) is nn.Parameter
             and alpha.shape == beta.shape == (k_shape[2], 2)
         ):
             return None
@@ -366,6 +369,15 @@ def _finish(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
     if norm is not None:
         x = norm(x)
     return x if rotary is None else turn(x, rotary)
+
+
+def check_is_shift(module: nn.Module) -> None:
+    """Raise a TypeError for a layer that stands in place of a `KVShift` and does not let its attributes be seen."""
+    if not hasattr(module, "targets"):
+        raise TypeError(
+            f"shift must be a KVShift, got a {type(module).__name__}. PEFT's target_parameters cannot adapt its "
+            'coefficients, of which there are a few for each head; train them whole: modules_to_save=["shift"]'
+        )
 
 
 def check_shift_options(targets: Sequence[str], window: int, constraint: str, init: str, prefix: str = "") -> None:

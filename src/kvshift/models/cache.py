@@ -28,6 +28,7 @@ from transformers.cache_utils import (
 
 from kvshift.layers import KVShift
 from kvshift.layers.fused import Norms, Room, Rotary
+from kvshift.layers.shift import check_is_shift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.ops import ShiftState
 from kvshift.ops.shift import choose_backend
@@ -249,6 +250,7 @@ def shift_into(
     Returns:
         q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before.
     """
+    check_is_shift(shift)
     finish = {"rotary": rotary, "norms": norms}
     if cache is None or not shift.targets:
         q, k, v, _ = shift(q, k, v, seq_idx=seq_idx, mask=mask, keep_state=False, **finish)

@@ -192,7 +192,7 @@ struct Row {
     void mix(T* y, const A* weights_GW, const Shape& n) const {
         for (int64_t g = 0; g < n.G; ++g, y += n.D) {
             const A* weights = weights_GW + g * n.W;
-            if (count == 2) {
+            if (count == 2 && reads(weights, 0) && reads(weights, 1)) {
                 const T *p = terms[0] + g * heads[0], *q = terms[1] + g * heads[1];
                 const Wide a = weight(weights, 0), b = weight(weights, 1);
                 over_head<T, streams>(n.D, [&](auto at) { at.store(y, multiply_add(b, at.load(q), a * at.load(p))); });
@@ -200,6 +200,7 @@ struct Row {
                 over_head<T, streams>(n.D, [&](auto at) {
                     Wide total = {};
                     for (int64_t i = 0; i < count; ++i) {
+                        if (!reads(weights, i)) continue;
                         const Wide a = weight(weights, i), p = at.load(terms[i] + g * heads[i]);
                         total = i == 0 ? a * p : multiply_add(a, p, total);
                     }
@@ -214,7 +215,7 @@ struct Row {
         for (int64_t g = 0; g < n.G; ++g, y += n.D, x += x_head) {
             const A* weights = weights_GW + g * n.W;
             Wide* sums = sums_GW + g * n.W;
-            if (count == 2) {
+            if (count == 2 && reads(weights, 0) && reads(weights, 1)) {
                 const T *p = terms[0] + g * heads[0], *q = terms[1] + g * heads[1];
                 const Wide a = weight(weights, 0), b = weight(weights, 1);
                 Wide with_p = sums[lags[0]], with_q = sums[lags[1]];
@@ -232,7 +233,7 @@ struct Row {
                     Wide total = {};
                     for (int64_t i = 0; i < count; ++i) {
                         const Wide a = weight(weights, i), p = at.load(terms[i] + g * heads[i]);
-                        total = i == 0 ? a * p : multiply_add(a, p, total);
+                        if (reads(weights, i)) total = i == 0 ? a * p : multiply_add(a, p, total);
                         sums[lags[i]] = multiply_add(p, here, sums[lags[i]]);
                     }
                     at.store(y, total);
@@ -242,6 +243,9 @@ struct Row {
     }
 
   private:
+    // Whether the coefficient is not zero: then not even an infinity or the sign of a zero comes from there.
+    bool reads(const A* weights, int64_t i) const { return weights[lags[i]] != 0; }
+
     // In every lane. A NaN is made the one whose lower half is zero: see `round`.
     Wide weight(const A* weights, int64_t i) const {
         const A a = weights[lags[i]];
@@ -333,14 +337,17 @@ inline void narrow(double x, double& y) { y = x; }
 inline void narrow(float x, _Float16& y) { y = _Float16(x); }
 inline void narrow(float x, bfloat16& y) { y.bits = __builtin_bit_cast(uint32_t, round_to(y, x)) >> 16; }
 
-// y = w0 x + w1 z, or x if there are no weights.
+// y = w0 x + w1 z without the terms whose weight is zero, or x if there are no weights.
 template <class T, class A>
 inline void shift_head(T* y, const T* x, const T* z, const A* weights, int64_t D) {
     for (int64_t d = 0; d < D; ++d) {
-        if (weights)
-            narrow(multiply_add(weights[1], widen(z[d]), weights[0] * widen(x[d])), y[d]);
-        else
+        if (weights) {
+            A total = weights[0] != 0 ? weights[0] * widen(x[d]) : A(0);
+            if (weights[1] != 0) total = multiply_add(weights[1], widen(z[d]), total);
+            narrow(total, y[d]);
+        } else {
             y[d] = x[d];
+        }
     }
 }
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kvshift.ops.eager import next_history
+from kvshift.ops.dispatch import is_watched
+from kvshift.ops.plain import mixed_gradients, next_history
 from kvshift.ops.plan import ShiftPlan
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -87,6 +88,7 @@ def next_token_cpu(
         or not (q.is_cpu and k.is_cpu and v.is_cpu and cos.is_cpu and sin.is_cpu)
         or not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
         or not (cos.is_contiguous() and sin.is_contiguous())
+        or is_watched()
         or cpu_refusal(k, 2) is not None
     ):
         return None
@@ -134,8 +136,6 @@ def cpu_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:
     for tensor in (x, *others):
         if tensor is not None and type(tensor) not in _PLAIN:
             return f"it takes plain tensors, got a {type(tensor).__name__}"
-    if torch._C._are_functorch_transforms_active():
-        return "it does not run under torch.func transforms"
     return _kernels().refusal
 
 
@@ -145,18 +145,20 @@ class _Shift(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, mix: Tensor, history: Tensor, sources: Tensor | None, readers: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, mix, history, readers)
+        ctx.save_for_backward(x, mix, history, sources, readers)
         return _forward(x, mix, history, sources, readers)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        x, mix, history, readers = ctx.saved_tensors
+        x, mix, history, sources, readers = ctx.saved_tensors
+        if is_watched(grad_y):
+            return *mixed_gradients(x, mix, history, sources, grad_y), None, None
         return *_backward(grad_y, x, mix, history, readers), None, None
 
 
 def _forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor | None, readers: Tensor | None) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     x, history, weights = _dense_heads(x), history.contiguous(), _weights(mix, x)
     index = None if sources is None else sources.contiguous()
     _kernels().forward[x.dtype](
@@ -175,8 +177,8 @@ def _backward(
     grad_y: Tensor, x: Tensor, mix: Tensor, history: Tensor, readers: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, mix and history."""
-    grad_x = torch.empty(x.shape, dtype=x.dtype)
-    grad_history = torch.empty(history.shape, dtype=x.dtype)
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    grad_history = torch.empty(history.shape, dtype=x.dtype, device="cpu")
     grad_y, x, history, weights = _dense_heads(grad_y), _dense_heads(x), history.contiguous(), _weights(mix, x)
     index = None if readers is None else readers.contiguous()
     sizes = _sizes(x, history, mix)
@@ -184,8 +186,8 @@ def _backward(
     threads = _threads(x)
     kernels = _kernels()
     spans = max(1, batch * (slots + positions) // kernels.rows_per_sum)
-    sums = torch.empty(spans, *mix.shape, dtype=torch.float64)
-    scratch = torch.empty(threads, *mix.shape, 128, dtype=torch.uint8)
+    sums = torch.empty(spans, *mix.shape, dtype=torch.float64, device="cpu")
+    scratch = torch.empty(threads, *mix.shape, 128, dtype=torch.uint8, device="cpu")
     kernels.backward[x.dtype](
         *sizes,
         grad_x.data_ptr(),

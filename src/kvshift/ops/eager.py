@@ -11,12 +11,14 @@ forward, one backward, nothing kept for backward but the inputs, no temporary la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kvshift.ops.dispatch import is_watched
+from kvshift.ops.plain import by_batch, mixed_gradients, next_history, pick, rows_at
 from kvshift.ops.plan import ShiftPlan
 
 # Elements of a block: large enough that calls cost little, small enough that its temporaries stay in the cache.
@@ -43,34 +45,10 @@ def shift_eager(
     if mix is None:
         y = x
     elif x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
-        y = _mix_terms([x], _weights(mix, x)[:1]).to(x.dtype)
+        y = _mix_terms([x], _lags(mix, x)[:1]).to(x.dtype)
     else:
         y = _shift_slices(x, mix, history) if plan is None else _shift_gathered(x, mix, history, plan)
     return y, next_history(x, history, plan, max_rows)
-
-
-def next_history(x: Tensor, history: Tensor, plan: ShiftPlan | None, max_rows: int) -> Tensor:
-    """The last rows of each sequence, history included, in memory of their own; arguments as in `shift_eager`."""
-    if plan is None:
-        return _newest(x, history, max_rows)
-    if x.shape[0] * x.shape[1] == 0:
-        return history.clone()
-    return _rows(x, _by_batch(history, x), plan.tails).reshape(history.shape)
-
-
-def _newest(x: Tensor, history: Tensor, rows: int) -> Tensor:
-    """The last rows of history and x together, in memory of their own.
-
-    A view would keep all of x alive, and follow when the caller fills the same x with the next token.
-    """
-    length, held = x.shape[1], history.shape[1]
-    if torch.compiler.is_compiling() and held == rows:  # one program, however many of the rows are new
-        t = torch.arange(length - rows, length, device=x.device)
-        past = history[:, (t + held).clamp(max=held - 1)]
-        return torch.where((t >= 0)[:, None, None], x[:, t.clamp(min=0)], past)
-    if length < rows:
-        return torch.cat([history, x], dim=1)[:, -rows:]
-    return x[:, length - rows :].clone()
 
 
 def _tracked(*inputs: Tensor) -> bool:
@@ -103,18 +81,20 @@ class _Slices(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, mix, history = ctx.saved_tensors
-        weights = _weights(mix, x)
-        dtype, lags = weights[0].dtype, len(weights) - 1
-        partial_sums: list[list[Tensor]] = [[] for _ in weights]  # by lag: (G, D) of each span
+        if is_watched(grad_y):
+            return mixed_gradients(x, mix, history, None, grad_y)
+        now, *earlier = _lags(mix, x)
+        dtype, lags = now.weight.dtype, len(earlier)
+        partial_sums: list[list[Tensor]] = [[] for _ in (now, *earlier)]  # by lag: (G, D) of each span
         products = torch.empty(0, dtype=dtype, device=x.device)  # one room for all blocks: new pages cost more
 
         def block(start: int, end: int, out: Tensor | None) -> Tensor:
             g = grad_y[:, start : end + lags].to(dtype)  # the last block has nothing to look ahead to
             x_window = x[:, max(0, start - lags) : end].to(dtype)
-            grad_block = torch.mul(g[:, : end - start], weights[0], out=out)
-            for lag, weight in enumerate(weights[1:], 1):
-                later = g[:, lag : lag + end - start]
-                grad_block[:, : later.shape[1]].addcmul_(later, weight)
+            grad_block = now.times(g[:, : end - start], out)
+            for j, lag in enumerate(earlier, 1):
+                later = g[:, j : j + end - start]
+                lag.add_to(grad_block[:, : later.shape[1]], later)
             for lag, span, source in _spans(x_window, history, start, end, lags):
                 product = torch.mul(g[:, span], source.to(dtype), out=products.resize_(source.shape))
                 partial_sums[lag].append(product.sum((0, 1)))
@@ -124,33 +104,33 @@ class _Slices(torch.autograd.Function):
             g = grad_y.to(dtype)
             sums = [(g * _earlier(x, history, lag)).sum(3).sum((0, 1)) for lag in range(lags + 1)]
             grad_mix = torch.stack(sums, dim=1)
-            grad_x = _mix_terms([_later(grad_y, lag) for lag in range(lags + 1)], weights).to(x.dtype)
+            grad_x = _mix_terms([_later(grad_y, lag) for lag in range(lags + 1)], [now, *earlier]).to(x.dtype)
         else:
             grad_x = _in_blocks(x, block, dtype)
             grad_mix = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
         # Rows of history are read like positions before the first.
         before = torch.arange(-lags, 0, device=x.device)
-        newest = _mix_terms([_at(grad_y, before + lag) for lag in range(1, lags + 1)], weights[1:])
+        newest = _mix_terms([_at(grad_y, before + lag) for lag in range(1, lags + 1)], earlier)
         grad_history = torch.nn.functional.pad(newest, (0, 0, 0, 0, history.shape[1] - lags, 0))
         return grad_x, grad_mix.to(mix.dtype), grad_history.to(history.dtype)
 
 
 def _slices_forward(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
-    weights = _weights(mix, x)
-    dtype, lags, rows = weights[0].dtype, len(weights) - 1, history.shape[1]
+    now, *earlier = _lags(mix, x)
+    dtype, lags, rows = now.weight.dtype, len(earlier), history.shape[1]
     if x.shape[1] == 1:  # one token: every lag is a row of history
         past = [history if rows == 1 else history[:, rows - lag : rows - lag + 1] for lag in range(1, lags + 1)]
-        y = _mix_terms([x, *past], weights)
+        y = _mix_terms([x, *past], [now, *earlier])
         return y if y.dtype == x.dtype else y.to(x.dtype)
     if torch.compiler.is_compiling():
-        return _mix_terms([_earlier(x, history, lag) for lag in range(lags + 1)], weights).to(x.dtype)
+        return _mix_terms([_earlier(x, history, lag) for lag in range(lags + 1)], [now, *earlier]).to(x.dtype)
 
     def block(start: int, end: int, out: Tensor | None) -> Tensor:
         x_window = x[:, max(0, start - lags) : end].to(dtype)
-        y = torch.mul(x_window[:, start - end :], weights[0], out=out)
+        y = now.times(x_window[:, start - end :], out)
         for lag, span, source in _spans(x_window, history, start, end, lags):
             if lag:
-                y[:, span].addcmul_(source.to(dtype), weights[lag])
+                earlier[lag - 1].add_to(y[:, span], source)
         return y
 
     return _in_blocks(x, block, dtype)
@@ -208,9 +188,11 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, mix, history, sources, readers = ctx.saved_tensors
-        weights = _weights(mix, x)
-        dtype = weights[0].dtype
-        past = _by_batch(history, x)
+        if is_watched(grad_y):
+            return *mixed_gradients(x, mix, history, sources, grad_y), None, None
+        lags = _lags(mix, x)
+        dtype = lags[0].weight.dtype
+        past = by_batch(history, x)
         slots = past.shape[1]
         partial_sums = []
 
@@ -219,67 +201,74 @@ class _Gather(torch.autograd.Function):
             g = torch.where(real, grad_y[:, start:end], 0).to(dtype)
             partial_sums.append(
                 torch.stack(
-                    [(g * _rows(x, past, sources[:, start:end, lag])).sum((0, 1)) for lag in range(len(weights))]
+                    [(g * rows_at(x, past, sources[:, start:end, lag])).sum((0, 1)) for lag in range(len(lags))]
                 )
             )
             readers_of_x = readers[:, slots + start : slots + end]
-            later = [_pick(grad_y, readers_of_x[:, :, lag]) for lag in range(1, len(weights))]
-            return _mix_terms([g, *later], weights, out)
+            later = [pick(grad_y, readers_of_x[:, :, lag]) for lag in range(1, len(lags))]
+            return _mix_terms([g, *later], lags, out)
 
         grad_x = _in_blocks(x, block, dtype)
         grad_mix = torch.stack(partial_sums).sum((0, 3)).t().to(mix.dtype)
-        grad_past = _mix_terms([_pick(grad_y, readers[:, :slots, lag]) for lag in range(len(weights))], weights)
+        grad_past = _mix_terms([pick(grad_y, readers[:, :slots, lag]) for lag in range(len(lags))], lags)
         return grad_x, grad_mix, grad_past.to(history.dtype).reshape(history.shape), None, None
 
 
 def _gather_forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor) -> Tensor:
-    weights = _weights(mix, x)
-    past = _by_batch(history, x)
+    lags = _lags(mix, x)
+    past = by_batch(history, x)
 
     def block(start: int, end: int, out: Tensor | None) -> Tensor:
         rows = sources[:, start:end]
         now = torch.where(rows[:, :, 0, None, None] >= 0, x[:, start:end], 0)
-        terms = [now, *(_rows(x, past, rows[:, :, lag]) for lag in range(1, len(weights)))]
-        return _mix_terms(terms, weights, out)
+        terms = [now, *(rows_at(x, past, rows[:, :, lag]) for lag in range(1, len(lags)))]
+        return _mix_terms(terms, lags, out)
 
-    return _in_blocks(x, block, weights[0].dtype)
-
-
-def _by_batch(history: Tensor, x: Tensor) -> Tensor:
-    """(S, R, ...) as (B, Q, ...): the sequences of a pack one after another, those of batch rows as they are."""
-    return history.reshape(x.shape[0], history.shape[0] // x.shape[0] * history.shape[1], *history.shape[2:])
+    return _in_blocks(x, block, lags[0].weight.dtype)
 
 
-def _rows(x: Tensor, past: Tensor, index: Tensor) -> Tensor:
-    """The rows that a `ShiftPlan` numbers so: (B, n, G, D)."""
-    slots = past.shape[1]
-    in_past = torch.where(index < slots, index, -1)
-    return torch.where(index[..., None, None] >= slots, _pick(x, index - slots), _pick(past, in_past))
+class _Lag(NamedTuple):
+    """The coefficients of one lag; a head whose coefficient is zero reads nothing there: no infinity becomes NaN."""
+
+    weight: Tensor
+    """In the dtype of the arithmetic; broadcasts against (G, D)."""
+    zero: Tensor | None
+    """(G, 1), the heads where it is zero; None if there are none."""
+
+    def times(self, term: Tensor, out: Tensor | None = None) -> Tensor:
+        """weight * term, in `out` where one is given."""
+        product = torch.mul(_cast(term, self.weight), self.weight, out=out)
+        return product if self.zero is None else product.masked_fill_(self.zero, 0)
+
+    def add_to(self, total: Tensor, term: Tensor) -> None:
+        """total += weight * term, rounded once."""
+        term = _cast(term, self.weight)
+        if self.zero is None:
+            total.addcmul_(term, self.weight)
+        else:
+            total.copy_(torch.where(self.zero, total, torch.addcmul(total, term, self.weight)))
 
 
-def _pick(x: Tensor, index: Tensor) -> Tensor:
-    """x[b, index[b, i]], and zero where index is negative; whatever stands in x elsewhere, NaN too, cannot matter."""
-    batch = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-    return torch.where(index[..., None, None] >= 0, x[batch, index.clamp(min=0)], 0)
+def _lags(mix_GW: Tensor, x: Tensor) -> list[_Lag]:
+    """All W of them. On a CPU one may look whether any coefficient is zero; elsewhere that would wait for the device.
 
-
-def _weights(mix_GW: Tensor, x: Tensor) -> list[Tensor]:
-    """The coefficients of each lag in the dtype of the arithmetic: W tensors that broadcast against (G, D).
-
-    For long inputs they are spread over D in memory: a multiplication then runs over G * D elements at a stretch.
+    For long inputs weights are spread over D in memory: a multiplication then runs over G * D elements at a stretch.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     mix_GW1 = (mix_GW if mix_GW.dtype == dtype else mix_GW.to(dtype)).unsqueeze(2)
+    zero_GW1 = mix_GW1 == 0
+    eager_on_cpu = x.is_cpu and not torch.compiler.is_compiling()
+    zeros = [None] * mix_GW.shape[1] if eager_on_cpu and not zero_GW1.any() else zero_GW1.unbind(1)
     if not torch.compiler.is_compiling() and x.shape[1] > 16:
         mix_GW1 = mix_GW1.expand(-1, -1, x.shape[3]).transpose(0, 1).contiguous().transpose(0, 1)
-    return list(mix_GW1.unbind(1))
+    return [_Lag(weight, zero) for weight, zero in zip(mix_GW1.unbind(1), zeros, strict=True)]
 
 
-def _mix_terms(terms: list[Tensor], weights: list[Tensor], out: Tensor | None = None) -> Tensor:
-    """The sum of terms[j] * weights[j] in the dtype of the weights, in `out` where one is given."""
-    total = torch.mul(_cast(terms[0], weights[0]), weights[0], out=out)
-    for term, weight in zip(terms[1:], weights[1:], strict=True):
-        total.addcmul_(_cast(term, weight), weight)
+def _mix_terms(terms: list[Tensor], lags: list[_Lag], out: Tensor | None = None) -> Tensor:
+    """The sum of the terms times their weights in the dtype of the weights, in `out` where one is given."""
+    total = lags[0].times(terms[0], out)
+    for term, lag in zip(terms[1:], lags[1:], strict=True):
+        lag.add_to(total, term)
     return total
 
 

@@ -57,8 +57,8 @@ def plan_shift(
     real_BT = torch.ones(batch, positions, dtype=torch.bool, device=device) if mask is None else mask
     rank_BT = real_BT.cumsum(1) - 1  # how many real tokens stand before a real token of this row
     spare = positions  # one column beyond the end takes the writes and reads of padding
-    at_rank = torch.full((batch, positions + 1), -1, dtype=torch.long, device=device)
-    at_rank.scatter_(1, torch.where(real_BT, rank_BT, spare), position_T.expand(batch, -1))
+    no_position = torch.full((batch, positions + 1), -1, dtype=torch.long, device=device)
+    at_rank = no_position.scatter(1, torch.where(real_BT, rank_BT, spare), position_T.expand(batch, -1))
 
     if cu_seqlens is not None:
         sequence_T = torch.searchsorted(cu_seqlens[1:].contiguous(), position_T.to(cu_seqlens.dtype), right=True)
@@ -97,8 +97,8 @@ def plan_shift(
     sources = row_of(rank_BT.unsqueeze(2) - lag_W, first_BT.unsqueeze(2), past_BT.unsqueeze(2))
     sources = torch.where(real_BT.unsqueeze(2), sources, -1)
 
-    readers = torch.full((batch, slots + positions + 1, window), -1, dtype=torch.long, device=device)
-    readers.scatter_(
+    no_reader = torch.full((batch, slots + positions + 1, window), -1, dtype=torch.long, device=device)
+    readers = no_reader.scatter(
         1, torch.where(sources >= 0, sources, slots + positions), position_T[None, :, None].expand_as(sources)
     )
 

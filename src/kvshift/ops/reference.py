@@ -60,9 +60,9 @@ def shift_reference(
                 seen = [torch.zeros_like(row) for row in history[s]]
             document = None if seq_idx is None else int(seq_idx[b, t])
             seen.append(x[b, t])
-            y = torch.zeros_like(x[b, t], dtype=compute)
-            for lag in range(weights.shape[1]):
-                y = y + weights[:, lag, None] * seen[-1 - lag].to(compute)
+            y = _add(None, weights[:, 0, None], seen[-1].to(compute))
+            for lag in range(1, weights.shape[1]):
+                y = _add(y, weights[:, lag, None], seen[-1 - lag].to(compute))
             rows[b, t] = y.to(x.dtype)
         next_history.append(torch.stack(seen[len(seen) - keep :]))
 
@@ -71,3 +71,16 @@ def shift_reference(
         return x, new_history
     y = [rows[b, t] for b in range(x.shape[0]) for t in range(x.shape[1])]
     return torch.stack(y).reshape(x.shape) if y else x.clone(), new_history
+
+
+def _add(y: Tensor | None, weight: Tensor, row: Tensor) -> Tensor:
+    """y + weight * row, but where weight is zero nothing is added, not even 0 * infinity or the sign of a zero.
+
+    Its derivative there is the row all the same, or zero where the row is not finite.
+    """
+    zero = weight == 0
+    product = weight * torch.where(zero & ~row.isfinite(), 0, row)
+    nothing = product.detach() - product
+    if y is None:
+        return torch.where(zero, 0 - nothing, product)
+    return torch.where(zero, y - nothing, y + product)

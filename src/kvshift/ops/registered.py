@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kvshift.ops.dispatch import is_watched
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 Result = TypeVar("Result")
@@ -21,6 +23,7 @@ def registered(
     mutates: Sequence[str] = (),
     save: Callable[..., None] | None = None,
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
+    watched_backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Register a function with torch.library, as "kvshift::NAME".
 
@@ -32,15 +35,20 @@ def registered(
         fake: the function's outputs for tensors without data.
         mutates: names of the arguments that it writes to.
         save, backward: of its autograd, as in `torch.library.register_autograd`; its gradients have none themselves.
+        watched_backward: what `backward` does, by plain operations, for gradients that come in batches.
     """
 
     def register(launch: Callable[..., Result]) -> Callable[..., Result]:
         operator = torch.library.custom_op(f"kvshift::{name}", launch, mutates_args=mutates)
         operator.register_fake(fake)
         differentiable = None
-        if backward is not None:
+        if backward is not None and watched_backward is not None:
             operator.register_autograd(backward, setup_context=save)
-            members = {"forward": launch, "setup_context": save, "backward": once_differentiable(backward)}
+
+            def backward_of_either(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+                return (watched_backward if is_watched(*grads) else backward)(ctx, *grads)
+
+            members = {"forward": launch, "setup_context": save, "backward": once_differentiable(backward_of_either)}
             function = type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in members.items()})
             differentiable = cast(Any, function).apply
         overloads = getattr(torch.ops.kvshift, name)

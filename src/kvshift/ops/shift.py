@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from kvshift.ops.cpu_op import cpu_refusal, shift_cpu
+from kvshift.ops.dispatch import is_watched
 from kvshift.ops.eager import shift_eager
+from kvshift.ops.plain import shift_plain
 from kvshift.ops.plan import plan_shift
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
 from kvshift.ops.triton_op import Boundaries, shift_triton, triton_refusal
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # PyTorch computes with no others
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
 
 
@@ -45,9 +48,10 @@ def kv_shift(
     whatever stands there. Feeding a sequence in pieces, each with the state that the piece before returned, equals
     feeding it whole; decoding is pieces of one token.
 
-    Arithmetic is in fp32 (fp64 for fp64 inputs), rounded once to the dtype of k and v. With alpha = beta = (1, 0)
-    k and v come back bit for bit. Gradients reach k, v, alpha, beta and the tensors of `state`; they have the same
-    bits on every run; there is no second derivative.
+    Arithmetic is in fp32 (fp64 for fp64 inputs), rounded once to the dtype of k and v. A coefficient of zero reads
+    nothing: with alpha = beta = (1, 0) k and v come back bit for bit. Gradients reach k, v, alpha, beta and the tensors
+    of `state`; they have the same bits on every run; there is no second derivative. Under `torch.func` (`vmap`, `grad`,
+    `jacrev`), tracers and forward-mode AD every backend becomes plain operations, which have second derivatives too.
 
     Args:
         k: raw keys, after projection and before QK-norm and rotary embedding, (B, T, G, Dk); any strides.
@@ -77,8 +81,8 @@ def kv_shift(
     """
     if alpha is None and beta is None:
         raise ValueError("alpha and beta are both None: there is nothing to shift")
-    _check_input("k", k)
-    _check_input("v", v)
+    check_input("k", k)
+    check_input("v", v)
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         raise ValueError(f"v must match k in batch, positions, heads, dtype and device; {_say(k=k, v=v)}")
     if alpha is not None:
@@ -127,7 +131,7 @@ def shift_tokens(
     Returns:
         x_hat like x, and the next history.
     """
-    _check_input("x", x)
+    check_input("x", x)
     _check_mix("mix", mix, x)
     sequences = check_boundaries(x, cu_seqlens, seq_idx, mask)
     window = mix.shape[1]
@@ -177,7 +181,7 @@ def _shift(
             keep = rows if bounded else min(max_rows, rows + positions)
             y, next_history = shift_reference(x, mix, history, keep, cu_seqlens, seq_idx, mask)
         else:
-            shift = shift_cpu if backend == "cpu" else shift_eager
+            shift = {"cpu": shift_cpu, "eager": shift_eager, "plain": shift_plain}[backend]
             y, next_history = shift(x, mix, history, plan, max_rows)
         outputs.append(y)
         next_histories.append(next_history)
@@ -197,8 +201,10 @@ def choose_backend(backend: str) -> str:
 
 
 def _choose(backend: str, x: Tensor, window: int, *others: Tensor | None) -> str:
-    """The backend that takes this call."""
+    """The backend that takes this call; "plain" where somebody follows it (`is_watched`), whatever was asked for."""
     backend = choose_backend(backend)
+    if backend != "reference" and is_watched():
+        return "plain"
     refusals = {"cpu": cpu_refusal, "triton": triton_refusal}
     if backend in refusals:
         refusal = refusals[backend](x, window, *others)
@@ -222,9 +228,18 @@ def _say(**tensors: Tensor) -> str:
     return ", ".join(f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in tensors.items())
 
 
-def _check_input(name: str, x: Tensor) -> None:
+def check_tensor(name: str, x: Tensor, axes: str) -> None:
+    """Raise a TypeError for what is no tensor, or none whose numbers lie in memory by strides."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor (batch, positions, heads, head size), got {type(x).__name__}")
+        raise TypeError(f"{name} must be a tensor {axes}, got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        kind = "a nested one" if x.is_nested else f"one of layout {x.layout}"
+        raise TypeError(f"{name} must be a dense tensor {axes}, got {kind}")
+
+
+def check_input(name: str, x: Tensor) -> None:
+    """Raise what `kv_shift` raises for keys or values that are none."""
+    check_tensor(name, x, "(batch, positions, heads, head size)")
     if x.ndim != 4:
         raise ValueError(f"{name} must have 4 dimensions (batch, positions, heads, head size); {_say(**{name: x})}")
     if not x.is_floating_point():
@@ -232,8 +247,7 @@ def _check_input(name: str, x: Tensor) -> None:
 
 
 def _check_mix(name: str, mix: Tensor, x: Tensor) -> None:
-    if not isinstance(mix, Tensor):
-        raise TypeError(f"{name} must be a tensor (heads, window), got {type(mix).__name__}")
+    check_tensor(name, mix, "(heads, window)")
     if mix.ndim != 2 or mix.shape[0] != x.shape[2] or mix.shape[1] < 2:
         raise ValueError(
             f"{name} must be (heads, window) with {x.shape[2]} heads and window >= 2; {_say(**{name: mix})}"
@@ -246,15 +260,16 @@ def check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | Non
     """Returns S, the number of sequences that have a state."""
     batch, positions = x.shape[:2]
     for name, tensor in (("cu_seqlens", cu_seqlens), ("seq_idx", seq_idx), ("mask", mask)):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
+        if tensor is not None:
+            check_tensor(name, tensor, "or None")
     for name, tensor in (("seq_idx", seq_idx), ("mask", mask)):
         if tensor is not None and (tensor.shape != x.shape[:2] or tensor.device != x.device):
             raise ValueError(f"{name} must be ({batch}, {positions}) on {x.device}; {_say(**{name: tensor})}")
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"mask must be of dtype torch.bool, False on padding; {_say(mask=mask)}")
-    if seq_idx is not None and (seq_idx.is_floating_point() or seq_idx.dtype == torch.bool):
-        raise TypeError(f"seq_idx must be of an integer dtype; {_say(seq_idx=seq_idx)}")
+    if seq_idx is not None and seq_idx.dtype not in _INTEGERS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _INTEGERS)
+        raise TypeError(f"seq_idx must be of an integer dtype, {names}; {_say(seq_idx=seq_idx)}")
     if cu_seqlens is None:
         return batch
     if seq_idx is not None:
@@ -265,7 +280,7 @@ def check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | Non
         raise TypeError(f"cu_seqlens must be of dtype torch.int32 or torch.int64; {_say(cu_seqlens=cu_seqlens)}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens must be (sequences + 1,) on {x.device}; {_say(cu_seqlens=cu_seqlens)}")
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not is_watched():
         _check_cu_seqlens(cu_seqlens, positions)
     return cu_seqlens.shape[0] - 1
 
@@ -294,8 +309,7 @@ def check_state(state: ShiftState, k: Tensor, v: Tensor, sequences: int, window:
 
 def _check_history(name: str, history: Tensor, x: Tensor, sequences: int, window: int) -> None:
     expected = (sequences, *x.shape[2:])
-    if not isinstance(history, Tensor):
-        raise TypeError(f"{name} must be a tensor (sequences, rows, heads, head size), got {type(history).__name__}")
+    check_tensor(name, history, "(sequences, rows, heads, head size)")
     if history.ndim != 4 or (history.shape[0], *history.shape[2:]) != expected or history.shape[1] < window - 1:
         raise ValueError(
             f"{name} must be ({sequences}, rows, {x.shape[2]}, {x.shape[3]}) with rows >= {window - 1}, "

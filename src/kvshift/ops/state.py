@@ -7,17 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+def same_parts(self: Any, other: object) -> bool:
+    """`==` of dataclasses that hold tensors."""
+    if type(other) is not type(self):
+        return NotImplemented
+    return all(_is_same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+
+
+def _is_same(part: Any, other: Any) -> bool:
+    if not (isinstance(part, Tensor) and isinstance(other, Tensor)):
+        return part is other or (part == other) is True
+    return part.dtype == other.dtype and part.device == other.device and torch.equal(part, other)
+
+
+@dataclass(frozen=True, eq=False)
 class ShiftState:
     """The last raw (unshifted, unrotated) keys and values of S sequences.
 
     They cannot be recovered from a cache that holds shifted and rotated keys, so whoever reorders, selects, crops
     or resets such a cache does the same to this state. Every method returns a new state; none edits its tensors.
+    Two states are equal if all their numbers are, of one dtype and on one device.
 
     Attributes:
         k: raw keys, (S, R, G, Dk), the newest row last. Rows from before a sequence began are zero.
@@ -55,6 +70,9 @@ class ShiftState:
         v = torch.zeros(sequences, rows, heads, k_dim if v_dim is None else v_dim, dtype=dtype, device=device)
         return cls(k, v, rows)
 
+    __eq__ = same_parts
+    __hash__ = None  # type: ignore[assignment]  # what is equal by its numbers, which may change, has no hash
+
     @property
     def sequences(self) -> int:
         """S, the number of sequences."""
@@ -84,7 +102,7 @@ class ShiftState:
 
     def reorder(self, beam_indices: Tensor | Sequence[int]) -> ShiftState:
         """Row i continues row `beam_indices[i]`, as in beam search; (S,) integers."""
-        order = torch.as_tensor(beam_indices)
+        order = torch.as_tensor(beam_indices, device=self.k.device)
         if order.shape != (self.sequences,) or order.dtype == torch.bool:
             raise ValueError(
                 f"beam_indices must be {self.sequences} integers, one for each sequence, "

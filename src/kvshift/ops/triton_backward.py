@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kvshift.ops.triton_kernels import (
+    _add,
     _angles,
     _inverse_norm,
     _is_real,
@@ -21,6 +22,7 @@ from kvshift.ops.triton_kernels import (
     _shifted,
     _span_of,
     _store_rows,
+    _times,
 )
 
 
@@ -59,7 +61,7 @@ def _backward_plain(
             row, inside = _step_forward(row, inside, end, b, T, seq_idx, links)
         g = _load_rows(gy, y_t, row, inside, column, in_head, ACC)
         weight = tl.load(weights + head * W + lag).to(ACC)
-        total = g * weight if lag == 0 else tl.fma(g, weight, total)
+        total = _times(g, weight) if lag == 0 else _add(total, g, weight)
         tl.store(partials + head * W + lag, tl.sum(tl.sum(here * g, 1), 0))
     _store_rows(gx, heads * D, t, t < T, d, in_head, total)
 
@@ -136,8 +138,8 @@ def _backward_turned(
         here_high = _load_rows(x, x_t, t, real, column + (b * 0 + half) * x_d, in_half, ACC)
         tl.store(partials, tl.sum(tl.sum(here_low * low + here_high * high, 1), 0))
         weight = tl.load(weights).to(ACC)
-        low *= weight
-        high *= weight
+        low = _times(low, weight)
+        high = _times(high, weight)
         row = t
         inside = real
         for lag in tl.static_range(1, W):
@@ -148,8 +150,8 @@ def _backward_turned(
             )  # fmt: skip
             tl.store(partials + lag, tl.sum(tl.sum(here_low * g_low + here_high * g_high, 1), 0))
             weight = tl.load(weights + lag).to(ACC)
-            low = tl.fma(g_low, weight, low)
-            high = tl.fma(g_high, weight, high)
+            low = _add(low, g_low, weight)
+            high = _add(high, g_high, weight)
     _store_rows(gx, heads * D, t, t < T, d, in_half, low)
     _store_rows(gx, heads * D, t, t < T, d + half, in_half, high)
     return tl.sum(s_low, 0), tl.sum(s_high, 0)
@@ -270,7 +272,7 @@ def _backward_past_head(
             row = tl.where(lag > back, after, row)
             inside = tl.where(lag > back, goes_on, inside)
         g = _load_rows(gy, y_t, row, inside & (lag >= back), d.to(tl.int64) * y_d, in_head, ACC)
-        total = tl.fma(g, tl.load(weights + head * W + lag).to(ACC), total)
+        total = _add(total, g, tl.load(weights + head * W + lag).to(ACC))
         share = tl.sum(tl.sum(here * g, 1), 0)
         tl.store(partials + lag, share)
     tl.store(partials, tl.zeros_like(share))

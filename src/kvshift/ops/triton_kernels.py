@@ -136,11 +136,24 @@ def _store_rows(y, stride, row, there, column, in_head, value):
 
 
 @triton.jit
+def _times(term, weight):
+    """weight * term; zero, whatever the term, for a weight of zero: no infinity becomes NaN."""
+    return tl.where(weight == 0, 0.0, term * weight)
+
+
+@triton.jit
+def _add(total, term, weight):
+    """total + weight * term; every bit of total for a weight of zero."""
+    # Spelled out: which product of a sum is fused would else differ from kernel to kernel, and its bits.
+    return tl.where(weight == 0, total, tl.fma(term, weight, total))
+
+
+@triton.jit
 def _shifted(
     x, stride, column, past, past_stride, past_column, in_head, weights,
     row, real, first, newest, b, T, seq_idx, links, W: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """weights[0] x[t] + weights[1] x[t-1] + ...; x itself if weights is None.
+    """weights[0] x[t] + weights[1] x[t-1] + ... without the terms whose weight is zero; x itself if weights is None.
 
     Args:
         x, past: at the first element of this head, and batch row, or of the history of all sequences.
@@ -148,7 +161,7 @@ def _shifted(
     """
     total = _load_rows(x, stride, row, real, column, in_head, ACC)
     if weights is not None:
-        total = total * tl.load(weights).to(ACC)
+        total = _times(total, tl.load(weights).to(ACC))
         inside = real
         alive = real
         depth = row * 0
@@ -159,8 +172,7 @@ def _shifted(
                 of_past = alive & (inside == 0)
                 before = _load_rows(past, past_stride, newest - depth, of_past, past_column, in_head, ACC)
                 term = tl.where(of_past[:, None], before, term)
-            # Spelled out: which product of a sum is fused would else differ from kernel to kernel, and its bits.
-            total = tl.fma(term, tl.load(weights + lag).to(ACC), total)
+            total = _add(total, term, tl.load(weights + lag).to(ACC))
     return total
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshift.ops.plain import gradients, turn_plain
+from kvshift.ops.plan import plan_shift
 from kvshift.ops.registered import registered
 
 
@@ -308,6 +310,30 @@ def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) -> tuple
     )
 
 
+def _watched_backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, cu_seqlens, seq_idx, mask, _ = ctx.saved_tensors
+    if ctx.has_q and q is None:  # rotated alone: any numbers will do
+        q = k.new_zeros(gq_out.shape)
+    rows = window_of(alpha, beta) - 1 if k_past is None else k_past.shape[1]
+    bounds = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
+    sources = None
+    if any(bound is not None for bound in bounds.values()):
+        sources = plan_shift(k.shape[0], k.shape[1], window_of(alpha, beta), rows, k.device, **bounds).sources
+    sequences = _sequences(k, cu_seqlens)
+    returned = (ctx.has_q, cos is not None or alpha is not None, beta is not None)
+
+    def forward(q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale) -> tuple[Tensor, ...]:
+        outputs = turn_plain(
+            q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, ctx.eps, sources, sequences
+        )
+        return tuple(y for y, is_one in zip(outputs, returned, strict=True) if y is not None and is_one)
+
+    inputs = (q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale)
+    grads = tuple(g for g, is_one in zip((gq_out, gk_out, gv_out), returned, strict=True) if is_one)
+    *given, gq_scale, gk_scale = gradients(forward, inputs, grads)
+    return (*given, None, None, gq_scale, gk_scale, *(None,) * 5)
+
+
 def _like_outputs(
     q: Tensor | None, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, cos: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -324,7 +350,7 @@ def _fake_outputs(q, k, v, alpha, beta, k_past, v_past, cos, *_: Any) -> tuple[T
     return _like_outputs(q, k, v, alpha, beta, cos)
 
 
-@registered("shift", fake=_fake_outputs, save=_save_inputs, backward=_backward)
+@registered("shift", fake=_fake_outputs, save=_save_inputs, backward=_backward, watched_backward=_watched_backward)
 def shift(
     q: Tensor | None,
     k: Tensor,

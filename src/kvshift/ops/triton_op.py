@@ -60,8 +60,6 @@ def triton_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None
     for tensor in (x, *others):
         if tensor is not None and type(tensor) not in _PLAIN:
             return f"it takes plain tensors, got a {type(tensor).__name__}"
-    if torch._C._are_functorch_transforms_active():
-        return "it does not run under torch.func transforms"
     return None
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from kvshift.ops.plain import gradients, next_history
+from kvshift.ops.plan import plan_shift
 from kvshift.ops.registered import registered
 from kvshift.ops.triton_launch import accumulator, kernels, on_device, power_of_2, sequences_of_a_tile, strides
 
@@ -56,7 +58,7 @@ def _like_tails(
 
 
 def _save_shapes(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    k, v, k_past, v_past, _, _, *bounds = inputs
+    k, v, k_past, v_past, ctx.sequences, _, *bounds = inputs
     ctx.save_for_backward(k, v, k_past, v_past, *bounds)
 
 
@@ -67,7 +69,28 @@ def _backward_of_tails(ctx: Any, gk_tail: Tensor, gv_tail: Tensor) -> tuple[Tens
     return (*returned, *(None,) * 6)
 
 
-@registered("tails", fake=_like_tails, save=_save_shapes, backward=_backward_of_tails)
+def _watched_backward(ctx: Any, gk_tail: Tensor, gv_tail: Tensor) -> tuple[Tensor | None, ...]:
+    k, v, k_past, v_past, cu_seqlens, seq_idx, mask, _ = ctx.saved_tensors
+    rows = gk_tail.shape[1]
+    bounds = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
+    plan = None
+    if any(bound is not None for bound in bounds.values()):
+        plan = plan_shift(k.shape[0], k.shape[1], 1, rows, k.device, **bounds)
+
+    def forward(k, v, k_past, v_past) -> tuple[Tensor, ...]:
+        pairs = [(k, k_past)] if v is None else [(k, k_past), (v, v_past)]
+        return tuple(
+            next_history(x, x.new_zeros(ctx.sequences, rows, *x.shape[2:]) if past is None else past, plan, rows)
+            for x, past in pairs
+        )
+
+    grads = (gk_tail,) if v is None else (gk_tail, gv_tail)
+    return (*gradients(forward, (k, v, k_past, v_past), grads), *(None,) * 6)
+
+
+@registered(
+    "tails", fake=_like_tails, save=_save_shapes, backward=_backward_of_tails, watched_backward=_watched_backward
+)
 def tails(
     k: Tensor,
     v: Tensor | None,

@@ -1,0 +1,102 @@
+"""Coefficients that another module owns: `torch.nn.utils.parametrize`, pruning, PEFT's adapters of parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+
+from kvshift.layers import KVShift, KVShiftAttention, param_groups, recompute
+
+B, T, E = 2, 7, 12
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def make() -> tuple[KVShiftAttention, Tensor]:
+    torch.manual_seed(3)
+    return KVShiftAttention(E, 6, 3), torch.randn(B, T, E)
+
+
+def parametrized(layer: KVShiftAttention) -> None:
+    parametrize.register_parametrization(layer.shift, "alpha", Doubled())
+
+
+def pruned(layer: KVShiftAttention) -> None:
+    prune.custom_from_mask(layer.shift, "alpha", torch.tensor([[1, 1], [1, 0], [0, 1]]))
+
+
+changes = pytest.mark.parametrize("change", [parametrized, pruned])
+
+
+def assigned(layer: KVShiftAttention, alpha: Tensor) -> KVShiftAttention:
+    """A layer of the same weights whose coefficients are those."""
+    other, _ = make()
+    names = [name for name, _ in other.named_parameters() if name != "shift.alpha"]
+    with torch.no_grad():
+        for name in names:
+            other.get_parameter(name).copy_(layer.get_parameter(name))
+        other.shift.alpha.copy_(alpha)
+    return other
+
+
+@changes
+def test_decoding_goes_by_the_coefficients_in_force(change):
+    layer, x = make()
+    change(layer)
+    with torch.no_grad():
+        whole, _ = layer(x)
+        plain = assigned(layer, layer.shift.alpha)
+        torch.testing.assert_close(whole, plain(x)[0])
+        out, state = layer(x[:, :4])
+        outs = [out]
+        for t in range(4, T):
+            out, state = layer(x[:, t : t + 1], state=state)
+            outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, dim=1), whole, rtol=1e-5, atol=1e-6)
+
+
+@changes
+def test_training_reaches_the_original_however_large_the_layer(change, monkeypatch):
+    """From 2^20 elements on, backward shifts once more; here from the first."""
+    layer, x = make()
+    change(layer)
+    out, _ = layer(x)
+    expected = torch.autograd.grad(out.square().sum(), list(layer.parameters()))
+    monkeypatch.setattr(recompute, "_WORTH_IT", {"cpu": 0})
+    out, _ = layer(x)
+    results = torch.autograd.grad(out.square().sum(), list(layer.parameters()))
+    for result, gradient in zip(results, expected, strict=True):
+        assert torch.equal(result, gradient)
+    original = [p for name, p in layer.named_parameters() if "orig" in name]
+    assert len(original) == 1
+
+
+@changes
+def test_the_original_does_not_decay(change):
+    layer, _ = make()
+    change(layer)
+    groups = {group["name"]: group for group in param_groups(layer, lr=1.0)}
+    (original,) = [p for name, p in layer.named_parameters() if "orig" in name]
+    assert any(p is original for p in groups["shift"]["params"])
+    assert not any(p is original for p in groups["decay"]["params"])
+
+
+def test_casts_leave_the_original_in_float32():
+    shift = KVShift(3)
+    parametrize.register_parametrization(shift, "alpha", Doubled())
+    assert {p.dtype for p in shift.to(torch.bfloat16).parameters()} == {torch.float32}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_adapters_of_parameters_are_refused_by_name():
+    """PEFT puts a module of its own in place of the shift, through which its attributes cannot be seen."""
+    layer, x = make()
+    model = get_peft_model(nn.Sequential(layer), LoraConfig(target_modules=[], target_parameters=["0.shift.alpha"]))
+    with pytest.raises(TypeError, match=r"shift must be a KVShift, got a ParamWrapper.*modules_to_save=\[\"shift\"\]"):
+        model(x)

@@ -1,0 +1,112 @@
+"""Layers under tracers, transforms of functions and batches of gradients compute what they do otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvshift.layers import KVShift, KVShiftAttention
+from kvshift.layers.positions import rotary_table
+from kvshift.ops import ShiftState, shift
+
+BACKENDS = ("auto", "cpu", "eager", "triton")
+B, T, H, G, D = 2, 3, 4, 2, 4
+
+
+@pytest.fixture(params=BACKENDS)
+def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What "auto" stands for, as KVSHIFT_BACKEND sets it."""
+    monkeypatch.setattr(shift, "_AUTO", request.param)
+    return request.param
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make(seed: int = 3, **options: Any) -> KVShiftAttention:
+    layer = KVShiftAttention(8, H, G, head_dim=D, dtype=torch.float64, **options)
+    for parameter in layer.parameters():
+        parameter.data = normal(seed, *parameter.shape)
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of PyTorch's attention
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"shift_targets": ("q", "k", "v")}], ids=str)
+def test_gradients_of_each_sample_are_those_of_each_alone(options, asked):
+    """And no element is missing: a jacobian by rows, by batches of gradients, and by a transform."""
+    layer = make(**options)
+    parameters = dict(layer.named_parameters())
+    samples = normal(5, B, T, 8)
+
+    def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return functional_call(layer, parameters, (sample[None],))[0].square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, samples)
+    for i, sample in enumerate(samples):
+        alone = torch.autograd.grad(loss(parameters, sample), list(parameters.values()))
+        for name, gradient in zip(parameters, alone, strict=True):
+            torch.testing.assert_close(each[name][i], gradient, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("bounded", [False, True], ids=["", "padding and documents"])
+def test_batches_of_gradients_through_shift_norm_and_rotation(normed, bounded, asked):
+    """In one launch or in several calls: `is_grads_batched` reaches the backward of what ran forward."""
+    layer = KVShift(G)
+    q, k, v = (normal(seed, B, T, heads, D).requires_grad_() for seed, heads in ((7, H), (9, G), (11, G)))
+    norms = tuple(torch.nn.RMSNorm(D, eps=1e-5, dtype=torch.float64) for _ in "qk") if normed else None
+    where: dict[str, Any] = {}
+    if bounded:
+        where["mask"] = torch.tensor([[False, True, True], [True, True, True]])
+        where["seq_idx"] = torch.tensor([[0, 0, 0], [0, 0, 1]])
+    rotary = rotary_table(torch.arange(T)[None], D, 100.0, torch.float64)
+    parameters = [*layer.parameters(), *(p for norm in norms or () for p in norm.parameters())]
+    outputs = layer(q, k, v, rotary=rotary, norms=norms, **where)[:3]
+    inputs = [q, k, v, *parameters]
+    batches = [normal(13 + i, 3, *y.shape) for i, y in enumerate(outputs)]
+    results = torch.autograd.grad(outputs, inputs, batches, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        expected = torch.autograd.grad(outputs, inputs, [g[i] for g in batches], retain_graph=True)
+        for result, gradient in zip(results, expected, strict=True):
+            torch.testing.assert_close(
+                result[i], gradient, rtol=1e-6 if gradient.dtype == torch.float32 else 1e-10, atol=1e-7
+            )
+
+
+def test_tangents_reach_keys_and_values_of_a_layer(asked):
+    layer = make()
+    x, tangent = normal(5, B, T, 8), normal(7, B, T, 8)
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):  # the others of PyTorch have no tangents
+        out, _ = layer(forward_ad.make_dual(x, tangent))
+        result = forward_ad.unpack_dual(out).tangent
+    step = 1e-6
+    difference = (layer(x + step * tangent)[0] - layer(x - step * tangent)[0]) / (2 * step)
+    torch.testing.assert_close(result, difference, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("tokens", [T, 1])
+def test_a_traced_layer_computes_what_the_layer_does(tokens, asked):
+    """One token with a state is decoding, which has a kernel of its own on a CPU."""
+    layer = KVShift(G).requires_grad_(False)
+    rotary = rotary_table(torch.arange(tokens)[None], D, 100.0, torch.float32)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, new = layer(q, k, v, state=ShiftState(*rows, 1), rotary=rotary)
+        assert new is not None
+        return q, k, v, new.k, new.v
+
+    def inputs(seed: int) -> list[Tensor]:
+        shapes = ((B, tokens, H, D), *[(B, tokens, G, D)] * 2, *[(B, 1, G, D)] * 2)
+        return [normal(seed + i, *shape).float() for i, shape in enumerate(shapes)]
+
+    with torch.no_grad():
+        traced = torch.jit.trace(call, tuple(inputs(3)), check_trace=False)
+        torch.testing.assert_close(traced(*inputs(17)), call(*inputs(17)))
