@@ -112,7 +112,8 @@ def test_version(capsys):
 def test_an_unknown_command_is_named_beside_those_there_are(capsys):
     assert cli.main(["trian"]) == 2
     said = capsys.readouterr().err
-    assert said == "kvshift: no command 'trian'; there are: compare, train, generate, reproduce, analyze, bench, plan\n"
+    there = "compare, train, generate, eval, reproduce, analyze, bench, plan"
+    assert said == f"kvshift: no command 'trian'; there are: {there}\n"
 
 
 def test_options_reach_the_function(command, capsys):

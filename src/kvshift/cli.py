@@ -44,6 +44,11 @@ _COMMANDS = {
         "kvshift.lab.generate_config:GenerateConfig",
         "kvshift.lab.generation:generate",
     ),
+    "eval": _Command(
+        "Score a text: loss, perplexity, bits per byte",
+        "kvshift.lab.eval_config:EvalConfig",
+        "kvshift.lab.evaluation:evaluate",
+    ),
     "reproduce": _Command(
         "Run the paper's figures and tables again",
         "kvshift.recipes.reproduce_config:ReproduceConfig",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 # Imported for their model types, which they register with the Auto classes:
 import kvshift.lab.gpt2
@@ -21,7 +21,17 @@ from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
 from kvshift.lab.hub import is_hub_name, require_on_hub
 
-__all__ = ["UNREADABLE", "Loaded", "load_model", "load_tokenizer", "load_weights", "locate", "model_folder"]
+__all__ = [
+    "UNREADABLE",
+    "Loaded",
+    "find_device",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "load_weights",
+    "locate",
+    "model_folder",
+]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
@@ -47,7 +57,7 @@ def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: C
     Raises:
         LabError: there is no such model, it is not whole, or its tokenizer does not fit.
     """
-    _device(device)  # a device that is not there is said before a large model is read
+    find_device(device)  # a device that is not there is said before a large model is read
     folder, tokenizer_folder = locate(name, say)
     tokenizer = load_tokenizer(tokenizer_folder)
     model = load_weights(folder, dtype=dtype, device=device)
@@ -65,6 +75,14 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise LabError(_unreadable(str(folder), error)) from error
 
 
+def load_config(folder: str | Path) -> Any:
+    """The configuration of a model in a folder, as `locate` finds it, or of a name on the hub."""
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except UNREADABLE as error:
+        raise LabError(_unreadable(str(folder), error)) from error
+
+
 def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "auto", **kwargs: Any) -> Any:
     """The causal language model in a folder, or of a name on the hub, in evaluation mode; no tokenizer is asked for.
 
@@ -73,7 +91,7 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
         dtype, device: as in `load_model`.
         kwargs: for `from_pretrained`, such as attn_implementation.
     """
-    place = _device(device)
+    place = find_device(device)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **kwargs
@@ -140,7 +158,8 @@ def _is_model(folder: Path) -> bool:
         return False
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device of a name; auto: the accelerator where there is one, else the CPU."""
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:

@@ -6,6 +6,7 @@ Hugging Face datasets has loaders for the three formats; they are not used, sinc
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import io
@@ -20,10 +21,13 @@ import pyarrow.parquet as pq
 
 from kvshift.lab.errors import LabError
 
-__all__ = ["FORMATS", "FileStamp", "find_files", "is_data_file", "read_files"]
+__all__ = ["FORMATS", "FileStamp", "find_files", "is_data_file", "read_files", "read_pieces"]
 
 FORMATS = (".txt", ".jsonl", ".parquet")
 _COMPRESSIONS = (".gz", ".xz", ".zst")
+
+# Read of a .txt file at once.
+_PART_BYTES = 2**20
 
 # Path, bytes, time of change in ns: what tells whether a file is still the one that was read before.
 FileStamp = tuple[str, int, int]
@@ -61,9 +65,20 @@ def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
 
 
 def read_files(files: tuple[FileStamp, ...], column: str) -> Iterator[dict[str, Any]]:
-    """One {"text": str} a document: a .txt file, or a row of a .jsonl or .parquet file.
+    """One {"text": str} a document; see `read_pieces`."""
+    pieces: list[str] = []
+    for text, last in read_pieces(files, column):
+        pieces.append(text)
+        if last:
+            yield {"text": "".join(pieces)}
+            pieces = []
 
-    Text is taken as it is, line ends included; a byte order mark at the start of a file is dropped. A null is "".
+
+def read_pieces(files: tuple[FileStamp, ...], column: str) -> Iterator[tuple[str, bool]]:
+    """The documents in pieces that fit into memory, each with whether it is the last of its document.
+
+    A document is a .txt file, read a part at a time, or a row of a .jsonl or .parquet file, which is one piece. Text is
+    taken as it is, line ends included; a byte order mark at the start of a file is dropped. A null is "".
 
     Raises:
         LabError: a file cannot be read or is damaged, or `column` is not there or holds no text; the file is named,
@@ -76,23 +91,37 @@ def read_files(files: tuple[FileStamp, ...], column: str) -> Iterator[dict[str, 
         path = Path(name)
         read = _READERS[_format(path)]
         try:
-            for text in read(path, column):
-                yield {"text": text}
+            yield from read(path, column)
         except faults as error:
             raise LabError(f"cannot read {path}: {error or type(error).__name__}") from error
 
 
-def _read_txt(path: Path, column: str) -> Iterator[str]:
+def _read_txt(path: Path, column: str) -> Iterator[tuple[str, bool]]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    held: str | None = None  # until it is known whether more follows
+    begin = 0  # of what is decoded next, in bytes
     with _open(path) as file:
-        content = file.read()
+        while content := file.read(_PART_BYTES):
+            text = _decode(decoder, content, begin, path)
+            if held is None:
+                held = text.removeprefix("\ufeff")
+            else:
+                yield held, False
+                held = text
+            begin += len(content)
+    yield (held or "") + _decode(decoder, b"", begin, path), True
+
+
+def _decode(decoder: codecs.IncrementalDecoder, content: bytes, begin: int, path: Path) -> str:
+    begin -= len(decoder.getstate()[0])  # the start of a character whose end is in `content`
     try:
-        yield content.decode("utf-8").removeprefix("\ufeff")
+        return decoder.decode(content, final=not content)
     except UnicodeDecodeError as error:
-        found = content[error.start]
-        raise LabError(f"{path}: not UTF-8: byte {error.start} is 0x{found:02x} ({error.reason})") from None
+        found = error.object[error.start]
+        raise LabError(f"{path}: not UTF-8: byte {begin + error.start} is 0x{found:02x} ({error.reason})") from None
 
 
-def _read_jsonl(path: Path, column: str) -> Iterator[str]:
+def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, bool]]:
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             if number == 1:
@@ -121,10 +150,10 @@ def _read_jsonl(path: Path, column: str) -> Iterator[str]:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise LabError(f"{where}: half a surrogate pair at character {error.start} of the text") from None
-            yield text
+            yield text, True
 
 
-def _read_parquet(path: Path, column: str) -> Iterator[str]:
+def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bool]]:
     with _open(path) as stream:
         # A parquet file is read from its end: a compressed one has to be decompressed in memory, whole.
         source = stream if path.suffix == ".parquet" else io.BytesIO(stream.read())
@@ -142,7 +171,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 raise LabError(f"{path}: text_column {column!r} holds text that is not UTF-8: {error}") from None
             for text in texts:
-                yield text or ""
+                yield text or "", True
 
 
 def _no_column(where: str, column: str, existing: list[str]) -> LabError:

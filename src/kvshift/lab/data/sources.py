@@ -17,10 +17,10 @@ import datasets
 
 from kvshift.lab.data.cache import cached_dataset, fingerprint
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.data.files import FileStamp, find_files, is_data_file, read_files
+from kvshift.lab.data.files import FileStamp, find_files, is_data_file, read_files, read_pieces
 from kvshift.lab.errors import LabError
 
-__all__ = ["Documents", "bundled_corpora", "load_documents", "texts"]
+__all__ = ["Documents", "bundled_corpora", "load_documents", "read_text", "texts"]
 
 Documents = datasets.Dataset | datasets.IterableDataset
 
@@ -42,22 +42,30 @@ def load_documents(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
     Raises:
         LabError: the text cannot be found or read, or the two would overlap.
     """
-    corpus = config.corpus
-    if corpus in bundled_corpora():
-        _refuse_hub_options(config)
-        return _local(config, find_files(str(_corpora() / f"{corpus}.txt"), "corpus"))
-    path = Path(corpus).expanduser()
-    if path.exists() or glob.has_magic(corpus):
-        _refuse_hub_options(config)
-        return _local(config, find_files(corpus, "corpus"))
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", corpus) and not is_data_file(path):
-        return _hub(config)
-    close = difflib.get_close_matches(corpus, bundled_corpora(), n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    raise LabError(
-        f"corpus: {corpus!r} is neither a bundled corpus ({', '.join(bundled_corpora())}){hint}, nor a file or folder "
-        "that exists, nor a hub dataset (owner/name)"
-    )
+    files = _find(config, "corpus")
+    return _hub(config) if files is None else _local(config, files)
+
+
+def read_text(config: DataConfig, option: str) -> Iterator[tuple[str, bool]]:
+    """All of the corpus, nothing held out, in pieces; see `read_pieces`. Documents of white space alone are left out.
+
+    Raises:
+        LabError: the text cannot be found, and `option` is named, or cannot be read.
+    """
+    files = _find(config, option)
+    if files is None:
+        yield from ((text, True) for text in texts(_hub_split(config, config.split)))
+        return
+    blank = ""  # what a document begins with
+    begun = False
+    for text, last in read_pieces(files, config.text_column):
+        if not begun:
+            text = blank + text
+            if not text or text.isspace():
+                blank = "" if last else text
+                continue
+        yield text, last
+        begun, blank = not last, ""
 
 
 def texts(documents: Documents) -> Iterator[str]:
@@ -68,6 +76,26 @@ def texts(documents: Documents) -> Iterator[str]:
 def _column(documents: Documents) -> Iterator[str]:
     for row in documents:
         yield cast(dict[str, str | None], row)["text"] or ""
+
+
+def _find(config: DataConfig, option: str) -> tuple[FileStamp, ...] | None:
+    """The files of the corpus; None where it is a hub dataset."""
+    corpus = config.corpus
+    if corpus in bundled_corpora():
+        _refuse_hub_options(config)
+        return find_files(str(_corpora() / f"{corpus}.txt"), option)
+    path = Path(corpus).expanduser()
+    if path.exists() or glob.has_magic(corpus):
+        _refuse_hub_options(config)
+        return find_files(corpus, option)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", corpus) and not is_data_file(path):
+        return None
+    close = difflib.get_close_matches(corpus, bundled_corpora(), n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise LabError(
+        f"{option}: {corpus!r} is neither a bundled corpus ({', '.join(bundled_corpora())}){hint}, nor a file or "
+        "folder that exists, nor a hub dataset (owner/name)"
+    )
 
 
 def _local(config: DataConfig, files: tuple[FileStamp, ...]) -> tuple[Documents, datasets.Dataset]:

@@ -1,0 +1,78 @@
+"""Text of any length as tokens and the bytes that each stands for, a part at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+
+from kvshift.lab.data.pieces import cut, parts_at_lines
+
+__all__ = ["Tokens", "token_stream"]
+
+# Characters handed to the tokenizer at once, to work on with all its threads; it takes some 170 bytes for each.
+_BATCH_CHARACTERS = 2**18
+
+
+class Tokens(NamedTuple):
+    """Consecutive tokens of one document.
+
+    Attributes:
+        ids: (n,) int64.
+        sizes: (n,) int64: bytes of UTF-8 from the end of the token before to that of this one. A character of several
+            tokens counts with the first of them. All together are the bytes of the text.
+        last: whether the document ends here.
+    """
+
+    ids: np.ndarray
+    sizes: np.ndarray
+    last: bool
+
+
+def token_stream(pieces: Iterable[tuple[str, bool]], encode: tokenizers.Tokenizer) -> Iterator[Tokens]:
+    """The tokens of documents in pieces, as those of the whole documents are.
+
+    Where the tokenizer does not allow to cut a text (`parts_at_lines`), a document is tokenized in one part.
+
+    Args:
+        pieces: see `read_pieces`.
+        encode: see `encoder`.
+    """
+    waiting: list[tuple[str, bool]] = []
+    characters = 0
+    for piece in _parts(pieces, may_cut=parts_at_lines(encode)):
+        waiting.append(piece)
+        characters += len(piece[0])
+        if characters >= _BATCH_CHARACTERS:
+            yield from _encode(waiting, encode)
+            waiting, characters = [], 0
+    yield from _encode(waiting, encode)
+
+
+def _parts(pieces: Iterable[tuple[str, bool]], *, may_cut: bool) -> Iterator[tuple[str, bool]]:
+    rest: list[str] = []
+    for text, last in pieces:
+        rest.append(text)
+        if not (last or may_cut):
+            continue
+        *parts, tail = cut("".join(rest)) if may_cut else ["".join(rest)]
+        yield from ((part, False) for part in parts)
+        if last:
+            yield tail, True
+        rest = [] if last else [tail]
+
+
+def _encode(pieces: list[tuple[str, bool]], encode: tokenizers.Tokenizer) -> Iterator[Tokens]:
+    encoded = encode.encode_batch([text for text, _ in pieces], add_special_tokens=False)
+    for (text, last), encoding in zip(pieces, encoded, strict=True):
+        ends = np.array([end for _, end in encoding.offsets], np.int64)
+        if not text.isascii():
+            code = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+            lengths = 1 + (code >= 0x80).astype(np.int64) + (code >= 0x800) + (code >= 0x10000)
+            ends = np.concatenate([[0], np.cumsum(lengths)])[ends]
+        if len(ends):
+            ends = np.maximum.accumulate(ends)
+            ends[-1] = len(text.encode()) if not text.isascii() else len(text)
+        yield Tokens(np.array(encoding.ids, np.int64), np.diff(ends, prepend=0), last)
