@@ -15,6 +15,8 @@ from kvshift.lab.config import ModelConfig, config_hash, differences
 from kvshift.lab.data.text import TextData
 from kvshift.lab.data.tokenizers import ORIGIN
 from kvshift.lab.errors import LabError
+from kvshift.lab.extending import extends, record_extension, refuse_extension
+from kvshift.lab.overwriting import replace_run
 from kvshift.lab.processes import Processes
 from kvshift.lab.records import RunFolder, environment, remove_folder, write_json
 from kvshift.models.llama import KVShiftLlamaConfig
@@ -32,12 +34,13 @@ class Start:
     checkpoint: str | None
 
 
-def enter(folder: RunFolder, options: dict[str, Any]) -> bool:
+def enter(folder: RunFolder, options: dict[str, Any], extend: bool | None = None) -> bool:
     """Check, before any data are read, that the folder is empty or holds this run; whether that is finished.
 
     Args:
         folder: of the run.
         options: as JSON; what they leave open (None, "auto") is not known yet, and is compared in `begin`.
+        extend: whether a run of fewer steps may have had other learning rates; None: it must have as many steps.
     """
     refuse_foreign(folder)
     folder.clean()
@@ -51,8 +54,13 @@ def enter(folder: RunFolder, options: dict[str, Any]) -> bool:
     for part in {"model", "optimizer", "data"} & given.keys():  # a task run has no data
         given[part] = {name: value for name, value in options[part].items() if value is not None}
         known[part] = {name: _object(folder, old, part).get(name) for name in given[part]}
-    _refuse(folder, differences(known, given))
-    return folder.result.exists()
+    longer = extend is not None and extends(old, options)
+    if longer:
+        del given["steps"]
+    _refuse(folder, differences({name: known[name] for name in given}, given))
+    if longer:
+        refuse_extension(folder, old, options, extend=bool(extend))
+    return folder.result.exists() and not longer
 
 
 def refuse_foreign(folder: RunFolder) -> None:
@@ -84,6 +92,9 @@ def begin(
     processes: Processes,
     say: Callable[[str], Any],
     facts: dict[str, Any] | None = None,
+    *,
+    extend: bool | None = None,
+    overwrite: bool = False,
 ) -> Start:
     """Record options and surroundings, or compare them with what is recorded and find the newest whole checkpoint.
 
@@ -93,8 +104,12 @@ def begin(
         processes: of this run.
         say: is told of each checkpoint that is set aside, and where the run goes on.
         facts: of the data, as `data_facts` gives them, where the options do not say all of them.
+        extend: as in `enter`.
+        overwrite: the run that the folder holds is removed.
     """
     surroundings = environment(processes.device, processes.count)
+    if overwrite:
+        replace_run(folder)
     old = folder.read(folder.config)
     if old is None:
         write_json(folder.environment, surroundings)
@@ -102,11 +117,15 @@ def begin(
         write_json(folder.config, {**options, "config_hash": config_hash(options), **known})
         return Start(0, None)
 
-    refuse_other_options(folder, old, options)
+    longer = extend is not None and extends(old, options)
+    refuse_other_options(folder, {**old, "steps": options["steps"]} if longer else old, options)
     if facts is not None:
         _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)
     checkpoint = find_checkpoint(folder.path, say)
     step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
+    if longer:
+        refuse_extension(folder, old, options, extend=bool(extend))
+        record_extension(folder, old, options, done=step)
     say(f"going on from {checkpoint.name}" if checkpoint else "no whole checkpoint yet: beginning anew")
     first = folder.read(folder.environment) or {}
     again = {"step": step, **surroundings}

@@ -47,6 +47,9 @@ class CompareConfig:
         require_unicode(self.prompt or "", "prompt")
         if self.train.model.shift_targets == ():
             raise LabError("model.shift_targets must name at least one of q, k, v: without, both models are vanilla")
+        for name in ("extend", "overwrite"):
+            if getattr(self.train, name):
+                raise LabError(f"{name} is for kvshift train; for another comparison choose another folder for out")
         if "RANK" in os.environ:
             raise LabError("compare starts its own processes, one after the other: start it without torchrun")
         self.train.check()

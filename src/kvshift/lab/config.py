@@ -30,6 +30,9 @@ __all__ = [
 # Of the weights of a model that is loaded; auto: as they were saved.
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
+# What is asked of one call, and is no part of a run.
+_OF_THE_CALL = ("extend", "overwrite")
+
 # What may differ between a run and its continuation, for it changes no number that is computed.
 _FREE = ("out", "report_to", "progress", "keep_checkpoints", "data_workers")
 
@@ -189,12 +192,18 @@ class TrainConfig(RunConfig):
     tokens_per_step: int | None = None
     """Tokens in one optimizer step over all devices; where that is more than batch_size x sequence_length x devices,
     gradients are accumulated. None: exactly that product."""
+    extend: bool = False
+    """Resume a run with more steps than it was begun with also where its past learning rates would have been others."""
+    overwrite: bool = False
+    """Replace the run that `out` holds, without asking; a folder that holds anything else is left as it is."""
 
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""
         super().check()
         tokens = self.tokens_per_step
         require(tokens is None or tokens >= 1, "tokens_per_step", tokens, "1 or more, or None")
+        if self.extend and self.overwrite:
+            raise LabError("extend and overwrite cannot both be given: one keeps what the folder holds, one removes it")
         if self.data.streaming:
             require(self.data_workers <= 1, "data_workers", self.data_workers, "0 or 1 with data.streaming")
 
@@ -231,8 +240,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """The fields of a config as what JSON holds: paths become strings, tuples lists."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    """The fields of a config as what JSON holds: paths become strings, tuples lists; without what is of one call."""
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_THE_CALL}
+    return json.loads(json.dumps(values, default=str))
 
 
 def from_json(cls: type, values: Mapping[str, Any], where: str = "") -> Any:

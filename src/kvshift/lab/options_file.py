@@ -28,7 +28,7 @@ __all__ = ["parse", "with_file"]
 _HELP = "A YAML or JSON file of options, such as the config.json of a run; options given here stand above it."
 
 # What a run records beside its options.
-_RECORDED = ("config_hash", "data_facts")
+_RECORDED = ("config_hash", "data_facts", "extended")
 
 
 def parse(options: type, args: Sequence[str], **kwargs: Any) -> Any:

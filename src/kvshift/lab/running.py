@@ -20,10 +20,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from kvshift.lab.beginning import Start, enter, refuse_foreign
 from kvshift.lab.callbacks import InterruptedRunError, Leave, Moments, Progress, Recorder, whole
-from kvshift.lab.config import RunConfig
+from kvshift.lab.config import RunConfig, TrainConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.language_model import declare_plain_llama
 from kvshift.lab.messages import say
+from kvshift.lab.overwriting import refuse_what_is_no_run
 from kvshift.lab.processes import PATIENCE, Processes
 from kvshift.lab.records import Metrics, RunFailedError, RunFolder, remove_folder
 from kvshift.lab.trainer import RunTrainer
@@ -61,6 +62,11 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
             raise LabError(f"report_to names {name!r}; trackers installed here: {', '.join(known) or 'none'}")
     refuse_foreign(folder)  # before a lock is left in it
     stack.enter_context(folder.locked())
+    if isinstance(config, TrainConfig):
+        if config.overwrite and folder.config.exists():
+            refuse_what_is_no_run(folder, config.init_from)
+            return False
+        return enter(folder, options, extend=config.extend)
     return enter(folder, options)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import EvalPrediction, Trainer, TrainingArguments
 
 from kvshift.lab.callbacks import Evaluation
@@ -66,6 +67,17 @@ class RunTrainer(Trainer):
             trained = cast(nn.Module, self.model if model is None else model)
             self.optimizer = adamw(trained, self._config.optimizer, self.args.device)
         return self.optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The next learning rate is that of this run's schedule, which may be longer than the checkpoint's."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        if checkpoint is not None and isinstance(schedule, LambdaLR):
+            for group, base, part in zip(
+                schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+            ):
+                group["lr"] = base * part(schedule.last_epoch)
+            schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
 
     def continue_mean(self, checkpoint: str) -> None:
         """Have the first mean loss that is logged begin where that of the run which left this checkpoint began."""

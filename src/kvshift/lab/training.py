@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from datasets import disable_progress_bars
@@ -17,8 +18,10 @@ from kvshift.lab.config import TrainConfig, to_json
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
 from kvshift.lab.data.tokenizers import save_tokenizer
+from kvshift.lab.extending import with_recorded_warmup
 from kvshift.lab.language_model import build_model, count_parameters, llama_config
 from kvshift.lab.messages import say, say_nothing
+from kvshift.lab.overwriting import next_tokenizer
 from kvshift.lab.pretrained import (
     base_config,
     find_pretrained,
@@ -27,7 +30,7 @@ from kvshift.lab.pretrained import (
     with_tokenizer,
 )
 from kvshift.lab.processes import Processes
-from kvshift.lab.records import RunFolder, read_metrics, write_json
+from kvshift.lab.records import RunFolder, read_metrics, remove_folder, write_json
 from kvshift.lab.running import (
     attach,
     fit,
@@ -76,12 +79,17 @@ def train(config: TrainConfig) -> None:
 def _run(
     stack: ExitStack, config: TrainConfig, folder: RunFolder, processes: Processes, say: Callable[[str], None]
 ) -> None:
+    replaces = config.overwrite and folder.config.exists()
+    if not replaces:
+        config = with_recorded_warmup(config, folder)
+    tokenizer = next_tokenizer(folder) if replaces else folder.tokenizer
+    stack.callback(remove_folder, next_tokenizer(folder).parent)  # where the new run does not begin
     source = base = None
     if config.init_from is not None:
         source = find_pretrained(config.init_from, say)
         base = base_config(source, config.model)
         config = dataclasses.replace(config, data=with_tokenizer(source, config.data))
-    data = _load(config, folder, processes)
+    data = _load(config, tokenizer, processes)
     model_config = llama_config(
         config.model, vocab_size=len(data.tokenizer), sequence_length=config.data.sequence_length, base=base
     )
@@ -99,7 +107,10 @@ def _run(
     else:
         model = load_pretrained(source, model_config, freeze_shift=frozen)
         facts["start_weights"] = weights_digest(model)
-    start = processes.main_first(lambda: begin(folder, options, processes, say, facts))
+    processes.any(False)  # all of them have read what the first now changes
+    start = processes.main_first(
+        lambda: begin(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
+    )
     model.config.use_cache = False  # no cache of keys and values beside every training step
     sizes = count_parameters(model)
     say(
@@ -125,12 +136,12 @@ def _run(
         say(f"finished: validation loss {result['eval_loss']:.4f}; model in {folder.model}, numbers in {folder.result}")
 
 
-def _load(config: TrainConfig, folder: RunFolder, processes: Processes) -> TextData:
+def _load(config: TrainConfig, tokenizer: Path, processes: Processes) -> TextData:
     """The first process reads, trains the tokenizer and fills the cache; then the others find all of it there."""
     loaded: list[TextData] = []
 
     def load() -> None:
-        loaded.append(load_text_data(config.data, seed=config.seed, tokenizer_folder=folder.tokenizer))
+        loaded.append(load_text_data(config.data, seed=config.seed, tokenizer_folder=tokenizer))
 
     processes.main_first(load)
     if not processes.is_main:
