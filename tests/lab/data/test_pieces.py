@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from itertools import pairwise
+
 import hypothesis
 import pytest
 import tokenizers
@@ -8,8 +13,9 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from kvshift.lab.data import pieces
 from kvshift.lab.data.packing import encoder
-from kvshift.lab.data.pieces import cut, parts_at_lines
+from kvshift.lab.data.pieces import cut, parts_at_lines, without_long_words
 from kvshift.lab.data.tokenizers import train_bpe
+from kvshift.lab.errors import LabError
 
 # Runs of white space become tokens of their own, which a cut in the wrong place would split.
 TEXT = "to be or not to be,\n\n\nthat is\nthe\n\t\tquestion:\r\n\r\n  whether\n \n 't is nobler..\n\nin  the.\n" * 7
@@ -67,6 +73,82 @@ def test_cutting_a_long_document_does_not_change_its_tokens(name, words):
     assert parts_at_lines(ENCODERS[name])
     assert "".join(parts) == document
     assert [token for part in parts for token in ids(part, name)] == ids(document, name)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@hypothesis.given(words=st.lists(st.sampled_from(SYLLABLES)))
+@hypothesis.example(words=["be", " ", "a", ".", " ", "be", " ", "be", " ", " ", "a", " ", "7", "'s", "be", " ", "a"])
+def test_cutting_a_document_without_lines_between_letters_does_not_change_its_tokens(name, words):
+    document = "".join(words).replace("\n", "-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "_PIECE_CHARACTERS", 3)
+        patch.setattr(pieces, "_LONGEST_PIECE", 7)
+        parts = cut(document)
+        exact = [before[-1].isalpha() and part[0] == " " and part[1:2].isalpha() for before, part in pairwise(parts)]
+
+    assert "".join(parts) == document
+    assert all(len(part) <= 7 for part in parts)
+    if all(exact):  # else there was no such place
+        assert [token for part in parts for token in ids(part, name)] == ids(document, name)
+
+
+def test_text_without_a_place_to_cut_is_cut_all_the_same():
+    """By any character: memory and the time until Ctrl-C is heard have a bound."""
+    for document in ("a" * (2**22 + 7), " " * 2**22, "a\n" * 5 + "- " * 2**21):
+        parts = cut(document)
+        assert max(map(len, parts)) <= 2**20
+        assert "".join(parts) == document
+    prose = "to be or not to be, " * 2**18
+    assert all(part.startswith((" ", "to")) and part.rstrip(", ")[-1].isalpha() for part in cut(prose))
+
+
+def test_words_that_a_bpe_learns_from_have_a_bound():
+    """A word is a run of letters, digits, other signs or white space, as byte-level tokenizers have it."""
+    for sign in ("a", "語", "7", "-", "_", " ", "\n"):
+        long = "be or " + sign * 2500 + "; to"
+        parts, longest = without_long_words(long)
+        assert "".join(parts) == long
+        assert longest in (2500, 2501)  # with the space before it
+        assert [len(part) for part in parts][1] == 1024
+        words = [word for part in parts for word, _ in pre_tokenizers.ByteLevel(False).pre_tokenize_str(part)]
+        assert max(map(len, words)) <= 3 * 1024 + 1  # 語 has three bytes
+    for text in (TEXT * 20, "a1" * 2000, "a" * 1024 + " " + "a" * 1024):
+        assert without_long_words(text) == ([text], 0)
+
+
+def test_a_megabyte_without_white_space_is_learned_from_in_parts(capsys):
+    """In one piece it takes many minutes."""
+    tokenizer = train_bpe(iter(["to be", "a" * 2**20, "a" * 2**20]), 331)
+    assert 512 <= max(map(len, tokenizer.get_vocab())) <= 1024
+    said = "tokenizer: the text has a word of 1,048,576 characters; such words are learned from in parts\n"
+    assert capsys.readouterr().err == said
+
+
+def test_ctrl_c_is_heard_while_a_bpe_is_trained(monkeypatch):
+    """The library does not look for signals; it works in a thread, and the main thread waits."""
+    released, ended = threading.Event(), threading.Event()
+
+    def words(text):
+        os.kill(os.getpid(), signal.SIGINT)
+        released.wait(20)
+        ended.set()
+        yield ["to be"]
+
+    monkeypatch.setattr("kvshift.lab.data.tokenizers._words", words)
+    with pytest.raises(KeyboardInterrupt):
+        train_bpe(iter([TEXT]), 331)
+    assert not ended.is_set()
+    released.set()
+    assert ended.wait(20)
+
+
+def test_a_fault_of_the_text_comes_out_of_the_training():
+    def text():
+        yield TEXT
+        raise LabError("line 7")
+
+    with pytest.raises(LabError, match="line 7"):
+        train_bpe(text(), 331)
 
 
 def test_long_document_is_cut():

@@ -16,7 +16,7 @@ from kvshift.lab.errors import LabError
 __all__ = ["CacheError", "cached_dataset", "fingerprint"]
 
 # Part of every key. To be raised with any change of the code that makes a dataset, which the other parts do not see.
-_VERSION = 1
+_VERSION = 2
 
 
 class CacheError(LabError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.data.pieces import cut
+from kvshift.lab.data.pieces import cut, without_long_words
 from kvshift.lab.data.sources import Documents, texts
 from kvshift.lab.errors import LabError
 from kvshift.lab.hub import is_hub_name, require_on_hub
+from kvshift.lab.messages import say
 
 __all__ = [
     "END_OF_TEXT",
@@ -104,7 +106,7 @@ def train_bpe(text: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(map(cut, _first(text, _BPE_CHARACTERS)), trainer)
+    _interruptibly(lambda: backend.train_from_iterator(_words(_first(text, _BPE_CHARACTERS)), trainer))
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
@@ -190,3 +192,36 @@ def _first(text: Iterator[str], characters: int) -> Iterator[str]:
         characters -= len(document)
         if characters <= 0:
             return
+
+
+def _words(text: Iterator[str]) -> Iterator[list[str]]:
+    """Documents in the pieces that a BPE learns from; the first word that is cut is said."""
+    said = False
+    for document in text:
+        pieces: list[str] = []
+        for piece in cut(document):
+            parts, longest = without_long_words(piece)
+            pieces += parts
+            if longest and not said:
+                say(f"tokenizer: the text has a word of {longest:,} characters; such words are learned from in parts")
+                said = True
+        yield pieces
+
+
+def _interruptibly(work: Callable[[], Any]) -> None:
+    """Do `work` in a thread, so that the main thread hears Ctrl-C, for which `work` does not look."""
+    problems: list[BaseException] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            problems.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, daemon=True).start()  # daemon: a process that is told to end need not wait for it
+    ended.wait()
+    if problems:
+        raise problems[0]
