@@ -65,7 +65,7 @@ bench-tasks: .venv/stamp  ## Measure how fast the tasks make their batches, besi
 
 .PHONY: clean
 clean:  ## Remove environments, caches and build output
-	@rm -rf .venv .venv-oldest build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/_cpu_kernel.*.so
+	@rm -rf .venv .venv-oldest build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*.so
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # As environment variables, the constraints also reach the build of the package itself. torch must
@@ -78,7 +78,7 @@ define install
 	@touch $@
 endef
 
-KERNEL := hatch_build.py src/kvshift/ops/cpu_kernel.cpp  # built by the installation
+KERNEL := hatch_build.py src/kvshift/ops/cpu/kernel.cpp  # built by the installation
 
 .venv/stamp: pyproject.toml constraints.txt $(KERNEL)
 	$(call install,constraints.txt,dev)

@@ -16,7 +16,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LEVELS = ("x86-64-v3", "x86-64-v4")
-SOURCE = Path("src/kvshift/ops/cpu_kernel.cpp")
+SOURCE = Path("src/kvshift/ops/cpu/kernel.cpp")
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-exceptions", "-fno-rtti",
     "-ffp-contract=off",  # one order of roundings, whatever the length of a loop
@@ -54,7 +54,7 @@ class CPUKernelHook(BuildHookInterface):
     def _compile(self, compiler: str, level: str) -> None:
         """Compile and link in two steps: linked without -fopenmp, the binary uses the OpenMP that torch has loaded."""
         root, source = Path(self.root), Path(self.root) / SOURCE
-        binary = source.with_name(f"_cpu_kernel.{level}.so")
+        binary = source.with_name(f"_kernel.{level}.so")
         scratch = Path(self.directory)
         scratch.mkdir(parents=True, exist_ok=True)
         compiled, linked = scratch / f"{level}.o", scratch / binary.name
@@ -69,5 +69,5 @@ class CPUKernelHook(BuildHookInterface):
         linked.unlink()
 
     def _clean(self) -> None:
-        for binary in (Path(self.root) / SOURCE.parent).glob("_cpu_kernel.*.so"):
+        for binary in (Path(self.root) / SOURCE.parent).glob("_kernel.*.so"):
             binary.unlink()

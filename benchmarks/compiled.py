@@ -45,7 +45,7 @@ from kvshift.lab.records import environment
 from kvshift.layers.fused import Fused
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
 from kvshift.models.shifted import ShiftedDecoder
-from kvshift.ops import triton_op
+from kvshift.ops.triton import call as triton_call
 
 OPTIONS = {"sizes": ["0.2B", "2.9B"], "shape": [2, 4096], "dtype": "bfloat16", "gpu": "NVIDIA H200"}
 WITHOUT, PLAIN = "without shift", "kv shift, plain operations"
@@ -198,7 +198,7 @@ def on_a_gpu_that_is_not_there() -> Iterator[None]:
             "current_device": lambda: 0,
         }.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
-        stack.enter_context(patch.object(triton_op, "_IS_INTERPRETED", True))  # kernels for tensors traced on the CPU
+        stack.enter_context(patch.object(triton_call, "_IS_INTERPRETED", True))  # kernels for tensors traced on the CPU
         stack.enter_context(patch.object(ShiftedDecoder, "_refuse_unknown_attention", lambda self: None))
         stack.enter_context(config.patch(fx_graph_cache=False))
         yield

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshift.ops.triton_op import triton_refusal
+from kvshift.ops.triton.call import triton_refusal
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 B, T, H, G, D = 2, 64, 4, 2, 16

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvshift.benchmarks import tuning
-from kvshift.ops.triton_launch import TILING, Tiling
-from kvshift.ops.triton_op import triton_refusal
+from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.triton.launch import TILING, Tiling
 
 
 class Told:

@@ -17,7 +17,7 @@ from kvshift.benchmarks.saved import bytes_saved
 from kvshift.layers import fused
 from kvshift.layers.fused import takes_kernels
 from kvshift.ops import shift as operator
-from kvshift.ops.triton_op import triton_refusal
+from kvshift.ops.triton.call import triton_refusal
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, make, tokens
 
 

@@ -14,7 +14,7 @@ from kvshift.layers import recompute, shift
 from kvshift.layers.attention import HeadNorm
 from kvshift.layers.positions import half_tables
 from kvshift.ops import shift as operator
-from kvshift.ops.triton_op import triton_refusal
+from kvshift.ops.triton.call import triton_refusal
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, tokens
 
 B, T, H, G, D, DV = 2, 5, 5, 3, 6, 7

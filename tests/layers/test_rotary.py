@@ -9,7 +9,7 @@ from torch import Tensor
 from kvshift import KVShift, ShiftState
 from kvshift.layers import shift as layer_module
 from kvshift.layers.positions import half_tables, rotate_half
-from kvshift.ops import cpu_op
+from kvshift.ops.cpu import kernel as cpu_kernel
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 H, G, D, DV = 6, 3, 10, 7
@@ -35,7 +35,7 @@ def counted(monkeypatch) -> list:
     """The calls that the kernel for one token took."""
     calls = []
 
-    def count(*args, real=cpu_op.next_token_cpu):
+    def count(*args, real=cpu_kernel.next_token_cpu):
         result = real(*args)
         calls.extend([result] if result is not None else [])
         return result
@@ -45,7 +45,7 @@ def counted(monkeypatch) -> list:
 
 
 needs_kernel = pytest.mark.skipif(
-    cpu_op.cpu_refusal(torch.empty(0), 2) is not None, reason="the CPU kernel is not built here"
+    cpu_kernel.cpu_refusal(torch.empty(0), 2) is not None, reason="the CPU kernel is not built here"
 )
 
 
@@ -200,12 +200,12 @@ def test_decoding_without_the_kernel(monkeypatch, tmp_path, counted):
     rotary, state = tables(2, 1, torch.float32), past(2, torch.float32)
     expected = layer(q, k, v, state=state, rotary=rotary)
     counted.clear()
-    monkeypatch.setattr(cpu_op, "__file__", str(tmp_path / "cpu_op.py"))
-    cpu_op._kernels.cache_clear()
+    monkeypatch.setattr(cpu_kernel, "__file__", str(tmp_path / "kernel.py"))
+    cpu_kernel._kernels.cache_clear()
     try:
         results = layer(q, k, v, state=state, rotary=rotary)
     finally:
-        cpu_op._kernels.cache_clear()
+        cpu_kernel._kernels.cache_clear()
     assert not counted
     for result, other in zip(results[:3], expected[:3], strict=True):
         assert torch.equal(result, other)

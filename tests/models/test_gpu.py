@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kvshift.layers import shift
 from kvshift.layers.fused import Fused
 from kvshift.ops import shift as operator
-from kvshift.ops import triton_launch
+from kvshift.ops.triton import launch as triton_launch
 from tests.layers.attention_cases import GQA, make, tokens
 from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
 from tests.ops.device import DEVICE, MARKS, needs_cuda

@@ -53,15 +53,13 @@ class Driver:
 
 def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
     """Name, options and code of the kernels that `calls` would have launched."""
-    from kvshift.ops import (
-        triton_backward,
-        triton_decoding,
-        triton_kernels,
-        triton_launch,
-        triton_op,
-        triton_state,
-        triton_step,
-    )
+    from kvshift.ops.triton import backward as triton_backward
+    from kvshift.ops.triton import call as triton_call
+    from kvshift.ops.triton import decoding as triton_decoding
+    from kvshift.ops.triton import forward as triton_kernels
+    from kvshift.ops.triton import launch as triton_launch
+    from kvshift.ops.triton import next_state as triton_state
+    from kvshift.ops.triton import step as triton_step
 
     found = []
 
@@ -80,7 +78,7 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
     of |= {"step": triton_decoding}
     stand_ins = SimpleNamespace(**{name: Kernel(getattr(module, name)) for name, module in of.items()})
     triton_launch.kernels = triton_state.kernels = triton_step.kernels = lambda: stand_ins
-    triton_op._IS_INTERPRETED = True  # kernels for tensors on the CPU
+    triton_call._IS_INTERPRETED = True  # kernels for tensors on the CPU
     calls()
     return found
 
@@ -88,8 +86,8 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
 def call(words: list[str], window: int, dtype: torch.dtype) -> None:
     """Forward, backward and the next state, or a step of decoding, as the WORDS say."""
     from kvshift.ops import ShiftState, kv_shift, shift_tokens
-    from kvshift.ops.triton_op import Boundaries, turn_triton
-    from kvshift.ops.triton_step import step_triton
+    from kvshift.ops.triton.call import Boundaries, turn_triton
+    from kvshift.ops.triton.step import step_triton
 
     unknown = set(words).difference(*WORDS)
     assert not unknown, unknown

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvshift.ops import BACKENDS
-from kvshift.ops.cpu_op import cpu_refusal
-from kvshift.ops.triton_op import triton_refusal
+from kvshift.ops.cpu.kernel import cpu_refusal
+from kvshift.ops.triton.call import triton_refusal
 
 
 def skip_unless_built(backend: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift.ops import ShiftState, eager, plain, plan, shift
+from kvshift.ops import ShiftState, boundaries, eager, plain, shift
 
 real_shift, real_eager, real_plan = shift._shift, shift.shift_eager, shift.plan_shift
 
@@ -111,7 +111,7 @@ def state_at_the_padded_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def replace_tails(patch: pytest.MonkeyPatch, change: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
-    def mutant(*args: Any, **bounds: Any) -> plan.ShiftPlan:
+    def mutant(*args: Any, **bounds: Any) -> boundaries.ShiftPlan:
         numbered = real_plan(*args, **bounds)
         return replace(numbered, tails=change(numbered.tails, bounds))
 
@@ -225,7 +225,7 @@ def gradient_not_looking_ahead(patch: pytest.MonkeyPatch) -> None:
 def gradient_across_boundaries(patch: pytest.MonkeyPatch) -> None:
     """Right forward, but each token hands its gradient to its neighbour in memory."""
 
-    def mutant(*args: Any, **bounds: Any) -> plan.ShiftPlan:
+    def mutant(*args: Any, **bounds: Any) -> boundaries.ShiftPlan:
         numbered = real_plan(*args, **bounds)
         readers = numbered.readers.clone()
         slots, positions = readers.shape[1] - args[1], args[1]

@@ -19,7 +19,7 @@ from . import (
     test_promises,
     test_splits,
     test_state,
-    test_triton_op,
+    test_triton_call,
 )
 from .cases import Case
 from .device import MARKS, kernels_on_device
@@ -39,12 +39,12 @@ LEFT_OUT = {
     "test_without_gradients_nothing_is_kept",
 }
 OF_THE_KERNELS = (
-    test_triton_op.test_a_gradient_may_come_back_to_a_single_result,
-    test_triton_op.test_a_single_tensor_is_shifted_like_keys,
-    test_triton_op.test_nothing_and_one_token,
-    test_triton_op.test_the_error_is_no_larger_than_that_of_plain_pytorch,
-    test_triton_op.test_the_widest_window,
-    test_triton_op.test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum,
+    test_triton_call.test_a_gradient_may_come_back_to_a_single_result,
+    test_triton_call.test_a_single_tensor_is_shifted_like_keys,
+    test_triton_call.test_nothing_and_one_token,
+    test_triton_call.test_the_error_is_no_larger_than_that_of_plain_pytorch,
+    test_triton_call.test_the_widest_window,
+    test_triton_call.test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum,
 )
 
 

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kvshift.ops import ShiftState, kv_shift, shift_tokens, triton_launch
-from kvshift.ops.triton_op import Boundaries, turn_triton
+from kvshift.ops import ShiftState, kv_shift, shift_tokens
+from kvshift.ops.triton import launch as triton_launch
+from kvshift.ops.triton.call import Boundaries, turn_triton
 
 from . import checks
 from .cases import Case, outcome, random_case
 from .device import DEVICE, MARKS, carry, needs_cuda
 from .rounding import assert_within_one_rounding
-from .test_triton_op import COMPILED
+from .test_triton_call import COMPILED
 from .test_triton_step import a_call
 
 # torch.compile makes an instance of each autograd function that it traces.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvshift.ops import ShiftState, eager, kv_shift
-from kvshift.ops.plan import plan_shift
+from kvshift.ops.boundaries import plan_shift
 
 from .cases import DTYPES, outcome, random_case
 from .checks import LENGTHS, check_identity_returns_every_bit, check_inputs_are_left_alone

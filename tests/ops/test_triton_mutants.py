@@ -12,8 +12,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from kvshift.ops import triton_launch, triton_state, triton_step
-from kvshift.ops.triton_launch import Tiling
+from kvshift.ops.triton import launch as triton_launch
+from kvshift.ops.triton import next_state as triton_state
+from kvshift.ops.triton import step as triton_step
+from kvshift.ops.triton.launch import Tiling
 
 from . import checks, test_triton_step
 from .cases import random_case
@@ -25,7 +27,7 @@ from .turns import random_turn
 pytestmark = pytest.mark.slow
 
 SOURCES = Path(triton_launch.__file__).parent
-FILES = ("triton_kernels", "triton_backward", "triton_decoding")  # later ones import from the first
+FILES = ("forward", "backward", "decoding")  # later ones import from the first
 HOLES = [[0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
 DOCUMENTS = [[0, 0, 1, 1, 1, 1], [7, -1, -1, -1, -1, 7]]
 
@@ -121,7 +123,7 @@ class Mutant:
             assert source.count(self.right) == 1, f"{self.right!r} stands {source.count(self.right)} times in {file}"
             source = source.replace(self.right, self.wrong)
         path = folder / f"mutant_{file}.py"
-        path.write_text(source.replace("from kvshift.ops.triton_kernels", "from mutant_triton_kernels"))
+        path.write_text(source.replace("from kvshift.ops.triton.forward", "from mutant_forward"))
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
         assert spec.loader is not None

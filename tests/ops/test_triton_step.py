@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift.ops.triton_op import triton_refusal, turn_triton
-from kvshift.ops.triton_step import step_triton
+from kvshift.ops.triton.call import triton_refusal, turn_triton
+from kvshift.ops.triton.step import step_triton
 
 SLOTS = [4, -1, 0, 2, 1]  # of the states: row 1 only fills up the batch
 PLACES = [3, 5, -1, 17, 9]  # in the cache, of 4 pages of 8 rows: row 2 is not written there

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift.ops import triton_launch
-from kvshift.ops.triton_launch import Tiling
-from kvshift.ops.triton_op import Boundaries
+from kvshift.ops.triton import launch as triton_launch
+from kvshift.ops.triton.call import Boundaries
+from kvshift.ops.triton.launch import Tiling
 
 from .cases import DTYPES, LAYOUTS
 from .conftest import skip_unless_built

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvshift.layers.positions import half_tables, rotate_half
 from kvshift.ops import shift_tokens
-from kvshift.ops.triton_op import Boundaries, turn_triton
+from kvshift.ops.triton.call import Boundaries, turn_triton
 
 from .cases import boundaries, lay_out, spread
 

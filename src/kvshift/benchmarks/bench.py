@@ -24,7 +24,7 @@ from kvshift.benchmarks.rows import RowFile, options_hash
 from kvshift.benchmarks.timing import EventClock, WallClock, keep_memory
 from kvshift.lab.errors import LabError
 from kvshift.lab.records import RunFailedError, RunFolder, environment
-from kvshift.ops.cpu_op import cpu_refusal
+from kvshift.ops.cpu.kernel import cpu_refusal
 
 __all__ = ["BenchConfig", "bench"]
 

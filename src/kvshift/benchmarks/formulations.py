@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvshift.layers.positions import half_tables, rotary_table, rotate_half
 from kvshift.ops import BACKENDS, kv_shift
-from kvshift.ops.triton_op import triton_refusal, turn_triton
+from kvshift.ops.triton.call import triton_refusal, turn_triton
 
 __all__ = ["Formulation", "Table", "in_one_launch", "rotary_tables", "rotary_then", "with_rotary", "without"]
 

@@ -2,7 +2,7 @@
 
     python -m kvshift.benchmarks.tuning [--out FILE] [--seconds S]
 
-For every kernel of `kvshift.ops.triton_launch.TILING` it times candidates at the shapes of docs/performance.md and
+For every kernel of `kvshift.ops.triton.launch.TILING` it times candidates at the shapes of docs/performance.md and
 names the one whose slowest shape is the least behind the best found there. What is found is for a person to enter into
 `TILING`: a table that changes by itself would make two runs differ.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvshift.benchmarks.timing import Clock, EventClock
-from kvshift.ops.triton_launch import TILING, Tiling
+from kvshift.ops.triton.launch import TILING, Tiling
 
 __all__ = ["candidates", "main", "tune"]
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from kvshift.ops import ShiftState
 from kvshift.ops.dispatch import is_watched
 from kvshift.ops.shift import choose_backend
-from kvshift.ops.triton_launch import window_of
-from kvshift.ops.triton_op import Boundaries, tails_triton, triton_refusal, turn_triton
-from kvshift.ops.triton_step import step_triton
+from kvshift.ops.triton.call import Boundaries, tails_triton, triton_refusal, turn_triton
+from kvshift.ops.triton.launch import window_of
+from kvshift.ops.triton.step import step_triton
 
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine, (L, T, 1, D) for `positions.rotate_half` or (L, T, 1, D/2) for `positions.rotate`."""

@@ -16,10 +16,10 @@ from kvshift.layers.fused import Norms, Room, Rotary, compiles_training, prepare
 from kvshift.layers.positions import turn
 from kvshift.layers.recompute import KEEP_ALL, is_worth_it, may_recompute, recomputed
 from kvshift.ops import ShiftState, kv_shift, shift_tokens
-from kvshift.ops.cpu_op import next_token_cpu
+from kvshift.ops.cpu.kernel import next_token_cpu
 from kvshift.ops.dispatch import is_watched
 from kvshift.ops.shift import check_boundaries, check_input, check_state, choose_backend
-from kvshift.ops.triton_op import Boundaries
+from kvshift.ops.triton.call import Boundaries
 
 Target = Literal["q", "k", "v"]
 Constraint = Literal["free", "gate", "clamp"]

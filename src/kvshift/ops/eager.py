@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kvshift.ops.boundaries import ShiftPlan
 from kvshift.ops.dispatch import is_watched
 from kvshift.ops.plain import by_batch, mixed_gradients, next_history, pick, rows_at
-from kvshift.ops.plan import ShiftPlan
 
 # Elements of a block: large enough that calls cost little, small enough that its temporaries stay in the cache.
 _BLOCK = 2**19

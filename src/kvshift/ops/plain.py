@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvshift.ops.plan import ShiftPlan
+from kvshift.ops.boundaries import ShiftPlan
 
 
 def shift_plain(
@@ -115,7 +115,7 @@ def turn_plain(
     sources: Tensor | None,
     sequences: int,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Shift, QK-norm and rotary embedding; arguments as of `triton_launch.shift`, and `sources` as of `mixed`."""
+    """Shift, QK-norm and rotary embedding; arguments as of `triton.launch.shift`, and `sources` as of `mixed`."""
 
     def shifted(x: Tensor, mix: Tensor | None, past: Tensor | None) -> Tensor:
         if mix is None:

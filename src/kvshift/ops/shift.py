@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvshift.ops.cpu_op import cpu_refusal, shift_cpu
+from kvshift.ops.boundaries import plan_shift
+from kvshift.ops.cpu.kernel import cpu_refusal, shift_cpu
 from kvshift.ops.dispatch import is_watched
 from kvshift.ops.eager import shift_eager
 from kvshift.ops.plain import shift_plain
-from kvshift.ops.plan import plan_shift
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
-from kvshift.ops.triton_op import Boundaries, shift_triton, triton_refusal
+from kvshift.ops.triton.call import Boundaries, shift_triton, triton_refusal
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # PyTorch computes with no others

@@ -11,7 +11,7 @@ from transformers import StaticCache
 
 from kvshift.layers.fused import Fused
 from kvshift.ops import shift as operator
-from kvshift.ops.triton_op import triton_refusal
+from kvshift.ops.triton.call import triton_refusal
 
 from .checks import ATOL, assert_greedy, assert_next, logits_of, new_tokens_of
 from .tiny import left_padded, random_tokens, tiny_model

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshift.ops.boundaries import plan_shift
 from kvshift.ops.plain import gradients, turn_plain
-from kvshift.ops.plan import plan_shift
-from kvshift.ops.registered import registered
+from kvshift.ops.triton.registration import registered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +52,15 @@ ELEMENTS_OF_ROWS = 1024
 @functools.cache
 def kernels() -> SimpleNamespace:
     """The kernels; importing them takes Triton."""
-    from kvshift.ops import triton_backward, triton_decoding, triton_kernels
+    from kvshift.ops.triton import backward, decoding, forward
 
     return SimpleNamespace(
-        forward=triton_kernels.forward,
-        links=triton_kernels.links,
-        tails=triton_kernels.tails,
-        step=triton_decoding.step,
-        backward=triton_backward.backward,
-        backward_past=triton_backward.backward_past,
+        forward=forward.forward,
+        links=forward.links,
+        tails=forward.tails,
+        step=decoding.step,
+        backward=backward.backward,
+        backward_past=backward.backward_past,
     )
 
 
@@ -369,7 +369,7 @@ def shift(
     mask: Tensor | None,
     links: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs for q, k and v, as in `triton_op.turn_triton`; with cos None, k and v are shifted alone.
+    """Outputs for q, k and v, as in `call.turn_triton`; with cos None, k and v are shifted alone.
 
     An empty tensor where there is nothing to compute: for no q, for k with neither alpha nor cos, for v without beta.
     """

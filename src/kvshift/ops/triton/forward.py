@@ -6,7 +6,7 @@ once. What is None is compiled out; sizes that change from call to call are not 
 
 Where a token's predecessor stands is found by walking: one step back per lag, until the walk leaves the sequence. It
 then goes on into the history of that sequence, or ends at a document boundary (`_step_back`). Backward, in
-`triton_backward.py`, walks the other way.
+`backward.py`, walks the other way.
 
 Shapes: B batch, T positions, S sequences, R rows of history, H query heads, G KV heads, D head size, W window.
 Boundaries: `cu_seqlens` (S + 1), `seq_idx` (B, T), `mask` (B, T), `links` (B, T, 2): the real position before and the

@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from kvshift.ops import cpu_op, shift_tokens
+from kvshift.ops import shift_tokens
+from kvshift.ops.cpu import kernel as cpu_kernel
 
 from .cases import DTYPES, outcome, random_case
 from .conftest import skip_unless_built
@@ -27,16 +28,16 @@ def kernel(request, monkeypatch) -> Iterator[None]:
     if capability not in (request.param, "AVX512"):
         pytest.skip(f"a machine with {capability}")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
-    cpu_op._kernels.cache_clear()
+    cpu_kernel._kernels.cache_clear()
     skip_unless_built("cpu")
     yield
-    cpu_op._kernels.cache_clear()
+    cpu_kernel._kernels.cache_clear()
 
 
 @pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="built on Linux on x86-64 only")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
 def test_an_installation_with_a_compiler_has_the_kernel():
-    assert cpu_op.cpu_refusal(torch.empty(0), 2) is None
+    assert cpu_kernel.cpu_refusal(torch.empty(0), 2) is None
 
 
 @given(case=cases())
@@ -62,7 +63,7 @@ def test_every_remainder_of_a_vector(dtype, size, window, kernel):
 @pytest.mark.parametrize("shape", [{"batch": 3, "positions": 301}, {"lengths": [401, 1, 0, 439]}], ids=["rows", "pack"])
 def test_the_number_of_threads_changes_no_bit(shape, kernel):
     case = random_case(5, heads=5, k_dim=67, v_dim=61, rows=1, **shape)
-    assert case.k.numel() > cpu_op._PARALLEL
+    assert case.k.numel() > cpu_kernel._PARALLEL
     before = torch.get_num_threads()
     results = []
     try:
@@ -200,8 +201,8 @@ UNFIT: dict[str, Callable[[Any], Any]] = {
 def test_one_token_is_left_to_the_general_path_where_a_tensor_does_not_fit(name, change, kernel):
     """The kernel reads by address: what disagrees would be read beyond its end."""
     call = one_token()
-    assert cpu_op.next_token_cpu(**call) is not None
-    assert cpu_op.next_token_cpu(**with_changed(call, name, UNFIT[change])) is None
+    assert cpu_kernel.next_token_cpu(**call) is not None
+    assert cpu_kernel.next_token_cpu(**with_changed(call, name, UNFIT[change])) is None
 
 
 DISAGREEING: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -221,38 +222,38 @@ DISAGREEING: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("what", DISAGREEING)
 def test_one_token_is_left_to_the_general_path_where_tensors_disagree(what, kernel):
-    assert cpu_op.next_token_cpu(**with_changed(one_token(), *DISAGREEING[what])) is None
+    assert cpu_kernel.next_token_cpu(**with_changed(one_token(), *DISAGREEING[what])) is None
 
 
 def test_auto_takes_the_kernel(kernel, monkeypatch):
     calls = []
-    monkeypatch.setattr(cpu_op, "_forward", lambda *args, real=cpu_op._forward: calls.append(1) or real(*args))
+    monkeypatch.setattr(cpu_kernel, "_forward", lambda *args, real=cpu_kernel._forward: calls.append(1) or real(*args))
     case = random_case(7)
     case.call("auto")
     assert len(calls) == 2
 
 
 def test_auto_does_without_the_kernel_where_none_is_built(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu_op, "__file__", str(tmp_path / "cpu_op.py"))
-    cpu_op._kernels.cache_clear()
+    monkeypatch.setattr(cpu_kernel, "__file__", str(tmp_path / "kernel.py"))
+    cpu_kernel._kernels.cache_clear()
     try:
         case = random_case(9, rows=1)
         expected = outcome(case, "eager")
         for name, result in outcome(case, "auto").items():
             assert torch.equal(result, expected[name]), name
-        with pytest.raises(ValueError, match=r"_cpu_kernel\.\S+\.so was not built when kvshift was installed"):
+        with pytest.raises(ValueError, match=r"_kernel\.\S+\.so was not built when kvshift was installed"):
             case.call("cpu")
     finally:
-        cpu_op._kernels.cache_clear()
+        cpu_kernel._kernels.cache_clear()
 
 
 def test_a_kernel_that_does_not_load_is_named(monkeypatch, tmp_path):
     for build in ("x86-64-v3", "x86-64-v4", "DEFAULT"):
-        (tmp_path / f"_cpu_kernel.{build}.so").write_bytes(b"not a library")
-    monkeypatch.setattr(cpu_op, "__file__", str(tmp_path / "cpu_op.py"))
-    cpu_op._kernels.cache_clear()
+        (tmp_path / f"_kernel.{build}.so").write_bytes(b"not a library")
+    monkeypatch.setattr(cpu_kernel, "__file__", str(tmp_path / "kernel.py"))
+    cpu_kernel._kernels.cache_clear()
     try:
-        with pytest.raises(ValueError, match=r"_cpu_kernel\.\S+\.so does not load: "):
+        with pytest.raises(ValueError, match=r"_kernel\.\S+\.so does not load: "):
             random_case(9).call("cpu")
     finally:
-        cpu_op._kernels.cache_clear()
+        cpu_kernel._kernels.cache_clear()

@@ -1,4 +1,4 @@
-"""The gradients of `triton_kernels.py`, one launch for keys and values (and queries), one more where there is history.
+"""The gradients of `forward.py`, one launch for keys and values (and queries), one more where there is history.
 
 Every row gathers the gradients of the positions that read it, walking forward where the operator walks back: nothing
 is added atomically, and each program writes its own sums for the coefficients, which the caller adds up in one order.
@@ -12,7 +12,7 @@ Shapes and arguments as there; gx is the gradient of x.
 import triton
 import triton.language as tl
 
-from kvshift.ops.triton_kernels import (
+from kvshift.ops.triton.forward import (
     _add,
     _angles,
     _inverse_norm,

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from kvshift.ops.boundaries import plan_shift
 from kvshift.ops.plain import gradients, next_history
-from kvshift.ops.plan import plan_shift
-from kvshift.ops.registered import registered
-from kvshift.ops.triton_launch import accumulator, kernels, on_device, power_of_2, sequences_of_a_tile, strides
+from kvshift.ops.triton.launch import accumulator, kernels, on_device, power_of_2, sequences_of_a_tile, strides
+from kvshift.ops.triton.registration import registered
 
 
 def _like_gradients(

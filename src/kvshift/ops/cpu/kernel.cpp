@@ -1,7 +1,7 @@
 // The operator on a CPU, forward and backward, in one pass over memory each.
 //
 // Letters: B batch, T positions, G heads, D head size, W window, Q rows of history per batch row.
-// Rows are numbered as in plan.py: 0 .. Q-1 are history, Q .. Q+T-1 positions, -1 none. Without a plan, lag j of
+// Rows are numbered as in ops/boundaries.py: 0 .. Q-1 are history, Q .. Q+T-1 positions, -1 none. Without a plan, lag j of
 // position t reads row Q + t - j. Strides count elements; within a head elements lie next to each other.
 //
 // A plain C interface, without Python or PyTorch: one binary serves every version of both. Products and sums are

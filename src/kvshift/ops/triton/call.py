@@ -1,4 +1,4 @@
-"""The operator through Triton: what it refuses, and how a call becomes one of `triton_launch.py`.
+"""The operator through Triton: what it refuses, and how a call becomes one of `launch.py`.
 
 Nothing waits for the device and no shape depends on data, so that CUDA graphs can be made of it.
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvshift.ops.triton_launch import compute_dtype, links, shift, window_of
-from kvshift.ops.triton_state import tails
+from kvshift.ops.triton.launch import compute_dtype, links, shift, window_of
+from kvshift.ops.triton.next_state import tails
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kvshift.ops.registered import registered
-from kvshift.ops.triton_launch import (
+from kvshift.ops.triton.call import aligned_tables
+from kvshift.ops.triton.launch import (
     accumulator,
     compute_dtype,
     kernels,
@@ -19,7 +19,7 @@ from kvshift.ops.triton_launch import (
     table_strides,
     window_of,
 )
-from kvshift.ops.triton_op import aligned_tables
+from kvshift.ops.triton.registration import registered
 
 _HEADS = 4  # of q, k or v that one program works through
 

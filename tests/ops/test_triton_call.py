@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
-from kvshift.ops import ShiftState, kv_shift, shift, shift_tokens, triton_launch, triton_op
-from kvshift.ops.triton_launch import Tiling
-from kvshift.ops.triton_op import Boundaries
+from kvshift.ops import ShiftState, kv_shift, shift, shift_tokens
+from kvshift.ops.triton import call as triton_call
+from kvshift.ops.triton import launch as triton_launch
+from kvshift.ops.triton.call import Boundaries
+from kvshift.ops.triton.launch import Tiling
 
 from . import checks
 from .cases import DTYPES, Case, outcome, random_case
@@ -340,7 +342,7 @@ def test_every_tensor_of_a_call_must_be_plain(argument):
 
 def test_without_triton_it_is_named_and_auto_goes_on(monkeypatch):
     case = random_case(101, 1, 3)
-    monkeypatch.setattr(triton_op, "_HAS_TRITON", False)
+    monkeypatch.setattr(triton_call, "_HAS_TRITON", False)
     with pytest.raises(ValueError, match=r'backend "triton" cannot be used here: Triton is not installed'):
         case.call("triton")
     assert torch.equal(case.call("auto")[0], case.call("eager")[0])

@@ -9,7 +9,7 @@ Shapes: B batch, R rows of history, H query heads, G KV heads, D head size, W wi
 import triton
 import triton.language as tl
 
-from kvshift.ops.triton_kernels import _forward_plain, _forward_turned, _load_rows, _store_rows
+from kvshift.ops.triton.forward import _forward_plain, _forward_turned, _load_rows, _store_rows
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The operator through the compiled kernel of `cpu_kernel.cpp`: one pass over memory forward, one backward.
+"""The operator through the compiled kernel of `kernel.cpp`: one pass over memory forward, one backward.
 
 The kernel is built when the package is installed (`hatch_build.py`). Where it is missing, or cannot take the tensors,
 `cpu_refusal` says why, and "auto" takes `eager.py`, which computes the same up to rounding.
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kvshift.ops.boundaries import ShiftPlan
 from kvshift.ops.dispatch import is_watched
 from kvshift.ops.plain import mixed_gradients, next_history
-from kvshift.ops.plan import ShiftPlan
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # What torch calls the machine: what the compiler does; rows whose gradients of coefficients are summed in float32,
@@ -242,7 +242,7 @@ class _Kernels:
         self.next_token: dict[torch.dtype, Any] = {}
         capability = torch.backends.cpu.get_cpu_capability()
         build, self.rows_per_sum = _BUILDS.get(capability, (capability, 0))
-        path = Path(__file__).with_name(f"_cpu_kernel.{build}.so")
+        path = Path(__file__).with_name(f"_kernel.{build}.so")
         if not path.exists():
             self.refusal = f"{path.name} was not built when kvshift was installed"
             return
