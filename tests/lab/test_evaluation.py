@@ -240,6 +240,16 @@ def test_models_with_other_tokenizers_are_compared_by_bytes(model_folder, gpt2_f
     assert "Models with different tokenizers are compared by bits per byte alone." in printed
 
 
+def test_the_page_names_what_the_output_holds(model_folder, llama_folder, documents, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "eval.md").read_text(encoding="utf-8")
+    found = evaluated(model_folder, tmp_path, llama_folder)
+    pair = found["differences"][0]
+    for name in {*found, *found["text"], *found["blocks"], *found["models"][0], *pair, *pair["loss"]}:
+        assert f"`{name.removesuffix('_stderr')}`" in page
+    options = EvalConfig.__dataclass_fields__
+    assert all(name.replace("-", "_") in options for name in re.findall(r"`--([a-z-]+)[ `]", page) if name != "data")
+
+
 def test_the_table(model_folder, llama_folder, documents, tmp_path, capsys):
     held_out = tmp_path / "held_out.jsonl"
     assert main(["eval", str(model_folder), str(held_out), "--against", str(llama_folder)]) == 0

@@ -94,9 +94,9 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         "options": to_json(config),
         "environment": environment(device, 1),
     }
+    print("\n".join(_table(report)), flush=True)
     if config.output is not None:
         write_json(config.output, report)
-    print("\n".join(_table(report)))
     return report
 
 
