@@ -15,6 +15,7 @@ import torch
 from kvshift.lab.callbacks import InterruptedRunError
 from kvshift.lab.errors import LabError
 from kvshift.recipes.recipe import Record
+from kvshift.recipes.watching import last_step
 
 HARDWARE = {"device": "cpu", "cpu": "abacus", "cores": 2, "threads": 1}
 
@@ -46,6 +47,9 @@ class Counting:
             "main": threading.current_thread() is threading.main_thread(),
         }
         (out / "result.json").write_text(json.dumps(found))
+
+    def progress(self, out: Path) -> tuple[int, int]:
+        return last_step(out / "metrics.jsonl"), 8
 
     def record(self, out: Path) -> dict[str, Any]:
         return {

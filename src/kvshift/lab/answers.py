@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvshift.lab.continuing import continue_rows
+from kvshift.lab.progress import counted
 from kvshift.lab.seeds import seed_for
 from kvshift.lab.tasks import generator_of
 from kvshift.lab.tasks.questions import Question, QuestionTask
@@ -16,7 +17,9 @@ from kvshift.lab.tasks.questions import Question, QuestionTask
 __all__ = ["answer", "ask"]
 
 
-def ask(model: Any, task: QuestionTask, count: int, *, seed: int, batch_size: int) -> dict[str, dict[str, float]]:
+def ask(
+    model: Any, task: QuestionTask, count: int, *, seed: int, batch_size: int, shown: bool = False
+) -> dict[str, dict[str, float]]:
     """Put the first `count` questions of `seed` to a model.
 
     Args:
@@ -25,6 +28,7 @@ def ask(model: Any, task: QuestionTask, count: int, *, seed: int, batch_size: in
         count: of questions.
         seed: of the questions and of what is drawn to answer them.
         batch_size: answers that are generated at a time.
+        shown: tell on stderr how many batches are answered.
 
     Returns:
         By the name of each measure: "share" of right answers, its standard error "stderr" (of a share,
@@ -35,7 +39,7 @@ def ask(model: Any, task: QuestionTask, count: int, *, seed: int, batch_size: in
     # Answers of like length end together, and prompts of one length need no padding.
     order = sorted(range(len(questions)), key=lambda number: len(questions[number].prompt))
     right: dict[str, list[bool]] = {}
-    for start in range(0, len(order), batch_size):
+    for start in counted(range(0, len(order), batch_size), "questions", "batches", shown=shown):
         asked = [questions[number] for number in order[start : start + batch_size]]
         for question, tokens in zip(asked, answer(model, task, asked, seed=seed + start), strict=True):
             for measure, holds in task.judge(question, tokens).items():

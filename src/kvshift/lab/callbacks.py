@@ -1,10 +1,9 @@
-"""What happens beside the training loop: lines of metrics, a progress bar, leaving when told to."""
+"""What happens beside the training loop: lines of metrics, leaving when told to."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from kvshift.lab.errors import LabError
@@ -28,7 +26,6 @@ __all__ = [
     "InterruptedRunError",
     "Leave",
     "Moments",
-    "Progress",
     "Recorder",
     "coefficients",
     "whole",
@@ -112,6 +109,9 @@ class Recorder(TrainerCallback):
 
     Every process needs one, for coefficients may be sharded; only the first is given `metrics` to write to.
     `evaluation` turns Trainer's metrics into what is written.
+
+    Attributes:
+        step_seconds: mean over the steps of the last line.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class Recorder(TrainerCallback):
         self._before = metrics.seconds if metrics else 0.0
         self._start = self._mark = time.perf_counter()
         self._spent, self._steps = 0.0, 0
+        self.step_seconds = 0.0
 
     @property
     def seconds(self) -> float:
@@ -139,13 +140,14 @@ class Recorder(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
+            self.step_seconds = self._spent / max(self._steps, 1)
             self._write(
                 "train",
                 state,
                 loss=logs["loss"],
                 learning_rate=logs["learning_rate"],
                 grad_norm=float(logs["grad_norm"]),
-                step_seconds=self._spent / max(self._steps, 1),
+                step_seconds=self.step_seconds,
                 seconds=self.seconds,
             )
             self._spent, self._steps = 0.0, 0
@@ -171,44 +173,6 @@ class Recorder(TrainerCallback):
             if kind != "coefficients":
                 place["tokens"] = state.global_step * self._tokens
             self._metrics.write(**place, **values)
-
-
-class Progress(TrainerCallback):
-    """A bar over steps, and a line for each evaluation."""
-
-    def __init__(self, evaluation: Callable[[dict[str, Any]], Evaluation], *, bar: bool) -> None:
-        self._evaluation, self._wanted = evaluation, bar
-        self._bar: Any = None
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._bar = tqdm(
-            total=state.max_steps,
-            initial=state.global_step,
-            unit="step",
-            dynamic_ncols=True,
-            disable=None if self._wanted else True,  # None: where stderr is no terminal
-        )
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._bar.update()
-
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self._bar.set_postfix(loss=f"{logs['loss']:.4f}", refresh=False)
-
-    def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
-    ) -> None:
-        text = f"step {state.global_step} of {state.max_steps}: {self._evaluation(metrics).text}"
-        tqdm.write(text, file=sys.stderr)
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Also after an error, so that its message stands on a line of its own."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 @torch.no_grad()

@@ -162,7 +162,7 @@ class RunConfig:
     data_workers: int = 0
     """Processes that read training rows ahead; 0: the training process itself."""
     progress: bool = True
-    """Show a bar, where stderr is a terminal."""
+    """Tell on stderr how far training is: a bar, or, where that is no terminal, a line every ten seconds or more."""
 
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""

@@ -19,13 +19,14 @@ from transformers.integrations.integration_utils import TensorBoardCallback, get
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from kvshift.lab.beginning import Start, enter, refuse_foreign
-from kvshift.lab.callbacks import InterruptedRunError, Leave, Moments, Progress, Recorder, whole
+from kvshift.lab.callbacks import InterruptedRunError, Leave, Moments, Recorder, whole
 from kvshift.lab.config import RunConfig, TrainConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.language_model import declare_plain_llama
 from kvshift.lab.messages import say
 from kvshift.lab.overwriting import refuse_what_is_no_run
 from kvshift.lab.processes import PATIENCE, Processes
+from kvshift.lab.progress import Progress
 from kvshift.lab.records import Metrics, RunFailedError, RunFolder, remove_folder
 from kvshift.lab.trainer import RunTrainer
 
@@ -204,7 +205,7 @@ def attach(
         stack.callback(metrics.close)
         trainer.before_save(metrics.sync)
         if narrated:
-            progress = Progress(trainer.evaluation, bar=config.progress)
+            progress = Progress(recorder, trainer.evaluation, tokens_per_step=tokens_per_step, shown=config.progress)
             stack.callback(progress.close)
             trainer.add_callback(progress)
         if "tensorboard" in config.report_to:

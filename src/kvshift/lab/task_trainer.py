@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from kvshift.lab.callbacks import Evaluation
 from kvshift.lab.config import RunConfig
 from kvshift.lab.processes import Processes
+from kvshift.lab.progress import counted
 from kvshift.lab.tasks import Batch, Task, TaskBatches, concatenate, count_correct
 from kvshift.lab.trainer import RunTrainer
 
@@ -64,7 +65,8 @@ class TaskTrainer(RunTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Score the evaluation batches, and tell the callbacks."""
-        self.scores = score(self.model, self._batches, self._task.slice_names, self.args.device, dropout=self._dropout)
+        batches = counted(self._batches, "evaluation", "batches", shown=self._config.progress)
+        self.scores = score(self.model, batches, self._task.slice_names, self.args.device, dropout=self._dropout)
         if not math.isfinite(self.scores["loss"]):
             self._fail(f"the validation loss is not finite after step {self.state.global_step}; {self._kept()}")
         accuracy = {f"eval_{name}": value for name, value in self.scores["accuracy"].items() if value is not None}

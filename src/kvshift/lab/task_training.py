@@ -28,6 +28,7 @@ from kvshift.lab.gpt2 import GPT2Options, build_gpt2
 from kvshift.lab.language_model import build_model, count_parameters, llama_config
 from kvshift.lab.messages import say
 from kvshift.lab.processes import Processes
+from kvshift.lab.progress import counted
 from kvshift.lab.records import RunFolder, read_metrics, write_json
 from kvshift.lab.running import (
     attach,
@@ -88,7 +89,7 @@ class TaskTrainConfig(RunConfig):
     stop_after: int = 3
     """See `stop_at`."""
     progress: bool = False
-    """Tell each evaluation on stderr, and show a bar where that is a terminal; several runs at a time would mingle."""
+    """Tell on stderr how far training is, and each evaluation; several runs at a time would mingle."""
     save_every: int = 1000
     report_to: tuple[str, ...] = ()
     log_every: int = 50
@@ -190,12 +191,14 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     scores = trainer.scores
     if config.final_eval_rows is not None:
         batches = _evaluation_batches(task, config, config.final_eval_rows)
+        batches = counted(batches, "last evaluation", "batches", shown=config.progress)
         device = trainer.args.device
         scores = score(model, batches, task.slice_names, device, dropout=config.dropout_at_eval)
     answers = {}
     if isinstance(task, QuestionTask) and config.questions:
         model.eval()
-        answers = ask(model, task, config.questions, seed=0, batch_size=config.eval_batch_size or config.batch_size)
+        size = config.eval_batch_size or config.batch_size
+        answers = ask(model, task, config.questions, seed=0, batch_size=size, shown=config.progress)
     save_model(trainer, folder, processes)
     recorded = folder.read(folder.config) or {}
     write_json(

@@ -14,6 +14,7 @@ from kvshift.lab.beginning import enter, refuse_other_options
 from kvshift.lab.config import config_hash, to_json
 from kvshift.lab.records import RunFolder, environment, write_json
 from kvshift.lab.task_training import TaskTrainConfig, task_options, train_task
+from kvshift.recipes.watching import last_step
 
 __all__ = ["Computation", "TrainingJob"]
 
@@ -49,6 +50,10 @@ class TrainingJob:
 
     def run(self, out: Path) -> None:
         train_task(replace(self.config, out=out))
+
+    def progress(self, out: Path) -> tuple[int, int]:
+        """By the last line of metrics."""
+        return last_step(RunFolder(out).metrics), self.config.steps
 
     def record(self, out: Path) -> dict[str, Any]:
         """With the curves of loss and accuracies, and the last coefficients among the results."""
@@ -102,6 +107,10 @@ class Computation:
             write_json(folder.environment, environment(torch.device("cpu"), 1))
             write_json(folder.config, {**options, "config_hash": config_hash(options)})
             write_json(folder.result, self.function(self.config))
+
+    def progress(self, out: Path) -> tuple[int, int]:
+        """All of it is one step."""
+        return int(is_finished(out)), 1
 
     def record(self, out: Path) -> dict[str, Any]:
         options = read_json(out / "config.json")

@@ -47,6 +47,10 @@ class Job(Protocol):
         """Do the work, or go on with it, or find that it is done."""
         ...
 
+    def progress(self, out: Path) -> tuple[int, int]:
+        """How many steps are done, and of how many; asked while another process does the work."""
+        ...
+
     def record(self, out: Path) -> dict[str, Any]:
         """What is kept of it, as JSON: "options" and their "config_hash", "environment", "curve", "result"."""
         ...

@@ -8,9 +8,12 @@ OUT/RECIPE/PRESET/RECIPE.png, .svg, report.md
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from tqdm.auto import tqdm
 
 from kvshift.lab.analysis.curves import save_figure
 from kvshift.lab.errors import LabError
@@ -24,6 +27,7 @@ from kvshift.recipes.records import read_records, record_of, write_records
 from kvshift.recipes.reproduce_config import ReproduceConfig
 from kvshift.recipes.sweep import sweep
 from kvshift.recipes.tuning import at_best_rates, best_rates, tuning_jobs
+from kvshift.recipes.watching import watching
 
 __all__ = ["ReproduceConfig", "folder_of", "reproduce"]
 
@@ -121,16 +125,19 @@ def _run(jobs: Sequence[Job], folder: Path, config: ReproduceConfig, *, kept: Se
     missing = [(job, out) for job, out in places if not job.is_finished(out)]
     if len(missing) < len(jobs):
         say(f"{len(jobs) - len(missing)} of {len(jobs)} runs were finished before")
-    start, ended = time.monotonic(), 0
+    problems = []
+    if missing:
+        with watching(missing) as ended:
+            start = time.monotonic()
 
-    def done(number: int, problem: str | None) -> None:
-        nonlocal ended
-        ended += 1
-        job = missing[number][0]
-        what = "finished" if problem is None else f"FAILED: {problem}"
-        say(f"[{ended} of {len(missing)}, {time.monotonic() - start:.0f} s] {job.label}, seed {job.seed}: {what}")
+            def done(number: int, problem: str | None) -> None:
+                ended.add(number)
+                job = missing[number][0]
+                what = "finished" if problem is None else f"FAILED: {problem}"
+                place = f"[{len(ended)} of {len(missing)}, {time.monotonic() - start:.0f} s]"
+                tqdm.write(f"{place} {job.label}, seed {job.seed}: {what}", file=sys.stderr)
 
-    problems = sweep(missing, workers=config.jobs, cluster=config.cluster, done=done) if missing else []
+            problems = sweep(missing, workers=config.jobs, cluster=config.cluster, done=done)
     records = [*kept, *(record_of(job, out) for job, out in places if job.is_finished(out))]
     write_records(folder / "records.jsonl", records)
     if problems:
