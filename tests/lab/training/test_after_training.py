@@ -12,7 +12,8 @@ import torch
 from kvshift.cli import main
 from kvshift.lab.data.tokenizers import load_tokenizer
 from kvshift.lab.loading import locate
-from kvshift.lab.planning import PlanConfig, estimate
+from kvshift.lab.plan_config import PlanConfig, PlanData
+from kvshift.lab.planning import estimate
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .cases import LENGTH, tiny
@@ -45,7 +46,7 @@ def test_generate_from_the_last_checkpoint_of_a_run(
 def test_plan_knows_the_parameters_of_a_run(finished: Path, corpus: Path) -> None:
     result = json.loads((finished / "result.json").read_text())
     from_file = PlanConfig(model=tiny(corpus, finished, model={"config": finished / "model" / "config.json"}).model)
-    for config in (PlanConfig(model=tiny(corpus, finished).model, sequence_length=LENGTH), from_file):
+    for config in (PlanConfig(model=tiny(corpus, finished).model, data=PlanData(sequence_length=LENGTH)), from_file):
         (row,) = estimate(config)
         vocabulary = json.loads((finished / "model" / "config.json").read_text())["vocab_size"]
         spare = 2 * 24 * (1024 - vocabulary) if config is not from_file else 0  # the run's tokenizer is smaller
