@@ -37,20 +37,17 @@ def document_index(
     """Number the documents that share a row from 0, (B, T); None if no row holds more than one.
 
     The first of these that is given decides: `seq_idx` (B, T), a document begins where it changes; `cu_seq_lens`
-    (S + 1,), boundaries in the one row of a pack; `position_ids` (B, T), a document begins wherever they do not go on
-    by one. Positions of padding count for nothing.
+    (S + 1,), boundaries in the one row of a pack, checked as `kvshift.kv_shift` checks cu_seqlens; `position_ids`
+    (B, T) or (1, T), a document begins wherever they do not increase by one. Positions of padding count for nothing.
     """
+    _check(batch, positions, seq_idx, cu_seq_lens, position_ids)
     if seq_idx is not None:
-        if tuple(seq_idx.shape) != (batch, positions):
-            raise ValueError(f"seq_idx must be ({batch}, {positions}) like input_ids, got {tuple(seq_idx.shape)}")
         named_BT, step = seq_idx, 0
     elif cu_seq_lens is not None:
-        if batch != 1:
-            raise ValueError(f"cu_seq_lens_q needs all sequences packed into one row, got a batch of {batch}")
         position_T = torch.arange(positions, device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
         named_BT = torch.searchsorted(cu_seq_lens[1:].contiguous(), position_T, right=True).unsqueeze(0)
         step = 0
-    elif position_ids is not None and position_ids.ndim == 2:
+    elif position_ids is not None:
         named_BT, step = position_ids.expand(batch, -1), 1
     else:
         return None
@@ -133,6 +130,41 @@ def same_document(start: Tensor, seen: int | Tensor) -> Callable[[Tensor, Tensor
         return key >= start[batch, query - seen]
 
     return sees
+
+
+def _check(
+    batch: int, positions: int, seq_idx: Tensor | None, cu_seq_lens: Tensor | None, position_ids: Tensor | None
+) -> None:
+    """Raise a TypeError or ValueError that names the argument of the model, what it was and what it should be."""
+    for name, tensor in (("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens), ("position_ids", position_ids)):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor or None, got {type(tensor).__name__}")
+    if position_ids is not None and position_ids.shape not in ((batch, positions), (1, positions)):
+        shape = tuple(position_ids.shape)
+        raise ValueError(
+            f"position_ids must be ({batch}, {positions}) like input_ids, or (1, {positions}), got {shape}"
+        )
+    if seq_idx is not None:
+        if seq_idx.shape != (batch, positions):
+            raise ValueError(f"seq_idx must be ({batch}, {positions}) like input_ids, got {tuple(seq_idx.shape)}")
+        if seq_idx.is_floating_point() or seq_idx.dtype == torch.bool:
+            raise TypeError(f"seq_idx must be of an integer dtype, got {seq_idx.dtype}")
+    if cu_seq_lens is None:
+        return
+    if batch != 1:
+        raise ValueError(f"cu_seq_lens_q needs all sequences packed into one row, got a batch of {batch}")
+    if cu_seq_lens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seq_lens_q must be of dtype torch.int32 or torch.int64, got {cu_seq_lens.dtype}")
+    if cu_seq_lens.ndim != 1 or len(cu_seq_lens) == 0:
+        raise ValueError(f"cu_seq_lens_q must be (sequences + 1,), got {tuple(cu_seq_lens.shape)}")
+    if is_torchdynamo_compiling() or torch.jit.is_tracing():
+        return
+    rises = (cu_seq_lens[0] == 0) & (cu_seq_lens[-1] == positions) & (cu_seq_lens.diff() >= 0).all()
+    message = f"cu_seq_lens_q must rise from 0 to {positions}, the positions of input_ids, without falling"
+    if not cu_seq_lens.is_cpu:
+        torch.ops.aten._assert_async.msg(rises, message)  # no wait for the device
+    elif not rises:
+        raise ValueError(f"{message}; got {cu_seq_lens.tolist()}")
 
 
 def _known(condition: Tensor) -> bool:

@@ -35,12 +35,12 @@ from kvshift.ops.shift import choose_backend
 
 
 class ShiftCacheLayer:
-    """The part common to all cache layers with a shift; stands before transformers' own layer class.
+    """The part common to all cache layers of our models; stands before transformers' own layer class.
 
     Attributes:
         shift_state: the raw rows after the last token cached; None before the first.
         document_start: (B,), which token of each row began the document that is last in it; None for the first.
-        window: the W of the shift.
+        window: the W of the shift; 1 without a shift.
         record_past: keep the raw rows of all tokens until `crop` is called, as assisted generation asks for.
     """
 
@@ -48,6 +48,10 @@ class ShiftCacheLayer:
     document_start: Tensor | None = None
     window: int
     record_past: bool = False
+
+    def __init__(self, window: int, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.window = window
 
     def read_shift(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState | None:
         """The rows before the tokens of k and v, (B, T, G, D), with room for these where all are kept; None: zeros."""
@@ -82,8 +86,9 @@ class ShiftCacheLayer:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        if self.shift_state is not None:
-            self._select_shift(torch.arange(self.shift_state.sequences).repeat_interleave(repeats))
+        if self.keys is not None:  # type: ignore[attr-defined]
+            batch = self.keys.shape[0] // repeats  # type: ignore[attr-defined]
+            self._select_shift(torch.arange(batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)  # type: ignore[misc]
@@ -100,6 +105,11 @@ class ShiftCacheLayer:
         state, tokens, length = self.shift_state, -tokens_to_remove, int(self.get_seq_length())  # type: ignore[attr-defined]
         if tokens > length:
             raise ValueError(f"cannot crop {tokens} tokens from a cache of {length}")
+        if self.document_start is not None and tokens < length < tokens + int(self.document_start.max()):
+            raise RuntimeError(
+                f"cannot crop {tokens} tokens: the last document of a row is shorter, and where the one before it "
+                "began is not known"
+            )
         if state is not None and tokens < length:
             left = state.rows - tokens
             if left < self.window - 1:
@@ -136,17 +146,9 @@ class _DynamicShiftCacheLayer(ShiftCacheLayer):
 class ShiftDynamicLayer(_DynamicShiftCacheLayer, DynamicLayer):
     """Grows with every token."""
 
-    def __init__(self, window: int) -> None:
-        super().__init__()
-        self.window = window
-
 
 class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer):
     """Grows until the attention window is full."""
-
-    def __init__(self, window: int, sliding_window: int) -> None:
-        super().__init__(sliding_window=sliding_window)
-        self.window = window
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -199,10 +201,6 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
 class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
     """Room for a fixed number of tokens, allocated at the first."""
 
-    def __init__(self, window: int, max_cache_len: int) -> None:
-        super().__init__(max_cache_len=max_cache_len)
-        self.window = window
-
     def step(
         self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, norms: Norms | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -219,10 +217,6 @@ class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
 
 class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowLayer):
     """Room for one attention window, allocated at the first token."""
-
-    def __init__(self, window: int, max_cache_len: int, sliding_window: int) -> None:
-        super().__init__(max_cache_len=max_cache_len, sliding_window=sliding_window)
-        self.window = window
 
 
 def shift_into(
@@ -275,39 +269,66 @@ def shift_into(
 def adopt_cache(cache: Cache, config: ShiftConfig) -> None:
     """Make the layers of an empty cache of transformers, in place, ones that carry the state of the shift.
 
-    A cache made so already is left as it is, and so is any cache if the model shifts nothing.
+    They also keep where the last document of each sequence began, which is all that a model without shift needs. A
+    cache that was made so already is left as it is; for a model without shift, any other that cannot be.
 
     Raises:
+        TypeError: it is no cache.
         ValueError: the cache holds tokens without that state, or cannot carry it (quantized, offloaded, or of an
-            encoder and decoder).
+            encoder and decoder), or is a static one in a program that torch.export makes.
     """
-    if not config.shift_targets:
-        return
-    if isinstance(cache, EncoderDecoderCache):
-        raise ValueError("past_key_values is an EncoderDecoderCache: a model with KV shift has no cross-attention")
-    if cache.layers and len(cache.layers) != config.num_hidden_layers:
-        raise ValueError(f"past_key_values has {len(cache.layers)} layers, this model has {config.num_hidden_layers}")
-    if cache.layers and all(isinstance(layer, ShiftCacheLayer) for layer in cache.layers):
-        if cache.layers[0].window != config.shift_window:
-            raise ValueError(
-                f"past_key_values was made for shift_window={cache.layers[0].window}, "
-                f"this model has shift_window={config.shift_window}"
-            )
-        return
-    if isinstance(cache, QuantizedCache):
-        raise ValueError("past_key_values is a QuantizedCache, which has no place for raw keys and values")
-    if getattr(cache, "offloading", False):
-        raise ValueError("past_key_values is offloaded to the CPU, which is not supported: raw keys and values stay")
-    if not cache.layers:
-        cache.layers.extend(DynamicCache(config=config).layers)
-        cache.layer_class_to_replicate = None
-    if any(layer.is_initialized for layer in cache.layers):
-        raise ValueError(
-            "past_key_values already holds tokens, but not their raw keys and values, which cannot be recovered; "
-            "start with an empty cache, such as DynamicCache(config=model.config)"
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"past_key_values must be a Cache of transformers or None, got {type(cache).__name__}; an empty one is "
+            "DynamicCache(config=model.config)"
         )
-    layers: list[Any] = cache.layers
-    layers[:] = [_with_shift(layer, config.shift_window) for layer in layers]
+    window = config.shift_window if config.shift_targets else 1
+    refusal = _refusal(cache, config, window)
+    if refusal is not None:
+        if config.shift_targets:
+            raise ValueError(f"past_key_values {refusal}")
+    elif not _is_adopted(cache):
+        if not cache.layers:
+            cache.layers.extend(DynamicCache(config=config).layers)
+            cache.layer_class_to_replicate = None
+        layers: list[Any] = cache.layers
+        layers[:] = [_with_shift(layer, window) for layer in layers]
+
+
+def _is_adopted(cache: Cache) -> bool:
+    return bool(cache.layers) and all(isinstance(layer, ShiftCacheLayer) for layer in cache.layers)
+
+
+def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
+    """Why a cache cannot carry the state of a shift of this window; None if it can."""
+    if isinstance(cache, EncoderDecoderCache):
+        return "is an EncoderDecoderCache: a model with KV shift has no cross-attention"
+    if cache.layers and len(cache.layers) != config.num_hidden_layers:
+        return f"has {len(cache.layers)} layers, this model has {config.num_hidden_layers}"
+    if torch.compiler.is_exporting() and any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        return (
+            "is a static cache in a program that torch.export makes (TorchExportableModuleWithStaticCache): it would "
+            "keep keys and values from call to call, but not the raw ones of the shift"
+        )
+    if _is_adopted(cache):
+        made_for = cache.layers[0].window
+        if made_for == window:
+            return None
+        made = f"shift_window={made_for}" if made_for > 1 else "a model without shift"
+        return f"was made for {made}, this model has shift_window={config.shift_window}"
+    if isinstance(cache, QuantizedCache):
+        return "is a QuantizedCache, which has no place for raw keys and values"
+    if getattr(cache, "offloading", False):
+        return "is offloaded to the CPU, which is not supported: raw keys and values stay"
+    for layer in cache.layers:
+        if layer.is_initialized:
+            return (
+                "already holds tokens, but not their raw keys and values, which cannot be recovered; start with an "
+                "empty cache, such as DynamicCache(config=model.config)"
+            )
+        if type(layer) not in _KINDS:
+            return f"has a {type(layer).__name__}, which cannot carry raw keys and values"
+    return None
 
 
 def kept_document_start(cache: Cache) -> Tensor | None:
@@ -317,6 +338,11 @@ def kept_document_start(cache: Cache) -> Tensor | None:
 
 def keep_document_start(cache: Cache, start: Tensor) -> None:
     """Keep where the last document of each row began, (B,), for the tokens that come next."""
+    if not _is_adopted(cache):
+        raise ValueError(
+            "past_key_values cannot keep where the last of several documents in a row began, for the tokens that come "
+            "next: give a DynamicCache or StaticCache, neither quantized nor offloaded, that was empty at first"
+        )
     for layer in cache.layers:
         layer.document_start = start  # type: ignore[attr-defined]
 
@@ -332,11 +358,12 @@ def check_recording(
         attention_mask: of all tokens so far, (B, length); looked at only if `real_BT` is given.
         seq_idx: documents of this call's tokens; None if every row is one.
     """
-    if not any(isinstance(layer, ShiftCacheLayer) and layer.record_past for layer in cache.layers):
+    recording = [layer for layer in cache.layers if isinstance(layer, ShiftCacheLayer) and layer.record_past]
+    if not recording:
         return
     if seq_idx is not None:
         raise ValueError("a cache that records its past for `crop` cannot hold several documents in a row")
-    if real_BT is not None and isinstance(attention_mask, Tensor):
+    if real_BT is not None and isinstance(attention_mask, Tensor) and recording[0].window > 1:
         begun = attention_mask.cumsum(1)[:, -real_BT.shape[1] :] > 0
         if (begun & ~real_BT).any():
             raise ValueError(
@@ -345,21 +372,25 @@ def check_recording(
             )
 
 
+_KINDS: dict[type, type[ShiftCacheLayer]] = {
+    DynamicLayer: ShiftDynamicLayer,
+    LinearAttentionAndFullAttentionLayer: ShiftDynamicLayer,
+    DynamicSlidingWindowLayer: ShiftSlidingWindowLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: ShiftSlidingWindowLayer,
+    StaticLayer: ShiftStaticLayer,
+    LinearAttentionAndStaticFullAttentionLayer: ShiftStaticLayer,
+    StaticSlidingWindowLayer: ShiftStaticSlidingWindowLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer: ShiftStaticSlidingWindowLayer,
+}
+
+
 def _with_shift(layer: Any, window: int) -> ShiftCacheLayer:
     """An empty layer of the same kind that carries the state of the shift."""
-    kind = type(layer)
-    if kind in (DynamicLayer, LinearAttentionAndFullAttentionLayer):
-        new: ShiftCacheLayer = ShiftDynamicLayer(window)
-    elif kind in (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):
-        new = ShiftSlidingWindowLayer(window, layer.sliding_window)
-    elif kind in (StaticLayer, LinearAttentionAndStaticFullAttentionLayer):
-        new = ShiftStaticLayer(window, layer.max_cache_len)
-    elif kind in (StaticSlidingWindowLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer):
-        new = ShiftStaticSlidingWindowLayer(window, layer.max_cache_len, layer.max_cache_len)
-    else:
-        raise ValueError(f"past_key_values has a {kind.__name__}, which cannot carry raw keys and values")
-    if getattr(layer, "record_past", False):
-        new.activate_past_recording()
+    sizes = {name: getattr(layer, name) for name in ("max_cache_len", "sliding_window") if hasattr(layer, name)}
+    if isinstance(layer, StaticSlidingWindowLayer):
+        sizes["sliding_window"] = layer.max_cache_len  # the smaller of the two, which is all that it keeps of them
+    new = _KINDS[type(layer)](window, **sizes)
+    new.record_past = getattr(layer, "record_past", False)
     return new
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from kvshift.layers import check_shift_options
 
@@ -12,7 +12,12 @@ from kvshift.layers import check_shift_options
 class ShiftConfig:
     """Stands before a configuration class of transformers; the class made of both is a dataclass with these fields.
 
+    Transformers' own class would take the weights of a saved model, leave the coefficients aside and compute without
+    the shift. It is kept from that by `use_cache` of a saved configuration, which is of a type that it does not take,
+    and whose message says how to load the model. A class made of both declares it as `bool | dict[str, bool]`.
+
     Attributes:
+        loaded_by: the function or class that loads what is saved, as that message names it.
         shift_targets: which of "q", "k", "v" each layer shifts; () is the model without shift.
         shift_window: tokens mixed, the current one included; 2 in the paper.
         shift_constraint: "free", "gate" or "clamp"; see `kvshift.KVShift`.
@@ -20,11 +25,13 @@ class ShiftConfig:
             it did before).
     """
 
+    loaded_by: ClassVar[str]
     shift_targets: list[str] | tuple[str, ...]
     shift_window: int
     shift_constraint: str
     shift_init: str
     num_hidden_layers: int
+    use_cache: bool | dict[str, bool]
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
@@ -32,6 +39,8 @@ class ShiftConfig:
             self.shift_targets, self.shift_window, self.shift_constraint, self.shift_init, prefix="shift_"
         )
         self.shift_targets = list(self.shift_targets)
+        if isinstance(self.use_cache, dict):
+            (self.use_cache,) = self.use_cache.values()
         layer_types = kwargs.pop("layer_types", None)
         if layer_types is not None and layer_types != self.layer_types:
             raise ValueError(
@@ -48,6 +57,13 @@ class ShiftConfig:
         else:
             layer_type = "sliding_attention" if sliding else "full_attention"
         return [layer_type] * self.num_hidden_layers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Of transformers; what is saved."""
+        saved = super().to_dict()  # type: ignore[misc]
+        if self.shift_targets:
+            saved["use_cache"] = {f"kv_shift: load it with {self.loaded_by}": self.use_cache}
+        return saved
 
     def _refuse_misspelt(self, unknown: dict[str, Any]) -> None:
         """Transformers keeps unknown fields as attributes; one that looks like a known field is a mistake."""

@@ -104,6 +104,52 @@ def test_the_cache_is_right_after_the_last_draft():
     assert_next(model, result.sequences[:, :fed], cache, result.sequences[:, fed : fed + 1])
 
 
+@every_variant
+@pytest.mark.parametrize("early_exit", [False, True], ids=["assistant", "early exit"])
+def test_the_pad_token_in_the_text(options: dict, early_exit: bool, crops: list[int]):
+    """As in chat templates, in which it ends a turn. The mask is all ones, of which no assistant is told."""
+    model, prompt = tiny_model(torch.float64, **options), random_tokens(1, 9)
+    prompt[0, 4] = model.generation_config.pad_token_id
+    drafts = {"assistant_early_exit": 1} if early_exit else {"assistant_model": assistant_of(model, **options)}
+    generated = new_tokens_of(model, prompt, max_new_tokens=20, **drafts)
+    assert_greedy(model, prompt, generated)
+    assert sum(n > 0 for n in crops) >= 5, f"drafts were to be rejected, tokens taken back: {crops}"
+    assert model.config.num_hidden_layers == 2
+
+
+def test_an_assistant_sees_the_pad_token_as_the_token_that_it_is(monkeypatch):
+    """Its drafts are those of the model itself, all of which are accepted."""
+    model, prompt = tiny_model(torch.float64), random_tokens(1, 9)
+    prompt[0, 4] = model.generation_config.pad_token_id
+    assistant = tiny_model(torch.float64)
+    assistant.generation_config.num_assistant_tokens = 4
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    lengths = []
+    forward = type(model).forward
+
+    def counting(self, input_ids, **inputs):
+        if self is model:
+            lengths.append(input_ids.shape[1])
+        return forward(self, input_ids, **inputs)
+
+    monkeypatch.setattr(type(model), "forward", counting)
+    new_tokens_of(model, prompt, assistant_model=assistant, max_new_tokens=16)
+    assert lengths == [13, 5, 5, 1]
+
+
+def test_layers_after_a_failed_draft_by_early_exit(monkeypatch):
+    model = tiny_model()
+
+    def forward(*args, **kwargs):
+        raise RuntimeError("out of memory, say")
+
+    monkeypatch.setattr(type(model.model), "forward", forward)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        new_tokens_of(model, random_tokens(1, 5), assistant_early_exit=1)
+    assert model.config.num_hidden_layers == 2
+
+
 def test_static_caches_are_refused_by_transformers():
     model, prompt = tiny_model(), repetitive_prompt()
     with pytest.raises(ValueError, match="not supported with Static cache"):

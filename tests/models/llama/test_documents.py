@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .checks import ATOL, check_documents, logits_of, reference_of
+from .checks import ATOL, assert_greedy, assert_next, check_documents, logits_of, new_tokens_of, reference_of
 from .reference import reference_logits
 from .tiny import SIZES, left_padded, random_tokens, tiny_model
 
@@ -175,6 +175,52 @@ def test_a_pack_in_pieces_and_on_with_its_last_document(name: str, static: bool,
             torch.testing.assert_close(result, wanted, rtol=0, atol=ATOL, msg=lambda m, c=(cut, document): f"{c}: {m}")
 
 
+@every_variant
+@pytest.mark.parametrize("make", [DynamicCache, None, StaticCache], ids=["bare", "made by the model", "static"])
+def test_the_last_document_is_remembered_by_every_cache(options: dict, make: Any):
+    model, documents = tiny_model(**options), documents_of()
+    cache = StaticCache(config=model.config, max_cache_len=24) if make is StaticCache else make and make()
+    inputs = packed(documents)
+    for _ in range(2):
+        with torch.no_grad():
+            cache = model(
+                inputs["input_ids"], seq_idx=inputs["seq_idx"], past_key_values=cache, use_cache=True
+            ).past_key_values
+        token = random_tokens(1, 1, seed=9)
+        assert_next(model, [documents[-1]], cache, token)
+        cache.reset()  # and forgotten, with the tokens
+        row = random_tokens(1, 9)
+        logits_of(model, row, past_key_values=cache)
+        assert_next(model, row, cache, token)
+        cache.reset()
+
+
+@every_variant
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_rows_of_a_packed_cache_are_reordered(options: dict, static: bool):
+    """As beam search does."""
+    model = tiny_model(**options)
+    rows = [documents_of(), list(reversed(documents_of(seed=20)))]
+    batch = {name: torch.cat([packed(documents)[name] for documents in rows]) for name in ["input_ids", "seq_idx"]}
+    cache = StaticCache(config=model.config, max_cache_len=24) if static else DynamicCache(config=model.config)
+    logits_of(model, batch["input_ids"], seq_idx=batch["seq_idx"], past_key_values=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert_next(model, [rows[1][-1], rows[0][-1]], cache, random_tokens(2, 1, seed=9))
+
+
+def test_tokens_are_taken_back_from_the_last_document_alone():
+    model, documents = tiny_model(shift_targets=[]), documents_of()[:3]
+    for tokens in (1, 3, 7, 8, 13):
+        cache = DynamicCache(config=model.config)
+        logits_of(model, packed(documents)["input_ids"], seq_idx=packed(documents)["seq_idx"], past_key_values=cache)
+        if tokens == 8:
+            with pytest.raises(RuntimeError, match="cannot crop 8 tokens: the last document of a row is shorter"):
+                cache.crop(-tokens)
+            continue
+        cache.crop(-tokens)
+        assert_next(model, [documents[-1][: max(0, 7 - tokens)]], cache, random_tokens(1, 1, seed=9))
+
+
 def test_rows_of_a_packed_cache_move_with_the_place_where_their_document_began():
     model = tiny_model()
     rows = [documents_of(), list(reversed(documents_of(seed=20)))]
@@ -242,6 +288,14 @@ def test_attention_is_handed_what_llama_hands_it_and_the_window(monkeypatch):
     assert ours["sliding_window"] == 6
     assert {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"} <= ours.keys()
     torch.testing.assert_close(ours["cu_seq_lens_q"], llamas["cu_seq_lens_q"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False}, {}, {"cache_implementation": "static"}], ids=str)
+def test_generation_continues_the_last_document_of_a_pack(options: dict):
+    model, documents = tiny_model(torch.float64), documents_of()
+    inputs = packed(documents)
+    generated = new_tokens_of(model, inputs["input_ids"], position_ids=inputs["position_ids"], **options)
+    assert_greedy(model, [documents[-1]], generated)
 
 
 def test_padding_between_positions_begins_no_document():

@@ -4,7 +4,14 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
 
@@ -42,6 +49,27 @@ VARIANTS = {
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_every_variant_equals_the_reference(options: dict, attention: str):
     check_forward(tiny_model(attention=attention, **options))
+
+
+def test_a_sliding_window_counts_padding_in_the_middle_as_in_mistral():
+    """So that a sequence that continues behind padding on the right sees less than it would alone."""
+    ours = tiny_model(sliding_window=5, shift_targets=[], attention_bias=False)
+    mistral = MistralForCausalLM(MistralConfig(**{**SIZES, "sliding_window": 5})).eval()
+    mistral.load_state_dict(ours.state_dict())
+    rows = [random_tokens(length, seed=length) for length in (3, 9)]
+    ids, mask = right_padded(rows)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    caches = [DynamicCache(config=model.config) for model in (ours, mistral)]
+    token, lengths = random_tokens(2, 1, seed=9), mask.sum(1, keepdim=True)
+    behind = {"attention_mask": torch.cat([mask, torch.ones_like(token)], dim=1), "position_ids": lengths}
+    got = []
+    for model, cache in zip((ours, mistral), caches, strict=True):
+        logits_of(model, ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        got.append(logits_of(model, token, past_key_values=cache, **behind)[:, -1])
+    torch.testing.assert_close(got[0], got[1], rtol=0, atol=ATOL)
+    expected = [reference_of(ours, torch.cat([row, new]))[-1] for row, new in zip(rows, token, strict=True)]
+    torch.testing.assert_close(got[0][1], expected[1], rtol=0, atol=ATOL)
+    assert (got[0][0] - expected[0]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])

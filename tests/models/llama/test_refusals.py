@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
+from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
-from kvshift.models.llama import KVShiftLlamaConfig, adopt_cache
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel, adopt_cache
 from kvshift.models.shifted import create_masks
 
 from .checks import logits_of, new_tokens_of
@@ -53,6 +54,10 @@ def test_a_cache_of_another_shift(model):
     cache = DynamicCache()
     logits_of(tiny_model(shift_window=3), random_tokens(1, 5), past_key_values=cache)
     with pytest.raises(ValueError, match=r"made for shift_window=3, this model has shift_window=2"):
+        model(random_tokens(1, 1), past_key_values=cache)
+    cache = DynamicCache()
+    logits_of(tiny_model(shift_targets=[]), random_tokens(1, 5), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"made for a model without shift, this model has shift_window=2"):
         model(random_tokens(1, 1), past_key_values=cache)
     cache = DynamicCache()
     logits_of(model, random_tokens(1, 5), past_key_values=cache)
@@ -154,6 +159,102 @@ def test_malformed_documents(model):
         model(random_tokens(1, 5), seq_idx=torch.zeros(1, 4, dtype=torch.long))
     with pytest.raises(ValueError, match=r"cu_seq_lens_q needs all sequences packed into one row, got a batch of 2"):
         model(random_tokens(2, 5), cu_seq_lens_q=torch.tensor([0, 2, 5]))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"cu_seq_lens_q": [0, 2, 5]}, TypeError, "cu_seq_lens_q must be a tensor or None, got list"),
+        ({"seq_idx": [[0, 0, 1, 1, 1]]}, TypeError, "seq_idx must be a tensor or None, got list"),
+        ({"position_ids": [[0, 1, 0, 1, 2]]}, TypeError, "position_ids must be a tensor or None, got list"),
+        ({"cu_seq_lens_q": torch.tensor([[0, 2, 5]])}, ValueError, r"must be \(sequences \+ 1,\), got \(1, 3\)"),
+        ({"cu_seq_lens_q": torch.tensor([], dtype=torch.long)}, ValueError, r"must be \(sequences \+ 1,\), got \(0,\)"),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 2.0, 5.0])}, TypeError, "cu_seq_lens_q must be of dtype torch.int32 or"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 2, 5])}, ValueError, r"rise from 0 to 5, .* got \[0, 4, 2, 5\]"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 4, 99])},
+            ValueError,
+            r"cu_seq_lens_q must rise from 0 to 5, .* got \[0, 4",
+        ),
+        ({"cu_seq_lens_q": torch.tensor([2, 4, 5])}, ValueError, r"cu_seq_lens_q must rise from 0 to 5, .* got \[2, 4"),
+        ({"seq_idx": torch.zeros(1, 5)}, TypeError, "seq_idx must be of an integer dtype, got torch.float32"),
+        ({"position_ids": torch.arange(4)[None]}, ValueError, r"position_ids must be \(1, 5\) .*, got \(1, 4\)"),
+        ({"position_ids": torch.arange(6)[None]}, ValueError, r"position_ids must be \(1, 5\) .*, got \(1, 6\)"),
+        ({"position_ids": torch.arange(5)}, ValueError, r"position_ids must be \(1, 5\) .*, got \(5,\)"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("targets", [["k", "v"], []], ids=str)
+def test_malformed_boundaries(inputs: dict, error: type[Exception], message: str, targets: list[str]):
+    with pytest.raises(error, match=message):
+        tiny_model(shift_targets=targets)(random_tokens(1, 5), **inputs)
+
+
+def test_boundaries_of_a_batch_may_be_in_one_row_of_positions(model):
+    with pytest.raises(ValueError, match=r"position_ids must be \(2, 5\) like input_ids, or \(1, 5\), got \(3, 5\)"):
+        model(random_tokens(2, 5), position_ids=torch.arange(5).expand(3, -1))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "seq_idx"])
+@pytest.mark.usefixtures("no_forward")
+def test_documents_that_generation_would_not_carry_on(model, name: str, options: dict):
+    named = {"cu_seq_lens_q": torch.tensor([0, 2, 5]), "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}
+    with pytest.raises(ValueError, match=f"{name} is an argument of forward.*give position_ids that begin again at 0"):
+        new_tokens_of(model, random_tokens(1, 5), **{name: named[name]}, **options)
+
+
+@pytest.mark.usefixtures("no_forward")
+def test_documents_in_a_prompt_that_is_fed_in_chunks(model):
+    options = {"prefill_chunk_size": 2, "max_new_tokens": 2}
+    with pytest.raises(ValueError, match="prefill_chunk_size cannot be used with position_ids that begin again"):
+        new_tokens_of(model, random_tokens(1, 5), position_ids=RESTART, **options)
+    with pytest.raises(AssertionError, match="the model ran"):  # padding begins no document
+        new_tokens_of(model, *left_padded([random_tokens(5), random_tokens(3)]), **options)
+
+
+@pytest.mark.parametrize("targets", [["k", "v"], []], ids=str)
+def test_a_tuple_as_cache(targets: list[str]):
+    model = tiny_model(shift_targets=targets)
+    for cache in ((), ((torch.zeros(1, 3, 2, 10),) * 2,) * 2):
+        with pytest.raises(TypeError, match="past_key_values must be a Cache of transformers or None, got tuple"):
+            model(random_tokens(1, 5), past_key_values=cache)
+
+
+def test_documents_in_a_cache_that_cannot_keep_where_the_last_began():
+    model = tiny_model(shift_targets=[])
+    cache = DynamicCache(config=model.config, offloading=True)
+    with pytest.raises(ValueError, match="past_key_values cannot keep where the last of several documents in a row"):
+        model(random_tokens(1, 5), past_key_values=cache, position_ids=RESTART)
+    cache = LlamaForCausalLM(LlamaConfig(**SIZES))(random_tokens(1, 5)).past_key_values
+    model(random_tokens(1, 5), past_key_values=cache)  # without documents, it takes what Llama takes
+    with pytest.raises(ValueError, match="past_key_values cannot keep where the last of several documents in a row"):
+        model(random_tokens(1, 5), past_key_values=cache, position_ids=RESTART)
+
+
+@pytest.mark.parametrize("sliding", [None, 4])
+def test_a_static_cache_within_an_exported_program(sliding: int | None):
+    model = tiny_model(sliding_window=sliding)
+    model.generation_config.cache_implementation = "static"
+    module = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=16)
+    inputs = {"input_ids": random_tokens(1, 1), "cache_position": torch.tensor([0])}
+    with pytest.raises(ValueError, match=r"past_key_values is a static cache in a program that torch.export makes"):
+        torch.export.export(module, (), inputs, strict=False)
+
+
+def test_a_configuration_of_plain_llama():
+    config = LlamaConfig(**SIZES)
+    for kind in (KVShiftLlamaForCausalLM, KVShiftLlamaModel):
+        with pytest.raises(TypeError, match="config must be a KVShiftLlamaConfig, which says what to shift, got Llama"):
+            kind(config)
+
+
+def test_heads_that_are_rotated_in_part():
+    """Stock Llama raises in its first forward pass."""
+    rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0, "partial_rotary_factor": 0.4}
+    with pytest.raises(ValueError, match=r"4 of 10 dimensions would be rotated by .*'partial_rotary_factor': 0.4"):
+        tiny_model(rope_parameters=rope)
+    logits_of(tiny_model(rope_parameters={**rope, "partial_rotary_factor": 1.0}), random_tokens(1, 5))
 
 
 RESTART = torch.tensor([[0, 1, 0, 1, 2]])

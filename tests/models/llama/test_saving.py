@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors import safe_open
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
 
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
 
-from .checks import logits_of
+from .checks import ATOL, logits_of
 from .tiny import random_tokens, tiny_config, tiny_model
 
 VARIANTS = {
@@ -101,6 +102,34 @@ def test_auto_model_loads_the_base_model(tmp_path):
 def test_auto_classes_build_from_a_configuration():
     assert type(AutoModelForCausalLM.from_config(tiny_config())) is KVShiftLlamaForCausalLM
     assert type(AutoModel.from_config(tiny_config())) is KVShiftLlamaModel
+
+
+@pytest.mark.parametrize("plain", [LlamaForCausalLM, LlamaModel])
+def test_llamas_own_class_refuses_the_folder_instead_of_leaving_the_shift_out(tmp_path, plain: type):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(StrictDataclassFieldValidationError, match=r"kv_shift: load it with .*KVShiftLlamaForCausalLM"):
+        plain.from_pretrained(tmp_path)
+
+
+def test_a_model_without_targets_is_llama_and_its_class_may_load_it(tmp_path):
+    model, ids = tiny_model(shift_targets=[]), random_tokens(2, 7)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(
+        logits_of(LlamaForCausalLM.from_pretrained(tmp_path), ids), logits_of(model, ids), rtol=0, atol=ATOL
+    )
+
+
+def test_the_mark_of_a_saved_configuration_stays_out_of_the_loaded_one(tmp_path):
+    """Folders from before there was a mark are read as they were, and fields may be changed as they are loaded."""
+    tiny_config(use_cache=False).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    marked = json.loads(path.read_text())
+    config = KVShiftLlamaConfig.from_pretrained(tmp_path, num_hidden_layers=5)
+    assert config.layer_types == ["hybrid"] * 5
+    assert KVShiftLlamaConfig.from_pretrained(tmp_path, shift_targets=[]).layer_types == ["full_attention"] * 2
+    assert config.use_cache is False
+    path.write_text(json.dumps(marked | {"use_cache": False}))
+    assert KVShiftLlamaConfig.from_pretrained(tmp_path).to_diff_dict() == config.from_dict(marked).to_diff_dict()
 
 
 def test_files_name_the_class_and_hold_coefficients_in_float32(tmp_path):

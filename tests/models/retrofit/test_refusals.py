@@ -41,6 +41,13 @@ def test_an_unknown_model_is_named_beside_the_known_ones():
         add_kv_shift(torch.nn.Linear(2, 3))
 
 
+def test_what_is_no_model():
+    with pytest.raises(TypeError, match="model must be a model of transformers, got NoneType"):
+        add_kv_shift(None)
+    with pytest.raises(TypeError, match="config must be a KVShiftGPT2Config, which says what to shift, got GPT2Config"):
+        KVShiftGPT2LMHeadModel(GPT2Config(**SIZES))
+
+
 def test_a_subclass_may_compute_something_else():
     class MyGPT2(GPT2LMHeadModel):
         pass

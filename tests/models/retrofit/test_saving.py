@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import StrictDataclassClassValidationError
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, GPT2Model
 
@@ -89,7 +89,7 @@ def test_files_name_the_class_and_hold_coefficients_in_float32(tmp_path):
 @pytest.mark.parametrize("plain", [GPT2LMHeadModel, GPT2Model])
 def test_gpt2s_own_class_refuses_the_folder_instead_of_leaving_the_shift_out(tmp_path, plain: type):
     shifted_gpt2().save_pretrained(tmp_path)
-    with pytest.raises(StrictDataclassClassValidationError, match=r"kv_shift: load it with .*load_kv_shift"):
+    with pytest.raises(StrictDataclassFieldValidationError, match=r"kv_shift: load it with .*load_kv_shift"):
         plain.from_pretrained(tmp_path)
 
 

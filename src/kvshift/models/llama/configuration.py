@@ -26,6 +26,7 @@ class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
         sliding_window: each token attends to this many tokens, itself included; 2 or more, or None for all.
     """
 
+    loaded_by: ClassVar[str] = "kvshift.models.llama.KVShiftLlamaForCausalLM"
     model_type = "kvshift_llama"
     base_model_tp_plan: ClassVar[dict[str, str]] = {
         **(LlamaConfig.base_model_tp_plan or {}),
@@ -42,6 +43,7 @@ class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
     shift_window: int = 2
     shift_constraint: str = "free"
     shift_init: str = "uniform"
+    use_cache: bool | dict[str, bool] = True
     qk_norm: bool = False
     sliding_window: int | None = None
 

@@ -126,6 +126,7 @@ class KVShiftLlamaModel(ShiftedDecoder, KVShiftLlamaPreTrainedModel, LlamaModel)
     """The decoder without a head; see `transformers.LlamaModel`."""
 
     def __init__(self, config: KVShiftLlamaConfig) -> None:
+        self._check_config(config)
         super(LlamaModel, self).__init__(config)  # not Llama's own: its layers would take memory and be thrown away
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -133,6 +134,12 @@ class KVShiftLlamaModel(ShiftedDecoder, KVShiftLlamaPreTrainedModel, LlamaModel)
         self.layers = nn.ModuleList(KVShiftLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        rotated, size = 2 * self.rotary_emb.inv_freq.shape[0], config.head_dim
+        if rotated != size:
+            raise ValueError(
+                f"rope_parameters must rotate whole heads, as in Llama; {rotated} of {size} dimensions would be "
+                f"rotated by {config.rope_parameters}"
+            )
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -195,6 +202,7 @@ class KVShiftLlamaForCausalLM(ShiftedGeneration, KVShiftLlamaPreTrainedModel, Ll
     """Llama with KV shift and a language-modelling head; see `transformers.LlamaForCausalLM`."""
 
     def __init__(self, config: KVShiftLlamaConfig) -> None:
+        self._check_config(config)
         super(LlamaForCausalLM, self).__init__(config)  # not Llama's own, as above
         self.model = KVShiftLlamaModel(config)
         self.vocab_size = config.vocab_size

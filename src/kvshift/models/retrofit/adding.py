@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from kvshift.layers import KVShift, check_shift_options
@@ -44,10 +45,13 @@ def add_kv_shift(
         The same model.
 
     Raises:
+        TypeError: it is no model.
         ValueError: an option is not one of `KVShift`'s, the model has a shift or cross-attention, or its class is
             unknown here. The model is then as it was.
     """
     check_shift_options(targets, window, constraint, init)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
     if any(isinstance(module, KVShift) for module in model.modules()):
         raise ValueError(f"model already has a KV shift: {type(model).__name__}")
     family = _family_of(model)

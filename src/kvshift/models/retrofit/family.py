@@ -20,31 +20,9 @@ from kvshift.models.configuration import ShiftConfig
 
 
 class RetrofitConfig(ShiftConfig):
-    """A `ShiftConfig` of a model that transformers' own class would take as well, and compute without the shift.
-
-    Such a class reads the weights and leaves the coefficients aside. It is kept from that by the `layer_types` of a
-    saved configuration: it knows no layers of that type, and says so.
-
-    Attributes:
-        loaded_by: the function or class that loads what is saved, as that message names it.
-    """
+    """A `ShiftConfig` of a model that `add_kv_shift` makes."""
 
     loaded_by: ClassVar[str] = "kvshift.models.retrofit.load_kv_shift"
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if kwargs.get("layer_types") == self._saved_layer_types():
-            del kwargs["layer_types"]
-        super().__post_init__(**kwargs)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Of transformers; what is saved."""
-        saved = super().to_dict()  # type: ignore[misc]
-        if self.shift_targets:
-            saved["layer_types"] = self._saved_layer_types()
-        return saved
-
-    def _saved_layer_types(self) -> list[str]:
-        return [f"kv_shift: load it with {self.loaded_by}"] * self.num_hidden_layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,7 @@ class KVShiftGPT2Config(RetrofitConfig, GPT2Config):
     shift_window: int = 2
     shift_constraint: str = "free"
     shift_init: str = "uniform"
+    use_cache: bool | dict[str, bool] = True
 
 
 class KVShiftGPT2Attention(GPT2Attention):
@@ -108,6 +109,7 @@ class KVShiftGPT2Model(ShiftedDecoder, ShiftedPreTrainedModel, GPT2Model):
     config_class = KVShiftGPT2Config
 
     def __init__(self, config: KVShiftGPT2Config) -> None:
+        self._check_config(config)
         _refuse(config)
         super().__init__(config)
         convert(self, GPT2, config)
@@ -175,6 +177,7 @@ class KVShiftGPT2LMHeadModel(ShiftedGeneration, ShiftedPreTrainedModel, GPT2LMHe
     config_class = KVShiftGPT2Config
 
     def __init__(self, config: KVShiftGPT2Config) -> None:
+        self._check_config(config)
         _refuse(config)
         super().__init__(config)
         convert(self, GPT2, config)
