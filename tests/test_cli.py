@@ -78,6 +78,13 @@ def test_planning_needs_no_torch(options):
     assert len(loaded) < 400
 
 
+def test_listing_the_recipes_needs_no_torch():
+    loaded = imported(["reproduce"])
+    assert "kvshift.recipes.listing" in loaded
+    assert not loaded & HEAVY
+    assert len(loaded) < 400
+
+
 def imported(arguments: list[str]) -> set[str]:
     """The modules that a process has imported when `kvshift` with these arguments has ended."""
     program = f"""

@@ -52,7 +52,7 @@ _COMMANDS = {
     "reproduce": _Command(
         "Run the paper's figures and tables again",
         "kvshift.recipes.reproduce_config:ReproduceConfig",
-        "kvshift.recipes.reproduce:reproduce",
+        "kvshift.recipes.listing:list_or_reproduce",
     ),
     "analyze": _Command(
         "Look into a trained model: heads, coefficients, attention",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.analysis.colors import BLUE, VERMILLION
-from kvshift.recipes.catalogue import NAMES, find_recipe
+from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.recipe import reported
 from kvshift.recipes.records import read_records
 
@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 FORMULAS = ("fig02", "tab03")  # nothing is compared there that has the color of a variant
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "fig02"])  # its streamlines take five seconds
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "fig02"])  # its streamlines take five seconds
 def test_figure(name: str) -> None:
     [path] = (RESULTS / name).glob("*.jsonl")
     figure = find_recipe(name).plot(reported(read_records(path)))

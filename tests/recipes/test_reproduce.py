@@ -11,12 +11,13 @@ import pytest
 from kvshift import cli
 from kvshift.lab.errors import LabError
 from kvshift.lab.records import RunFailedError
-from kvshift.recipes import catalogue
+from kvshift.recipes import catalogue, listing
 from kvshift.recipes import reproduce as module
-from kvshift.recipes.catalogue import NAMES, find_recipe
+from kvshift.recipes.catalogue import CATALOGUE, Entry, Preset, find_recipe
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.jobs import Computation
-from kvshift.recipes.recipe import Preset, Recipe, reported
+from kvshift.recipes.listing import list_or_reproduce
+from kvshift.recipes.recipe import Recipe, reported
 from kvshift.recipes.records import read_records
 from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
@@ -38,11 +39,10 @@ def claims(records):
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    entry = Entry(name="abacus", title="counting with beads", presets={"smoke": Preset(seeds=2, cost="nothing")})
     made = Recipe(
-        name="abacus",
-        title="counting with beads",
+        entry=entry,
         source="Figure 0",
-        presets={"smoke": Preset(seeds=2, cost="nothing")},
         jobs=lambda preset, seeds: [Counting(label=f"Beads, {kind}", seed=seed) for kind in "ab" for seed in seeds],
         plot=drawing,
         claims=claims,
@@ -51,7 +51,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Recipe:
     find = lambda name: made if name == "abacus" else find_recipe(name)  # noqa: E731
     for place in (module, catalogue):
         monkeypatch.setattr(place, "find_recipe", find)
-    monkeypatch.setattr(module, "NAMES", ("abacus",))
+    monkeypatch.setattr(listing, "CATALOGUE", {"abacus": entry})
     return made
 
 
@@ -147,11 +147,11 @@ def add(config: Addends) -> dict[str, int]:
 
 
 def test_the_list_says_what_is_done(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    reproduce(config(tmp_path, recipe=None))
-    assert "abacus  counting with beads  smoke   0 of 4     nothing" in capsys.readouterr().out
-    reproduce(config(tmp_path, seeds=1))
-    reproduce(config(tmp_path, recipe=None))
-    assert "abacus  counting with beads  smoke   2 of 4     nothing" in capsys.readouterr().out
+    list_or_reproduce(config(tmp_path, recipe=None))
+    assert "abacus  counting with beads  smoke   -          nothing" in capsys.readouterr().out
+    list_or_reproduce(config(tmp_path, seeds=1))
+    list_or_reproduce(config(tmp_path, recipe=None))
+    assert "abacus  counting with beads  smoke   2          nothing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,12 @@ def test_the_list_says_what_is_done(recipe: Recipe, tmp_path: Path, capsys: pyte
     ids=["recipe", "preset", "seeds", "jobs"],
 )
 def test_bad_options_are_named(recipe: Recipe, tmp_path: Path, changes: dict, message: str) -> None:
-    with pytest.raises(LabError, match=message):
-        reproduce(config(tmp_path, **changes))
+    for command in (reproduce, list_or_reproduce):
+        with pytest.raises(LabError, match=message):
+            command(config(tmp_path, **changes))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CATALOGUE)
 def test_every_recipe_has_the_three_presets_and_jobs_with_names_of_their_own(name: str) -> None:
     recipe = find_recipe(name)
     assert recipe.name == name
@@ -181,7 +182,7 @@ def test_every_recipe_has_the_three_presets_and_jobs_with_names_of_their_own(nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CATALOGUE)
 def test_smoke(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """From the command line to the page, with one seed."""
     code = cli.main(["reproduce", name, "--preset", "smoke", "--out", str(tmp_path), "--jobs", "1", "--seeds", "1"])

@@ -11,8 +11,9 @@ import pytest
 from kvshift import cli
 from kvshift.lab.errors import LabError
 from kvshift.recipes import mqar
+from kvshift.recipes.catalogue import Grid
 from kvshift.recipes.jobs import Computation
-from kvshift.recipes.recipe import Grid, Record, reported
+from kvshift.recipes.recipe import Record, reported
 from kvshift.recipes.records import read_records
 from kvshift.recipes.tuning import at_best_rates, best_rates, reached_soonest, tuning_jobs
 

@@ -1,19 +1,172 @@
-"""All recipes by name; a recipe's module is imported when it is asked for."""
+"""All recipes: what each is called, its presets and what they cost.
+
+A recipe's module is imported when it is asked for; this one imports nothing that takes time, so that a list of all
+recipes needs neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from kvshift.lab.errors import LabError
-from kvshift.recipes.recipe import Recipe
 
-__all__ = ["NAMES", "find_recipe"]
+if TYPE_CHECKING:
+    from kvshift.recipes.recipe import Recipe
 
-NAMES = ("fig01a", "fig01b", "fig02", "fig08", "fig09", "tab03", "tab04", "cfg", "mqar")
+__all__ = ["CATALOGUE", "Entry", "Grid", "Preset", "find_recipe"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The learning rates that every arm of a comparison is given.
+
+    Attributes:
+        rates: the grid, ascending.
+        seeds: of the runs that choose among them, 1000 and up: far from those that are reported, which begin at 0.
+    """
+
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rates or sorted(set(self.rates)) != list(self.rates):
+            raise ValueError(f"rates must be one or more, ascending, got {self.rates}")
+        if not self.seeds or min(self.seeds) < 1000:
+            raise ValueError(f"seeds must be one or more, each 1000 or above, got {self.seeds}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """One size of a recipe.
+
+    Attributes:
+        seeds: how many by default: 0 ... seeds - 1.
+        cost: what it takes, in words: time, and on what.
+        grid: learning rates that every arm is given before, and the seeds that choose each arm's own; None: the jobs'
+            own rates.
+    """
+
+    seeds: int
+    cost: str
+    grid: Grid | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A recipe in the list.
+
+    Attributes:
+        name: as typed: "fig01a"; its module here has the same name.
+        title: one line.
+        presets: by name: "smoke" (seconds), "laptop" (minutes on two cores), "paper" (a GPU).
+    """
+
+    name: str
+    title: str
+    presets: Mapping[str, Preset]
+
+
+_ZOOLOGY = Grid(rates=(1e-4, 10 ** (-10 / 3), 10 ** (-8 / 3), 1e-2), seeds=(1000,))  # logspace(-4, -2, 4)
+
+_ENTRIES = (
+    Entry(
+        name="fig01a",
+        title="one layer learns induction",
+        presets={
+            "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
+            "laptop": Preset(seeds=3, cost="17 minutes on two idle cores"),
+            "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
+        },
+    ),
+    Entry(
+        name="fig01b",
+        title="induction at width 8",
+        presets={
+            "smoke": Preset(seeds=1, cost="10 seconds on two cores"),
+            "laptop": Preset(seeds=3, cost="3 minutes on two cores"),
+            "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
+        },
+    ),
+    Entry(
+        name="fig02",
+        title="where descent on the loss of induction leads",
+        presets={
+            "smoke": Preset(seeds=1, cost="20 seconds on one core"),
+            "laptop": Preset(seeds=1, cost="30 seconds on one core"),
+            "paper": Preset(seeds=1, cost="2 minutes on one core"),
+        },
+    ),
+    Entry(
+        name="fig08",
+        title="hops from letter to letter",
+        presets={
+            "smoke": Preset(seeds=1, cost="20 seconds on two cores"),
+            "laptop": Preset(seeds=3, cost="8 minutes on two cores"),
+            "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
+        },
+    ),
+    Entry(
+        name="fig09",
+        title="a table of triples, learned by heart",
+        presets={
+            "smoke": Preset(seeds=1, cost="10 seconds on two cores"),
+            "laptop": Preset(seeds=3, cost="4 minutes on two cores"),
+            "paper": Preset(seeds=3, cost="an hour on one GPU; not measured"),
+        },
+    ),
+    Entry(
+        name="tab03",
+        title="the logits behind Theorem 3.4",
+        presets={
+            "smoke": Preset(seeds=1, cost="10 seconds on one core"),
+            "laptop": Preset(seeds=1, cost="15 seconds on one core"),
+            "paper": Preset(seeds=1, cost="a minute on one core"),
+        },
+    ),
+    Entry(
+        name="tab04",
+        title="grade-school problems",
+        presets={
+            "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
+            "laptop": Preset(seeds=3, cost="5 minutes on two cores"),
+            "paper": Preset(seeds=1, cost="4 runs of days each on one GPU; not measured"),
+        },
+    ),
+    Entry(
+        name="cfg",
+        title="sentences of a grammar",
+        presets={
+            "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
+            "laptop": Preset(seeds=3, cost="8 minutes on two cores"),
+            "paper": Preset(seeds=3, cost="days on one GPU; not measured"),
+        },
+    ),
+    Entry(
+        name="mqar",
+        title="recall of many pairs",
+        presets={
+            "smoke": Preset(seeds=1, cost="20 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))),
+            "laptop": Preset(
+                seeds=5,
+                cost="an hour on two cores",
+                grid=Grid(rates=(5e-4, 1e-3, 2e-3, 5e-3, 1e-2), seeds=(1000, 1001)),
+            ),
+            "paper": Preset(
+                seeds=1,
+                cost="240 runs on a GPU; not measured",
+                grid=_ZOOLOGY,
+            ),
+        },
+    ),
+)
+CATALOGUE: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
 
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name."""
-    if name not in NAMES:
-        raise LabError(f"recipe: there is no {name!r}; there are {', '.join(NAMES)}")
+    if name not in CATALOGUE:
+        raise LabError(f"recipe: there is no {name!r}; there are {', '.join(CATALOGUE)}")
     return import_module(f"kvshift.recipes.{name}").RECIPE

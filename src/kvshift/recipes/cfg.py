@@ -15,10 +15,11 @@ from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.seeds import generator_for
 from kvshift.lab.task_training import TaskTrainConfig, task_of
 from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
+from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, no_difference, percent, points
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import sized
-from kvshift.recipes.recipe import Preset, Recipe, Record, accuracy_curves, by_label
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -147,14 +148,8 @@ def _floor(records: Sequence[Record]) -> float:
 
 
 RECIPE = Recipe(
-    name="cfg",
-    title="sentences of a grammar",
+    entry=CATALOGUE["cfg"],
     source="Rebuttal; the setting of Allen-Zhu and Li, Physics of Language Models: Part 1",
-    presets={
-        "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="8 minutes on two cores"),
-        "paper": Preset(seeds=3, cost="days on one GPU; not measured"),
-    },
     jobs=jobs,
     plot=plot,
     claims=claims,

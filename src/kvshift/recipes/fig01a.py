@@ -11,6 +11,7 @@ from kvshift.lab.analysis.learning import ReachComparison, compare_reach
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import InductionConfig
+from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, percent, sooner
 from kvshift.recipes.induction import (
     SCORED,
@@ -21,7 +22,7 @@ from kvshift.recipes.induction import (
 )
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import model_label, sized
-from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
+from kvshift.recipes.recipe import Recipe, Record, by_label
 
 __all__ = ["RECIPE"]
 
@@ -126,14 +127,8 @@ def _at_most(found: ReachComparison, ratio: float) -> Direction:
 
 
 RECIPE = Recipe(
-    name="fig01a",
-    title="one layer learns induction",
+    entry=CATALOGUE["fig01a"],
     source="Figure 1a, Section 3.1, Appendix K",
-    presets={
-        "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="17 minutes on two idle cores"),
-        "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
-    },
     jobs=jobs,
     plot=partial(plot_induction, title="Induction, one layer and more"),
     claims=claims,

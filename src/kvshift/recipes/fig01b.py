@@ -8,11 +8,12 @@ from functools import partial
 
 from kvshift.lab.config import OptimizerConfig
 from kvshift.recipes import fig01a
+from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher, percent, points
 from kvshift.recipes.induction import SCORED, final_accuracy, guess, plot_induction, reach_by_label
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import model_label, sized
-from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
+from kvshift.recipes.recipe import Recipe, Record, by_label
 
 __all__ = ["RECIPE"]
 
@@ -59,14 +60,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 RECIPE = Recipe(
-    name="fig01b",
-    title="induction at width 8",
+    entry=CATALOGUE["fig01b"],
     source="Figure 1b, Section 3.1, Appendix K",
-    presets={
-        "smoke": Preset(seeds=1, cost="10 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="3 minutes on two cores"),
-        "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
-    },
     jobs=jobs,
     plot=partial(plot_induction, title="Induction at width 8"),
     claims=claims,

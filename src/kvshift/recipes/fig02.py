@@ -16,9 +16,10 @@ from kvshift.lab.theory.checks import check_panel
 from kvshift.lab.theory.gradient_flow import Trajectory, gradient_flow
 from kvshift.lab.theory.limit_loss import exact
 from kvshift.lab.theory.loss_field import FIGURE2, Field, loss_field
+from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction
 from kvshift.recipes.jobs import Computation
-from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
+from kvshift.recipes.recipe import Recipe, Record, by_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -229,14 +230,8 @@ def _short(field: Field) -> dict[str, Any]:
 
 
 RECIPE = Recipe(
-    name="fig02",
-    title="where descent on the loss of induction leads",
+    entry=CATALOGUE["fig02"],
     source="Figure 2, Theorem 3.4, Appendix L",
-    presets={
-        "smoke": Preset(seeds=1, cost="20 seconds on one core"),
-        "laptop": Preset(seeds=1, cost="30 seconds on one core"),
-        "paper": Preset(seeds=1, cost="2 minutes on one core"),
-    },
     jobs=jobs,
     plot=plot,
     claims=claims,

@@ -22,10 +22,11 @@ from kvshift.lab.records import RunFolder, write_json
 from kvshift.lab.task_trainer import score
 from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import HopConfig, HopTask, evaluation_batches
+from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, higher, percent, points
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import model_label
-from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
+from kvshift.recipes.recipe import Recipe, Record, by_label
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -320,14 +321,8 @@ def _row(errors: Sequence[float]) -> str:
 
 
 RECIPE = Recipe(
-    name="fig08",
-    title="hops from letter to letter",
+    entry=CATALOGUE["fig08"],
     source="Figure 8; data, model and published errors: Sanford, Hsu and Telgarsky (2024)",
-    presets={
-        "smoke": Preset(seeds=1, cost="20 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="8 minutes on two cores"),
-        "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
-    },
     jobs=jobs,
     plot=plot,
     claims=claims,

@@ -14,10 +14,11 @@ from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.task_training import TaskTrainConfig, task_of
 from kvshift.lab.tasks import NGramConfig
+from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, no_difference, percent, points
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import sized
-from kvshift.recipes.recipe import Preset, Recipe, Record, accuracy_curves, by_label
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -144,14 +145,8 @@ def _as_soon(ours: Reach, theirs: Reach) -> Direction:
 
 
 RECIPE = Recipe(
-    name="fig09",
-    title="a table of triples, learned by heart",
+    entry=CATALOGUE["fig09"],
     source="Figure 9",
-    presets={
-        "smoke": Preset(seeds=1, cost="10 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="4 minutes on two cores"),
-        "paper": Preset(seeds=3, cost="an hour on one GPU; not measured"),
-    },
     jobs=jobs,
     plot=plot,
     claims=claims,

@@ -14,10 +14,11 @@ from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.gpt2 import GPT2Options
 from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import MQARConfig
+from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, in_every_seed, percent, sooner
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import model_label
-from kvshift.recipes.recipe import Grid, Preset, Recipe, Record, accuracy_curves
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curves
 from kvshift.recipes.tuning import reached_soonest
 
 if TYPE_CHECKING:  # takes a second to import
@@ -28,7 +29,6 @@ __all__ = ["RECIPE"]
 SCORED = "queries"
 LEVEL = 0.99
 MODELS = ((2, False), (2, True), (1, False), (1, True))  # layers, shifted: the longest run first
-ZOOLOGY = Grid(rates=(1e-4, 10 ** (-10 / 3), 10 ** (-8 / 3), 1e-2), seeds=(1000,))  # logspace(-4, -2, 4)
 
 PAPER = TaskTrainConfig(
     out=Path(),
@@ -177,18 +177,8 @@ def _final(record: Record) -> float:
 
 
 RECIPE = Recipe(
-    name="mqar",
-    title="recall of many pairs",
+    entry=CATALOGUE["mqar"],
     source="Figure 2 of Arora et al., Zoology (2023); the paper names the task beside induction",
-    presets={
-        "smoke": Preset(seeds=1, cost="20 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))),
-        "laptop": Preset(
-            seeds=5,
-            cost="an hour on two cores",
-            grid=Grid(rates=(5e-4, 1e-3, 2e-3, 5e-3, 1e-2), seeds=(1000, 1001)),
-        ),
-        "paper": Preset(seeds=1, cost="240 runs on a GPU; not measured", grid=ZOOLOGY),
-    },
     jobs=jobs,
     plot=plot,
     claims=claims,

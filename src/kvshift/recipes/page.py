@@ -18,7 +18,7 @@ from kvshift.lab.analysis.comparison import as_markdown
 from kvshift.lab.analysis.curves import plot_curves, save_figure
 from kvshift.lab.analysis.learning import reach_of
 from kvshift.lab.records import write_bytes
-from kvshift.recipes.catalogue import NAMES, find_recipe
+from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.recipe import Recipe, Record, Score, accuracy_curves, by_label, reported
 from kvshift.recipes.records import read_records
@@ -54,7 +54,7 @@ def results_page(results: Path, figures: Path | None = None) -> str:
         figures: where each recipe's figure is drawn, as RECIPE-PRESET.svg; None: nowhere.
     """
     rows, sections = [("recipe", "claim", "paper", "ours", "preset", "seeds", "verdict")], []
-    for name in NAMES:
+    for name in CATALOGUE:
         recipe = find_recipe(name)
         for preset in recipe.presets:
             path = results / name / f"{preset}.jsonl"

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvshift.recipes.catalogue import Entry, Preset
 from kvshift.recipes.claims import Claim
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
 __all__ = [
-    "Grid",
     "Job",
-    "Preset",
     "Recipe",
     "Record",
     "Score",
@@ -86,49 +85,12 @@ Score = Callable[[Record], tuple[float, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
-    """The learning rates that every arm of a comparison is given.
-
-    Attributes:
-        rates: the grid, ascending.
-        seeds: of the runs that choose among them, 1000 and up: far from those that are reported, which begin at 0.
-    """
-
-    rates: tuple[float, ...]
-    seeds: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.rates or sorted(set(self.rates)) != list(self.rates):
-            raise ValueError(f"rates must be one or more, ascending, got {self.rates}")
-        if not self.seeds or min(self.seeds) < 1000:
-            raise ValueError(f"seeds must be one or more, each 1000 or above, got {self.seeds}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """One size of a recipe.
-
-    Attributes:
-        seeds: how many by default: 0 ... seeds - 1.
-        cost: what it takes, in words: time, and on what.
-        grid: learning rates that every arm is given before, and the seeds that choose each arm's own; None: the jobs'
-            own rates.
-    """
-
-    seeds: int
-    cost: str
-    grid: Grid | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A figure or table of the paper.
 
     Attributes:
-        name: as typed: "fig01a".
-        title: one line.
+        entry: its name, title and presets.
         source: where it stands in the paper.
-        presets: by name: "smoke" (seconds), "laptop" (minutes on two cores), "paper" (a GPU).
         jobs: of a preset, for some seeds, the longest first.
         plot: the figure, from the records of one preset.
         claims: what the paper says and what the records show.
@@ -138,10 +100,8 @@ class Recipe:
         notes: what the paper leaves open or has wrong, and what was chosen.
     """
 
-    name: str
-    title: str
+    entry: Entry
     source: str
-    presets: Mapping[str, Preset]
     jobs: Callable[[str, Sequence[int]], Sequence[Job]]
     plot: Callable[[Sequence[Record]], Figure]
     claims: Callable[[Sequence[Record]], Sequence[Claim]]
@@ -149,6 +109,21 @@ class Recipe:
     tuned_by: Score | None = None
     scored: str | None = None
     notes: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """As typed: "fig01a"."""
+        return self.entry.name
+
+    @property
+    def title(self) -> str:
+        """One line."""
+        return self.entry.title
+
+    @property
+    def presets(self) -> Mapping[str, Preset]:
+        """By name: "smoke", "laptop", "paper"."""
+        return self.entry.presets
 
 
 def reported(records: Sequence[Record]) -> list[Record]:

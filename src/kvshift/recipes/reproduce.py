@@ -19,7 +19,7 @@ from kvshift.lab.analysis.curves import save_figure
 from kvshift.lab.errors import LabError
 from kvshift.lab.messages import say
 from kvshift.lab.records import RunFailedError, RunFolder, write_bytes
-from kvshift.recipes.catalogue import NAMES, find_recipe
+from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.page import SMOKE, report
 from kvshift.recipes.recipe import Job, Recipe, Record, reported
@@ -42,8 +42,7 @@ def reproduce(config: ReproduceConfig) -> None:
     """
     config.check()
     if config.recipe is None:
-        print(overview(config.out))
-        return
+        raise LabError(f"recipe must be one of {', '.join(CATALOGUE)}, got None")
     recipe = find_recipe(config.recipe)
     if config.preset not in recipe.presets:
         raise LabError(f"preset must be one of {', '.join(recipe.presets)}, got {config.preset!r}")
@@ -89,30 +88,6 @@ def folder_of(folder: Path, job: Job) -> Path:
     """Where a job of a preset does its work."""
     label = re.sub(r"[^a-z0-9.]+", "-", job.label.lower()).strip("-")
     return folder / label / f"seed-{job.seed}"
-
-
-def overview(out: Path) -> str:
-    """All recipes with their presets: what is done of each, and what it costs."""
-    rows: list[tuple[str, ...]] = [("recipe", "what", "preset", "runs done", "cost")]
-    for name in NAMES:
-        recipe = find_recipe(name)
-        for number, (label, preset) in enumerate(recipe.presets.items()):
-            jobs = recipe.jobs(label, range(preset.seeds))
-            if preset.grid is not None:
-                jobs = [*tuning_jobs(recipe.jobs(label, preset.grid.seeds), preset.grid), *jobs]
-            done = sum(_is_done(job, folder_of(out / name / label, job)) for job in jobs)
-            what = (name, recipe.title) if number == 0 else ("", "")
-            rows.append((*what, label, f"{done} of {len(jobs)}", preset.cost))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _is_done(job: Job, out: Path) -> bool:
-    try:
-        return job.is_finished(out)
-    except LabError:  # the work of other options, which `reproduce` refuses by name
-        return False
 
 
 def _run(jobs: Sequence[Job], folder: Path, config: ReproduceConfig, *, kept: Sequence[Record]) -> list[Record]:

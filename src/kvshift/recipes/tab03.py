@@ -16,9 +16,10 @@ from kvshift.lab.theory.checks import (
     check_orthonormal,
     check_places,
 )
+from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction
 from kvshift.recipes.jobs import Computation
-from kvshift.recipes.recipe import Preset, Recipe, Record, by_label
+from kvshift.recipes.recipe import Recipe, Record, by_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -246,14 +247,8 @@ def _verdict(holds: bool) -> Direction:
 
 
 RECIPE = Recipe(
-    name="tab03",
-    title="the logits behind Theorem 3.4",
+    entry=CATALOGUE["tab03"],
     source="Table 3, Theorem 3.4, Appendix C",
-    presets={
-        "smoke": Preset(seeds=1, cost="10 seconds on one core"),
-        "laptop": Preset(seeds=1, cost="15 seconds on one core"),
-        "paper": Preset(seeds=1, cost="a minute on one core"),
-    },
     jobs=jobs,
     plot=plot,
     claims=claims,

@@ -13,10 +13,11 @@ from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import IGSMConfig
+from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher, percent, points
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import sized
-from kvshift.recipes.recipe import Preset, Recipe, Record, accuracy_curves, by_label
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -177,14 +178,8 @@ def _in_print(shares: dict[str, float]) -> str:
 
 
 RECIPE = Recipe(
-    name="tab04",
-    title="grade-school problems",
+    entry=CATALOGUE["tab04"],
     source="Table 4, Appendix E.2",
-    presets={
-        "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
-        "laptop": Preset(seeds=3, cost="5 minutes on two cores"),
-        "paper": Preset(seeds=1, cost="4 runs of days each on one GPU; not measured"),
-    },
     jobs=jobs,
     plot=plot,
     claims=claims,

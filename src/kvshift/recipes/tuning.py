@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.errors import LabError
+from kvshift.recipes.catalogue import Grid
 from kvshift.recipes.jobs import TrainingJob
-from kvshift.recipes.recipe import Grid, Job, Record, Score, accuracy_curve
+from kvshift.recipes.recipe import Job, Record, Score, accuracy_curve
 
 __all__ = ["at_best_rates", "best_rates", "by_arm", "reached_soonest", "tuning_jobs"]
 

@@ -1,0 +1,37 @@
+"""`kvshift reproduce` without a recipe: all of them, with what is done of each. Imports nothing that takes time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvshift.lab.errors import LabError
+from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.reproduce_config import ReproduceConfig
+
+__all__ = ["list_or_reproduce", "overview"]
+
+
+def list_or_reproduce(config: ReproduceConfig) -> None:
+    """The command: see `kvshift.recipes.reproduce`."""
+    config.check()
+    if config.recipe is None:
+        print(overview(config.out))
+        return
+    if config.recipe in CATALOGUE and config.preset not in (presets := CATALOGUE[config.recipe].presets):
+        raise LabError(f"preset must be one of {', '.join(presets)}, got {config.preset!r}")
+    from kvshift.recipes.reproduce import reproduce
+
+    reproduce(config)
+
+
+def overview(out: Path) -> str:
+    """A line for each preset of each recipe: its cost, and how many runs in `out` are finished."""
+    rows: list[tuple[str, ...]] = [("recipe", "what", "preset", "runs done", "cost")]
+    for entry in CATALOGUE.values():
+        for number, (preset, size) in enumerate(entry.presets.items()):
+            done = sum(1 for _ in (out / entry.name / preset).glob("*/seed-*/result.json"))
+            what = (entry.name, entry.title) if number == 0 else ("", "")
+            rows.append((*what, preset, str(done) if done else "-", size.cost))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
