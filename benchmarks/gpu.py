@@ -3,12 +3,14 @@
     OUT=results/gpu python benchmarks/gpu.py [--only tests,tuning,...] [--minutes 9]
 
 It runs from a bare checkout and needs torch, triton, transformers, matplotlib, filelock, pytest and hypothesis: no
-installation of kvshift, no tyro, no network. Each step is a process of its own with a time limit of its own: one that
-fails or hangs does not cost the rest. The benchmark's rows are written as they are measured, so that a step that ran
-out of time has left what it had.
+installation of kvshift, no tyro, no network. Each step has processes and a time limit of its own: one that fails or
+hangs does not cost the rest. Tests are shared among as many processes as there are cores, for most of their time goes
+into compiling kernels; a failure is printed as it comes. Rows and results are written as they are measured, so that a
+step that ran out of time has left what it had.
 
 $OUT/summary.txt            the short table that is printed last
 $OUT/steps.log              what the steps said
+$OUT/tests.jsonl            a line for each test that ended
 $OUT/tuning.json            launch parameters of the Triton kernels, by time
 $OUT/bench/rows.jsonl, table.md, plot.svg, plot.png
 """
@@ -16,15 +18,16 @@ $OUT/bench/rows.jsonl, table.md, plot.svg, plot.png
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
@@ -32,11 +35,18 @@ SOURCE = ROOT / "src"
 
 @dataclass(frozen=True)
 class Step:
-    """A process, and the seconds that it may take."""
+    """Processes that run at the same time, and the seconds that they may take.
+
+    Attributes:
+        variables: of the environment of each process.
+        results: where tests write how they ended.
+    """
 
     name: str
-    command: tuple[str, ...]
+    commands: tuple[tuple[str, ...], ...]
     limit: int
+    variables: tuple[Mapping[str, str], ...] = ({},)
+    results: Path | None = None
 
 
 def bench_code(out: Path, *parts: str, **options: object) -> tuple[str, ...]:
@@ -56,34 +66,42 @@ def bench_code(out: Path, *parts: str, **options: object) -> tuple[str, ...]:
     return sys.executable, "-c", code
 
 
-def test_command() -> tuple[str, ...]:
-    """pytest on the tests for a GPU alone; in eight processes where there is pytest-xdist, for most of it is compiling.
+def sharded_tests(out: Path, limit: int, processes: int, paths: tuple[str, ...] = ()) -> Step:
+    """pytest on the tests for a GPU, or on `paths`, a share in each process; see `tests/sharding.py`.
 
     Said aloud is what pytest before version 9 does not read in pyproject.toml; the benchmark plugin warns of processes.
     """
     options = ("-q", "-m", "gpu", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:benchmark")
-    workers = ("-n", "8") if importlib.util.find_spec("xdist") else ()
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("**/test_gpu*.py"))
-    return (sys.executable, "-m", "pytest", *options, *workers, "--durations=10", *files)
+    files = paths or tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("**/test_gpu*.py")))
+    results = out / "tests.jsonl"
+    return Step(
+        "tests",
+        ((sys.executable, "-m", "pytest", "-p", "tests.sharding", *options, *files),) * processes,
+        limit,
+        tuple(
+            {"KVSHIFT_SHARD": f"{share}/{processes}", "KVSHIFT_SHARD_RESULTS": str(results)}
+            for share in range(processes)
+        ),
+        results,
+    )
 
 
 def steps(out: Path) -> list[Step]:
     """What docs/performance.md says must hold on a GPU, the most important first; limits add up to nine minutes."""
     bench = out / "bench"
-    pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests")
-    tuning = (sys.executable, "-m", "kvshift.benchmarks.tuning")
+    tuning = (sys.executable, "-m", "kvshift.benchmarks.tuning", "--out", str(out / "tuning.json"), "--seconds", "50")
     return [
-        Step("tests", pytest, 110),
-        Step("tuning", (*tuning, "--out", str(out / "tuning.json"), "--seconds", "50"), 60),
-        Step("op", bench_code(bench, "op", layers=8), 110),
-        Step("train", bench_code(bench, "train", layers=8), 110),
-        Step("decode", bench_code(bench, "decode", "prefill", layers=8), 80),
-        Step("layer, memory", bench_code(bench, "layer", "memory", layers=8), 40),
-        Step("sweep", bench_code(bench, "sweep", layers=8), 30),
+        sharded_tests(out, 110, processes=min(16, os.cpu_count() or 1)),
+        Step("tuning", (tuning,), 60),
+        Step("op", (bench_code(bench, "op", layers=8),), 110),
+        Step("train", (bench_code(bench, "train", layers=8),), 110),
+        Step("decode", (bench_code(bench, "decode", "prefill", layers=8),), 80),
+        Step("layer, memory", (bench_code(bench, "layer", "memory", layers=8),), 40),
+        Step("sweep", (bench_code(bench, "sweep", layers=8),), 30),
     ]
 
 
-def surroundings() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The environment of a step: kvshift from this checkout, nothing from a network."""
     path = os.pathsep.join(filter(None, (str(SOURCE), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -93,39 +111,72 @@ def run(step: Step, seconds: float, log: TextIO) -> str:
     """Run a step for so many seconds at the most; what came of it, in a word or two."""
     log.write(f"\n===== {step.name}\n")
     log.flush()
-    process = subprocess.Popen(
-        step.command, cwd=ROOT, env=surroundings(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        code = process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
+    if step.results is not None:
+        step.results.unlink(missing_ok=True)
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**environment(), **variables},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        for command, variables in zip(step.commands, step.variables, strict=True)
+    ]
+    end, told = time.monotonic() + seconds, 0
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        time.sleep(0.2)
+        told = tell_failures(step, told)
+    late = [process for process in processes if process.poll() is None]
+    for process in late:
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return f"stopped after {seconds:.0f} s"
-    return "done" if code == 0 else f"exit code {code}"
+    tell_failures(step, told)
+    codes = {process.returncode for process in processes} - {0, 5}  # 5: of pytest, for a share without tests
+    what = f"stopped after {seconds:.0f} s" if late else f"exit code {max(codes)}" if codes else "done"
+    return what if step.results is None else f"{what}: {count_tests(whole_lines(step.results))}"
+
+
+def tell_failures(step: Step, told: int) -> int:
+    """Print the failures of tests after the first `told` ones; how many there are by now."""
+    if step.results is None:
+        return 0
+    failed = [result for result in whole_lines(step.results) if result.get("outcome") == "failed"]
+    for result in failed[told:]:
+        print(f"FAILED {result['test']}: {result['problem']}", flush=True)
+    return len(failed)
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file of JSON lines; none where there is no file yet."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def count_tests(results: list[dict[str, Any]]) -> str:
+    """How the tests ended, and how many never began or were killed."""
+    ended = {result["test"]: result["outcome"] for result in results if "test" in result}
+    counts = {kind: list(ended.values()).count(kind) for kind in ("passed", "failed", "skipped")}
+    counts["not run"] = max(0, sum(result.get("collected", 0) for result in results) - len(ended))
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "no tests"
 
 
 def summary(out: Path, said: list[tuple[str, str, float]]) -> str:
     """What came of the steps, and our rows beside their baselines."""
-    lines = [f"{name:<14} {what:<20} {seconds:6.0f} s" for name, what, seconds in said]
+    lines = [f"{name:<14} {seconds:6.0f} s  {what}" for name, what, seconds in said]
     path = out / "bench" / "rows.jsonl"
     if not path.exists():
         return "\n".join(lines)
     sys.path.insert(0, str(SOURCE))
-    from kvshift.benchmarks.report import draw, markdown, short
-    from kvshift.lab.analysis.curves import save_figure
+    from kvshift.benchmarks.report import short, write
 
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:  # the last, of a step that was stopped
-            break
+    rows = whole_lines(path)
     if not rows:
         return "\n".join(lines)
-    (out / "bench" / "table.md").write_text(markdown(rows))
-    if (figure := draw(rows)) is not None:
-        save_figure(figure, out / "bench" / "plot")
+    write(out / "bench", rows)
     return "\n".join([*lines, "", short(rows)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def test_the_benchmark_needs_neither_tyro_nor_what_reads_data(gpu, tmp_path):
     """The very code of a step, but small and on the CPU."""
     *python, code = gpu.bench_code(tmp_path / "bench", "op", preset="smoke", device="cpu", rounds=2)
     absent = "import sys\nfor name in ('tyro', 'datasets', 'ray', 'scipy'): sys.modules[name] = None\n"
-    subprocess.run([*python, absent + code], check=True, capture_output=True, env=gpu.surroundings(), timeout=120)
+    subprocess.run([*python, absent + code], check=True, capture_output=True, env=gpu.environment(), timeout=120)
     text = gpu.summary(tmp_path, [("op", "done", 3.0)])
     assert text.startswith("op ")
     assert "kv_shift" in text
@@ -40,7 +41,7 @@ def test_the_benchmark_needs_neither_tyro_nor_what_reads_data(gpu, tmp_path):
 
 def test_a_step_that_hangs_is_stopped_and_one_that_fails_is_named(gpu, tmp_path):
     def step(code):
-        return gpu.Step("one", (sys.executable, "-c", code), 60)
+        return gpu.Step("one", ((sys.executable, "-c", code),), 60)
 
     with (tmp_path / "log").open("w") as log:
         assert gpu.run(step("import time; time.sleep(60)"), 0.3, log) == "stopped after 0 s"
@@ -53,3 +54,53 @@ def test_rows_that_were_cut_off_are_left_out_of_the_summary(gpu, tmp_path):
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "rows.jsonl").write_text('{"part": "op", "ca')
     assert gpu.summary(tmp_path, [("op", "stopped after 9 s", 9.0)]).startswith("op")
+
+
+TESTS = """
+import pytest
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("number", range(40))
+def test_number(number):
+    assert number != 23, "twenty-three"
+
+def test_skipped():
+    pytest.skip("not here")
+"""
+
+
+def test_tests_are_shared_among_processes_and_failures_printed_as_they_come(gpu, tmp_path, capsys):
+    """Every test is run once, whatever the number of processes."""
+    (tmp_path / "test_gpu_made_up.py").write_text(TESTS)
+    step = gpu.sharded_tests(tmp_path, 60, 2, (str(tmp_path / "test_gpu_made_up.py"),))
+    with (tmp_path / "log").open("w") as log:
+        assert gpu.run(step, 60, log) == "exit code 1: 39 passed, 1 failed, 1 skipped"
+    assert "test_number[23]: AssertionError: twenty-three" in capsys.readouterr().out
+    results = gpu.whole_lines(tmp_path / "tests.jsonl")
+    assert sorted(result["collected"] for result in results if "collected" in result) == [17, 24]
+    assert len({result["test"] for result in results if "test" in result}) == 41
+    assert "assert 23 != 23" in (tmp_path / "log").read_text()
+
+
+def test_a_killed_share_has_left_what_it_had(gpu, tmp_path, capsys):
+    """One test passes, one fails, and the third hangs."""
+    code = (
+        "import sys, time; file = open(sys.argv[1], 'a'); file.write('{\"collected\": 3}\\n"
+        '{"test": "a", "outcome": "passed"}\\n'
+        '{"test": "b", "outcome": "failed", "problem": "wrong"}\\n{"test": \'); '
+        "file.flush(); time.sleep(60)"
+    )
+    path = tmp_path / "tests.jsonl"
+    step = gpu.Step("tests", ((sys.executable, "-c", code, str(path)),), 60, results=path)
+    with (tmp_path / "log").open("w") as log:
+        assert gpu.run(step, 3, log) == "stopped after 3 s: 1 passed, 1 failed, 1 not run"
+    assert capsys.readouterr().out == "FAILED b: wrong\n"
+
+
+def test_the_tests_of_the_first_step_are_those_for_a_gpu_in_many_processes(gpu, tmp_path):
+    step = gpu.steps(tmp_path)[0]
+    assert step.name == "tests"
+    assert {"tests/models/test_gpu.py", "tests/ops/test_gpu.py", "tests/ops/test_gpu_programs.py"} <= set(
+        step.commands[0]
+    )
+    assert len(step.commands) == len(step.variables) == min(16, os.cpu_count() or 1)

@@ -30,10 +30,11 @@ def exactly(module: Any) -> Any:
 
 
 def shifting_by(backend: str, module: Any) -> Any:
-    """Have every shift of a module done by one backend; in place."""
+    """Have every shift of a module done by one backend, decoding and what backward recomputes included; in place."""
     for part in module.modules():
         if isinstance(part, KVShift):
-            part.forward = functools.partial(part.forward, backend=backend)
+            for name in ("forward", "step", "recomputing"):
+                setattr(part, name, functools.partial(getattr(part, name), backend=backend))
     return module
 
 

@@ -170,11 +170,21 @@ class KVShift(nn.Module):
         q_norm, k_norm = norms or (None, None)
         return _finish(q_hat, q_norm, rotary), _finish(k_hat, k_norm, rotary), v_hat, new if keep_state else None
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, room: Room, rotary: Rotary, norms: Norms | None) -> Tensor | None:
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        room: Room,
+        rotary: Rotary,
+        norms: Norms | None,
+        *,
+        backend: str = "auto",
+    ) -> Tensor | None:
         """One token of every row, in one launch: k and v go into the cache and the state, in place.
 
         Args:
-            q, k, v, rotary, norms: as in `forward`, T = 1.
+            q, k, v, rotary, norms, backend: as in `forward`, T = 1.
             room: the cache.
 
         Returns:
@@ -182,7 +192,7 @@ class KVShift(nn.Module):
         """
         if "q" in self.targets or torch.is_grad_enabled():
             return None
-        fused = prepare(q, k, v, self._mix("k"), self._mix("v"), room.state, rotary, norms, "auto")
+        fused = prepare(q, k, v, self._mix("k"), self._mix("v"), room.state, rotary, norms, backend)
         return None if fused is None else fused.step(q, k, v, room)
 
     def recomputing(
