@@ -41,7 +41,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvshift.benchmarks.rows import options_hash
 from kvshift.benchmarks.twins import shifting_by
-from kvshift.lab.records import environment
+from kvshift.lab.runs.folder import environment
 from kvshift.layers.fused import Fused
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
 from kvshift.models.shifted import ShiftedDecoder

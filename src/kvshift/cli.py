@@ -29,25 +29,25 @@ class _Command:
 _COMMANDS = {
     "compare": _Command(
         "Train twins, with and without KV shift",
-        "kvshift.lab.compare_config:CompareConfig",
-        "kvshift.lab.compare:compare",
+        "kvshift.lab.compare.compare_config:CompareConfig",
+        "kvshift.lab.compare.compare:compare",
         from_file=True,
     ),
     "train": _Command(
         "Train a language model on text",
-        "kvshift.lab.config:TrainConfig",
-        "kvshift.lab.training:train",
+        "kvshift.lab.training.train_config:TrainConfig",
+        "kvshift.lab.training.train:train",
         from_file=True,
     ),
     "generate": _Command(
         "Continue prompts with a trained model",
-        "kvshift.lab.generate_config:GenerateConfig",
-        "kvshift.lab.generation:generate",
+        "kvshift.lab.generate.generate_config:GenerateConfig",
+        "kvshift.lab.generate.generation:generate",
     ),
     "eval": _Command(
         "Score a text: loss, perplexity, bits per byte",
-        "kvshift.lab.eval_config:EvalConfig",
-        "kvshift.lab.evaluation:evaluate",
+        "kvshift.lab.evaluate.eval_config:EvalConfig",
+        "kvshift.lab.evaluate.evaluation:evaluate",
     ),
     "reproduce": _Command(
         "Run the paper's figures and tables again",
@@ -56,8 +56,8 @@ _COMMANDS = {
     ),
     "analyze": _Command(
         "Look into a trained model: heads, coefficients, attention",
-        "kvshift.lab.analyze_config:AnalyzeConfig",
-        "kvshift.lab.analyze:analyze",
+        "kvshift.lab.analyze.analyze_config:AnalyzeConfig",
+        "kvshift.lab.analyze.analyze:analyze",
     ),
     "bench": _Command(
         "Measure time and memory beside baselines",
@@ -66,8 +66,8 @@ _COMMANDS = {
     ),
     "plan": _Command(
         "Say what a run will cost",
-        "kvshift.lab.plan_config:PlanConfig",
-        "kvshift.lab.planning:plan",
+        "kvshift.lab.plan.plan_config:PlanConfig",
+        "kvshift.lab.plan.planning:plan",
         from_file=True,
     ),
 }
@@ -133,7 +133,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
     about: dict[str, Any] = {"prog": f"kvshift {name}", "description": command.summary, "args": arguments}
     try:
-        read = _imported("kvshift.lab.options_file:parse") if command.from_file else tyro.cli
+        read = _imported("kvshift.lab.training.options_file:parse") if command.from_file else tyro.cli
         options = read(_imported(command.options), **about)
         _imported(command.function)(options)
     except LabError as error:

@@ -13,7 +13,7 @@ from kvshift.benchmarks import formulations, language_model
 from kvshift.benchmarks.bench import BenchConfig, bench
 from kvshift.benchmarks.presets import PRESETS, Preset, Sweep
 from kvshift.lab.errors import LabError
-from kvshift.lab.records import RunFailedError
+from kvshift.lab.runs.folder import RunFailedError
 from kvshift.layers import KVShift
 
 SMOKE = PRESETS["smoke"]

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from kvshift.lab.callbacks import InterruptedRunError
 from kvshift.lab.errors import LabError
+from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes.recipe import Record
 from kvshift.recipes.watching import last_step
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.config import to_json
-from kvshift.lab.task_training import task_of
 from kvshift.lab.tasks import CFG3F, CFG3S
+from kvshift.lab.training.task_training import task_of
+from kvshift.lab.training.train_config import to_json
 from kvshift.recipes import cfg
 from kvshift.recipes.recipe import Record
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvshift.lab.analysis.runs import read_json
-from kvshift.lab.config import to_json
-from kvshift.lab.gpt2 import build_gpt2
 from kvshift.lab.tasks import HopConfig, HopTask, generator_of
+from kvshift.lab.training.train_config import to_json
+from kvshift.lab.variants.small_gpt2 import build_gpt2
 from kvshift.recipes import fig08
 from kvshift.recipes.fig08 import HOPS, PUBLISHED, errors_by_hops
 from kvshift.recipes.recipe import Record

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshift.lab.config import to_json
-from kvshift.lab.language_model import llama_config
 from kvshift.lab.tasks import NGramTask
+from kvshift.lab.training.train_config import to_json
+from kvshift.lab.variants.building import llama_config
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.recipes import fig09
 from kvshift.recipes.recipe import Record

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.config import to_json
-from kvshift.lab.gpt2 import build_gpt2
+from kvshift.lab.training.train_config import to_json
+from kvshift.lab.variants.small_gpt2 import build_gpt2
 from kvshift.recipes import mqar
 from kvshift.recipes.models import model_label
 from kvshift.recipes.recipe import Record

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvshift.lab.callbacks import InterruptedRunError
 from kvshift.lab.errors import LabError
+from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes.sweep import _gpu_share, sweep
 
 from .cases import Counting, runs

@@ -10,7 +10,7 @@ import pytest
 import torch
 from joblib.externals.loky import get_reusable_executor
 
-from kvshift.lab.callbacks import InterruptedRunError
+from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes.sweep import sweep
 
 from .cases import Counting, runs

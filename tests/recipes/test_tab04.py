@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvshift.lab.config import ModelConfig
 from kvshift.lab.tasks import IGSMConfig
+from kvshift.lab.training.train_config import ModelConfig
 from kvshift.recipes import tab04
 from kvshift.recipes.recipe import Record
 

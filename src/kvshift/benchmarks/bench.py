@@ -23,7 +23,7 @@ from kvshift.benchmarks.report import SMOKE, short, write
 from kvshift.benchmarks.rows import RowFile, options_hash
 from kvshift.benchmarks.timing import EventClock, WallClock, keep_memory
 from kvshift.lab.errors import LabError
-from kvshift.lab.records import RunFailedError, RunFolder, environment
+from kvshift.lab.runs.folder import RunFailedError, RunFolder, environment
 from kvshift.ops.cpu.kernel import cpu_refusal
 
 __all__ = ["BenchConfig", "bench"]

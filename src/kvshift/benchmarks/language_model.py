@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvshift.benchmarks.cases import Case, Contestant, Session
 from kvshift.benchmarks.presets import ModelSize
 from kvshift.benchmarks.twins import SLICE, exactly, far_off, gradients, shifting_by
-from kvshift.lab.cost import count_parameters, training_memory
+from kvshift.lab.plan.cost import count_parameters, training_memory
 from kvshift.layers import param_groups
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 

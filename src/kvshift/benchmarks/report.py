@@ -18,7 +18,7 @@ from kvshift.benchmarks.rows import read_rows
 from kvshift.benchmarks.sweep import lines
 from kvshift.lab.analysis.colors import GREEN, GREY, ORANGE, PURPLE, colors_of
 from kvshift.lab.analysis.curves import save_figure
-from kvshift.lab.records import write_bytes
+from kvshift.lab.runs.folder import write_bytes
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes

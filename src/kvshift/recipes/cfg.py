@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_chance, draw_curves, draw_shares
 from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.analysis.statistics import verdict
-from kvshift.lab.config import OptimizerConfig
 from kvshift.lab.seeds import generator_for
-from kvshift.lab.task_training import TaskTrainConfig, task_of
 from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
+from kvshift.lab.training.task_training import TaskTrainConfig, task_of
+from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, no_difference, percent, points
 from kvshift.recipes.jobs import TrainingJob

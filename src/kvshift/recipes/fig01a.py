@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from kvshift.lab.analysis.learning import ReachComparison, compare_reach
-from kvshift.lab.config import OptimizerConfig
-from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import InductionConfig
+from kvshift.lab.training.task_training import TaskTrainConfig
+from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, percent, sooner
 from kvshift.recipes.induction import (

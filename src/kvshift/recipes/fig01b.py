@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from kvshift.lab.config import OptimizerConfig
+from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes import fig01a
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher, percent, points

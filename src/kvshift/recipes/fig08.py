@@ -16,12 +16,12 @@ from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.analysis.runs import read_json
 from kvshift.lab.analysis.statistics import t_interval
-from kvshift.lab.config import OptimizerConfig
-from kvshift.lab.gpt2 import GPT2Options, LabGPT2
-from kvshift.lab.records import RunFolder, write_json
-from kvshift.lab.task_trainer import score
-from kvshift.lab.task_training import TaskTrainConfig
+from kvshift.lab.runs.folder import RunFolder, write_json
 from kvshift.lab.tasks import HopConfig, HopTask, evaluation_batches
+from kvshift.lab.training.task_trainer import score
+from kvshift.lab.training.task_training import TaskTrainConfig
+from kvshift.lab.training.train_config import OptimizerConfig
+from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, higher, percent, points
 from kvshift.recipes.jobs import TrainingJob

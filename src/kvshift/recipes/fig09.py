@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
 from kvshift.lab.analysis.panels import legend_below
-from kvshift.lab.config import OptimizerConfig
-from kvshift.lab.task_training import TaskTrainConfig, task_of
 from kvshift.lab.tasks import NGramConfig
+from kvshift.lab.training.task_training import TaskTrainConfig, task_of
+from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, no_difference, percent, points
 from kvshift.recipes.jobs import TrainingJob

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, reach_of
 from kvshift.lab.analysis.panels import legend_below
-from kvshift.lab.task_training import task_of
+from kvshift.lab.training.task_training import task_of
 from kvshift.recipes.recipe import Record, accuracy_curves, by_label
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from kvshift.lab.analysis.runs import is_finished, read_json, read_run
-from kvshift.lab.beginning import enter, refuse_other_options
-from kvshift.lab.config import config_hash, to_json
-from kvshift.lab.records import RunFolder, environment, write_json
-from kvshift.lab.task_training import TaskTrainConfig, task_options, train_task
+from kvshift.lab.runs.beginning import enter, refuse_other_options
+from kvshift.lab.runs.folder import RunFolder, environment, write_json
+from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
+from kvshift.lab.training.train_config import config_hash, to_json
 from kvshift.recipes.watching import last_step
 
 __all__ = ["Computation", "TrainingJob"]
@@ -21,7 +21,7 @@ __all__ = ["Computation", "TrainingJob"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """Train one model on one task; see `kvshift.lab.task_training`.
+    """Train one model on one task; see `kvshift.lab.training.task_training`.
 
     Attributes:
         label: which variant.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvshift.lab.config import ModelConfig
+from kvshift.lab.training.train_config import ModelConfig
 
 __all__ = ["model_label", "sized"]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import compare_reach, reach_of
 from kvshift.lab.analysis.panels import legend_below
-from kvshift.lab.config import OptimizerConfig
-from kvshift.lab.gpt2 import GPT2Options
-from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import MQARConfig
+from kvshift.lab.training.task_training import TaskTrainConfig
+from kvshift.lab.training.train_config import OptimizerConfig
+from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, in_every_seed, percent, sooner
 from kvshift.recipes.jobs import TrainingJob

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvshift.lab.analysis.runs import read_lines
 from kvshift.lab.errors import LabError
-from kvshift.lab.records import write_bytes
+from kvshift.lab.runs.folder import write_bytes
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.recipe import Job, Record
 

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from kvshift.lab.analysis.curves import save_figure
 from kvshift.lab.errors import LabError
 from kvshift.lab.messages import say
-from kvshift.lab.records import RunFailedError, RunFolder, write_bytes
+from kvshift.lab.runs.folder import RunFailedError, RunFolder, write_bytes
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.page import SMOKE, report

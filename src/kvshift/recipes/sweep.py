@@ -13,8 +13,8 @@ from typing import Any
 import joblib
 import torch
 
-from kvshift.lab.callbacks import InterruptedRunError
 from kvshift.lab.errors import LabError
+from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes.recipe import Job
 from kvshift.recipes.reproduce_config import Cluster
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares, share_position
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below
-from kvshift.lab.config import OptimizerConfig
-from kvshift.lab.task_training import TaskTrainConfig
 from kvshift.lab.tasks import IGSMConfig
+from kvshift.lab.training.task_training import TaskTrainConfig
+from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher, percent, points
 from kvshift.recipes.jobs import TrainingJob

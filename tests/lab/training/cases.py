@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from kvshift.lab.config import ModelConfig, TrainConfig
 from kvshift.lab.data.config import DataConfig
+from kvshift.lab.training.train_config import ModelConfig, TrainConfig
 
 TIMES = ("seconds", "step_seconds", "peak_memory_bytes")
 LENGTH = 37

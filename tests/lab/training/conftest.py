@@ -8,7 +8,7 @@ import datasets
 import datasets.config
 import pytest
 
-from kvshift.lab.training import train
+from kvshift.lab.training.train import train
 
 from .cases import tiny, write_corpus
 

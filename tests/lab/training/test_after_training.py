@@ -11,9 +11,9 @@ import torch
 
 from kvshift.cli import main
 from kvshift.lab.data.tokenizers import load_tokenizer
-from kvshift.lab.loading import locate
-from kvshift.lab.plan_config import PlanConfig, PlanData
-from kvshift.lab.planning import estimate
+from kvshift.lab.plan.plan_config import PlanConfig, PlanData
+from kvshift.lab.plan.planning import estimate
+from kvshift.lab.runs.loading import locate
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .cases import LENGTH, tiny

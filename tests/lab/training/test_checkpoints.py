@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.checkpoints import find_checkpoint, keep_newest
-from kvshift.lab.training import train
+from kvshift.lab.runs.checkpoints import find_checkpoint, keep_newest
+from kvshift.lab.training.train import train
 
 from .cases import assert_same_run, copied, tiny
 

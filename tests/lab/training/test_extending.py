@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.config import config_hash
 from kvshift.lab.errors import LabError
-from kvshift.lab.extending import same_past
-from kvshift.lab.training import train
+from kvshift.lab.runs.extending import same_past
+from kvshift.lab.training.train import train
+from kvshift.lab.training.train_config import config_hash
 
 from .cases import assert_same_bits, metrics, result, tiny, weights
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from kvshift import cli
-from kvshift.lab.callbacks import InterruptedRunError
-from kvshift.lab.checkpoints import find_checkpoint
 from kvshift.lab.errors import LabError
-from kvshift.lab.language_model import build_model
-from kvshift.lab.records import FolderInUseError, Metrics, RunFailedError, RunFolder
-from kvshift.lab.trainer import LanguageModelTrainer
-from kvshift.lab.training import train
+from kvshift.lab.runs.checkpoints import find_checkpoint
+from kvshift.lab.runs.folder import FolderInUseError, Metrics, RunFailedError, RunFolder
+from kvshift.lab.training.callbacks import InterruptedRunError
+from kvshift.lab.training.train import train
+from kvshift.lab.training.trainer import LanguageModelTrainer
+from kvshift.lab.variants.building import build_model
 
 from .cases import LENGTH, assert_same_run, copied, metrics, room_for, tiny, write_corpus
 
@@ -133,7 +133,7 @@ def test_start_weights_that_are_not_finite_are_not_blamed_on_the_learning_rate(c
         model.get_input_embeddings().weight.data.fill_(float("nan"))
         return model
 
-    monkeypatch.setattr("kvshift.lab.training.build_model", broken)
+    monkeypatch.setattr("kvshift.lab.training.train.build_model", broken)
     with pytest.raises(RunFailedError, match=r"not finite at step 1 .*No weight has been updated yet: the cause is"):
         train(tiny(corpus, tmp_path / "run"))
 
@@ -184,7 +184,7 @@ def test_validation_loss_that_is_not_finite(corpus, tmp_path, monkeypatch):
     def infinite(logits, labels):
         return torch.full((len(labels),), float("inf")), torch.full((len(labels),), LENGTH - 1)
 
-    monkeypatch.setattr("kvshift.lab.trainer.row_losses", infinite)
+    monkeypatch.setattr("kvshift.lab.training.trainer.row_losses", infinite)
     with pytest.raises(RunFailedError, match=r"validation loss is not finite after step 5; checkpoint-4 is kept"):
         train(tiny(corpus, tmp_path / "run"))
     assert metrics(tmp_path / "run", "eval") == []
@@ -204,7 +204,7 @@ def test_interrupt_while_data_are_read(corpus, tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvshift.lab.training.load_text_data", interrupted)
+    monkeypatch.setattr("kvshift.lab.training.train.load_text_data", interrupted)
     with pytest.raises(InterruptedRunError, match=r"interrupted; the same command goes on") as caught:
         train(tiny(corpus, tmp_path / "run"))
     assert caught.value.exit_code == 130

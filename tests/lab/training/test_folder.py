@@ -6,10 +6,10 @@ from contextlib import closing
 
 import pytest
 
-from kvshift.lab.checkpoints import find_checkpoint
 from kvshift.lab.errors import LabError
-from kvshift.lab.records import Metrics, RunFailedError, read_metrics
-from kvshift.lab.training import train
+from kvshift.lab.runs.checkpoints import find_checkpoint
+from kvshift.lab.runs.folder import Metrics, RunFailedError, read_metrics
+from kvshift.lab.training.train import train
 
 from .cases import assert_same_run, copied, metrics, room_for, tiny
 
@@ -34,7 +34,7 @@ def test_options_that_are_refused_leave_a_folder_that_can_be_used(finished, corp
     def fails(options):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("kvshift.lab.beginning.config_hash", fails)
+    monkeypatch.setattr("kvshift.lab.runs.beginning.config_hash", fails)
     with pytest.raises(ZeroDivisionError):
         train(tiny(corpus, tmp_path / "run"))
     assert (tmp_path / "run" / "environment.json").exists()
@@ -182,6 +182,6 @@ def test_memory_of_the_cpu(corpus, tmp_path, monkeypatch):
     def greedy(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 PiB")
 
-    monkeypatch.setattr("kvshift.lab.training.build_model", greedy)
+    monkeypatch.setattr("kvshift.lab.training.train.build_model", greedy)
     with pytest.raises(RunFailedError, match=r"out of memory: .* smaller batch_size \(now 4\)"):
         train(tiny(corpus, tmp_path / "run"))

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvshift.lab.config import ModelConfig, TrainConfig
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
 from kvshift.lab.errors import LabError
-from kvshift.lab.pretrained import base_config, find_pretrained
-from kvshift.lab.training import train
+from kvshift.lab.training.train import train
+from kvshift.lab.training.train_config import ModelConfig, TrainConfig
+from kvshift.lab.variants.pretrained import base_config, find_pretrained
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .cases import assert_same_run, metrics, result, tiny

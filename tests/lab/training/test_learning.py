@@ -8,12 +8,12 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from kvshift.lab.data.order import ShuffledEpochs
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
-from kvshift.lab.language_model import build_model, llama_config
-from kvshift.lab.order import ShuffledEpochs
-from kvshift.lab.trainer import LanguageModelTrainer
-from kvshift.lab.training import train
+from kvshift.lab.training.train import train
+from kvshift.lab.training.trainer import LanguageModelTrainer
+from kvshift.lab.variants.building import build_model, llama_config
 
 from .cases import LENGTH, assert_same_bits, losses, metrics, result, tiny, weights
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.errors import LabError
-from kvshift.lab.training import train
+from kvshift.lab.training.train import train
 
 from .cases import tiny
 

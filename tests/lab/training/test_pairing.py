@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kvshift.lab import training
-from kvshift.lab.config import ModelConfig
-from kvshift.lab.language_model import build_model, llama_config, shift_layers
-from kvshift.lab.training import train
+from kvshift.lab.training import train as training
+from kvshift.lab.training.train import train
+from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.building import build_model, llama_config, shift_layers
 
 from .cases import assert_same_bits, losses, metrics, tiny, weights
 

@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvshift.cli import main
 from kvshift.lab.analysis.runs import read_run
-from kvshift.lab.checkpoints import seal, size_fault
+from kvshift.lab.analyze.head_scores import RepeatConfig, measure_heads
+from kvshift.lab.compare.samples import sample
+from kvshift.lab.compare.step_time import measure_step_time
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
-from kvshift.lab.head_scores import RepeatConfig, measure_heads
-from kvshift.lab.language_model import load_trained
-from kvshift.lab.loading import load_weights
-from kvshift.lab.samples import sample
-from kvshift.lab.step_time import measure_step_time
-from kvshift.lab.training import train
+from kvshift.lab.runs.checkpoints import seal, size_fault
+from kvshift.lab.runs.loading import load_weights
+from kvshift.lab.training.train import train
+from kvshift.lab.variants.building import load_trained
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .cases import assert_same_run, result, tiny
@@ -100,7 +100,7 @@ def test_runs_of_before_and_of_now_are_read_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By what compares two runs, which takes both as the class that was trained."""
-    monkeypatch.setattr("kvshift.lab.step_time._TURN_SECONDS", 1e-9)
+    monkeypatch.setattr("kvshift.lab.compare.step_time._TURN_SECONDS", 1e-9)
     before = shutil.copytree(vanilla, tmp_path / "before")
     as_before(before / "model")
     options: Any = {"prompt": "abc", "tokens": 7, "temperature": 0.0, "seed": 3}

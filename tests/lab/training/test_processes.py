@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshift.lab.training import train
+from kvshift.lab.training.train import train
 
 from .cases import LENGTH, losses, metrics, result, tiny, weights
 

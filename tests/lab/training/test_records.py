@@ -14,12 +14,12 @@ import torch
 from transformers import AutoTokenizer
 
 from kvshift import cli
-from kvshift.lab.config import TrainConfig, from_json
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
 from kvshift.lab.errors import LabError
-from kvshift.lab.trainer import row_losses, summarize
-from kvshift.lab.training import train
+from kvshift.lab.training.train import train
+from kvshift.lab.training.train_config import TrainConfig, from_json
+from kvshift.lab.training.trainer import row_losses, summarize
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .cases import LENGTH, assert_same_run, metrics, result, tiny

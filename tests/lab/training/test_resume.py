@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.callbacks import InterruptedRunError, Leave
-from kvshift.lab.config import TrainConfig
-from kvshift.lab.training import train
+from kvshift.lab.training.callbacks import InterruptedRunError, Leave
+from kvshift.lab.training.train import train
+from kvshift.lab.training.train_config import TrainConfig
 
 from .cases import assert_same_run, metrics, tiny, write_corpus
 
 # Forks of a process that has imported everything and computed nothing: a child is at work at once.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["kvshift.lab.training"])
+CONTEXT.set_forkserver_preload(["kvshift.lab.training.train"])
 
 
 def kill_when(state: Callable[[Path], bool], config: TrainConfig) -> None:

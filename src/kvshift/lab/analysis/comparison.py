@@ -35,7 +35,7 @@ def summarize(pairs: Sequence[Pair], step_time: dict[str, Any] | None = None) ->
 
     Args:
         pairs: one for each seed.
-        step_time: what `kvshift.lab.step_time` measured, handed through.
+        step_time: what `kvshift.lab.compare.step_time` measured, handed through.
     """
     seeds = [_of_one_seed(pair) for pair in pairs]
     by_row = None
@@ -63,7 +63,7 @@ def summarize(pairs: Sequence[Pair], step_time: dict[str, Any] | None = None) ->
 
 def _refuse_strangers(pair: Pair) -> None:
     """Twins were given the same options and found the same data; what they recorded shows it."""
-    from kvshift.lab.config import differences  # brings the libraries that read data
+    from kvshift.lab.training.train_config import differences  # brings the libraries that read data
 
     lines = [
         line

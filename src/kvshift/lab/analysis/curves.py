@@ -13,7 +13,7 @@ from kvshift.lab.analysis.panels import count_steps, legend_below, whole_ticks
 from kvshift.lab.analysis.runs import Run, read_run
 from kvshift.lab.analysis.statistics import t_interval
 from kvshift.lab.errors import LabError
-from kvshift.lab.records import read_metrics
+from kvshift.lab.runs.folder import read_metrics
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes

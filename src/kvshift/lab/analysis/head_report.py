@@ -13,7 +13,7 @@ from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.analysis.maps import count_coefficients, map_attention, map_coefficients, map_scores
 from kvshift.lab.analysis.pages import inline, render
 from kvshift.lab.analysis.runs import read_json, variant_name
-from kvshift.lab.records import read_metrics
+from kvshift.lab.runs.folder import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvshift.lab.errors import LabError
 
 if TYPE_CHECKING:
-    from kvshift.lab.config import TrainConfig
+    from kvshift.lab.training.train_config import TrainConfig
 
 __all__ = ["Run", "is_finished", "read_json", "read_lines", "read_run", "variant_name"]
 
@@ -46,7 +46,7 @@ class Run:
 
     def options(self) -> TrainConfig:
         """`config` as it was given to `kvshift train`, with nothing left open."""
-        from kvshift.lab.config import TrainConfig, from_json  # brings the libraries that read data
+        from kvshift.lab.training.train_config import TrainConfig, from_json  # brings the libraries that read data
 
         names = {field.name for field in dataclasses.fields(TrainConfig)}
         return from_json(TrainConfig, {name: value for name, value in self.config.items() if name in names})

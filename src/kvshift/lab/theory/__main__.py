@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvshift.lab.records import environment, write_json
+from kvshift.lab.runs.folder import environment, write_json
 from kvshift.lab.theory import checks
 from kvshift.lab.theory.gradient_flow import Trajectory, take_steps
 from kvshift.lab.theory.limit_loss import exact

@@ -1,0 +1,326 @@
+"""What each attention head does on rows that repeat themselves: previous-token, duplicate-token, induction scores.
+
+Shapes: B rows, T positions, H query heads, G KV heads, W window of the shift.
+
+A row is `length` different random tokens, and then the same again. For the token at t in the second half let e be its
+earlier occurrence. A head without shift is a previous-token head where it attends to t - 1, a duplicate-token head
+where it attends to e, and an induction head where it attends to e + 1, the token that should now follow (Olsson et al.
+2022, section "Head activation evaluators").
+
+With KV shift the place that is attended to is not the token that is read. Position s has the key a1 k[s] + a2 k[s-1]
+and the value b1 v[s] + b2 v[s-1]: attention to s *matches* the contents of s and s - 1, and *moves* those of s and
+s - 1. So, for the pure coefficients,
+
+    alpha   beta    attends to  matches  moves    what the head is
+    (1, 0)  (1, 0)  e           e        e        duplicate-token head
+    (1, 0)  (1, 0)  e + 1       e + 1    e + 1    induction head, by what an earlier layer left at e + 1
+    (0, 1)  (1, 0)  e + 1       e        e + 1    induction head in one layer (Theorem 3.3)
+    (0, 1)  (0, 1)  e + 1       e        e        duplicate-token head
+    (1, 0)  (0, 1)  e           e        e - 1    head for what came before
+    (1, 0)  (0, 1)  e + 2       e + 2    e + 1    induction head, by what earlier layers left at e + 2
+    any     (1, 0)  t - 1                t - 1    previous-token head
+    any     (0, 1)  t                    t - 1    previous-token head that attends to its own position
+
+A head that attends to e never moves e + 1: the shift reaches back, and nothing at e knows what follows. An induction
+head attends to the token it moves or, with beta (0, 1), to the one after that; what it matches is that token or, with
+alpha (0, 1), the one before it.
+
+Real coefficients are mixtures. *Attention* scores are the plain probabilities; *matched* and *moved* scores spread them
+over the tokens that are read, each by its share |c_i| / sum_j |c_j| of the coefficients:
+
+    matched[t, u] = sum_i share(alpha)_i A[t, u + i],    moved[t, u] = sum_j share(beta)_j A[t, u + j]
+
+They lie between 0 and 1, and without shift all three are the same. Signs are lost (a head with beta (0.34, -0.15) moves
+a difference), and so is how long the keys are and what they hold: `matched` says which contents could have drawn the
+attention, not which did. A shift of queries (QKV-shift) is not undone: e is that of the token at t, and a head that
+asks with the token before shows itself by matching e - 1.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvshift.lab.analyze.analyze_config import RepeatConfig
+from kvshift.lab.errors import LabError
+from kvshift.lab.seeds import generator_for
+from kvshift.lab.training.callbacks import coefficients
+
+__all__ = [
+    "HeadScores",
+    "Measured",
+    "RepeatConfig",
+    "attention_maps",
+    "attention_scores",
+    "measure_heads",
+    "repeated_rows",
+    "rows_for",
+    "shares",
+]
+
+_LENGTH = 64  # by default, where vocabulary and positions allow it
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadScores:
+    """Scores of one head, means over rows and positions.
+
+    Attributes:
+        layer, head: from 0; `head` counts query heads.
+        attention: by place, the probability: "previous" is t - 1, for every t but the first; "earlier-1", "earlier",
+            "earlier+1" ... "earlier+W" are e - 1 ... e + W, for every t of the second half but its first.
+        matched, moved: the same after the shift of keys and of values is undone, as the module's docstring says.
+        alone: the part of the attention that both matches e and moves e + 1, so that no other layer is needed:
+            sum_i share(alpha)_i share(beta)_{i-1} A[t, e + i]; without shift 0.
+    """
+
+    layer: int
+    head: int
+    attention: Mapping[str, float]
+    matched: Mapping[str, float]
+    moved: Mapping[str, float]
+    alone: float
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """What is moved, under the usual names; what heads are ranked by."""
+        places = {"previous_token": "previous", "duplicate_token": "earlier", "induction": "earlier+1"}
+        return {name: self.moved[place] for name, place in places.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What `measure_heads` found.
+
+    Attributes:
+        heads: every head, layer by layer.
+        coefficients: by layer, {"alpha": (G, W), "beta": (G, W)} as lists, of what the model shifts; empty: nothing.
+        window: W of its shift; 1: nothing is shifted.
+        length, rows: of the rows.
+        uniform: "previous" and "earlier": the scores of a head that attends to all it sees alike.
+        behaviour: "first" and "second" half: the loss (nats) and accuracy of the model on all but the first token of
+            each. Only the second can be foretold.
+    """
+
+    heads: Sequence[HeadScores]
+    coefficients: Sequence[Mapping[str, Any]]
+    window: int
+    length: int
+    rows: int
+    uniform: Mapping[str, float]
+    behaviour: Mapping[str, Mapping[str, float]]
+
+
+def repeated_rows(config: RepeatConfig, *, vocab_size: int, positions: int | None, window: int = 1) -> Tensor:
+    """The rows, (rows, 2 length) or one longer with `begin`; the same bits for the same options.
+
+    Args:
+        vocab_size: tokens that the model knows.
+        positions: that it can take, or None.
+        window: of its shift: rows must be long enough to tell the places apart that it reads.
+    """
+    config.check()
+    first = config.lowest_token or 0
+    last = vocab_size - 1 if config.highest_token is None else config.highest_token
+    if not 0 <= first <= last < vocab_size:
+        raise LabError(
+            f"lowest_token and highest_token must be an ascending pair within 0 to {vocab_size - 1}, the tokens of the "
+            f"model; got {first} and {last}"
+        )
+    if config.begin is not None and not 0 <= config.begin < vocab_size:
+        raise LabError(f"begin must be one of the model's tokens, 0 to {vocab_size - 1}, got {config.begin}")
+    tokens = [token for token in range(first, last + 1) if token != config.begin]
+    longest = len(tokens)
+    if positions is not None:
+        longest = min(longest, (positions - (config.begin is not None)) // 2)
+    length = min(_LENGTH, longest) if config.length is None else config.length
+    shortest = 2 * window + 2  # below it, what lies `window` behind e + window would be t itself
+    if not shortest <= length <= longest:
+        raise LabError(
+            f"length must be {shortest} to {longest} (the model takes {positions} positions, and there are "
+            f"{len(tokens)} tokens to draw from), got {length}"
+        )
+    generator = generator_for("rows that repeat themselves", config.seed)
+    order = torch.rand(config.rows, len(tokens), generator=generator).argsort(dim=1)[:, :length]
+    once = torch.tensor(tokens)[order]
+    begin = [] if config.begin is None else [torch.full((config.rows, 1), config.begin)]
+    return torch.cat([*begin, once, once], dim=1)
+
+
+def shares(mix: Any, heads: int) -> Tensor:
+    """Share of each lag in what a head reads, (H, W), from coefficients (G, W); without any, (H, 1) ones.
+
+    share_i = |c_i| / sum_j |c_j|,    0 where all are 0
+    """
+    if mix is None:
+        return torch.ones(heads, 1)
+    size_GW = torch.as_tensor(mix, dtype=torch.float32).abs()
+    share_GW = size_GW / size_GW.sum(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return share_GW.repeat_interleave(heads // len(share_GW), dim=0)
+
+
+def attention_scores(
+    attention: Tensor, *, length: int, alpha: Any = None, beta: Any = None, layer: int = 0
+) -> list[HeadScores]:
+    """Scores of the heads of one layer.
+
+    Args:
+        attention: (B, H, T, T) probabilities on rows whose last `length` tokens are those before them.
+        length: N, tokens in the part that is repeated.
+        alpha, beta: (G, W) coefficients of keys and values; None: not shifted.
+        layer: its number.
+    """
+    heads, positions = attention.shape[1], attention.shape[-1]
+    keys_HW, values_HW = shares(alpha, heads), shares(beta, heads)
+    window = max(keys_HW.shape[1], values_HW.shape[1])
+    if positions < 2 * length or length < 2 * window + 2:
+        raise ValueError(
+            f"attention must be of at least 2 * length positions, and length at least {2 * window + 2}; "
+            f"got {positions} positions and length {length}"
+        )
+    second = positions - length + 1  # not `positions - length`, whose e - 1 may lie before the row
+    places = {"previous": (1, 1)}  # how far back, from which t on
+    for offset in range(-1, max(window, 2) + 1):
+        places[f"earlier{offset:+d}" if offset else "earlier"] = (length - offset, second)
+
+    def read(shares_HW: Tensor) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = [{} for _ in range(heads)]
+        for name, (back, first) in places.items():
+            spread_H = torch.zeros(heads)
+            for lag, share_H in enumerate(shares_HW.T):
+                spread_H += share_H * _mean_back(attention, back - lag, first)
+            for head, value in enumerate(spread_H.tolist()):
+                found[head][name] = value
+        return found
+
+    plain, matched, moved = read(torch.ones(heads, 1)), read(keys_HW), read(values_HW)
+    alone_H = torch.zeros(heads)
+    for lag in range(1, min(keys_HW.shape[1], values_HW.shape[1] + 1)):
+        alone_H += keys_HW[:, lag] * values_HW[:, lag - 1] * _mean_back(attention, length - lag, second)
+    return [
+        HeadScores(
+            layer=layer,
+            head=head,
+            attention=plain[head],
+            matched=matched[head],
+            moved=moved[head],
+            alone=float(alone_H[head]),
+        )
+        for head in range(heads)
+    ]
+
+
+def _mean_back(attention: Tensor, back: int, first: int) -> Tensor:
+    """Mean over rows and t >= first of A[t, t - back], (H,); what lies ahead of t gets nothing."""
+    if back < 0:
+        return torch.zeros(attention.shape[1])
+    values_BHt = attention.diagonal(-back, dim1=-2, dim2=-1)[..., first - back :]
+    return values_BHt.mean(dim=(0, 2), dtype=torch.float32).cpu()
+
+
+@torch.no_grad()
+def measure_heads(model: Any, config: RepeatConfig) -> Measured:
+    """Score every head of a causal language model of transformers; attn_implementation must be "eager".
+
+    Layers without shift count as vanilla ones, whatever the model. Its training or evaluation mode is left as it is.
+    """
+    _check_eager(model)
+    mixes = coefficients(model)
+    window = max((len(heads[0]) for layer in mixes for heads in layer.values()), default=1)
+    ids = rows_for(model, config, window)
+    length = (ids.shape[1] - (config.begin is not None)) // 2
+    batches: list[list[HeadScores]] = []
+    losses, hits, sizes = [], [], []
+    for part in ids.split(config.batch_size):
+        logits, attentions = _run(model, part)
+        batches.append([score for layer in _by_layer(attentions, mixes, length) for score in layer])
+        targets = part[:, 1:].to(logits.device)
+        losses.append(F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), targets, reduction="none").cpu())
+        hits.append((logits[:, :-1].argmax(-1) == targets).float().cpu())
+        sizes.append(len(part))
+    loss, hit = torch.cat(losses), torch.cat(hits)
+    halves = {"first": slice(-2 * length + 1, -length), "second": slice(1 - length, None)}  # of the targets
+    positions = ids.shape[1]
+    return Measured(
+        heads=[_mean(scores, sizes) for scores in zip(*batches, strict=True)],
+        coefficients=mixes,
+        window=window,
+        length=length,
+        rows=config.rows,
+        uniform={
+            "previous": statistics.fmean(1 / (t + 1) for t in range(1, positions)),
+            "earlier": statistics.fmean(1 / (t + 1) for t in range(positions - length + 1, positions)),
+        },
+        behaviour={
+            name: {"loss": float(loss[:, half].mean()), "accuracy": float(hit[:, half].mean())}
+            for name, half in halves.items()
+        },
+    )
+
+
+def rows_for(model: Any, config: RepeatConfig, window: int = 1) -> Tensor:
+    """`repeated_rows` of the model's tokens, as long as it has positions."""
+    text = model.config.get_text_config()
+    vocab_size = model.get_input_embeddings().num_embeddings
+    positions = getattr(text, "max_position_embeddings", None)
+    return repeated_rows(config, vocab_size=vocab_size, positions=positions, window=window)
+
+
+@torch.no_grad()
+def attention_maps(model: Any, ids: Sequence[int] | Tensor, heads: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """What some heads, given as (layer, head), attend to on one row: probabilities (T, T), query down, key across."""
+    _check_eager(model)
+    _, attentions = _run(model, torch.as_tensor(ids).reshape(1, -1))
+    return [attentions[layer][0, head].float().cpu() for layer, head in heads]
+
+
+def _run(model: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    output = model(input_ids=ids.to(model.device), output_attentions=True, use_cache=False)
+    if not output.attentions or any(layer is None for layer in output.attentions):
+        raise LabError(f"model: {type(model).__name__} has layers that give no attention probabilities")
+    return output.logits, output.attentions
+
+
+def _by_layer(attentions: Sequence[Tensor], mixes: Sequence[Mapping[str, Any]], length: int) -> list[list[HeadScores]]:
+    if mixes and len(mixes) != len(attentions):
+        raise LabError(
+            f"model: {len(mixes)} of its {len(attentions)} layers with attention shift their keys or values, and which "
+            "is not known; expected all or none"
+        )
+    by_layer = mixes or [{}] * len(attentions)
+    return [
+        attention_scores(attention, length=length, alpha=mix.get("alpha"), beta=mix.get("beta"), layer=number)
+        for number, (attention, mix) in enumerate(zip(attentions, by_layer, strict=True))
+    ]
+
+
+def _mean(scores: Sequence[HeadScores], rows: Sequence[int]) -> HeadScores:
+    """Of one head over batches of so many rows."""
+    one = scores[0]
+
+    def over(kind: str) -> dict[str, float]:
+        return {
+            place: statistics.fmean([getattr(score, kind)[place] for score in scores], rows)
+            for place in getattr(one, kind)
+        }
+
+    return HeadScores(
+        layer=one.layer,
+        head=one.head,
+        attention=over("attention"),
+        matched=over("matched"),
+        moved=over("moved"),
+        alone=statistics.fmean([score.alone for score in scores], rows),
+    )
+
+
+def _check_eager(model: Any) -> None:
+    found = model.config._attn_implementation
+    if found != "eager":
+        raise ValueError(f'model must have attn_implementation="eager", which alone gives probabilities; got {found!r}')

@@ -1,0 +1,238 @@
+"""`kvshift compare`: twins with and without KV shift, trained alike, set side by side.
+
+OUT/compare.json                    options that both twins share
+OUT/seed-S/vanilla, .../kvshift     run folders of `kvshift train`, each trained by a process of its own
+OUT/step_time.json, samples.json    measured and written once all runs are finished
+OUT/report.html, table.md, summary.json, curves.png, ...    drawn from the files above; see `analysis.report`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from kvshift.lab.analysis.comparison import as_text, explanation, table
+from kvshift.lab.analysis.report import write_report
+from kvshift.lab.analysis.runs import is_finished, read_json
+from kvshift.lab.compare.compare_config import CompareConfig
+from kvshift.lab.errors import LabError
+from kvshift.lab.messages import say
+from kvshift.lab.runs.folder import FolderInUseError, RunFailedError, RunFolder, write_json
+from kvshift.lab.training.train_config import TrainConfig, differences, to_json
+
+__all__ = ["CompareConfig", "TrainingError", "child_config", "command_line", "compare"]
+
+SIDES = ("vanilla", "kvshift")
+
+# -P: `-m` alone would import what lies in the current directory before what is installed.
+_TRAIN = (sys.executable, "-P", "-m", "kvshift", "train")
+
+
+class TrainingError(LabError):
+    """A training process failed; it has said why, and its exit code is ours."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def compare(config: CompareConfig) -> dict[str, Any]:
+    """Train what is not trained yet, measure, and draw the report.
+
+    Returns:
+        The numbers of `OUT/summary.json`; see `kvshift.lab.analysis.comparison.summarize`.
+    """
+    config.check()
+    try:
+        return _compare(config)
+    except KeyboardInterrupt:
+        raise TrainingError(
+            "interrupted; what is finished is kept, and the same command goes on from there", 128 + signal.SIGINT
+        ) from None
+
+
+def _compare(config: CompareConfig) -> dict[str, Any]:
+    out = config.train.out
+    seeds = range(config.train.seed, config.train.seed + config.seeds)
+    with RunFolder(out).locked():
+        _adopt_folder(config)
+        runs = [(seed, side) for seed in seeds for side in SIDES]
+        for number, (seed, side) in enumerate(runs, start=1):
+            _train(child_config(config.train, seed, side), f"seed {seed}, {side} ({number} of {len(runs)})")
+        folders = {side: child_config(config.train, seeds[0], side).out for side in SIDES}
+        with _no_bars():
+            _measure_step_time(config, folders)
+            _write_samples(config, folders)
+        try:
+            summary = write_report(out, seeds)
+        except OSError as error:
+            raise RunFailedError(
+                f"the report in {out} could not be written: {error}; the runs are kept, and the same command draws it"
+            ) from error
+    _show(out, summary)
+    return summary
+
+
+def child_config(train: TrainConfig, seed: int, side: str) -> TrainConfig:
+    """Options of one run; twins differ in `out` and, vanilla having no shift, in `model.shift_targets`."""
+    model = train.model
+    if side == "vanilla":
+        model = dataclasses.replace(model, shift_targets=())
+    elif train.init_from is not None and model.shift_targets is None:  # which would be what that model has: none
+        model = dataclasses.replace(model, shift_targets=("k", "v"))
+    return dataclasses.replace(train, out=train.out / f"seed-{seed}" / side, seed=seed, model=model)
+
+
+def command_line(config: TrainConfig) -> list[str]:
+    """Arguments of `kvshift train` that make `config`; what is the default there is left out."""
+    return list(_arguments(config, TrainConfig(out=Path()), ""))
+
+
+def _arguments(config: Any, default: Any, prefix: str) -> Iterator[str]:
+    hints = get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        value, usual = getattr(config, item.name), getattr(default, item.name)
+        name = item.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            yield from _arguments(value, usual, f"{prefix}{name}.")
+        elif value == usual:
+            continue
+        elif hints[item.name] is bool:
+            yield f"--{prefix}{name}" if value else f"--{prefix}no-{name}"
+        elif isinstance(value, tuple):
+            yield from (f"--{prefix}{name}", *map(str, value))
+        else:
+            yield from (f"--{prefix}{name}", str(value))
+
+
+def _adopt_folder(config: CompareConfig) -> None:
+    """Write down what the twins share, or find that it is what was written down before."""
+    path = config.train.out / "compare.json"
+    options = to_json(config.train)
+    if RunFolder(config.train.out).config.exists():
+        raise LabError(f"out: {config.train.out} holds a run of kvshift train; choose another folder")
+    if path.exists():
+        lines = differences(read_json(path), options)
+        if lines:
+            raise LabError(
+                f"out: {config.train.out} holds a comparison with other options ({'; '.join(lines)}); "
+                "give these again, or choose another folder"
+            )
+    else:
+        write_json(path, options)
+
+
+def _train(config: TrainConfig, label: str) -> None:
+    """Train in a process of its own: its peak memory is its own, and so is its end."""
+    if is_finished(config.out):
+        say(f"{label}: finished before")
+        return
+    _wait_until_free(config.out, label)
+    arguments = command_line(config)
+    say(f"\n{label}: kvshift train {shlex.join(arguments)}")
+    code = _run([*_TRAIN, *arguments])
+    if code != 0:
+        number = -code if code < 0 else code - 128  # of the signal, if it was one
+        how = f"signal {signal.Signals(number).name}" if number in list(signal.Signals) else f"exit code {code}"
+        if number == signal.SIGKILL:
+            how += " (which a system sends that is out of memory)"
+        raise TrainingError(
+            f"{label}: training ended with {how}; what is finished is kept, and the same command goes on from there",
+            code if code > 0 else 128 + number,
+        )
+
+
+def _run(command: list[str]) -> int:
+    """Exit code of a child that is handed each signal to end which this process is sent."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
+        return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+    # In a process group of its own a child is sent one signal at Ctrl-C, by us, and not a second one by the terminal,
+    # at which it would end without the checkpoint that it writes at the first.
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heard = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores the last
+    before = {number: signal.signal(number, lambda number, frame: process.send_signal(number)) for number in heard}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait_until_free(folder: Path, label: str) -> None:
+    """Where this process was killed outright, its child trains on: that run is waited for, then continued or taken."""
+    waited = False
+    while True:
+        try:
+            with RunFolder(folder).locked():
+                return
+        except FolderInUseError:
+            if not waited:
+                say(f"{label}: an earlier process still trains in {folder}; waiting for it")
+            waited = True
+            time.sleep(1)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without the bars of transformers, which a small model fills before one sees them."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _measure_step_time(config: CompareConfig, folders: dict[str, Path]) -> None:
+    path = config.train.out / "step_time.json"
+    if path.exists() or config.step_time_seconds == 0:
+        return
+    from kvshift.lab.compare.step_time import measure_step_time
+
+    say(f"\ntime of a step, both in turns ({config.step_time_seconds:g} s)")
+    write_json(path, measure_step_time(folders["vanilla"], folders["kvshift"], config.step_time_seconds))
+
+
+def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
+    path = config.train.out / "samples.json"
+    if config.sample_tokens == 0:
+        path.unlink(missing_ok=True)
+        return
+    asked = {"prompt": config.prompt, "tokens": config.sample_tokens, "temperature": config.temperature}
+    if path.exists() and read_json(path)["asked"] == asked:
+        return
+    from kvshift.lab.compare.samples import sample
+
+    say("a sample of each")
+    write_json(path, {"asked": asked, **sample(folders, seed=config.train.seed, **asked)})
+
+
+def _show(out: Path, summary: dict[str, Any]) -> None:
+    print(f"\n{as_text(table(summary))}\n\n{explanation(summary)}\n\nValidation loss: {summary['verdict']['text']}.\n")
+    if (out / "samples.json").exists():
+        samples = read_json(out / "samples.json")
+        for name, text in samples["texts"].items():
+            print(f"--- {name} goes on from {samples['prompt']!r}:\n{text}\n")
+    places = {
+        "report": "report.html",
+        "table": "table.md",
+        "numbers": "summary.json",
+        "curves": "curves.png",
+        "curves, vector": "curves.svg",
+        "runs": f"seed-{summary['seeds'][0]['seed']}",
+    }
+    for what, name in places.items():
+        print(f"{what:<15} {(out / name).resolve()}")

@@ -1,0 +1,59 @@
+"""A sample of text from each of several trained models, with one prompt and one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from kvshift.lab.analysis.runs import read_run
+from kvshift.lab.data.text import load_text_data
+from kvshift.lab.generate.continuing import continue_rows
+from kvshift.lab.variants.building import load_trained
+
+__all__ = ["sample"]
+
+_PROMPT_TOKENS = 16
+
+
+def sample(
+    folders: Mapping[str, Path], *, prompt: str | None, tokens: int, temperature: float, seed: int
+) -> dict[str, Any]:
+    """Continue one prompt with the final model of each run, on the CPU.
+
+    Args:
+        folders: finished runs on the same data.
+        prompt: None: the first 16 tokens of the validation text.
+        tokens: how many to generate; fewer where the model ends the text itself.
+        temperature: 0 takes the likeliest token each time.
+        seed: each model draws from a generator set to it.
+
+    Returns:
+        "prompt", "seed", "temperature", and "texts" by the names of the models, without the prompt.
+    """
+    config = read_run(next(iter(folders.values()))).options()
+    data = load_text_data(config.data, seed=config.seed, tokenizer_folder=next(iter(folders.values())) / "tokenizer")
+    tokenizer = data.tokenizer
+    if prompt is None:
+        ids = data.validation[0]["input_ids"][:_PROMPT_TOKENS].tolist()
+        prompt = str(tokenizer.decode(ids))
+    else:
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    texts = {}
+    for folder in folders.values():
+        run = read_run(folder)
+        model = load_trained(run).eval()
+        how = GenerationConfig(
+            **drawn,
+            max_new_tokens=tokens,
+            pad_token_id=tokenizer.eos_token_id,
+            eos_token_id=model.generation_config.eos_token_id,
+            use_cache=True,
+        )
+        written = continue_rows(model, [torch.tensor(ids)], how, seed=seed)[0]
+        texts[run.name] = tokenizer.decode(written, skip_special_tokens=True)
+    return {"prompt": prompt, "seed": seed, "temperature": temperature, "texts": texts}

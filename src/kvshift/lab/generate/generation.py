@@ -1,0 +1,282 @@
+"""`kvshift generate`: continue prompts with a run of this package, or with any causal language model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+from transformers import GenerationConfig, TextStreamer
+from transformers.utils import logging
+
+from kvshift.lab.errors import LabError, require_unicode
+from kvshift.lab.generate.continuing import continue_rows
+from kvshift.lab.generate.generate_config import GenerateConfig
+from kvshift.lab.generate.prompts import Prompt, answers_in, read_prompts
+from kvshift.lab.messages import say
+from kvshift.lab.runs.loading import load_model
+from kvshift.lab.seeds import seed_for
+
+__all__ = ["Continuation", "GenerateConfig", "continue_batch", "encode", "generate"]
+
+_say = partial(say, command="generate")
+
+_NEW_TOKENS = 128  # by default
+
+
+class Continuation(NamedTuple):
+    """Generated text, without its prompt.
+
+    Attributes:
+        tokens: how many were generated, the one that ends the text included.
+        finish: "end" where the model ended the text, "length" where it was cut.
+    """
+
+    text: str
+    tokens: int
+    finish: str
+
+
+def generate(config: GenerateConfig) -> None:
+    """Print the continuation of one prompt while it is made, or write JSON lines for many.
+
+    Each line has "index" and "prompt", "sample", "text", "tokens", "finish", and "settings", a digest of the model's
+    name and the options that decide the text.
+    """
+    config.check()
+    given = [_read_prompt(config)] if config.prompts is None else read_prompts(config.prompts)
+    prompts = [prompt.text for prompt in given]
+    logging.disable_progress_bar()
+    model, tokenizer, source = load_model(config.model, dtype=config.dtype, device=config.device, say=_say)
+    encoded = [encode(tokenizer, *prompt) for prompt in given]
+    config, encoded = _fitted(model, tokenizer, encoded, [prompt.name for prompt in given], config)
+
+    if config.prompts is None and config.output is None:
+        _print_text(model, tokenizer, encoded[0], config)
+        return
+    settings = _settings(config, source)
+    if config.output is None:
+        for records in _records(model, tokenizer, prompts, encoded, config, settings, done=0):
+            print(*(json.dumps(record, ensure_ascii=False) for record in records), sep="\n", flush=True)
+        return
+    with answers_in(config.output, prompts, config.samples, settings) as answers:
+        if answers.done:
+            _say(f"{config.output} has {answers.done} of {len(prompts) * config.samples} lines already")
+        for records in _records(model, tokenizer, prompts, encoded, config, settings, done=answers.done):
+            answers.append(records)
+
+
+def encode(tokenizer: Any, prompt: str, name: str = "prompt") -> list[int]:
+    """The tokens of a prompt. One without any begins like a text: with the token that begins, or else ends, texts."""
+    ids = list(tokenizer(prompt)["input_ids"])
+    if ids:
+        return ids
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if begin is None:
+        raise LabError(f"{name} is empty, and the tokenizer has no token that begins or ends a text (bos, eos)")
+    return [begin]
+
+
+def continue_batch(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], config: GenerateConfig, *, first: int = 0, **kwargs: Any
+) -> list[list[Continuation]]:
+    """`config.samples` continuations of each prompt, from one call of `model.generate`.
+
+    Args:
+        first: number of the first prompt. It goes into the seed, so that no two batches draw the same numbers.
+        kwargs: for `model.generate`.
+    """
+    pad = _ids_of(tokenizer.pad_token_id, tokenizer.eos_token_id, 0)[0]
+    ends = _ids_of(model.generation_config.eos_token_id, tokenizer.eos_token_id)
+    seed = seed_for(f"generate from {first}", config.seed)
+    written = continue_rows(
+        model, [torch.tensor(row) for row in prompts], _how(config, pad=pad, ends=ends), seed=seed, **kwargs
+    )
+    rows = [
+        _continuation(tokenizer, prompts[number // config.samples], row.tolist(), ends)
+        for number, row in enumerate(written)
+    ]
+    return [rows[start : start + config.samples] for start in range(0, len(rows), config.samples)]
+
+
+def _how(config: GenerateConfig, *, pad: int, ends: list[int]) -> GenerationConfig:
+    """The options in transformers' words: everything is said, so that no default of the model's takes its place."""
+    drawn: dict[str, Any] = {"do_sample": config.temperature > 0}
+    if drawn["do_sample"]:
+        drawn |= {name: getattr(config, name) for name in ("temperature", "top_k", "top_p")}
+        drawn["min_p"] = config.min_p or None
+    return GenerationConfig(
+        **drawn,
+        max_new_tokens=config.max_new_tokens,
+        repetition_penalty=config.repetition_penalty,
+        num_beams=config.num_beams,
+        num_return_sequences=config.samples,
+        prompt_lookup_num_tokens=config.prompt_lookup or None,
+        pad_token_id=pad,
+        eos_token_id=ends or None,
+        use_cache=True,
+    )
+
+
+def _continuation(tokenizer: Any, prompt: list[int], generated: list[int], ends: list[int]) -> Continuation:
+    """Of a row of the output; behind its end stands padding."""
+    end = next((n for n, token in enumerate(generated) if token in ends), None)
+    tokens = generated if end is None else generated[:end]
+    # Decoded together with the prompt, as some tokenizers begin a text differently from a continuation.
+    before = _decode(tokenizer, prompt)
+    whole = _decode(tokenizer, prompt + tokens)
+    text = whole[len(before) :] if whole.startswith(before) else _decode(tokenizer, tokens)
+    return Continuation(text, len(generated) if end is None else end + 1, "length" if end is None else "end")
+
+
+def _decode(tokenizer: Any, tokens: list[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _records(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[str],
+    encoded: list[list[int]],
+    config: GenerateConfig,
+    settings: str,
+    *,
+    done: int,
+) -> Iterator[list[dict[str, Any]]]:
+    """The lines behind the first `done`, a batch at a time.
+
+    Batches begin where they would in one go, so that the draws are the same; of a batch that was written in part the
+    rest is given.
+    """
+    if done == len(prompts) * config.samples:
+        return
+    alone = config.repetition_penalty != 1 or config.prompt_lookup  # padding would count as having occurred
+    size = 1 if alone else config.batch_size
+    skipped = done // config.samples // size * size
+    bar = tqdm(total=len(prompts), initial=skipped, unit="prompt", disable=not sys.stderr.isatty())
+    with bar:
+        for start in range(skipped, len(prompts), size):
+            batch = encoded[start : start + size]
+            lines = [
+                {"index": start + row, "sample": sample, "prompt": prompts[start + row], **continuation._asdict()}
+                for row, continuations in enumerate(_continue(model, tokenizer, batch, config, start))
+                for sample, continuation in enumerate(continuations)
+            ]
+            yield [line | {"settings": settings} for line in lines[max(0, done - start * config.samples) :]]
+            bar.update(len(batch))
+
+
+def _continue(
+    model: Any, tokenizer: Any, prompts: list[list[int]], config: GenerateConfig, first: int
+) -> list[list[Continuation]]:
+    if not config.prompt_lookup or config.samples == 1:
+        return continue_batch(model, tokenizer, prompts, config, first=first)
+    one = dataclasses.replace(config, samples=1)  # drafts are for one text at a time
+    return [
+        [
+            continue_batch(model, tokenizer, [prompt], one, first=(first + row) * config.samples + sample)[0][0]
+            for sample in range(config.samples)
+        ]
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def _print_text(model: Any, tokenizer: Any, prompt: list[int], config: GenerateConfig) -> None:
+    """Each sample as it is generated; a beam search knows its text at the end only."""
+    if config.num_beams > 1:
+        for number, continuation in enumerate(continue_batch(model, tokenizer, [prompt], config)[0]):
+            _print_heading(number, config.samples)
+            print((_decode(tokenizer, prompt) if config.echo else "") + continuation.text, flush=True)
+        return
+    one = dataclasses.replace(config, samples=1)
+    for number in range(config.samples):
+        _print_heading(number, config.samples)
+        streamer = TextStreamer(
+            tokenizer, skip_prompt=not config.echo, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        continue_batch(model, tokenizer, [prompt], one, first=number, streamer=streamer)
+
+
+def _print_heading(number: int, samples: int) -> None:
+    if samples > 1:
+        print(f"--- {number + 1} of {samples}", flush=True)
+
+
+def _read_prompt(config: GenerateConfig) -> Prompt:
+    prompt, name = config.prompt, "prompt"
+    if prompt == "-":
+        name = "prompt (stdin)"
+        try:
+            prompt = sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise LabError(f"{name} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}") from error
+    assert prompt is not None  # `check` asked for one
+    require_unicode(prompt, name)
+    return Prompt(prompt, name)
+
+
+def _fitted(
+    model: Any, tokenizer: Any, prompts: list[list[int]], names: list[str], config: GenerateConfig
+) -> tuple[GenerateConfig, list[list[int]]]:
+    """The options with a number of new tokens, the same for all prompts; the prompts, cropped if the options say so.
+
+    Raises:
+        LabError: prompt and new tokens are more than the model is made for.
+    """
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    new = config.max_new_tokens
+    if context is None:
+        return dataclasses.replace(config, max_new_tokens=new or _NEW_TOKENS), prompts
+    if config.crop_prompts:
+        longest = context - (new or min(_NEW_TOKENS, context // 2))
+        if longest < 1:
+            raise LabError(f"max_new_tokens must be less than the {context} that the model is made for, got {new}")
+        if cropped := sum(len(ids) > longest for ids in prompts):
+            _say(f"the last {longest} tokens are used of {cropped} prompt(s), to leave room for new ones")
+        prompts = [_cropped(ids, longest, tokenizer.bos_token_id) for ids in prompts]
+    for ids, name in zip(prompts, names, strict=True):
+        _check_length(len(ids), new or 1, context, name)
+    if new is None:
+        new = min(_NEW_TOKENS, context - max(map(len, prompts)))
+        if new < _NEW_TOKENS:
+            _say(f"max_new_tokens is {new}: the model is made for {context} tokens, the prompt included")
+    return dataclasses.replace(config, max_new_tokens=new), prompts
+
+
+def _cropped(ids: list[int], longest: int, begin: int | None) -> list[int]:
+    """The end of a prompt, behind the token that begins a text if the prompt has that."""
+    kept = 1 if ids[0] == begin and longest > 1 else 0
+    return ids if len(ids) <= longest else ids[:kept] + ids[len(ids) - longest + kept :]
+
+
+def _check_length(prompt: int, new: int, context: int, name: str) -> None:
+    if prompt + new > context:
+        room = f"at most {context - prompt}" if prompt < context else "a shorter prompt, or crop_prompts"
+        raise LabError(
+            f"{name} has {prompt} token(s); with max_new_tokens {new} that is more than the {context} that the model "
+            f"is made for: it takes {room}"
+        )
+
+
+def _settings(config: GenerateConfig, source: str) -> str:
+    """16 hexadecimal digits over what decides the texts."""
+    free = ["model", "prompt", "prompts", "output", "echo", "device"]
+    if config.temperature == 0:
+        free += ["batch_size", "seed"]  # decide which numbers are drawn, and none is
+    decisive = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
+    decisive["source"] = source
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _ids_of(*candidates: int | list[int] | None) -> list[int]:
+    """The first candidate that is not None, as a list."""
+    for ids in candidates:
+        if ids is not None:
+            return ids if isinstance(ids, list) else [ids]
+    return []

@@ -1,0 +1,204 @@
+"""How a run begins, or begins again: is the folder its own, are options and data the same, where does it go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from datasets import Dataset
+
+from kvshift.lab.data.text import TextData
+from kvshift.lab.data.tokenizers import ORIGIN
+from kvshift.lab.errors import LabError
+from kvshift.lab.runs.checkpoints import find_checkpoint
+from kvshift.lab.runs.extending import extends, record_extension, refuse_extension
+from kvshift.lab.runs.folder import RunFolder, environment, remove_folder, write_json
+from kvshift.lab.runs.overwriting import replace_run
+from kvshift.lab.runs.processes import Processes
+from kvshift.lab.training.train_config import ModelConfig, config_hash, differences
+from kvshift.models.llama import KVShiftLlamaConfig
+
+__all__ = ["Start", "begin", "data_facts", "enter", "refuse_foreign", "refuse_other_options", "resolved_model"]
+
+_SAMPLED_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training begins: after which step, and from which checkpoint (None: from the start values)."""
+
+    step: int
+    checkpoint: str | None
+
+
+def enter(folder: RunFolder, options: dict[str, Any], extend: bool | None = None) -> bool:
+    """Check, before any data are read, that the folder is empty or holds this run; whether that is finished.
+
+    Args:
+        folder: of the run.
+        options: as JSON; what they leave open (None, "auto") is not known yet, and is compared in `begin`.
+        extend: whether a run of fewer steps may have had other learning rates; None: it must have as many steps.
+    """
+    refuse_foreign(folder)
+    folder.clean()
+    old = folder.read(folder.config)
+    if old is None:  # the run may have ended before it had begun
+        remove_folder(folder.tokenizer)
+        folder.environment.unlink(missing_ok=True)
+        return False
+    given = {name: value for name, value in options.items() if value not in (None, "auto")}
+    known = {name: old.get(name) for name in given}
+    for part in {"model", "optimizer", "data"} & given.keys():  # a task run has no data
+        given[part] = {name: value for name, value in options[part].items() if value is not None}
+        known[part] = {name: _object(folder, old, part).get(name) for name in given[part]}
+    longer = extend is not None and extends(old, options)
+    if longer:
+        del given["steps"]
+    _refuse(folder, differences({name: known[name] for name in given}, given))
+    if longer:
+        refuse_extension(folder, old, options, extend=bool(extend))
+    return folder.result.exists() and not longer
+
+
+def refuse_foreign(folder: RunFolder) -> None:
+    """Raise a LabError for a folder that holds other things than a run; nothing is written.
+
+    Before there is a config.json, a run has written its tokenizer and environment.json.
+    """
+    config = folder.read(folder.config)
+    if config is not None:
+        if "config_hash" not in config:
+            raise LabError(f"out: {folder.config} is not that of a run; choose a folder that is new or empty")
+        return
+    ours = {folder.tokenizer: folder.tokenizer / ORIGIN, folder.environment: folder.environment}
+    found = sorted(folder.path.iterdir()) if folder.path.is_dir() else []
+    others = [path for path in found if not (path in ours and ours[path].exists())]
+    foreign = [path.name for path in others if not path.name.startswith(".")]
+    if foreign:
+        raise LabError(
+            f"out: {folder.path} is not empty and holds no run ({', '.join(foreign[:3])} ...); "
+            "choose a folder that is new or empty"
+        )
+    if "started" not in (folder.read(folder.environment) or {"started": None}):
+        raise LabError(f"out: {folder.environment} is not that of a run; choose a folder that is new or empty")
+
+
+def begin(
+    folder: RunFolder,
+    options: dict[str, Any],
+    processes: Processes,
+    say: Callable[[str], Any],
+    facts: dict[str, Any] | None = None,
+    *,
+    extend: bool | None = None,
+    overwrite: bool = False,
+) -> Start:
+    """Record options and surroundings, or compare them with what is recorded and find the newest whole checkpoint.
+
+    Args:
+        folder: of the run, entered.
+        options: as JSON, with nothing left open.
+        processes: of this run.
+        say: is told of each checkpoint that is set aside, and where the run goes on.
+        facts: of the data, as `data_facts` gives them, where the options do not say all of them.
+        extend: as in `enter`.
+        overwrite: the run that the folder holds is removed.
+    """
+    surroundings = environment(processes.device, processes.count)
+    if overwrite:
+        replace_run(folder)
+    old = folder.read(folder.config)
+    if old is None:
+        write_json(folder.environment, surroundings)
+        known = {} if facts is None else {"data_facts": facts}
+        write_json(folder.config, {**options, "config_hash": config_hash(options), **known})
+        return Start(0, None)
+
+    longer = extend is not None and extends(old, options)
+    refuse_other_options(folder, {**old, "steps": options["steps"]} if longer else old, options)
+    if facts is not None:
+        _refuse_other_data(folder, _object(folder, old, "data_facts"), facts)
+    checkpoint = find_checkpoint(folder.path, say)
+    step = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
+    if longer:
+        refuse_extension(folder, old, options, extend=bool(extend))
+        record_extension(folder, old, options, done=step)
+    say(f"going on from {checkpoint.name}" if checkpoint else "no whole checkpoint yet: beginning anew")
+    first = folder.read(folder.environment) or {}
+    again = {"step": step, **surroundings}
+    before = first.get("continued")
+    write_json(folder.environment, {**first, "continued": [*(before if isinstance(before, list) else []), again]})
+    return Start(step, None if checkpoint is None else str(checkpoint))
+
+
+def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise LabError(
+            f"{folder.config}: {name} must be a JSON object, got {type(value).__name__}; fix it, or choose another "
+            "folder for out"
+        )
+    return value
+
+
+def resolved_model(config: KVShiftLlamaConfig) -> dict[str, Any]:
+    """The fields of `ModelConfig` as the model has them."""
+    apart = ("size", "config", "freeze_shift", "rope_theta")
+    values = {field.name: getattr(config, field.name) for field in fields(ModelConfig) if field.name not in apart}
+    rope = cast(dict[str, Any], config.rope_parameters)
+    return {**values, "rope_theta": rope["rope_theta"], "shift_targets": list(config.shift_targets)}
+
+
+def data_facts(data: TextData) -> dict[str, Any]:
+    """What shows that data and tokenizer are still the same: numbers of rows, and digests."""
+    facts: dict[str, Any] = {
+        "tokens": len(data.tokenizer),
+        "tokenizer": _digest(data.tokenizer.backend_tokenizer.to_str()),
+        "validation_rows": len(data.validation),
+        "validation_sample": _sample(data.validation),
+    }
+    if isinstance(data.train, Dataset):
+        facts |= {"train_rows": len(data.train), "train_sample": _sample(data.train)}
+    return facts
+
+
+def refuse_other_options(folder: RunFolder, old: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raise a LabError that names each of the `options` that is another in `old`, the config.json of the folder."""
+    _refuse(folder, differences({name: old.get(name) for name in options}, options))
+
+
+def _refuse(folder: RunFolder, lines: list[str]) -> None:
+    if lines:
+        listed = "\n  ".join(lines)
+        raise LabError(
+            f"out: {folder.path} holds a run with other options:\n  {listed}\n"
+            "give the same options to go on with it, or choose another folder"
+        )
+
+
+def _refuse_other_data(folder: RunFolder, old: dict[str, Any], new: dict[str, Any]) -> None:
+    if old.get("tokenizer") != new["tokenizer"]:
+        raise LabError(
+            f"the tokenizer does not fit the run in {folder.path}: it began with another, of {old.get('tokens')} "
+            f"tokens; this one has {new['tokens']}. Put the other back ({folder.tokenizer}), or choose another folder "
+            "for out"
+        )
+    lines = differences(old, new)
+    if lines:
+        raise LabError(
+            f"the data are not those that the run in {folder.path} began with ({'; '.join(lines)}); "
+            "put them back, or choose another folder for out"
+        )
+
+
+def _sample(rows: Dataset) -> str:
+    """A digest over rows at equal distances: all of them where they are few, quick where they are many."""
+    chosen = range(0, len(rows), max(1, len(rows) // _SAMPLED_ROWS))
+    return _digest(json.dumps([[int(token) for token in rows[number]["input_ids"]] for number in chosen]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,78 @@
+"""More steps for a run that was begun with fewer: the same command with a larger `--steps`.
+
+Order of rows, warm-up and all else is the same for any number of steps, but for the learning rates of a schedule that
+ends with the last step. Where those of the steps that are done would have been the same, the run resumes from its last
+checkpoint and ends with the weights of one that was begun with more steps. Elsewhere that takes `--extend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
+from kvshift.lab.runs.folder import RunFolder, write_json
+from kvshift.lab.training.train_config import TrainConfig, config_hash
+
+__all__ = ["extends", "record_extension", "refuse_extension", "same_past", "with_recorded_warmup"]
+
+
+def extends(old: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether the options ask for more steps than the run was begun with."""
+    return old.get("steps", options["steps"]) < options["steps"]
+
+
+def with_recorded_warmup(config: TrainConfig, folder: RunFolder) -> TrainConfig:
+    """The options with the warm-up that the run began with, where they leave it open: not a tenth of more steps."""
+    old = folder.read(folder.config)
+    if old is None or config.optimizer.warmup_steps is not None:
+        return config
+    return replace(config, optimizer=replace(config.optimizer, warmup_steps=old["optimizer"].get("warmup_steps")))
+
+
+def same_past(optimizer: Mapping[str, Any], steps: int, done: int) -> bool:
+    """Whether a longer run would have had the learning rates that one of `steps` had in its first `done`.
+
+    Args:
+        optimizer: recorded options of the run.
+        steps: that it was begun with.
+        done: of them.
+    """
+    if optimizer["schedule"] == "constant":
+        return True
+    flat = optimizer["warmup_steps"]
+    if optimizer["schedule"] == "wsd":
+        flat = steps - round(steps * optimizer["decay_fraction"])
+    return done <= flat
+
+
+def refuse_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping[str, Any], *, extend: bool) -> None:
+    """Raise a LabError for a run that cannot be extended, or not without `extend`; nothing is changed."""
+    whole = [path for path in list_checkpoints(folder.path) if size_fault(path) is None]
+    if not whole and folder.result.exists():
+        raise LabError(
+            f"steps: {folder.path} has finished {old['steps']} steps and holds no whole checkpoint to extend it to "
+            f"{options['steps']} from; choose another folder for out, with init_from {folder.path}"
+        )
+    done = int(whole[-1].name.rpartition("-")[2]) if whole else 0
+    optimizer = old["optimizer"]
+    if not extend and not same_past(optimizer, old["steps"], done):
+        raise LabError(
+            f"steps: {folder.path} was begun with {old['steps']} steps; begun with {options['steps']}, its schedule "
+            f"({optimizer['schedule']}) would have had other learning rates before step {done}. Give --extend to "
+            f"resume from {whole[-1].name} with the learning rates of the longer schedule from there on, or choose "
+            "another folder for out"
+        )
+
+
+def record_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping[str, Any], *, done: int) -> None:
+    """Let the folder be that of the longer run, which is not finished; `done` steps are those of its checkpoint."""
+    history = old.get("extended", [])
+    if not same_past(old["optimizer"], old["steps"], done):
+        history = [*history, {"after_step": done, "begun_with_steps": old["steps"]}]
+    decisive = {**options, "extended": history} if history else dict(options)
+    facts = {"data_facts": old["data_facts"]} if "data_facts" in old else {}
+    folder.result.unlink(missing_ok=True)  # first: a run of more steps is not finished
+    write_json(folder.config, {**decisive, "config_hash": config_hash(decisive), **facts})

@@ -1,0 +1,179 @@
+"""From what a user names to a model that answers: a run folder, a folder of a model, or a name on the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+# Imported for their model types, which they register with the Auto classes:
+import kvshift.lab.variants.small_gpt2
+import kvshift.models.llama
+import kvshift.models.retrofit  # noqa: F401
+from kvshift.lab.data.hub import is_hub_name, require_on_hub
+from kvshift.lab.data.tokenizers import check_tokenizer
+from kvshift.lab.errors import LabError
+from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
+from kvshift.lab.training.train_config import DType
+
+__all__ = [
+    "UNREADABLE",
+    "Loaded",
+    "find_device",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "load_weights",
+    "locate",
+    "model_folder",
+]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+
+
+class Loaded(NamedTuple):
+    """A model in evaluation mode and the tokenizer that fits it; `source` is the folder or name it came from."""
+
+    model: Any
+    tokenizer: Any
+    source: str
+
+
+def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: Callable[[str], Any]) -> Loaded:
+    """Load any causal language model that transformers knows, from safetensors.
+
+    Args:
+        name: a run folder, a model folder, or a model on the hub.
+        dtype: of the weights; auto: as they were saved. Shift coefficients stay float32.
+        device: a torch device; auto: the accelerator where there is one, else the CPU.
+        say: is told which checkpoint stands for a run that has not ended.
+
+    Raises:
+        LabError: there is no such model, it is not whole, or its tokenizer does not fit.
+    """
+    find_device(device)  # a device that is not there is said before a large model is read
+    folder, tokenizer_folder = locate(name, say)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    model = load_weights(folder, dtype=dtype, device=device)
+    check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
+    ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**ids)  # some models bring a temperature and penalties of their own
+    return Loaded(model, tokenizer, folder)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer in a folder, as `locate` finds it, or of a name on the hub."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except UNREADABLE as error:
+        raise LabError(_unreadable(str(folder), error)) from error
+
+
+def load_config(folder: str | Path) -> Any:
+    """The configuration of a model in a folder, as `locate` finds it, or of a name on the hub."""
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except UNREADABLE as error:
+        raise LabError(_unreadable(str(folder), error)) from error
+
+
+def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "auto", **kwargs: Any) -> Any:
+    """The causal language model in a folder, or of a name on the hub, in evaluation mode; no tokenizer is asked for.
+
+    Args:
+        folder: as `locate` or `model_folder` finds it.
+        dtype, device: as in `load_model`.
+        kwargs: for `from_pretrained`, such as attn_implementation.
+    """
+    place = find_device(device)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **kwargs
+        )
+    except UNREADABLE as error:
+        raise LabError(_unreadable(str(folder), error)) from error
+    model, report = loaded
+    if report["missing_keys"]:
+        raise LabError(
+            f"model: {folder} lacks {len(report['missing_keys'])} weights, {min(report['missing_keys'])} the first"
+        )
+    return model.to(place).eval()
+
+
+def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:
+    """The folder of a model, as `model_folder` finds it, and that of its tokenizer; a name on the hub is both."""
+    if is_hub_name(name):
+        require_on_hub(name, "model")
+        return name, name
+    folder = model_folder(name, say)
+    for candidate in (folder, folder.parent / "tokenizer"):
+        if any((candidate / file).is_file() for file in _TOKENIZER_FILES):
+            return str(folder), str(candidate)
+    raise LabError(f"model: {folder} has no tokenizer, neither in itself nor in {folder.parent / 'tokenizer'}")
+
+
+def model_folder(name: str | Path, say: Callable[[str], Any]) -> Path:
+    """The folder of the model that `name`, a run folder or a model folder, stands for; no tokenizer is asked for.
+
+    A run that has ended stands for its final model, another for its newest whole checkpoint, which `say` is told.
+    Nothing is changed: the run may be going on.
+
+    Raises:
+        LabError: there is no such folder, or no whole model in it.
+    """
+    folder = Path(name)
+    if not folder.exists():
+        raise LabError(f"model: there is no folder {name}")
+    if not folder.is_dir():
+        raise LabError(f"model: {name} is a file; expected a run folder, a model folder or a name on the hub")
+    return folder if _is_model(folder) else _model_of_run(folder, say)
+
+
+def _model_of_run(run: Path, say: Callable[[str], Any]) -> Path:
+    if _is_model(run / "model"):
+        return run / "model"
+    checkpoints = list_checkpoints(run)
+    for checkpoint in reversed(checkpoints):
+        if _is_model(checkpoint) and size_fault(checkpoint) is None:
+            say(f"{run} has no final model yet: taking {checkpoint.name}")
+            return checkpoint
+    if checkpoints:
+        raise LabError(f"model: {run} has no final model yet, and none of its {len(checkpoints)} checkpoints is whole")
+    raise LabError(
+        f"model: {run} is neither a model (no config.json with a model_type) nor a run with a model or a checkpoint"
+    )
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether transformers would know a model here; the config.json of a run has no model_type."""
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a name; auto: the accelerator where there is one, else the CPU."""
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise LabError(f"device must be auto, cpu, or an accelerator of this machine; got {name!r}") from error
+    return device
+
+
+def _unreadable(folder: str, error: Exception) -> str:
+    what = "could not be loaded" if Path(folder).is_dir() else "could not be loaded from the hub"
+    return f"model: {folder} {what}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

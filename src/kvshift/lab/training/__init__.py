@@ -1,0 +1,1 @@
+"""The training loop on transformers' Trainer: text (`kvshift train`) and tasks."""

@@ -1,0 +1,206 @@
+"""What happens beside the training loop: lines of metrics, leaving when told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.runs.folder import Metrics
+from kvshift.lab.runs.processes import Processes
+from kvshift.lab.variants.building import shift_layers
+
+__all__ = [
+    "Evaluation",
+    "InterruptedRunError",
+    "Leave",
+    "Moments",
+    "Recorder",
+    "coefficients",
+    "whole",
+]
+
+
+class InterruptedRunError(LabError):
+    """The process was told to end; the same command goes on from where it stopped."""
+
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number  # as a shell reports it
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one evaluation has shown: a line of metrics.jsonl, and the same in words."""
+
+    values: dict[str, Any]
+    text: str
+
+
+class Moments(TrainerCallback):
+    """Beyond the multiples that the options name: log at each checkpoint, and evaluate after the last step.
+
+    With a line of metrics at each checkpoint, every mean over steps lies on one side of it, so that a run which is
+    continued from there writes the lines of one that never stopped.
+    """
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = control.should_save = True
+        if control.should_save:
+            control.should_log = True
+
+
+class Leave(TrainerCallback):
+    """On SIGINT or SIGTERM, end after the step that is being computed, with a checkpoint.
+
+    Nothing is logged for it: metrics.jsonl is to be that of a run which was never stopped.
+
+    Attributes:
+        number: the signal on which the run ends, else 0; the same in all processes.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self.number = self._heard = 0
+        self._processes = processes
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take the two signals, while this lasts; a second one ends the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = before
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._heard = number
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+        name = signal.Signals(number).name
+        # Not `print`, which may be in the midst of another line.
+        if self._processes.is_main:
+            os.write(2, f"\nkvshift: {name}: leaving after this step; a second one ends it at once\n".encode())
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.number = self._processes.most(self._heard)
+        if self.number:
+            control.should_save = control.should_training_stop = True
+
+
+class Recorder(TrainerCallback):
+    """Writes metrics.jsonl: a line for each log, each evaluation, and each layer's coefficients with it.
+
+    Every process needs one, for coefficients may be sharded; only the first is given `metrics` to write to.
+    `evaluation` turns Trainer's metrics into what is written.
+
+    Attributes:
+        step_seconds: mean over the steps of the last line.
+    """
+
+    def __init__(
+        self, metrics: Metrics | None, tokens_per_step: int, evaluation: Callable[[dict[str, Any]], Evaluation]
+    ) -> None:
+        self._metrics, self._tokens, self._evaluation = metrics, tokens_per_step, evaluation
+        self._before = metrics.seconds if metrics else 0.0
+        self._start = self._mark = time.perf_counter()
+        self._spent, self._steps = 0.0, 0
+        self.step_seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since training began, evaluations and checkpoints included, pauses between continuations not."""
+        return self._before + time.perf_counter() - self._start
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._start = self._mark = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self._spent, self._steps, self._mark = self._spent + now - self._mark, self._steps + 1, now
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        self._mark = time.perf_counter()
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.step_seconds = self._spent / max(self._steps, 1)
+            self._write(
+                "train",
+                state,
+                loss=logs["loss"],
+                learning_rate=logs["learning_rate"],
+                grad_norm=float(logs["grad_norm"]),
+                step_seconds=self.step_seconds,
+                seconds=self.seconds,
+            )
+            self._spent, self._steps = 0.0, 0
+        self._mark = time.perf_counter()
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Any = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._write("eval", state, **self._evaluation(metrics).values)
+        for number, layer in enumerate(coefficients(model)):
+            self._write("coefficients", state, layer=number, **layer)
+        self._mark = time.perf_counter()
+
+    def _write(self, kind: str, state: TrainerState, **values: Any) -> None:
+        if self._metrics is not None:
+            place = {"kind": kind, "step": state.global_step}
+            if kind != "coefficients":
+                place["tokens"] = state.global_step * self._tokens
+            self._metrics.write(**place, **values)
+
+
+@torch.no_grad()
+def coefficients(model: torch.nn.Module) -> list[dict[str, list[list[float]]]]:
+    """Of each layer that shifts anything: alpha (keys), beta (values), gamma (queries), each [head][lag].
+
+    Under FSDP all processes must call it.
+    """
+    names = {"k": "alpha", "v": "beta", "q": "gamma"}
+    found = []
+    for layer in shift_layers(model):
+        gathered = {name: whole(parameter) for name, parameter in layer.named_parameters(recurse=False)}
+        values = torch.func.functional_call(_Coefficients(layer), {f"layer.{n}": p for n, p in gathered.items()}, ())
+        found.append({names[target]: value.float().cpu().tolist() for target, value in values.items()})
+    return found
+
+
+class _Coefficients(torch.nn.Module):
+    """`KVShift.coefficients` as a forward, to be called with other parameters than the module's own."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> dict[str, Tensor]:
+        return self.layer.coefficients()  # type: ignore[operator]
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The tensor itself, or what all processes hold of it together; they must all call it."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[operator]

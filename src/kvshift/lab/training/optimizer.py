@@ -1,0 +1,40 @@
+"""What every run optimizes with: AdamW over the groups of `kvshift.param_groups`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvshift import clamp_after_step, param_groups
+from kvshift.lab.training.train_config import OptimizerConfig
+from kvshift.lab.variants.building import shift_layers
+
+__all__ = ["adamw", "recompute_activations"]
+
+
+def adamw(model: nn.Module, options: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW for `model`, whose coefficients with the constraint "clamp" are clamped after each of its steps."""
+    groups = param_groups(
+        model,
+        lr=options.learning_rate,
+        weight_decay=options.weight_decay,
+        shift_lr_multiplier=options.shift_lr_multiplier,
+    )
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=options.learning_rate,
+        betas=(options.beta1, options.beta2),
+        eps=options.epsilon,
+        fused=device.type == "cuda",
+    )
+    if any(layer.constraint == "clamp" for layer in shift_layers(model)):
+        clamp_after_step(optimizer, model)
+    return optimizer
+
+
+def recompute_activations(model: Any) -> None:
+    """Turn on gradient checkpointing, by the name of transformers 5.23 or that of before, of which 5.23 warns."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()

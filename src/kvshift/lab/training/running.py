@@ -1,0 +1,316 @@
+"""What a training run does, whatever it learns from: open its folder, train until told to leave, save its model."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback, get_available_reporting_integrations
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.messages import say
+from kvshift.lab.runs.beginning import Start, enter, refuse_foreign
+from kvshift.lab.runs.folder import Metrics, RunFailedError, RunFolder, remove_folder
+from kvshift.lab.runs.overwriting import refuse_what_is_no_run
+from kvshift.lab.runs.processes import PATIENCE, Processes
+from kvshift.lab.runs.progress import Progress
+from kvshift.lab.training.callbacks import InterruptedRunError, Leave, Moments, Recorder, whole
+from kvshift.lab.training.train_config import RunConfig, TrainConfig
+from kvshift.lab.training.trainer import RunTrainer
+from kvshift.lab.variants.building import declare_plain_llama
+
+__all__ = [
+    "attach",
+    "fit",
+    "open_run",
+    "peak_memory",
+    "resolved",
+    "save_model",
+    "surviving",
+    "training_arguments",
+]
+
+
+# What a disk says that is full or fails.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: dict[str, Any]) -> bool:
+    """Check the options and hold the folder until `stack` is closed; whether the run in it is finished.
+
+    Args:
+        stack: of the run.
+        folder: of the run.
+        config: checked here.
+        options: the same as JSON, for the folder.
+    """
+    config.check()
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise LabError("device is cuda, but PyTorch sees no GPU here; expected auto or cpu")
+    for name in config.report_to:
+        if name not in (known := get_available_reporting_integrations()):
+            raise LabError(f"report_to names {name!r}; trackers installed here: {', '.join(known) or 'none'}")
+    refuse_foreign(folder)  # before a lock is left in it
+    stack.enter_context(folder.locked())
+    if isinstance(config, TrainConfig):
+        if config.overwrite and folder.config.exists():
+            refuse_what_is_no_run(folder, config.init_from)
+            return False
+        return enter(folder, options, extend=config.extend)
+    return enter(folder, options)
+
+
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """The fields that the options may leave to the machine or to other fields, as they come out here."""
+    cpu = on_cpu(config)
+    bf16 = (not cpu and torch.cuda.is_bf16_supported()) if config.bf16 == "auto" else config.bf16 == "yes"
+    return {
+        "bf16": "yes" if bf16 else "no",
+        "device": "cpu" if cpu else "cuda",
+        "optimizer": dataclasses.replace(config.optimizer, warmup_steps=config.warmup_steps),
+    }
+
+
+def on_cpu(config: RunConfig) -> bool:
+    """Whether the run takes place on the CPU."""
+    return config.device == "cpu" or not torch.cuda.is_available()
+
+
+@contextmanager
+def surviving(config: RunConfig, way_out: str) -> Iterator[None]:
+    """Say of an interruption, and of memory that runs out, what the user may do.
+
+    Args:
+        config: of the run.
+        way_out: what keeps the numbers of the run and takes less memory.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise InterruptedRunError(f"interrupted; the same command goes on from what {config.out} holds") from None
+    except torch.OutOfMemoryError as error:
+        raise RunFailedError(f"out of memory: {error}. {way_out}") from error
+    except RuntimeError as error:  # PyTorch has no class of its own for the memory of the CPU
+        if "can't allocate memory" not in str(error) and "Storage size calculation overflowed" not in str(error):
+            raise
+        raise RunFailedError(f"out of memory: {error}. {way_out}") from error
+    except OSError as error:  # of what writes beside the checkpoints, such as TensorBoard
+        if error.errno not in _DISK:
+            raise
+        free = shutil.disk_usage(config.out).free
+        raise RunFailedError(
+            f"writing failed: {error} ({free / 2**20:.0f} MiB are free in {config.out}); what was written before is "
+            "kept, and the same command resumes the run"
+        ) from error
+
+
+def training_arguments(config: RunConfig, *, accumulation: int, batch_size: int) -> TrainingArguments:
+    """The options in transformers' words.
+
+    Args:
+        config: of the run, with nothing left open.
+        accumulation: forward passes in one optimizer step.
+        batch_size: items of the data set in one forward pass.
+    """
+    optimizer = config.optimizer
+    schedule, details = {
+        "constant": ("constant_with_warmup", {}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": optimizer.min_lr_ratio}),
+        "wsd": (
+            "warmup_stable_decay",
+            {
+                "num_decay_steps": round(config.steps * optimizer.decay_fraction),
+                "decay_type": "linear",
+                "min_lr_ratio": optimizer.min_lr_ratio,
+            },
+        ),
+    }[optimizer.schedule]
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    # transformers 5.23 has renamed it, and warns of the older name.
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    switches: dict[str, Any] = {checkpointing: config.gradient_checkpointing}
+    arguments = TrainingArguments(
+        output_dir=str(config.out),
+        max_steps=config.steps,
+        per_device_train_batch_size=batch_size,
+        per_device_eval_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=optimizer.learning_rate,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_epsilon=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.clip_norm,
+        lr_scheduler_type=schedule,
+        lr_scheduler_kwargs=details,
+        warmup_steps=config.warmup_steps,
+        seed=config.seed,
+        eval_strategy="steps",
+        eval_steps=config.eval_every,
+        save_strategy="steps",
+        save_steps=config.save_every,
+        logging_strategy="steps",
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,  # a loss that is not finite ends the run
+        report_to=[name for name in config.report_to if name != "tensorboard"] or "none",
+        use_cpu=config.device == "cpu",
+        bf16=config.bf16 == "yes",
+        torch_compile=config.compile,
+        dataloader_num_workers=config.data_workers,
+        dataloader_pin_memory=config.device == "cuda",
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        ddp_timeout=int(PATIENCE.total_seconds()),
+        **switches,
+    )
+    if arguments.n_gpu > 1:  # one process uses one GPU; torchrun starts more processes
+        arguments._n_gpu = 1
+    return arguments
+
+
+def attach(
+    stack: ExitStack,
+    trainer: RunTrainer,
+    config: RunConfig,
+    folder: RunFolder,
+    processes: Processes,
+    start: Start,
+    *,
+    tokens_per_step: int,
+    narrated: bool = True,
+) -> tuple[Recorder, Leave]:
+    """Give the trainer its callbacks; what they hold open is closed with `stack`, also after an error.
+
+    `narrated`: each evaluation is told on stderr.
+    """
+    metrics = Metrics(folder.metrics, up_to_step=start.step, say=say) if processes.is_main else None
+    recorder, leave = Recorder(metrics, tokens_per_step, trainer.evaluation), Leave(processes)
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(Moments())
+    trainer.add_callback(leave)
+    trainer.add_callback(recorder)
+    if metrics is not None:
+        stack.callback(metrics.close)
+        trainer.before_save(metrics.sync)
+        if narrated:
+            progress = Progress(recorder, trainer.evaluation, tokens_per_step=tokens_per_step, shown=config.progress)
+            stack.callback(progress.close)
+            trainer.add_callback(progress)
+        if "tensorboard" in config.report_to:
+            trainer.add_callback(TensorBoardCallback(_event_writer(stack, folder, start)))
+    return recorder, leave
+
+
+def _event_writer(stack: ExitStack, folder: RunFolder, start: Start) -> Any:
+    """TensorBoard's writer; it is closed with `stack`, where a disk that is still full hides no earlier error."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    def show(failure: threading.ExceptHookArgs) -> None:
+        # The writer's thread hands its error to the one that writes next.
+        if not (isinstance(failure.exc_value, OSError) and type(failure.thread).__module__.startswith("tensorboard.")):
+            before(failure)
+
+    def close() -> None:
+        with suppress(OSError):
+            writer.close()
+
+    before, threading.excepthook = threading.excepthook, show
+    stack.callback(setattr, threading, "excepthook", before)
+    writer = SummaryWriter(str(folder.tensorboard), purge_step=start.step + 1 if start.step else None)
+    stack.callback(close)
+    return writer
+
+
+def fit(trainer: RunTrainer, recorder: Recorder, leave: Leave, start: Start, processes: Processes) -> float:
+    """Train to the last step; returns the seconds that this took, pauses between continuations not counted.
+
+    Raises:
+        InterruptedRunError: a signal came, and a checkpoint is written.
+    """
+    if start.checkpoint is not None:
+        trainer.continue_mean(start.checkpoint)
+    with leave.listening():
+        trainer.train(resume_from_checkpoint=start.checkpoint)
+    step = trainer.state.global_step
+    if leave.number and step < trainer.args.max_steps:
+        if not processes.is_main:
+            raise SystemExit(128 + leave.number)
+        raise InterruptedRunError(
+            f"left after step {step}; checkpoint-{step} is whole: the same command goes on", leave.number
+        )
+    seconds = recorder.seconds
+    if not trainer.evaluated:  # interrupted between the last checkpoint and the end
+        trainer.remove_callback(recorder)
+        trainer.remove_callback(TensorBoardCallback)  # closed by now, it would open another writer in OUT/runs
+        trainer.evaluate()
+    return seconds
+
+
+def save_model(
+    trainer: RunTrainer, folder: RunFolder, processes: Processes, beside: Callable[[Path], object] = lambda part: None
+) -> None:
+    """Write the final model under another name first: `model` is whole or not there.
+
+    Args:
+        trainer: whose model it is.
+        folder: of the run.
+        processes: of the run; all of them must come here.
+        beside: writes into the folder it is given what belongs beside the model, in the first process.
+    """
+    part, former = folder.path / ".model.part", folder.path / ".model.former"
+    problem = None
+    try:
+        if processes.is_main:
+            remove_folder(part)
+        if trainer.is_fsdp_enabled:  # also where checkpoints are sharded, which `save_model` leaves out
+            model = cast(PreTrainedModel, trainer.model)
+            state = {}
+            for name, tensor in model.state_dict().items():  # one after the other: all at once may not fit a GPU
+                gathered = whole(tensor)
+                if processes.is_main:
+                    state[name] = gathered.cpu()
+            if processes.is_main:
+                model.save_pretrained(str(part), state_dict=state)
+        else:
+            trainer.save_model(str(part))
+        if processes.is_main:
+            (part / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs
+            declare_plain_llama(part)
+            beside(part)
+            if folder.model.exists():  # a whole one is not removed before the other stands in its place
+                remove_folder(former)
+                folder.model.rename(former)
+            part.rename(folder.model)
+            shutil.rmtree(former, ignore_errors=True)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        problem = error
+    if processes.any(problem is not None):
+        if problem is None:
+            raise SystemExit(RunFailedError.exit_code)
+        raise RunFailedError(
+            f"{folder.model} could not be written: {problem}; the last checkpoint is kept, and the same command goes on"
+        ) from problem
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Of the GPU, what tensors took at most; on a CPU, of the whole process since its start. In bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,150 @@
+"""transformers' Trainer on a synthetic task: accuracy slice by slice, and a stop once the task is learned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import SequentialSampler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from kvshift.lab.runs.processes import Processes
+from kvshift.lab.runs.progress import counted
+from kvshift.lab.tasks import Batch, Task, TaskBatches, concatenate, count_correct
+from kvshift.lab.training.callbacks import Evaluation
+from kvshift.lab.training.train_config import RunConfig
+from kvshift.lab.training.trainer import RunTrainer
+
+__all__ = ["Mastery", "TaskTrainer", "score"]
+
+
+class TaskTrainer(RunTrainer):
+    """Trains on a stream of batches, an item of which is a whole batch.
+
+    Attributes:
+        scores: of the last evaluation; see `score`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: TrainingArguments,
+        config: RunConfig,
+        processes: Processes,
+        *,
+        task: Task,
+        train: TaskBatches,
+        evaluation: Sequence[Batch],
+        dropout_at_eval: bool = False,
+    ) -> None:
+        self.scores: dict[str, Any] | None = None
+        self._task, self._batches, self._dropout = task, evaluation, dropout_at_eval
+        super().__init__(
+            model,
+            arguments,
+            config,
+            processes,
+            train_dataset=train,
+            eval_dataset=evaluation,  # Trainer asks for one; `evaluate` reads the batches itself
+            data_collator=concatenate,
+        )
+
+    @property
+    def evaluated(self) -> bool:
+        return self.scores is not None
+
+    def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
+        """Loss, and accuracy by slice."""
+        found = ", ".join(f"{name} {value:.3f}" for name, value in metrics["accuracy"].items() if value is not None)
+        values = {name: metrics[name] for name in ("loss", "accuracy", "rows")}
+        return Evaluation(values, f"validation loss {metrics['loss']:.4f}, accuracy: {found}")
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Score the evaluation batches, and tell the callbacks."""
+        batches = counted(self._batches, "evaluation", "batches", shown=self._config.progress)
+        self.scores = score(self.model, batches, self._task.slice_names, self.args.device, dropout=self._dropout)
+        if not math.isfinite(self.scores["loss"]):
+            self._fail(f"the validation loss is not finite after step {self.state.global_step}; {self._kept()}")
+        accuracy = {f"eval_{name}": value for name, value in self.scores["accuracy"].items() if value is not None}
+        self.log({"eval_loss": self.scores["loss"], **accuracy})
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.scores)
+        return self.scores
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's own loss, which does not know of slices."""
+        inputs = {name: tensor for name, tensor in inputs.items() if name != "slices"}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler:
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def score(
+    model: Any, batches: Iterable[Batch], slice_names: Sequence[str], device: torch.device, *, dropout: bool = False
+) -> dict[str, Any]:
+    """Loss and accuracy of a causal language model.
+
+    Args:
+        model: from input_ids to `.logits`.
+        batches: to be scored.
+        slice_names: of the task.
+        device: of the model.
+        dropout: leave it on, as the code behind the published errors of hop-k did.
+
+    Returns:
+        "loss", mean over all labels, in nats; "accuracy" by slice, None where a slice has no answers; "answers",
+        their number by slice; "rows".
+    """
+    count = len(slice_names)
+    right, answers = torch.zeros(count, dtype=torch.long), torch.zeros(count, dtype=torch.long)
+    loss, labels, rows = 0.0, 0, 0
+    training = model.training
+    model.train(dropout)
+    for batch in batches:
+        logits = model(input_ids=batch.input_ids.to(device), use_cache=False).logits
+        following = batch.labels[:, 1:].to(device)
+        loss += float(F.cross_entropy(logits[:, :-1].float().flatten(0, 1), following.flatten(), reduction="sum"))
+        labels += int((following != -100).sum())
+        found, asked = count_correct(logits.argmax(-1).cpu(), batch.labels, batch.slices, count)
+        right, answers, rows = right + found, answers + asked, rows + len(batch.input_ids)
+    model.train(training)
+    return {
+        "loss": loss / labels,
+        "accuracy": {
+            name: int(one) / int(all_) if all_ else None
+            for name, one, all_ in zip(slice_names, right, answers, strict=True)
+        },
+        "answers": dict(zip(slice_names, answers.tolist(), strict=True)),
+        "rows": rows,
+    }
+
+
+class Mastery(TrainerCallback):
+    """Ends training once the accuracy in one slice has been high in several evaluations on end."""
+
+    def __init__(self, slice_name: str, level: float, evaluations: int, before: Iterable[float | None] = ()) -> None:
+        """Begin with the accuracies `before`, of the evaluations up to the checkpoint that a run goes on from."""
+        self._slice, self._level, self._wanted = slice_name, level, evaluations
+        self._count = 0
+        for accuracy in before:
+            self._add(accuracy)
+
+    @property
+    def reached(self) -> bool:
+        """Whether training is to end."""
+        return self._count >= self._wanted
+
+    def _add(self, accuracy: float | None) -> None:
+        self._count = self._count + 1 if accuracy is not None and accuracy >= self._level else 0
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        self._add(metrics["accuracy"][self._slice])
+        if self.reached:
+            control.should_training_stop = True

@@ -1,0 +1,174 @@
+"""`kvshift train`: one language model, from text to a saved model, in a folder that survives every interruption."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from datasets import disable_progress_bars
+from transformers.utils.logging import disable_progress_bar
+
+from kvshift.lab.data.packing import collate
+from kvshift.lab.data.text import TextData, load_text_data
+from kvshift.lab.data.tokenizers import save_tokenizer
+from kvshift.lab.messages import say, say_nothing
+from kvshift.lab.runs.beginning import begin, data_facts, resolved_model
+from kvshift.lab.runs.extending import with_recorded_warmup
+from kvshift.lab.runs.folder import RunFolder, read_metrics, remove_folder, write_json
+from kvshift.lab.runs.overwriting import next_tokenizer
+from kvshift.lab.runs.processes import Processes
+from kvshift.lab.training.running import (
+    attach,
+    fit,
+    on_cpu,
+    open_run,
+    peak_memory,
+    resolved,
+    save_model,
+    surviving,
+    training_arguments,
+)
+from kvshift.lab.training.train_config import TrainConfig, to_json
+from kvshift.lab.training.trainer import LanguageModelTrainer
+from kvshift.lab.variants.building import build_model, count_parameters, llama_config
+from kvshift.lab.variants.pretrained import (
+    base_config,
+    find_pretrained,
+    load_pretrained,
+    weights_digest,
+    with_tokenizer,
+)
+
+__all__ = ["TrainConfig", "train"]
+
+_say = partial(say, command="train")
+
+
+def train(config: TrainConfig) -> None:
+    """Train, or go on where the same call was interrupted; a finished run is left as it is.
+
+    What it leaves in `config.out`: see `kvshift.lab.runs.folder`.
+
+    Raises:
+        LabError: options, data or folder are not fit (exit code 2), or the folder is in use (4).
+        RunFailedError: a number is not finite, or the disk is full (3).
+        InterruptedRunError: SIGINT or SIGTERM came (128 + its number).
+    """
+    processes = Processes(cpu=on_cpu(config))
+    folder = RunFolder(config.out)
+    say = _say if processes.is_main else say_nothing
+    disable_progress_bar()  # transformers' own, for every file that it writes
+    if not (config.progress and sys.stderr.isatty()):
+        disable_progress_bars()  # of reading and packing the text
+    smaller = (
+        f"Give a smaller batch_size (now {config.batch_size}) with the same tokens_per_step, or gradient_checkpointing"
+    )
+    with surviving(config, smaller), ExitStack() as stack:
+        stack.callback(processes.end)  # after errors too: a process that leaves without it may be aborted
+        if processes.main_first(lambda: open_run(stack, folder, config, to_json(config))):
+            say(f"{config.out} holds this run, finished; its numbers are in {folder.result}")
+        else:
+            _run(stack, config, folder, processes, say)
+
+
+def _run(
+    stack: ExitStack, config: TrainConfig, folder: RunFolder, processes: Processes, say: Callable[[str], None]
+) -> None:
+    replaces = config.overwrite and folder.config.exists()
+    if not replaces:
+        config = with_recorded_warmup(config, folder)
+    tokenizer = next_tokenizer(folder) if replaces else folder.tokenizer
+    stack.callback(remove_folder, next_tokenizer(folder).parent)  # where the new run does not begin
+    source = base = None
+    if config.init_from is not None:
+        source = find_pretrained(config.init_from, say)
+        base = base_config(source, config.model)
+        config = dataclasses.replace(config, data=with_tokenizer(source, config.data))
+    data = _load(config, tokenizer, processes)
+    model_config = llama_config(
+        config.model, vocab_size=len(data.tokenizer), sequence_length=config.data.sequence_length, base=base
+    )
+    model_config.bos_token_id = cast(int | None, data.tokenizer.bos_token_id)
+    model_config.eos_token_id = cast(int | None, data.tokenizer.eos_token_id)
+    accumulation = config.accumulation(processes.count)
+    tokens_per_step = accumulation * config.batch_size * config.data.sequence_length * processes.count
+    config = dataclasses.replace(config, tokens_per_step=tokens_per_step, **resolved(config))
+    options = to_json(config)
+    options["model"] |= resolved_model(model_config)
+    facts = data_facts(data)
+    frozen = config.model.freeze_shift
+    if source is None:
+        model = build_model(model_config, seed=config.seed, freeze_shift=frozen)
+    else:
+        model = load_pretrained(source, model_config, freeze_shift=frozen)
+        facts["start_weights"] = weights_digest(model)
+    processes.any(False)  # all of them have read what the first now changes
+    start = processes.main_first(
+        lambda: begin(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
+    )
+    model.config.use_cache = False  # no cache of keys and values beside every training step
+    sizes = count_parameters(model)
+    say(
+        f"{sizes['parameters']:,} parameters, {sizes['shift_parameters']} of them of the shift; "
+        f"{config.steps} steps of {tokens_per_step:,} tokens"
+    )
+    trainer = LanguageModelTrainer(
+        model,
+        training_arguments(config, accumulation=accumulation, batch_size=config.batch_size),
+        config,
+        processes,
+        train=data.train,
+        validation=data.validation.select(range(min(config.eval_rows or len(data.validation), len(data.validation)))),
+        collate=collate,
+    )
+    recorder, leave = attach(stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step)
+    seconds = fit(trainer, recorder, leave, start, processes)
+    model.config.use_cache = True
+    save_model(trainer, folder, processes, beside=partial(save_tokenizer, data.tokenizer))
+    if processes.is_main:
+        result = _result(trainer, folder, config, seconds) | sizes
+        write_json(folder.result, result)
+        say(f"finished: validation loss {result['eval_loss']:.4f}; model in {folder.model}, numbers in {folder.result}")
+
+
+def _load(config: TrainConfig, tokenizer: Path, processes: Processes) -> TextData:
+    """The first process reads, trains the tokenizer and fills the cache; then the others find all of it there."""
+    loaded: list[TextData] = []
+
+    def load() -> None:
+        loaded.append(load_text_data(config.data, seed=config.seed, tokenizer_folder=tokenizer))
+
+    processes.main_first(load)
+    if not processes.is_main:
+        load()
+    return loaded[0]
+
+
+def _result(trainer: LanguageModelTrainer, folder: RunFolder, config: TrainConfig, seconds: float) -> dict[str, Any]:
+    lines = read_metrics(folder.metrics, "train")
+    last = read_metrics(folder.metrics, "eval")[-1]
+    steps, tokens = config.steps, config.tokens_per_step or 0
+    losses, counts = trainer.row_losses, trainer.row_tokens
+    assert losses is not None
+    assert counts is not None
+    recorded = folder.read(folder.config) or {}
+    return {
+        "config_hash": recorded.get("config_hash"),
+        "steps": steps,
+        "tokens": steps * tokens,
+        "train_loss": lines[-1]["loss"],
+        "eval_loss": last["loss"],
+        "eval_loss_stderr": last["loss_stderr"],
+        "eval_perplexity": last["perplexity"],
+        "eval_rows": last["rows"],
+        "seconds": seconds,
+        "step_seconds": sorted(line["step_seconds"] for line in lines)[len(lines) // 2],
+        "peak_memory_bytes": peak_memory(trainer.args.device),
+        "eval_losses_per_row": losses.tolist(),
+        "eval_tokens_per_row": counts.tolist(),
+    }

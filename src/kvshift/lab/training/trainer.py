@@ -1,0 +1,274 @@
+"""transformers' Trainer with what is ours: parameter groups, order of rows, losses row by row, whole checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import EvalPrediction, Trainer, TrainingArguments
+
+from kvshift.lab.data.order import EndlessStream, ShuffledEpochs
+from kvshift.lab.messages import say
+from kvshift.lab.runs.checkpoints import keep_newest, seal
+from kvshift.lab.runs.folder import RunFailedError
+from kvshift.lab.runs.processes import Processes
+from kvshift.lab.training.callbacks import Evaluation
+from kvshift.lab.training.optimizer import adamw
+from kvshift.lab.training.train_config import RunConfig
+from kvshift.lab.variants.building import declare_plain_llama
+
+__all__ = ["LanguageModelTrainer", "RunTrainer", "row_losses", "summarize"]
+
+# In a checkpoint between two lines of metrics: from which step the next mean is taken, and the sum of each process.
+_UNLOGGED = "unlogged_loss.json"
+
+
+class RunTrainer(Trainer):
+    """Keeps whole checkpoints, and stops all processes at the first number that is not finite."""
+
+    def __init__(
+        self, model: nn.Module, arguments: TrainingArguments, config: RunConfig, processes: Processes, **kwargs: Any
+    ) -> None:
+        self._config = config
+        self._processes = processes
+        self._before_save: Callable[[], None] = lambda: None
+        self._last_loss = math.nan
+        self._unlogged: dict[str, Any] = {}
+        super().__init__(model, arguments, **kwargs)
+
+    @property
+    @abstractmethod
+    def evaluated(self) -> bool:
+        """Whether there has been an evaluation since this object was made."""
+
+    @abstractmethod
+    def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
+        """What the metrics of an evaluation come to, for files and for readers."""
+
+    def before_save(self, function: Callable[[], None]) -> None:
+        """Have `function` called in the first process before a checkpoint is declared whole."""
+        self._before_save = function
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """AdamW over the groups of `kvshift.param_groups`."""
+        if self.optimizer is None:
+            trained = cast(nn.Module, self.model if model is None else model)
+            self.optimizer = adamw(trained, self._config.optimizer, self.args.device)
+        return self.optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The next learning rate is that of this run's schedule, which may be longer than the checkpoint's."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        if checkpoint is not None and isinstance(schedule, LambdaLR):
+            for group, base, part in zip(
+                schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+            ):
+                group["lr"] = base * part(schedule.last_epoch)
+            schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
+
+    def continue_mean(self, checkpoint: str) -> None:
+        """Have the first mean loss that is logged begin where that of the run which left this checkpoint began."""
+        path = Path(checkpoint) / _UNLOGGED
+        self._unlogged = json.loads(path.read_text()) if path.exists() else {}
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._unlogged:  # Trainer has begun its sum by now, and added nothing to it yet
+            sums = self._unlogged["sums"]
+            same = len(sums) == self.args.world_size
+            self._tr_loss += sums[self.args.process_index] if same else sum(sums) / len(sums)
+            self._globalstep_last_logged = self._unlogged["after_step"]
+            self._unlogged = {}
+        loss = super().training_step(*args, **kwargs)
+        self._last_loss = loss
+        return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """The one number that every process has, that every loss of the step enters, and before weights change."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        if norm is not None and not math.isfinite(norm):
+            cause = (
+                "Mostly the learning rate is too high (optimizer.learning_rate "
+                f"{self._config.optimizer.learning_rate}) or the warm-up too short"
+                if self.state.global_step
+                else "No weight has been updated yet: the cause is in the options of the model or in its start weights"
+            )
+            self._fail(
+                f"loss or gradient is not finite at step {self.state.global_step + 1} (loss of the last rows "
+                f"{float(self._last_loss)}, norm of the gradient {float(norm)}). {cause}; {self._kept()}"
+            )
+        return norm
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = self._config.out / f"checkpoint-{self.state.global_step}"
+        sums: list[float] = []
+        if self.state.global_step > self._globalstep_last_logged:
+            sums = self._processes.gather(cast(Tensor, self._tr_loss).item())
+
+        def write() -> None:
+            super(RunTrainer, self)._save_checkpoint(model, trial)
+            if sums and self._processes.is_main:
+                unlogged = {"after_step": self._globalstep_last_logged, "sums": sums}
+                (folder / _UNLOGGED).write_text(json.dumps(unlogged))
+
+        self._together(folder, write)
+        self._together(folder, (lambda: self._seal(folder)) if self._processes.is_main else lambda: None)
+        if self._processes.is_main:
+            keep_newest(folder, self._config.keep_checkpoints, say)
+
+    def _seal(self, folder: Path) -> None:
+        self._before_save()
+        declare_plain_llama(folder)
+        seal(folder)
+
+    def _together(self, folder: Path, write: Callable[[], None]) -> None:
+        """Write, and where that fails in any process, remove what was written of the checkpoint and stop all."""
+        problem = None
+        try:
+            write()
+        except (OSError, RuntimeError, SafetensorError, RunFailedError) as error:  # RuntimeError: torch.save's
+            problem = error
+        # Where weights are sharded, writing is itself done together: the others wait there for the one that failed,
+        # not here, and the launcher ends them.
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if problem is None and (sharded or not self._processes.any(False)):
+            return
+        if not sharded and problem is not None:
+            self._processes.any(True)
+        if self._processes.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        if problem is None:
+            raise SystemExit(RunFailedError.exit_code)
+        free = shutil.disk_usage(folder.parent).free
+        raise RunFailedError(
+            f"{folder.name} could not be written ({free / 2**20:.0f} MiB are free in {folder.parent}): {problem}; "
+            f"{self._kept()}"
+        ) from problem
+
+    def _fail(self, message: str) -> None:
+        """Stop every process, which all come here together; the first says why."""
+        raise RunFailedError(message) if self._processes.is_main else SystemExit(RunFailedError.exit_code)
+
+    def _kept(self) -> str:
+        checkpoints = [path.parent.name for path in self._config.out.glob("checkpoint-*/manifest.json")]
+        newest = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default=None)
+        return f"{newest} is kept" if newest else "there is no checkpoint before it"
+
+
+class LanguageModelTrainer(RunTrainer):
+    """Trains on rows of tokens, and evaluates row by row.
+
+    Attributes:
+        row_losses: of the last evaluation, the mean loss of each validation row, in nats per token, in order.
+        row_tokens: how many tokens each of them is the mean of.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: TrainingArguments,
+        config: RunConfig,
+        processes: Processes,
+        *,
+        train: Any,
+        validation: Dataset,
+        collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]],
+    ) -> None:
+        self.row_losses: np.ndarray | None = None
+        self.row_tokens: np.ndarray | None = None
+        super().__init__(
+            model,
+            arguments,
+            config,
+            processes,
+            train_dataset=train if isinstance(train, Dataset) else EndlessStream(train),
+            eval_dataset=validation,
+            data_collator=collate,
+            compute_metrics=self._keep_and_summarize,
+        )
+
+    @property
+    def evaluated(self) -> bool:
+        return self.row_losses is not None
+
+    def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
+        """Loss with its error over rows, and perplexity; see `summarize`."""
+        loss, error = metrics["eval_loss"], metrics.get("eval_loss_stderr")
+        values = {
+            "loss": loss,
+            "loss_stderr": error,
+            "perplexity": metrics["eval_perplexity"],
+            "rows": metrics["eval_rows"],
+        }
+        margin = f" +- {error:.4f}" if error is not None else ""
+        return Evaluation(values, f"validation loss {loss:.4f}{margin}, perplexity {values['perplexity']:.2f}")
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        if not isinstance(rows, Dataset):
+            return None
+        args = self.args
+        in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return ShuffledEpochs(len(rows), args.max_steps * in_a_step, self._config.seed)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[None, Tensor, Tensor]:
+        """For each row the sum of its losses, where Trainer expects logits, and their number, where labels."""
+        inputs = {**self._prepare_inputs(inputs)}
+        labels = inputs.pop("labels")
+        with torch.no_grad(), self.compute_loss_context_manager():
+            logits = model(**inputs).logits
+        return (None, *row_losses(logits, labels))
+
+    def _keep_and_summarize(self, prediction: EvalPrediction) -> dict[str, float]:
+        sums, tokens = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
+        if not np.isfinite(sums).all():
+            self._fail(f"the validation loss is not finite after step {self.state.global_step}; {self._kept()}")
+        self.row_losses, self.row_tokens = sums / np.maximum(tokens, 1), tokens
+        return summarize(sums, tokens)
+
+
+def row_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over each row of -log p(next token), in nats and float64, and the number of tokens that it is over.
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T); position t is predicted from t - 1, and -100 is no label.
+    """
+    following = labels[:, 1:]
+    # One row at a time: the float32 copy of the logits of a whole batch may not fit.
+    sums = [
+        F.cross_entropy(row[:-1].float(), target, ignore_index=-100, reduction="none").double().sum()
+        for row, target in zip(logits, following, strict=True)
+    ]
+    return torch.stack(sums), (following != -100).sum(dim=1)
+
+
+def summarize(sums: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
+    """Mean loss per token, its standard error over rows, and the perplexity exp(loss).
+
+        loss = sum(sums) / sum(tokens)
+        loss_stderr = std(sums - loss * tokens) / (mean(tokens) * sqrt(rows))
+
+    where std has n - 1 below the line; for rows of equal length that is the standard error of their mean. One row
+    has none.
+    """
+    loss = float(sums.sum() / tokens.sum())
+    summary = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "rows": len(sums)}
+    if len(sums) > 1:
+        spread = float(np.std(sums - loss * tokens, ddof=1))
+        summary["loss_stderr"] = spread / (float(tokens.mean()) * math.sqrt(len(sums)))
+    return summary

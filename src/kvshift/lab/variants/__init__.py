@@ -1,0 +1,1 @@
+"""What an experiment compares: from options to a model."""

@@ -1,0 +1,213 @@
+"""From the options of a run to its model: which Llama, and with which weights it starts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
+from transformers.activations import ACT2FN
+
+from kvshift.lab.analysis.runs import Run, read_json
+from kvshift.lab.errors import LabError, nearest, require
+from kvshift.lab.runs.folder import write_json
+from kvshift.lab.seeds import generator_for
+from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.model_fields import given_fields, size_fields
+from kvshift.layers import KVShift
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+
+__all__ = [
+    "build_model",
+    "build_twin",
+    "count_parameters",
+    "declare_plain_llama",
+    "llama_config",
+    "load_trained",
+    "shift_layers",
+]
+
+_Model = TypeVar("_Model", bound=PreTrainedModel)
+
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+def llama_config(
+    options: ModelConfig, *, vocab_size: int, sequence_length: int, base: Mapping[str, Any] | None = None
+) -> KVShiftLlamaConfig:
+    """The configuration of the model that `options` describe.
+
+    Args:
+        options: of the run.
+        vocab_size: tokens of the tokenizer.
+        sequence_length: of the training rows.
+        base: fields that the options stand above; None: those of `options.size` or `options.config`.
+    """
+    base = {**(_base(options) if base is None else base), **given_fields(options)}
+    if options.rope_theta is not None:
+        rope = base.get("rope_parameters") or base.pop("rope_scaling", None) or {"rope_type": "default"}
+        base["rope_parameters"] = {**rope, "rope_theta": options.rope_theta}
+    base.setdefault("vocab_size", vocab_size)
+    _check_numbers(base)
+    if base["vocab_size"] < vocab_size:
+        raise LabError(
+            f"model.vocab_size is {base['vocab_size']}, but the tokenizer has {vocab_size} tokens: "
+            "the model needs at least as many, or the data another tokenizer"
+        )
+    base["max_position_embeddings"] = max(base.get("max_position_embeddings", 0), sequence_length)
+    # Generation must not stop at, or pad with, numbers that belong to another tokenizer.
+    base |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True}
+    try:
+        config = KVShiftLlamaConfig(**base)
+    except Exception as error:  # transformers' strict dataclasses wrap the reason in errors of their own
+        raise LabError(f"the options under model do not make a model: {error.__cause__ or error}") from error
+    heads, kv_heads = config.num_attention_heads, cast(int, config.num_key_value_heads)
+    theta = cast(dict[str, Any], config.rope_parameters)["rope_theta"]
+    require(0 < theta < math.inf, "model.rope_theta", theta, "more than 0 and finite")
+    if cast(int, config.head_dim) % 2:
+        raise LabError(
+            f"model.hidden_size / num_attention_heads must be even, for the rotary embedding; got {config.hidden_size} "
+            f"/ {heads}"
+        )
+    if heads % kv_heads:
+        raise LabError(
+            f"model.num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}"
+        )
+    return config
+
+
+def build_model(config: KVShiftLlamaConfig, *, seed: int, freeze_shift: bool = False) -> KVShiftLlamaForCausalLM:
+    """The Llama of a configuration; see `build_twin`."""
+    return build_twin(KVShiftLlamaForCausalLM, config, seed=seed, freeze_shift=freeze_shift)
+
+
+def build_twin(model_class: type[_Model], config: Any, *, seed: int, freeze_shift: bool = False) -> _Model:
+    """A model with float32 start values, of which those that a vanilla twin has too do not depend on the shift.
+
+    The weights are drawn for the model without shift and then taken over; the coefficients have a generator of
+    their own. So twins that differ in `shift_*` alone start, for one seed, with the same bits.
+
+    Args:
+        model_class: what is built from `config`, which has the fields of a `ShiftConfig`.
+        config: of the model.
+        seed: of weights and coefficients.
+        freeze_shift: keep the coefficients at their start values.
+    """
+    vanilla = deepcopy(config)
+    vanilla.shift_targets = []
+    set_seed(seed)
+    model = model_class(vanilla)
+    if config.shift_targets:
+        weights = model.state_dict()
+        model = model_class(config)
+        load = model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()
+        unexpected = load.unexpected_keys + [name for name in load.missing_keys if ".shift." not in name]
+        if unexpected:
+            raise AssertionError(f"twins differ beyond the shift: {unexpected}")
+        generator = generator_for("shift coefficients", seed)
+        for layer in shift_layers(model):
+            layer.reset_parameters(generator)
+            layer.requires_grad_(not freeze_shift)
+    return model
+
+
+def declare_plain_llama(folder: Path) -> None:
+    """Let the config.json of a saved model say llama, where nothing in it differs from transformers' own Llama.
+
+    A vanilla twin has the weights of a Llama under their usual names, so that programs which do not know this package
+    can load it. A model with shift, QK-norm or a sliding window stays as it is, and so does one of another family.
+    """
+    path = folder / "config.json"
+    if not path.exists():  # a checkpoint in shards has none
+        return
+    values = json.loads(path.read_text())
+    if values["model_type"] != KVShiftLlamaConfig.model_type:
+        return
+    if values["shift_targets"] or values["qk_norm"] or values["sliding_window"] is not None:
+        return
+    ours = {field.name for field in fields(KVShiftLlamaConfig)} - {field.name for field in fields(LlamaConfig)}
+    plain = {name: value for name, value in values.items() if name not in ours}
+    write_json(path, {**plain, "model_type": LlamaConfig.model_type, "architectures": [LlamaForCausalLM.__name__]})
+
+
+def load_trained(run: Run) -> KVShiftLlamaForCausalLM:
+    """The final model of a run of text in float32, as the class that it was trained as."""
+    folder = run.folder / "model"
+    values = read_json(folder / "config.json") | {"shift_targets": list(run.shift_targets)}
+    config = KVShiftLlamaConfig.from_dict(values | {"model_type": KVShiftLlamaConfig.model_type})
+    return KVShiftLlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+
+
+def shift_layers(model: torch.nn.Module) -> list[KVShift]:
+    """The `KVShift` of each layer that shifts anything, in order."""
+    return [module for module in model.modules() if isinstance(module, KVShift) and module.targets]
+
+
+def count_parameters(model: torch.nn.Module) -> dict[str, int]:
+    """All "parameters", and "shift_parameters", those among them that are coefficients of the shift."""
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "shift_parameters": sum(p.numel() for layer in shift_layers(model) for p in layer.parameters()),
+    }
+
+
+def _check_numbers(base: dict[str, Any]) -> None:
+    """Raise a LabError for what transformers would not check, or would report without the name of the option."""
+    for name in _SIZES:
+        value = base.get(name, 1)
+        whole = value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31)
+        require(whole, f"model.{name}", value, "a whole number from 1 to 2**31 - 1")
+    for name in ("rms_norm_eps", "attention_dropout"):
+        value = base.get(name, 0.0)
+        require(isinstance(value, (int, float)) and 0 <= value <= 1, f"model.{name}", value, "between 0 and 1")
+    width, heads = base.get("hidden_size"), base.get("num_attention_heads")
+    require(
+        not (width and heads) or base.get("head_dim") is not None or width % heads == 0,
+        "model.hidden_size",
+        width,
+        f"a multiple of num_attention_heads ({heads})",
+    )
+    act = base.get("hidden_act", "silu")
+    require(act in ACT2FN, "model.hidden_act", act, f"one of {', '.join(ACT2FN)}")
+
+
+def _base(options: ModelConfig) -> dict[str, Any]:
+    if options.size is not None and options.config is not None:
+        raise LabError(f"model.size ({options.size}) and model.config ({options.config}) cannot both be given")
+    return size_fields(options) if options.config is None else _read(options.config)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LabError(f"model.config: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise LabError(f"model.config: {path} must hold a JSON object, got {type(values).__name__}")
+    kind = values.pop("model_type", KVShiftLlamaConfig.model_type)
+    if kind not in ("llama", KVShiftLlamaConfig.model_type):
+        raise LabError(f"model.config: {path} is of model_type {kind!r}; expected llama or kvshift_llama")
+    for of_weights in ("architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path"):
+        values.pop(of_weights, None)
+    # The last four: as older versions of transformers wrote them, and properties that it writes besides the fields.
+    known = [field.name for field in fields(KVShiftLlamaConfig)]
+    for name in values:
+        if name not in (*known, "rope_theta", "rope_scaling", "layer_types", "output_attentions"):
+            raise LabError(f"model.config: {path} has an unknown field {name!r}; {nearest(name, known)}")
+    return values

@@ -1,0 +1,188 @@
+"""`--init-from`: a run that starts from the weights and the tokenizer of a model, which is fine-tuning."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+from transformers.utils import logging
+
+from kvshift.lab.data.config import DataConfig
+from kvshift.lab.errors import LabError
+from kvshift.lab.runs.loading import UNREADABLE, locate
+from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.building import shift_layers
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+
+__all__ = [
+    "Pretrained",
+    "base_config",
+    "find_pretrained",
+    "load_pretrained",
+    "weights_digest",
+    "with_tokenizer",
+]
+
+_SAMPLED = 256  # numbers of each tensor that enter its digest
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model to start from.
+
+    Attributes:
+        name: as the user gave it.
+        folder: of the model, or its name on the hub.
+        tokenizer: likewise.
+        config: of the model; one of plain Llama has no `shift_targets`.
+    """
+
+    name: str
+    folder: str
+    tokenizer: str
+    config: KVShiftLlamaConfig
+
+
+def find_pretrained(name: str, say: Callable[[str], Any]) -> Pretrained:
+    """The model that `name`, a run folder, a model folder or a name on the hub, stands for; no weights are read.
+
+    Raises:
+        LabError: there is none, or it is no Llama, with or without KV shift.
+    """
+    try:
+        folder, tokenizer = locate(name, say)
+        values: dict[str, Any] = AutoConfig.from_pretrained(folder).to_dict()
+        kind = values.pop("model_type")
+        if kind not in ("llama", KVShiftLlamaConfig.model_type):
+            raise LabError(f"{name} is of model_type {kind!r}; expected llama or kvshift_llama")
+        if values.get("quantization_config") is not None:
+            raise LabError(f"{name} is quantized, and its weights cannot be trained; expected one that is not")
+        if kind == "llama":
+            values["shift_targets"] = []
+        config = KVShiftLlamaConfig(**values)
+    except LabError as error:
+        raise LabError(f"init_from: {str(error).removeprefix('model: ')}") from error
+    except Exception as error:  # the hub, and transformers' strict dataclasses, raise classes of their own
+        raise LabError(
+            f"init_from: the configuration of {name} cannot be read: {' '.join(str(error).split())}"
+        ) from error
+    return Pretrained(name, folder, tokenizer, config)
+
+
+def base_config(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
+    """The configuration of the model to start from, with the shift that `options` add to one that has none.
+
+    Raises:
+        LabError: an option contradicts the model; names both.
+    """
+    for name in ("size", "config"):
+        if getattr(options, name) is not None:
+            raise LabError(
+                f"model.{name} ({getattr(options, name)}) and init_from ({source.name}) cannot both be given: each "
+                "says what the whole model is"
+            )
+    config = source.config
+    rope = cast(dict[str, Any], config.rope_parameters)
+    shift = ("shift_targets", "shift_window", "shift_constraint", "shift_init")
+    shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    others = ("vocab_size", "tie_word_embeddings", "qk_norm", "sliding_window")
+    has = {name: getattr(config, name) for name in (*shape, *others, *shift)}
+    has |= {"rope_theta": rope["rope_theta"], "shift_targets": tuple(config.shift_targets)}
+    base = config.to_dict()
+    if not config.shift_targets:
+        base |= _added_shift(source, options)
+        has = {name: value for name, value in has.items() if name not in shift}
+    for name, value in has.items():
+        given = getattr(options, name)
+        if given is not None and given != value:
+            raise LabError(
+                f"model.{name} is {given!r}, but the model of init_from ({source.name}) has {value!r}: leave the "
+                "option out, or train without init_from"
+            )
+    for name in ("model_type", "architectures", "dtype", "_name_or_path", "layer_types", "transformers_version"):
+        base.pop(name, None)
+    return base
+
+
+def load_pretrained(
+    source: Pretrained, config: KVShiftLlamaConfig, *, freeze_shift: bool = False
+) -> KVShiftLlamaForCausalLM:
+    """The model in float32; a shift that it did not have starts as the identity, so that it computes what it did.
+
+    Args:
+        source: of the weights.
+        config: of the model, made from `base_config`.
+        freeze_shift: keep the coefficients at their start values.
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is missing and unexpected is said below
+    try:
+        loaded: Any = KVShiftLlamaForCausalLM.from_pretrained(
+            source.folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    except UNREADABLE as error:
+        raise LabError(f"init_from: the weights of {source.name} cannot be loaded: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    model, report = loaded
+    added = set() if source.config.shift_targets else {name for name in report["missing_keys"] if ".shift." in name}
+    for keys, what in (
+        (report["missing_keys"] - added, "lacks"),
+        (report["unexpected_keys"], "has, beyond a Llama's,"),
+    ):
+        if keys:
+            raise LabError(f"init_from: {source.name} {what} {len(keys)} weights, {min(keys)} the first")
+    for layer in shift_layers(model):
+        layer.requires_grad_(not freeze_shift)
+    # Some models bring a temperature and penalties of their own, and ends of another tokenizer.
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    return model
+
+
+def with_tokenizer(source: Pretrained, data: DataConfig) -> DataConfig:
+    """The options of the data with the tokenizer of the model, which is the only one that fits it."""
+    if data.tokenizer not in (None, source.tokenizer):
+        raise LabError(
+            f"data.tokenizer is {data.tokenizer!r}, but the model of init_from ({source.name}) brings its own, "
+            f"{source.tokenizer!r}: leave the option out, or train without init_from"
+        )
+    return replace(data, tokenizer=source.tokenizer)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """16 hexadecimal digits over numbers at equal distances of each tensor: quick for large models."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().flatten()
+        chosen = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu()
+        digest.update(name.encode() + chosen.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _added_shift(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
+    """Fields of the shift, for a model that has none: what the options ask for, and no change at first."""
+    if options.shift_targets == ():
+        return {}
+    if options.shift_targets is None:
+        for name in ("shift_window", "shift_constraint", "shift_init"):
+            if getattr(options, name) is not None:
+                raise LabError(
+                    f"model.{name} is {getattr(options, name)!r}, but the model of init_from ({source.name}) has no "
+                    "shift: say with model.shift_targets what to shift"
+                )
+        return {}
+    if options.shift_constraint == "gate":
+        raise LabError(
+            f"model.shift_constraint is 'gate', but the model of init_from ({source.name}) has no shift, and a gate "
+            "cannot start without one; expected free or clamp"
+        )
+    if options.shift_init == "uniform":
+        raise LabError(
+            f"model.shift_init is 'uniform', but the model of init_from ({source.name}) has no shift, and would lose "
+            "what it has learned; expected identity"
+        )
+    return {"shift_init": "identity"}

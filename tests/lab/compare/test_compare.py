@@ -1,0 +1,361 @@
+"""`kvshift compare`: which runs it starts, what it keeps, how it ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tyro
+
+import kvshift.lab.compare.compare as module
+from kvshift.lab.analysis.comparison import summarize
+from kvshift.lab.analysis.report import read_pair
+from kvshift.lab.compare.compare import CompareConfig, TrainingError, child_config, command_line, compare
+from kvshift.lab.data.config import DataConfig
+from kvshift.lab.errors import LabError
+from kvshift.lab.runs.folder import FolderInUseError, RunFailedError, RunFolder
+from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig
+
+from ..analysis.run_folders import write_run
+
+
+def config_for(out, seeds=1, **train):
+    """Nothing but the runs: no models to load afterwards."""
+    return CompareConfig(train=TrainConfig(out=out, **train), seeds=seeds, step_time_seconds=0, sample_tokens=0)
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Stands in for the training processes: the runs that were asked for, in order; `codes` are their exit codes."""
+
+    class Children(list):
+        codes = ()
+
+        def run(self, command):
+            assert command[:5] == [sys.executable, "-P", "-m", "kvshift", "train"]
+            config = tyro.cli(TrainConfig, args=command[5:])
+            name = "/".join(config.out.parts[-2:])
+            self.append(name)
+            code = dict(self.codes).get(name, 0)
+            if code == 0:
+                targets = ("k", "v") if config.model.shift_targets is None else config.model.shift_targets
+                gain = 0.1 + 0.01 * config.seed if targets else 0.0
+                config.out.joinpath(".lock").unlink(missing_ok=True)
+                config.out.rmdir()
+                write_run(config.out, seed=config.seed, shift_targets=targets, gain=gain)
+            return code
+
+    found = Children()
+    monkeypatch.setattr(module, "_run", found.run)
+    return found
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """The numbers alone: drawing takes a second."""
+    monkeypatch.setattr(module, "write_report", lambda out, seeds: summarize([read_pair(out, seed) for seed in seeds]))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(out=Path("somewhere")),
+        TrainConfig(out=Path("a b"), model=ModelConfig(shift_targets=()), report_to=(), steps=7, progress=False),
+        TrainConfig(out=Path("x"), report_to=("wandb", "tensorboard"), compile=True, tokens_per_step=8192),
+        TrainConfig(
+            out=Path("/x"),
+            model=ModelConfig(shift_targets=("k",), tie_word_embeddings=True, qk_norm=False, config=Path("m.json")),
+            data=DataConfig(corpus="books/*.txt", packing="documents", streaming=True, tokenizer="gpt2"),
+            optimizer=OptimizerConfig(learning_rate=3e-4, schedule="wsd", warmup_steps=0),
+        ),
+        TrainConfig(out=Path("x"), model=ModelConfig(freeze_shift=True, shift_init="identity", rope_theta=1e5)),
+    ],
+)
+def test_the_command_line_makes_the_config(config):
+    assert tyro.cli(TrainConfig, args=command_line(config)) == config
+
+
+def test_what_is_the_default_is_not_said():
+    assert command_line(TrainConfig(out=Path("x"), steps=7)) == ["--out", "x", "--steps", "7"]
+
+
+def test_twins_differ_in_the_shift_alone():
+    train = TrainConfig(out=Path("out"), steps=7, model=ModelConfig(hidden_size=64, shift_targets=("v",)))
+    vanilla, shifted = (child_config(train, 5, side) for side in ("vanilla", "kvshift"))
+    assert (vanilla.out, shifted.out) == (Path("out/seed-5/vanilla"), Path("out/seed-5/kvshift"))
+    assert (vanilla.model.shift_targets, shifted.model.shift_targets) == ((), ("v",))
+    assert vanilla.seed == shifted.seed == 5
+    assert replace(vanilla, out=shifted.out, model=shifted.model) == shifted
+    assert replace(vanilla.model, shift_targets=("v",)) == shifted.model
+
+
+def test_twins_that_start_from_a_model_differ_in_the_shift_too():
+    train = TrainConfig(out=Path("out"), init_from="llama")
+    targets = [child_config(train, 0, side).model.shift_targets for side in ("vanilla", "kvshift")]
+    assert targets == [(), ("k", "v")]
+
+
+def test_all_seeds_are_run_and_shown(tmp_path, children, capsys):
+    summary = compare(config_for(tmp_path / "out", seeds=2, seed=3))
+    assert children == ["seed-3/vanilla", "seed-3/kvshift", "seed-4/vanilla", "seed-4/kvshift"]
+    out, err = capsys.readouterr()
+    assert "seed 3, vanilla (1 of 4): kvshift train --out" in err
+    assert f"Validation loss: {summary['verdict']['text']}." in out
+    assert "2 seeds" in summary["verdict"]["text"]
+    assert re.search(r"^validation loss, seed 4 ", out, re.MULTILINE)
+    for path in re.findall(r"/\S+", out)[-6:]:
+        assert Path(path).is_relative_to((tmp_path / "out").resolve())
+        assert Path(path).exists()
+    assert summary == json.loads((tmp_path / "out" / "summary.json").read_text())
+
+
+def test_once_finished_it_only_draws(tmp_path, children, capsys):
+    compare(config_for(tmp_path / "out"))
+    first = (tmp_path / "out" / "report.html").read_bytes()
+    (tmp_path / "out" / "report.html").unlink()
+    children.clear()
+    compare(config_for(tmp_path / "out"))
+    assert children == []
+    assert "finished before" in capsys.readouterr().err
+    assert (tmp_path / "out" / "report.html").read_bytes() == first
+
+
+def test_seeds_can_be_added_and_left_out(tmp_path, children, undrawn):
+    compare(config_for(tmp_path / "out"))
+    children.clear()
+    assert len(compare(config_for(tmp_path / "out", seeds=3))["seeds"]) == 3
+    assert children == ["seed-1/vanilla", "seed-1/kvshift", "seed-2/vanilla", "seed-2/kvshift"]
+    assert len(compare(config_for(tmp_path / "out", seeds=2))["seeds"]) == 2
+    assert len(children) == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "words"),
+    [
+        (3, 3, "exit code 3"),
+        (2, 2, "exit code 2"),
+        (1, 1, "exit code 1"),
+        (-9, 137, "signal SIGKILL"),
+        (130, 130, "signal SIGINT"),
+    ],
+)
+def test_a_failed_run_ends_it_and_the_others_are_kept(tmp_path, children, undrawn, code, exit_code, words):
+    children.codes = {"seed-1/vanilla": code}.items()
+    with pytest.raises(TrainingError, match=rf"seed 1, vanilla \(3 of 4\): training ended with {words}") as failure:
+        compare(config_for(tmp_path / "out", seeds=2))
+    assert failure.value.exit_code == exit_code
+    assert (tmp_path / "out" / "seed-0" / "kvshift" / "result.json").exists()
+    children.clear()
+    children.codes = ()
+    compare(config_for(tmp_path / "out", seeds=2))
+    assert children == ["seed-1/vanilla", "seed-1/kvshift"]
+
+
+def test_other_options_in_one_folder_are_named(tmp_path, children, undrawn):
+    compare(config_for(tmp_path / "out"))
+    children.clear()
+    other = config_for(tmp_path / "out", steps=77, model=ModelConfig(hidden_size=64))
+    with pytest.raises(LabError, match=r"model\.hidden_size: None there, 64 here; steps: 300 there, 77 here"):
+        compare(other)
+    with pytest.raises(LabError, match="seed: 0 there, 1 here"):
+        compare(config_for(tmp_path / "out", seed=1))
+    assert children == []
+
+
+def test_what_changes_no_number_may_differ(tmp_path, children, undrawn):
+    compare(config_for(tmp_path / "out"))
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    children.clear()
+    compare(config_for(moved, progress=False, report_to=()))
+    assert children == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": 0}, "seeds must be 1 or more, got 0"),
+        ({"step_time_seconds": -1.0}, r"step_time_seconds must be 0 or more, got -1\.0"),
+        ({"step_time_seconds": float("nan")}, "step_time_seconds must be 0 or more, got nan"),
+        ({"sample_tokens": -5}, "sample_tokens must be 0 or more, got -5"),
+        ({"temperature": -0.5}, r"temperature must be 0 or more, got -0\.5"),
+        ({"prompt": ""}, "prompt must not be empty"),
+        ({"train": TrainConfig(out=Path("x"), overwrite=True)}, "overwrite is for kvshift train"),
+        ({"train": TrainConfig(out=Path("x"), extend=True)}, "extend is for kvshift train"),
+        ({"train": TrainConfig(out=Path("x"), steps=0)}, "steps must be 1 or more, got 0"),
+        ({"train": TrainConfig(out=Path("x"), model=ModelConfig(shift_targets=()))}, r"at least one of q, k, v"),
+    ],
+)
+def test_options_that_cannot_be(tmp_path, children, changes, message):
+    config = replace(config_for(tmp_path / "out"), **changes)
+    with pytest.raises(LabError, match=message) as failure:
+        compare(config)
+    assert failure.value.exit_code == 2
+    assert children == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_torchrun_would_start_it_several_times(tmp_path, children, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(LabError, match="start it without torchrun"):
+        compare(config_for(tmp_path / "out"))
+
+
+def test_a_report_that_cannot_be_written(tmp_path, children):
+    (tmp_path / "out" / "report.html").mkdir(parents=True)
+    with pytest.raises(RunFailedError, match=r"report in .* could not be written: .*the runs are kept") as failure:
+        compare(config_for(tmp_path / "out"))
+    assert failure.value.exit_code == 3
+    (tmp_path / "out" / "report.html").rmdir()
+    children.clear()
+    compare(config_for(tmp_path / "out"))
+    assert children == []
+
+
+def test_an_interrupt_between_runs_says_how_to_go_on(tmp_path, children, monkeypatch):
+    def interrupt(folder, label):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_wait_until_free", interrupt)
+    with pytest.raises(TrainingError, match="the same command goes on") as failure:
+        compare(config_for(tmp_path / "out"))
+    assert failure.value.exit_code == 130
+
+
+def test_two_comparisons_in_one_folder_refuse(tmp_path, children):
+    with RunFolder(tmp_path / "out").locked(), pytest.raises(FolderInUseError):
+        compare(config_for(tmp_path / "out"))
+    assert children == []
+
+
+def test_a_run_that_still_goes_on_is_waited_for(tmp_path, children, undrawn, capsys):
+    folder = tmp_path / "out" / "seed-0" / "vanilla"
+    folder.mkdir(parents=True)
+    hold = (
+        "import sys, time, filelock\n"
+        "lock = filelock.FileLock(sys.argv[1])\n"
+        "lock.acquire()\n"
+        "print(flush=True)\n"
+        "time.sleep(1)"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold, folder / ".lock"], stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        compare(config_for(tmp_path / "out"))
+        assert holder.poll() is not None
+    assert "an earlier process still trains in" in capsys.readouterr().err
+    assert children == ["seed-0/vanilla", "seed-0/kvshift"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_child_is_told_once_to_end(number):
+    """The child counts the signals it gets, and ends by itself."""
+    child = (
+        "import os, signal, sys, time\n"
+        "seen = []\n"
+        "signal.signal(int(sys.argv[1]), lambda *_: seen.append(1))\n"
+        "os.kill(os.getppid(), int(sys.argv[1]))\n"
+        "time.sleep(1)\n"
+        "sys.exit(40 + len(seen))"
+    )
+    # These tests may themselves run where the signal is ignored: under nohup, or in the background of a script.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        assert module._run([sys.executable, "-c", child, str(int(number))]) == 41
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        child = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"
+        assert module._run([sys.executable, "-c", child]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_files_of_the_current_directory_are_not_executed(tmp_path, monkeypatch, capfd):
+    for name in ("kvshift", "tyro", "torch", "runpy"):
+        (tmp_path / f"{name}.py").write_text("import sys; sys.exit('executed')\n")
+    monkeypatch.chdir(tmp_path)
+    assert module._run([*module._TRAIN, "--help"]) == 0
+    assert "--optimizer.learning-rate" in capfd.readouterr().out
+
+
+def kvshift(*arguments):
+    return [sys.executable, "-m", "kvshift", *map(str, arguments)]
+
+
+@pytest.fixture
+def surroundings(tmp_path):
+    """Environment of real runs: one thread, no network, a cache of their own."""
+    cache = str(tmp_path / "cache")
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": cache}
+
+
+TINY = (
+    *("--steps", 6, "--eval-every", 3, "--save-every", 3, "--batch-size", 2, "--eval-rows", 5, "--report-to"),
+    *("--data.sequence-length", 17, "--data.vocab-size", 300),
+    *("--model.hidden-size", 12, "--model.num-attention-heads", 3, "--model.intermediate-size", 19),
+)
+
+
+@pytest.mark.slow
+def test_a_fault_of_the_child_reaches_the_user(tmp_path, surroundings):
+    command = kvshift("compare", "--out", tmp_path / "out", *TINY, "--data.corpus", tmp_path / "nothing.txt")
+    run = subprocess.run(command, env=surroundings, capture_output=True, text=True)
+    assert run.returncode == 2
+    said = run.stderr.splitlines()
+    assert any(line.startswith("kvshift train:") and "nothing.txt" in line for line in said)
+    assert said[-1].startswith("kvshift compare: seed 0, vanilla (1 of 2): training ended with exit code 2")
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_killed_outright_and_given_again_it_goes_on(tmp_path, surroundings):
+    """With frozen identity coefficients the twins are one model, so every number of theirs is the same."""
+    out, corpus = tmp_path / "out", tmp_path / "numbers.txt"
+    corpus.write_text("".join(f"{number * number} is the square of {number}.\n" for number in range(300)))
+    command = kvshift(
+        *(
+            "compare",
+            "--out",
+            out,
+            *TINY,
+            "--data.corpus",
+            corpus,
+            "--model.shift-init",
+            "identity",
+            "--model.freeze-shift",
+        ),
+        *("--step-time-seconds", 0.1, "--sample-tokens", 11, "--prompt", "To be"),
+    )
+    vanilla, shifted = (out / "seed-0" / side for side in ("vanilla", "kvshift"))
+    with subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL) as killed:
+        deadline = time.monotonic() + 300
+        while not (shifted / ".lock").exists():
+            assert killed.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        killed.kill()
+    finished = (vanilla / "result.json").stat().st_mtime_ns
+
+    run = subprocess.run(command, env=surroundings, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert (vanilla / "result.json").stat().st_mtime_ns == finished
+    results = [json.loads((folder / "result.json").read_text()) for folder in (vanilla, shifted)]
+    assert results[0]["eval_losses_per_row"] == results[1]["eval_losses_per_row"]
+    assert results[1]["parameters"] - results[0]["parameters"] == results[1]["shift_parameters"] == 24
+    assert "KV-shift minus vanilla is +0.0000 in this one pair of runs" in run.stdout
+    samples = json.loads((out / "samples.json").read_text())
+    assert samples["prompt"] == "To be"
+    assert samples["texts"]["vanilla"] == samples["texts"]["KV-shift"] != ""
+    step_time = json.loads((out / "step_time.json").read_text())
+    assert step_time["low"] <= step_time["ratio"] <= step_time["high"]
+    assert step_time["batch_rows"] == 2

@@ -1,0 +1,62 @@
+"""Two functions timed in turns."""
+
+import pytest
+
+from kvshift.lab.compare.step_time import take_turns
+
+
+class Clock:
+    """Time that only the steps let pass."""
+
+    def __init__(self):
+        self.now, self.calls = 0.0, []
+
+    def step(self, name, seconds):
+        def run():
+            self.calls.append(name)
+            self.now += seconds(self.now) if callable(seconds) else seconds
+
+        return run
+
+    def __call__(self):
+        return self.now
+
+
+def test_ratio_of_two_steps():
+    clock = Clock()
+    steps = {"vanilla": clock.step("vanilla", 0.08), "shifted": clock.step("shifted", 0.1)}
+    found = take_turns(steps, 10.0, clock=clock)
+    assert [found[name] for name in ("low", "ratio", "high")] == pytest.approx([1.25] * 3)
+    assert found["milliseconds"] == {"vanilla": pytest.approx(80), "shifted": pytest.approx(100)}
+    assert found["steps_per_turn"] == 2  # 0.15 seconds, nearly
+    assert found["rounds"] == -(-10.0 // (2 * 2 * 0.18))
+
+
+def test_a_machine_that_slows_down_does_not_change_the_ratio():
+    clock = Clock()
+    slower = {"vanilla": lambda now: 0.1 * (1 + now / 20), "shifted": lambda now: 0.125 * (1 + now / 20)}
+    steps = {name: clock.step(name, seconds) for name, seconds in slower.items()}
+    found = take_turns(steps, 20.0, clock=clock)
+    assert found["ratio"] == pytest.approx(1.25, rel=0.001)
+    # One after the other, as two runs would be, the second would look twice as slow.
+    assert found["milliseconds"]["shifted"] > 1.3 * 125
+
+
+def test_turns_are_mirrored_and_there_are_enough():
+    clock = Clock()
+    steps = {"vanilla": clock.step("v", 1.0), "shifted": clock.step("s", 3.0)}
+    found = take_turns(steps, 0.0, clock=clock)
+    assert found["rounds"] == 5
+    assert "".join(clock.calls) == "vsv" + 5 * "vssv"  # warm-up, then the rounds
+
+
+def test_it_waits_for_the_device():
+    clock = Clock()
+    queued = []
+    steps = {"vanilla": lambda: queued.append(1.0), "shifted": lambda: queued.append(2.0)}
+
+    def wait():
+        clock.now += sum(queued)
+        queued.clear()
+
+    assert take_turns(steps, 0.0, wait=wait, clock=clock)["ratio"] == 2.0

@@ -1,0 +1,211 @@
+"""The formulas of `kvshift.lab.plan.cost` against the models they speak of: counted, not estimated a second time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.flop_counter import FlopCounterMode
+
+from kvshift.lab.plan.cost import cache_size, count_parameters, training_flops, training_memory
+from kvshift.lab.training.optimizer import recompute_activations
+from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM, size_config
+
+# No two sizes share a factor beyond what Llama asks for, so that a swapped letter shows.
+TINY: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 42,
+    "intermediate_size": 109,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "max_position_embeddings": 128,
+}
+ROWS, TOKENS = 5, 67
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "kv": {},
+    "vanilla": {"shift_targets": ()},
+    "k": {"shift_targets": ("k",)},
+    "qkv, window 3": {"shift_targets": ("q", "k", "v"), "shift_window": 3},
+    "gate": {"shift_constraint": "gate"},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "qk-norm": {"qk_norm": True},
+    "tied": {"tie_word_embeddings": True},
+    "every head its own": {"num_key_value_heads": 6},
+    "sliding window": {"sliding_window": 19},
+    "window wider than the row": {"sliding_window": 97},
+}
+variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+
+
+def tiny(**options: Any) -> KVShiftLlamaForCausalLM:
+    torch.manual_seed(0)
+    model = KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**{**TINY, **options}))
+    return model.train()
+
+
+def ids(rows: int = ROWS, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(TINY["vocab_size"], (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def check_parameters(config: KVShiftLlamaConfig) -> None:
+    with torch.device("meta"):
+        model = KVShiftLlamaForCausalLM(config)
+    counted = count_parameters(config)
+    embeddings = {id(p): p.numel() for p in (model.model.embed_tokens.weight, model.lm_head.weight)}
+    assert counted.total == sum(p.numel() for p in model.parameters())
+    assert counted.embedding == sum(embeddings.values())
+    assert counted.shift == sum(p.numel() for name, p in model.named_parameters() if ".shift." in name)
+    assert counted.layer == sum(p.numel() for p in model.model.layers[0].parameters())
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert counted.multiplied == sum(m.weight.numel() for m in linear)
+
+
+@variants
+def test_parameters_are_those_of_the_model(options: dict[str, Any]) -> None:
+    check_parameters(KVShiftLlamaConfig(**{**TINY, **options}))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_of_the_papers_sizes(name: str) -> None:
+    check_parameters(size_config(name))
+
+
+@variants
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_flops_are_those_that_torch_counts(options: dict[str, Any], checkpointing: bool) -> None:
+    """Equal to the last one. Torch counts matrix products (attention's among them where it is eager), all keys."""
+    model = tiny(**options)
+    model.set_attn_implementation("eager")
+    if checkpointing:
+        recompute_activations(model)
+    with FlopCounterMode(display=False) as rotary:  # transformers 5.16 multiplies positions and frequencies as matrices
+        model.model.rotary_emb(torch.zeros(1), torch.arange(TOKENS).unsqueeze(0))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids(), labels=ids()).loss.backward()
+    expected = training_flops(model.config, TOKENS, causal=False)
+    per_token = expected.matrices + expected.attention + (expected.recomputed if checkpointing else 0)
+    assert counter.get_total_flops() - rotary.get_total_flops() == per_token * ROWS * TOKENS
+
+
+@pytest.mark.parametrize(("window", "keys"), [(None, [1, 2, 3, 4, 5]), (3, [1, 2, 3, 3, 3]), (5, [1, 2, 3, 4, 5])])
+def test_causal_attention_counts_the_keys_a_query_sees(window: int | None, keys: list[int]) -> None:
+    config = KVShiftLlamaConfig(**TINY, sliding_window=window)
+    attention = training_flops(config, len(keys)).attention
+    assert attention == pytest.approx(12 * 3 * 6 * 10 * sum(keys) / len(keys), rel=1e-12)
+
+
+def test_flops_of_the_shift_by_hand() -> None:
+    """Window 2: forward 3 (two products, a sum), to the input 3, to the two numbers 4, for G * D = 30 elements."""
+    assert training_flops(KVShiftLlamaConfig(**TINY), 7).shift == 3 * (3 + 3 + 4) * (30 + 30)
+    assert training_flops(KVShiftLlamaConfig(**TINY, shift_targets=()), 7).shift == 0
+
+
+def kept_bytes(model: KVShiftLlamaForCausalLM, rows: int, precision: str) -> int:
+    """Memory that autograd holds after a forward pass: storages counted once, parameters left out."""
+    owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            storages[storage.data_ptr()] = storage  # held, so that no address is given out twice
+        return tensor
+
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), autocast:
+        loss = model(input_ids=ids(rows), labels=ids(rows), use_cache=False).loss
+    kept = sum(storage.nbytes() for storage in storages.values())
+    del loss
+    return kept
+
+
+@variants
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_activations_are_those_that_autograd_keeps(
+    options: dict[str, Any], precision: Any, checkpointing: bool
+) -> None:
+    """To one in a hundred; the difference of two batches, so that copies of weights cancel."""
+    model = tiny(**options)
+    if checkpointing:
+        recompute_activations(model)
+    measured = kept_bytes(model, 9, precision) - kept_bytes(model, 2, precision)
+    few, many = (
+        training_memory(
+            model.config,
+            rows=rows,
+            sequence_length=TOKENS,
+            precision=precision,
+            gradient_checkpointing=checkpointing,
+        ).kept
+        for rows in (2, 9)
+    )
+    log_probabilities = 4 * 7 * TOKENS * TINY["vocab_size"]  # the formula has them with the other logits
+    assert many - few + log_probabilities == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bfloat16_copies_of_the_weights_are_kept_once(precision: Any) -> None:
+    model = tiny()
+    memory = training_memory(model.config, rows=1, sequence_length=TOKENS, precision=precision)
+    log_probabilities = 4 * TOKENS * TINY["vocab_size"]
+    assert memory.kept + memory.copies + log_probabilities == pytest.approx(kept_bytes(model, 1, precision), rel=0.01)
+
+
+def busiest(model: KVShiftLlamaForCausalLM, rows: int, precision: str) -> int:
+    """The most bytes held at once, by torch's tracker, while a second batch adds to the gradients of a first."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    tracker = MemTracker()
+    tracker.track_external(model)
+    batch = ids(rows) % model.config.vocab_size
+    with tracker:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize(
+    ("shape", "rows", "tolerance"),
+    [
+        pytest.param({"vocab_size": 3011}, 5, 0.01, id="logits"),
+        pytest.param({"vocab_size": 53, "intermediate_size": 499}, 5, 0.02, id="layer"),
+        pytest.param({"hidden_size": 210, "head_dim": 36, "intermediate_size": 499}, 1, 0.02, id="weights"),
+    ],
+)
+def test_busiest_moment_of_a_step(
+    shape: dict[str, Any], rows: int, tolerance: float, precision: Any, checkpointing: bool
+) -> None:
+    """Whichever is largest: the logits, a layer, or the weights and autocast's copies of them."""
+    model = tiny(**shape)
+    if checkpointing:
+        recompute_activations(model)
+    expected = training_memory(
+        model.config,
+        rows=rows,
+        sequence_length=TOKENS,
+        precision=precision,
+        gradient_checkpointing=checkpointing,
+    )
+    assert expected.total - expected.optimizer == pytest.approx(busiest(model, rows, precision), rel=tolerance)
+
+
+@pytest.mark.parametrize("name", ["kv", "vanilla", "qkv, window 3", "every head its own"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_cache_is_the_one_that_decoding_fills(name: str, precision: Any) -> None:
+    model = tiny(**VARIANTS[name]).eval().to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    with torch.no_grad():
+        cache = model(input_ids=ids(1, 13), use_cache=True).past_key_values
+    expected = cache_size(model.config, precision)
+    assert sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) == 13 * expected.per_token
+    states = [layer.shift_state for layer in cache.layers if getattr(layer, "shift_state", None) is not None]
+    tensors = [tensor for state in states for tensor in (state.k, state.v, state.q) if tensor is not None]
+    assert sum(tensor.nbytes for tensor in tensors) == expected.per_sequence

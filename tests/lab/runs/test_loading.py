@@ -1,0 +1,162 @@
+"""Where a model is found, and what is refused as one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvshift.cli import main
+from kvshift.lab.data.tokenizers import train_bpe
+from kvshift.lab.errors import LabError
+from kvshift.lab.runs import loading
+from kvshift.lab.runs.loading import load_model, locate
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+
+from ..generation_cases import TEXT, tokenizer
+
+
+@pytest.fixture
+def run_folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A run that was stopped, in the layout of `kvshift train`: its checkpoints have no tokenizer."""
+    run = tmp_path / "run"
+    (run / "tokenizer").mkdir(parents=True)
+    tokenizer().save_pretrained(run / "tokenizer")
+    (run / "config.json").write_text(json.dumps({"steps": 3, "model": {"size": None}}))
+    for step in (9, 100, 20):
+        checkpoint = run / f"checkpoint-{step}"
+        shutil.copytree(model_folder, checkpoint, ignore=shutil.ignore_patterns("*token*"))
+        sizes = {path.name: {"size": path.stat().st_size} for path in checkpoint.iterdir()}
+        (checkpoint / "manifest.json").write_text(json.dumps({"files": sizes}))
+    return run
+
+
+def said(name: Path) -> tuple[tuple[str, str], list[str]]:
+    notes: list[str] = []
+    return locate(str(name), notes.append), notes
+
+
+def test_a_run_stands_for_its_newest_checkpoint_and_then_its_model(run_folder: Path, model_folder: Path) -> None:
+    tokens = str(run_folder / "tokenizer")
+    where, notes = said(run_folder)
+    assert where == (str(run_folder / "checkpoint-100"), tokens)
+    assert notes == [f"{run_folder} has no final model yet: taking checkpoint-100"]
+    (run_folder / "checkpoint-100" / "manifest.json").unlink()  # being written
+    assert said(run_folder)[0][0] == str(run_folder / "checkpoint-20")
+    weights = run_folder / "checkpoint-20" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert said(run_folder)[0][0] == str(run_folder / "checkpoint-9")
+    assert said(run_folder / "checkpoint-20")[0] == (str(run_folder / "checkpoint-20"), tokens)
+    shutil.copytree(model_folder, run_folder / "model")
+    assert said(run_folder) == ((str(run_folder / "model"), str(run_folder / "model")), [])
+
+
+def test_generate_from_a_checkpoint(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run_folder), "--prompt", "to be", "--max-new-tokens", "3"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("to be")
+    assert printed.err == f"kvshift generate: {run_folder} has no final model yet: taking checkpoint-100\n"
+
+
+def test_no_checkpoint_is_whole(run_folder: Path) -> None:
+    for manifest in run_folder.glob("*/manifest.json"):
+        manifest.write_text("{")
+    with pytest.raises(LabError, match="none of its 3 checkpoints is whole"):
+        said(run_folder)
+
+
+def test_a_checkpoint_without_tokenizer(run_folder: Path) -> None:
+    shutil.rmtree(run_folder / "tokenizer")
+    with pytest.raises(LabError, match=r"checkpoint-100 has no tokenizer, neither in itself nor in .*tokenizer"):
+        said(run_folder)
+
+
+def test_the_folder_of_a_model_that_has_no_tokenizer(run_folder: Path) -> None:
+    """What looks into a model, and asks it nothing, needs none."""
+    shutil.rmtree(run_folder / "tokenizer")
+    notes: list[str] = []
+    assert loading.model_folder(run_folder, notes.append) == run_folder / "checkpoint-100"
+    assert notes == [f"{run_folder} has no final model yet: taking checkpoint-100"]
+    assert loading.model_folder(str(run_folder / "checkpoint-9"), notes.append) == run_folder / "checkpoint-9"
+    assert len(notes) == 1
+    with pytest.raises(LabError, match="model: there is no folder nobody/nothing"):
+        loading.model_folder("nobody/nothing", notes.append)
+
+
+def test_a_truncated_checkpoint_is_not_loaded(run_folder: Path) -> None:
+    weights = run_folder / "checkpoint-100" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(LabError, match="checkpoint-100 could not be loaded"):
+        load_model(str(weights.parent), say=print)
+
+
+def test_a_checkpoint_that_lacks_weights_is_not_filled_up(model_folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(model_folder, tmp_path / "lacks")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.shift.alpha"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LabError, match=r"lacks 1 weights, model\.layers\.1\.self_attn\.shift\.alpha"):
+        load_model(str(folder), say=print)
+
+
+def test_a_pickled_checkpoint_is_not_loaded(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(KVShiftLlamaForCausalLM.from_pretrained(model_folder).state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(LabError, match="could not be loaded"):
+        load_model(str(folder), say=print)
+
+
+def test_a_tokenizer_of_another_model(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "other")
+    train_bpe(iter([*TEXT, "quite a few more words for a larger vocabulary of tokens"]), 300).save_pretrained(folder)
+    with pytest.raises(
+        LabError, match=r"tokenizer .* does not fit the model: its ids go up to \d+, the model's up to 276"
+    ):
+        load_model(str(folder), say=print)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./absent", r"there is no folder \./absent"),
+        ("/absent/model", r"there is no folder /absent/model"),
+        ("runs/a/b", r"there is no folder runs/a/b"),
+        (
+            "nobody/nothing",
+            r"no folder nobody/nothing here, it is not in .* cache, .* cannot be asked: .*offline",
+        ),
+        ("absent model", r"there is no folder absent model"),
+        ("tests/absent", r"there is no folder tests/absent$"),
+    ],
+)
+def test_no_such_model(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(LabError, match=message):
+        load_model(name, say=print)
+
+
+def test_no_model_in_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=r"is neither a model \(no config\.json with a model_type\) nor a run"):
+        said(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(LabError, match="is a file; expected"):
+        said(tmp_path / "file")
+
+
+def test_wrong_device(model_folder: Path) -> None:
+    for name in ("gpu", "cuda:99"):
+        with pytest.raises(
+            LabError, match=f"device must be auto, cpu, or an accelerator of this machine; got '{name}'"
+        ):
+            load_model(str(model_folder), device=name, say=print)
+
+
+def test_a_bfloat16_model_keeps_its_coefficients(model_folder: Path) -> None:
+    model, *_ = load_model(str(model_folder), dtype="bfloat16", say=print)
+    dtypes = {".shift." in name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
