@@ -43,8 +43,8 @@ from kvshift.benchmarks.rows import options_hash
 from kvshift.benchmarks.twins import shifting_by
 from kvshift.lab.runs.folder import environment
 from kvshift.layers.fused import Fused
+from kvshift.models.decoder import ShiftedDecoder
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
-from kvshift.models.shifted import ShiftedDecoder
 from kvshift.ops.triton import call as triton_call
 
 OPTIONS = {"sizes": ["0.2B", "2.9B"], "shape": [2, 4096], "dtype": "bfloat16", "gpu": "NVIDIA H200"}

@@ -7,7 +7,7 @@ still empty, so that every operation on the cache moves both.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from transformers.cache_utils import (
 
 from kvshift.layers import KVShift
 from kvshift.layers.fused import Norms, Room, Rotary
-from kvshift.layers.shift import check_is_shift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.ops import ShiftState
 from kvshift.ops.shift import choose_backend
@@ -52,6 +51,40 @@ class ShiftCacheLayer:
     def __init__(self, window: int, **sizes: int) -> None:
         super().__init__(**sizes)
         self.window = window
+
+    def shift_into(
+        self,
+        shift: KVShift,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        seq_idx: Tensor | None,
+        rotary: Rotary | None,
+        norms: Norms | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Shift the next tokens, continuing from the state, and put them behind those that are here.
+
+        Args:
+            q, k, v, mask, seq_idx, rotary, norms: as in `KVShift.forward`.
+
+        Returns:
+            q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before.
+        """
+        if rotary is not None and mask is None and seq_idx is None and k.shape[1] == 1:
+            stepped = self.step(shift, q, k, v, rotary, norms)
+            if stepped is not None:
+                return stepped
+        if self.record_past and mask is not None:
+            # Padding on the left can as well be zeros: then one raw row is kept for every position, as `crop` counts.
+            padding = ~mask[:, :, None, None]
+            q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+            mask = None
+        state = self.read_shift(q, k, v, with_queries="q" in shift.targets)
+        q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, rotary=rotary, norms=norms)
+        self.write_shift(state)
+        return q.transpose(1, 2), *self.update(k.transpose(1, 2), v.transpose(1, 2))  # type: ignore[attr-defined]
 
     def read_shift(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState | None:
         """The rows before the tokens of k and v, (B, T, G, D), with room for these where all are kept; None: zeros."""
@@ -217,53 +250,6 @@ class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
 
 class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowLayer):
     """Room for one attention window, allocated at the first token."""
-
-
-def shift_into(
-    shift: KVShift,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache: Cache | None,
-    layer_idx: int,
-    *,
-    mask: Tensor | None,
-    seq_idx: Tensor | None,
-    rotary: Rotary | None = None,
-    norms: Norms | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shift the heads of one layer, on from the state in the cache, finish them and put them into the cache.
-
-    Args:
-        shift: of the layer.
-        q, k, v: as in `KVShift.forward`.
-        cache: adopted; None: every row begins here.
-        layer_idx: which layer of the cache.
-        mask, seq_idx, rotary, norms: as in `KVShift.forward`.
-
-    Returns:
-        q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before.
-    """
-    check_is_shift(shift)
-    finish = {"rotary": rotary, "norms": norms}
-    if cache is None or not shift.targets:
-        q, k, v, _ = shift(q, k, v, seq_idx=seq_idx, mask=mask, keep_state=False, **finish)
-    else:
-        layer = cast(ShiftCacheLayer, cache.layers[layer_idx])
-        if rotary is not None and mask is None and seq_idx is None and k.shape[1] == 1:
-            stepped = layer.step(shift, q, k, v, rotary, norms)
-            if stepped is not None:
-                return stepped
-        if layer.record_past and mask is not None:
-            # Padding on the left can as well be zeros: then one raw row is kept for every position, as `crop` counts.
-            padding = ~mask[:, :, None, None]
-            q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-            mask = None
-        state = layer.read_shift(q, k, v, with_queries="q" in shift.targets)
-        q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, **finish)
-        layer.write_shift(state)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return (q, k, v) if cache is None else (q, *cache.update(k, v, layer_idx))
 
 
 def adopt_cache(cache: Cache, config: ShiftConfig) -> None:

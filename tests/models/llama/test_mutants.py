@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvshift import KVShift, ShiftState
-from kvshift.models import shifted
+from kvshift.models import decoder
 from kvshift.models.cache import ShiftCacheLayer, _StaticShiftCacheLayer
 
 from .checks import (
@@ -78,12 +78,12 @@ def static_state_not_overwritten(patch: pytest.MonkeyPatch) -> None:
 
 def no_padding_mask(patch: pytest.MonkeyPatch) -> None:
     """The mask reaches attention alone."""
-    patch.setattr(shifted, "padding_mask", lambda attention_mask, positions: None)
+    patch.setattr(decoder, "padding_mask", lambda attention_mask, positions: None)
 
 
 def padding_mask_of_the_first_columns(patch: pytest.MonkeyPatch) -> None:
     """Of the whole mask the beginning is taken, not the end."""
-    patch.setattr(shifted, "padding_mask", lambda mask, positions: None if mask is None else mask[:, :positions] != 0)
+    patch.setattr(decoder, "padding_mask", lambda mask, positions: None if mask is None else mask[:, :positions] != 0)
 
 
 def state_at_the_padded_end(patch: pytest.MonkeyPatch) -> None:
@@ -120,33 +120,33 @@ def crop_one_row_too_deep(patch: pytest.MonkeyPatch) -> None:
 
 
 def documents_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shifted, "document_index", lambda *a, **k: None)
+    patch.setattr(decoder, "document_index", lambda *a, **k: None)
 
 
 def attention_ignores_documents(patch: pytest.MonkeyPatch) -> None:
     """The shift stops at their boundaries, attention does not."""
-    patch.setattr(shifted, "same_document", lambda start, seen: lambda batch, head, query, key: key >= 0)
+    patch.setattr(decoder, "same_document", lambda start, seen: lambda batch, head, query, key: key >= 0)
 
 
 def documents_heeded_without_a_cache_alone(patch: pytest.MonkeyPatch) -> None:
     """As in transformers."""
-    create = shifted.create_masks
+    create = decoder.create_masks
 
     def create_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids, **named):
         given = {} if past_key_values is not None else {"position_ids": position_ids, **named}
         return create(config, inputs_embeds, attention_mask, past_key_values, given.pop("position_ids", None), **given)
 
-    patch.setattr(shifted, "create_masks", create_masks)
+    patch.setattr(decoder, "create_masks", create_masks)
 
 
 def documents_begin_one_too_late(patch: pytest.MonkeyPatch) -> None:
-    index = shifted.document_index
+    index = decoder.document_index
 
     def late(*args: object, **options: object) -> Tensor | None:
         found = index(*args, **options)
         return None if found is None else found.roll(1, 1)
 
-    patch.setattr(shifted, "document_index", late)
+    patch.setattr(decoder, "document_index", late)
 
 
 def keys_mixed_like_values(patch: pytest.MonkeyPatch) -> None:

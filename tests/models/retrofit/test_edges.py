@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from kvshift.models.retrofit import gpt2
+from kvshift import KVShift
 
 from ..llama.checks import (
     assert_greedy,
@@ -162,29 +162,30 @@ def test_no_output_depends_on_later_tokens():
         assert seen.tolist() == [i <= t for i in range(9)]
 
 
-def no_mask(shift_into: Callable, *args: Any, **where: Any) -> tuple[Tensor, ...]:
-    return shift_into(*args, **{**where, "mask": None})
+Forward = Callable[..., tuple]
 
 
-def no_documents(shift_into: Callable, *args: Any, **where: Any) -> tuple[Tensor, ...]:
-    return shift_into(*args, **{**where, "seq_idx": None})
+def no_mask(forward: Forward, *heads: Any, **where: Any) -> tuple:
+    return forward(*heads, **{**where, "mask": None})
 
 
-def no_cache(shift_into: Callable, shift: Any, q: Tensor, k: Tensor, v: Tensor, cache: Any, *rest: Any, **where: Any):
-    return shift_into(shift, q, k, v, None, *rest, **where)
+def no_documents(forward: Forward, *heads: Any, **where: Any) -> tuple:
+    return forward(*heads, **{**where, "seq_idx": None})
 
 
-def keys_and_values_exchanged(
-    shift_into: Callable, shift: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **where: Any
-):
-    q, v, k = shift_into(shift, q, v, k, *rest, **where)
-    return q, k, v
+def no_state(forward: Forward, *heads: Any, **where: Any) -> tuple:
+    return forward(*heads, **{**where, "state": None})
+
+
+def keys_and_values_exchanged(forward: Forward, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple:
+    q, v, k, state = forward(shift, q, v, k, **where)
+    return q, k, v, state
 
 
 MUTANTS = {
     no_mask: [check_right_padding, check_chunked_prefill],
     no_documents: [check_documents],
-    no_cache: [check_decoding, check_chunked_prefill, check_splits, check_beams, check_crop],
+    no_state: [check_decoding, check_chunked_prefill, check_splits, check_beams, check_crop],
     keys_and_values_exchanged: [check_forward, check_decoding],
 }
 CASES = [(mutant, check) for mutant, checks in MUTANTS.items() for check in checks]
@@ -195,6 +196,7 @@ def test_the_suite_sees(mutant: Callable, check: Callable, monkeypatch: pytest.M
     """Negative controls."""
     model = shifted_gpt2(torch.float64)
     check(model)
-    monkeypatch.setattr(gpt2, "shift_into", partial(mutant, gpt2.shift_into))
+    forward = KVShift.forward
+    monkeypatch.setattr(KVShift, "forward", lambda *heads, **where: mutant(forward, *heads, **where))
     with pytest.raises(AssertionError):
         check(model)

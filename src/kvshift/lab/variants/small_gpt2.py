@@ -22,8 +22,8 @@ from kvshift.lab.errors import LabError, require
 from kvshift.lab.tasks.checks import check_at_least, check_choices
 from kvshift.lab.variants.building import build_twin
 from kvshift.layers import check_shift_options
+from kvshift.models.decoder import ShiftedPreTrainedModel
 from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2Model
-from kvshift.models.shifted import ShiftedPreTrainedModel
 
 __all__ = ["GPT2Options", "LabGPT2", "LabGPT2Config", "build_gpt2"]
 

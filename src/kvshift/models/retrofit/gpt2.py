@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
@@ -20,10 +19,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, eager_attentio
 from transformers.utils.generic import merge_with_config_defaults
 
 from kvshift.layers import KVShift
-from kvshift.layers.recompute import KEEP_ALL
-from kvshift.models.cache import shift_into
+from kvshift.models.decoder import ShiftedDecoder, ShiftedPreTrainedModel, shift_into
+from kvshift.models.generation import ShiftedGeneration
 from kvshift.models.retrofit.family import Family, RetrofitConfig, convert
-from kvshift.models.shifted import ShiftedDecoder, ShiftedGeneration, ShiftedPreTrainedModel
 
 
 @strict
@@ -64,25 +62,11 @@ class KVShiftGPT2Attention(GPT2Attention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         batch, positions = hidden_states.shape[:2]
-        query, key, value = (
-            projected.view(batch, positions, -1, self.head_dim)  # the layout of the operator
-            for projected in self.c_attn(hidden_states).split(self.split_size, dim=2)
+        projected = self.c_attn(hidden_states).split(self.split_size, dim=2)
+        query, key, value = (x.view(batch, positions, -1, self.head_dim) for x in projected)  # the operator's layout
+        query, key, value, keep_raw = shift_into(
+            self.shift, query, key, value, past_key_values, self.layer_idx, mask=shift_mask, seq_idx=shift_seq_idx
         )
-        raw = key, value
-        query, key, value = shift_into(
-            self.shift,
-            query,
-            key,
-            value,
-            past_key_values,
-            self.layer_idx,
-            mask=shift_mask,
-            seq_idx=shift_seq_idx,
-        )
-        keep_raw = KEEP_ALL
-        if past_key_values is None and torch.is_grad_enabled():
-            keep_raw = self.shift.recomputing(raw, (key, value), mask=shift_mask, seq_idx=shift_seq_idx)
-
         implementation = self.config._attn_implementation
         with keep_raw:
             if implementation == "eager" and self.reorder_and_upcast_attn:
@@ -132,13 +116,13 @@ class KVShiftGPT2Model(ShiftedDecoder, ShiftedPreTrainedModel, GPT2Model):
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """As `transformers.GPT2Model.forward`, and documents packed into one row do not see each other.
 
-        Neither shift nor attention crosses a boundary, with a cache or without. The first document of a call goes on
-        with the last one in the cache.
+        Neither shift nor attention crosses a boundary, with a cache or without. The first document of a call
+        continues the last one in the cache.
 
         Args:
             seq_idx: (B, T) number of the document at each position; one begins where it changes.
             cu_seq_lens_q: (S + 1,) boundaries of the documents in the one row of a pack.
-            position_ids: (B, T); where neither of the above is given, a document begins wherever they do not go on
+            position_ids: (B, T); where neither of the above is given, a document begins wherever they do not increase
                 by one. Where they are not given, they count from the start of each document. As in GPT-2 they are
                 needed beside padding on the left: the mask does not move the positions.
         """

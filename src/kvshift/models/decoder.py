@@ -1,0 +1,375 @@
+"""The body of all models with KV shift, whichever family of transformers they come from: attention and decoder.
+
+The classes stand before transformers' own, which bring embeddings, projections, norms, MLPs and heads. A family of
+rotary models takes `ShiftedAttention` and `RotaryDecoder` whole (`llama/modeling.py`); another takes `shift_into` in an
+attention of its own and `ShiftedDecoder.begin` (`retrofit/gpt2.py`).
+
+Shapes: B batch, T positions of this call, S sequences, H query heads, G KV heads, D head size, E model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from kvshift.layers import KVShift
+from kvshift.layers.fused import Norms, Rotary
+from kvshift.layers.positions import half_tables
+from kvshift.layers.recompute import KEEP_ALL
+from kvshift.layers.shift import check_is_shift
+from kvshift.models.boundaries import (
+    check_flash_documents,
+    document_index,
+    document_start,
+    padding_mask,
+    same_document,
+)
+from kvshift.models.cache import (
+    ShiftCacheLayer,
+    adopt_cache,
+    check_recording,
+    keep_document_start,
+    kept_document_start,
+)
+from kvshift.models.configuration import ShiftConfig
+
+_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")  # what a name may begin with, kernels' included
+
+
+class ShiftedPreTrainedModel:
+    """Coefficients are initialised as the configuration says and stay in float32."""
+
+    config_class: type[Any]
+    _keep_in_fp32_modules_strict: ClassVar = ["shift"]
+
+    def _check_config(self, config: Any) -> None:
+        if not isinstance(config, self.config_class):
+            raise TypeError(
+                f"config must be a {self.config_class.__name__}, which says what to shift, got {type(config).__name__}"
+            )
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, KVShift):
+            # Coefficients that were loaded are marked; where all are, nothing is drawn from the caller's generator.
+            if not all(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
+                for name, start in module.start_values().items():
+                    init.copy_(getattr(module, name), start)
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        """Also modules without parameters of their own, which transformers leaves out in classes that are not its own.
+
+        Some scale those of a child: GPT-2's blocks the last matrix of each residual branch.
+        """
+        super()._initialize_weights(module)  # type: ignore[misc]
+
+
+class ShiftedAttention:
+    """Attention over shifted keys and values, with rotary embedding.
+
+    The family's constructor makes the projections. One whose projections are not `q_proj`, `k_proj`, `v_proj` and
+    `o_proj` overrides `project` and `output`.
+
+    Attributes:
+        shift: the coefficients.
+        eager_attention: the family's function for attn_implementation="eager".
+        qk_norm: whether `q_norm` and `k_norm` normalise the heads between shift and rotary embedding. (An attribute:
+            at every token it costs less than a look into the configuration.)
+        sliding_window: how many tokens each attends to, itself included; None for all.
+    """
+
+    config: ShiftConfig
+    layer_idx: int
+    head_dim: int
+    scaling: float
+    attention_dropout: float
+    training: bool
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+    shift: KVShift
+    eager_attention: ClassVar[Callable]
+    qk_norm: bool = False
+    sliding_window: int | None = None
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, T, H, D), keys and values (B, T, G, D) of (B, T, E)."""
+        heads = (*hidden_states.shape[:2], -1, self.head_dim)  # the layout of the operator
+        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        return query.view(heads), key.view(heads), value.view(heads)
+
+    def output(self, heads: Tensor) -> Tensor:
+        """(B, T, E) of what attention gave, (B, T, H, D)."""
+        return self.o_proj(heads.reshape(*heads.shape[:2], -1).contiguous())
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        shift_mask: Tensor | None = None,
+        shift_seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        query, key, value, keep_raw = shift_into(
+            self.shift,
+            *self.project(hidden_states),
+            past_key_values,
+            self.layer_idx,
+            mask=shift_mask,
+            seq_idx=shift_seq_idx,
+            rotary=position_embeddings,
+            norms=(self.q_norm, self.k_norm) if self.qk_norm else None,
+        )
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, self.eager_attention
+        )
+        with keep_raw:
+            output, weights = attention(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=self.attention_dropout if self.training else 0.0,
+                scaling=self.scaling,
+                sliding_window=self.sliding_window,
+                **kwargs,
+            )
+        return self.output(output), weights
+
+
+def shift_into(
+    shift: KVShift,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Cache | None,
+    layer_idx: int,
+    *,
+    mask: Tensor | None,
+    seq_idx: Tensor | None,
+    rotary: Rotary | None = None,
+    norms: Norms | None = None,
+) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager[None]]:
+    """Shift the heads of one layer, continuing from the state in the cache, finish them and put them into the cache.
+
+    Args:
+        shift: of the layer.
+        q, k, v: as in `KVShift.forward`.
+        cache: adopted; None: every row begins here.
+        layer_idx: which layer of the cache.
+        mask, seq_idx, rotary, norms: as in `KVShift.forward`.
+
+    Returns:
+        q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before; and a context for attention over
+        them, in which backward keeps the raw keys and values in place of the shifted ones (`KVShift.recomputing`).
+    """
+    check_is_shift(shift)
+    where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
+    if cache is not None and shift.targets:
+        layer = cast(ShiftCacheLayer, cache.layers[layer_idx])
+        return *layer.shift_into(shift, q, k, v, **where), KEEP_ALL
+    raw = k, v
+    q, k, v, _ = shift(q, k, v, keep_state=False, **where)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if cache is not None:
+        return q, *cache.update(k, v, layer_idx), KEEP_ALL
+    return q, k, v, shift.recomputing(raw, (k, v), **where) if torch.is_grad_enabled() else KEEP_ALL
+
+
+class ShiftedDecoder:
+    """A stack of layers with shift, without a head."""
+
+    config: ShiftConfig
+
+    def begin(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | dict[str, Tensor | None] | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        *,
+        seq_idx: Tensor | None,
+        cu_seq_lens: Tensor | None,
+    ) -> tuple[dict[str, Tensor | None], Tensor]:
+        """Make a call ready: the cache can carry the shift's state, and every layer's masks are there.
+
+        Args:
+            inputs_embeds: (B, T, E); its shape, dtype and device count.
+            attention_mask: (B, length so far), or what `create_masks` returned.
+            position_ids: (B, T); None: they count on from the cache, and from the start of each document.
+            past_key_values: of the call.
+            seq_idx, cu_seq_lens: as in `document_index`.
+
+        Returns:
+            What `create_masks` does, and the position ids.
+        """
+        self._refuse_unknown_attention()
+        if past_key_values is not None:
+            adopt_cache(past_key_values, self.config)
+        masks = attention_mask
+        if not isinstance(masks, dict):
+            masks = create_masks(
+                self.config,
+                inputs_embeds,
+                attention_mask,
+                past_key_values,
+                position_ids,
+                seq_idx=seq_idx,
+                cu_seq_lens=cu_seq_lens,
+            )
+        if past_key_values is not None:
+            check_recording(past_key_values, masks["padding"], attention_mask, masks["documents"])
+        starts = masks["starts"]
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen).unsqueeze(0)
+            if starts is not None:
+                position_ids = position_ids - starts
+        if past_key_values is not None and starts is not None:
+            keep_document_start(past_key_values, starts[:, -1])
+        return masks, position_ids
+
+    def _refuse_unknown_attention(self) -> None:
+        """Servers with attention and caches of their own would drop the state of the shift without a word."""
+        name = str(self.config._attn_implementation)
+        from_hub = "/" in name and not name.startswith("paged|")
+        if not name.startswith(_ATTENTION) and not from_hub:
+            raise ValueError(
+                f"attn_implementation must be one of {', '.join(_ATTENTION)}, or a kernel from the hub, got {name!r}: "
+                "its cache does not carry the raw keys and values"
+            )
+
+
+class RotaryDecoder(ShiftedDecoder):
+    """A family's decoder of `embed_tokens`, `layers` around a `ShiftedAttention`, `norm` and `rotary_emb`."""
+
+    embed_tokens: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+    rotary_emb: nn.Module
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """As the family's in transformers, and documents packed into one row do not see each other.
+
+        Neither shift nor attention crosses a boundary, with a cache or without. The first document of a call
+        continues the last one in the cache.
+
+        Args:
+            seq_idx: (B, T) number of the document at each position; one begins where it changes.
+            cu_seq_lens_q: (S + 1,) boundaries of the documents in the one row of a pack.
+            position_ids: (B, T); where neither of the above is given, a document begins wherever they do not
+                increase by one. Where they are not given, they count from the start of each document.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        masks, position_ids = self.begin(
+            inputs_embeds, attention_mask, position_ids, past_key_values, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
+        )
+        if cu_seq_lens_q is not None:
+            kwargs["cu_seq_lens_q"] = cu_seq_lens_q
+
+        hidden_states = inputs_embeds
+        position_embeddings = half_tables(*self.rotary_emb(hidden_states, position_ids=position_ids))
+        for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states = decoder_layer(
+                hidden_states,
+                attention_mask=masks["attention"],
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                shift_mask=masks["padding"],
+                shift_seq_idx=masks["documents"],
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+
+def create_masks(
+    config: ShiftConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    past_key_values: Cache | None,
+    position_ids: Tensor | None,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seq_lens: Tensor | None = None,
+) -> dict[str, Tensor | None]:
+    """What every layer needs to know of padding and documents.
+
+    Returns:
+        "attention": the mask of its scores; "padding": (B, T), False on padding, and "documents": (B, T), their
+        numbers, for the shift; "starts": (B, T), where each position's document begins. None where there is none.
+    """
+    batch, positions = inputs_embeds.shape[:2]
+    padding = padding_mask(attention_mask, positions)
+    documents = document_index(
+        batch, positions, padding, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens, position_ids=position_ids
+    )
+    begun = None if past_key_values is None else kept_document_start(past_key_values)
+    starts, of_own_document = None, None
+    if documents is not None or begun is not None:
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        numbers = inputs_embeds.new_zeros(batch, positions, dtype=torch.long) if documents is None else documents
+        starts = document_start(numbers, seen, begun)
+        of_own_document = same_document(starts, seen)
+        if str(config._attn_implementation).startswith("flash_attention"):
+            check_flash_documents(
+                documents,
+                goes_on=begun is not None,
+                real_BT=padding,
+                position_ids=position_ids,
+                cu_seq_lens=cu_seq_lens,
+            )
+    sliding = getattr(config, "sliding_window", None) is not None
+    create = create_sliding_window_causal_mask if sliding else create_causal_mask
+    return {
+        "attention": create(
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=None,  # from which transformers would take documents, but not beside a cache or a mask
+            and_mask_function=of_own_document,
+        ),
+        "padding": padding,
+        "documents": documents,
+        "starts": starts,
+    }

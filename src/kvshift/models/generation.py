@@ -1,0 +1,84 @@
+"""`generate` for models with KV shift."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvshift.models.boundaries import document_index
+from kvshift.models.cache import adopt_cache
+from kvshift.models.configuration import ShiftConfig
+from kvshift.models.decoder import create_masks
+
+
+class ShiftedGeneration:
+    """`generate` with caches that carry the state of the shift."""
+
+    config: ShiftConfig
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: ShiftConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Tensor | None]:
+        """Called by `generate` for static caches. (Its default leaves out the window of "hybrid_sliding" layers.)"""
+        return create_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids)
+
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """An assistant is not told of a mask that is all ones; a pad token in its text is then no padding."""
+        if generation_config.is_assistant:
+            return torch.ones(inputs_tensor.shape[:2], dtype=torch.long, device=inputs_tensor.device)
+        return super()._prepare_attention_mask_for_generation(  # type: ignore[misc]
+            inputs_tensor, generation_config, model_kwargs
+        )
+
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        """If a draft by early exit fails, transformers leaves its number of layers in the configuration."""
+        layers = self.config.num_hidden_layers
+        try:
+            return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.config.num_hidden_layers = layers
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any) -> None:
+        _refuse_documents(generation_config, model_kwargs)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        if model_kwargs.get("past_key_values") is not None:
+            adopt_cache(model_kwargs["past_key_values"], self.config)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "continuous batching (generate_batch) is not supported: its paged cache does not carry the raw keys and "
+            "values of the shift. Use generate, or a server with a kvshift plugin"
+        )
+
+    generate_batch = continuous_batching_context_manager = init_continuous_batching
+
+
+def _refuse_documents(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Refuse names of documents that `generate` would not carry from one forward pass to the next."""
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        if model_kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} is an argument of forward, not of generate, which would pass it on unchanged as the sequences "
+                "grow: give position_ids that begin again at 0 with each document"
+            )
+    positions = model_kwargs.get("position_ids")
+    if generation_config.prefill_chunk_size is None or positions is None:
+        return
+    mask = model_kwargs.get("attention_mask")
+    real = torch.ones_like(positions) if mask is None else mask[:, -positions.shape[1] :]
+    if document_index(len(real), real.shape[1], real != 0, position_ids=positions) is not None:
+        raise ValueError(
+            "prefill_chunk_size cannot be used with position_ids that begin again within a sequence: a document that "
+            "begins with a chunk would continue the one before"
+        )
