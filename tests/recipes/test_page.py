@@ -71,7 +71,7 @@ def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(resu
         "What was run: width 24, layers 3, steps 400, rows a step 8, learning rate 0.002, task name induction" in text
     )
     assert "![one layer learns induction](figures/fig01a-laptop.svg)" in text
-    assert "8 runs on abacus, commit c0ffee12, 2026-01-02; 12 minutes of processor time." in text
+    assert "8 runs on abacus, commit c0ffee12, 2026-01-02; 12 minutes of CPU time." in text
 
 
 def test_steps_to_both_levels_stand_by_model(results: Path) -> None:

@@ -42,7 +42,7 @@ class Meeting(Counting):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def surroundings() -> Iterator[None]:
+def child_environment() -> Iterator[None]:
     """Ray leaves nothing in the user's folders, asks nobody's token, reports to nobody; workers find these jobs."""
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
@@ -55,7 +55,7 @@ def surroundings() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def cluster(surroundings: None) -> Iterator[None]:
+def cluster(child_environment: None) -> Iterator[None]:
     """With one GPU, by name only: Ray asks no driver, and the jobs use none."""
     ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
     yield

@@ -68,7 +68,7 @@ def test_workers_execute_no_files_of_the_current_directory(tmp_path: Path, monke
 def test_a_job_that_is_left_alone_has_the_threads_that_it_had_among_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a run that was killed would not go on with the same bits."""
+    """Else a run that was killed would not resume with the same bits."""
     monkeypatch.setattr("joblib.cpu_count", lambda: 6)
     assert sweep([(Counting(label="a"), tmp_path)], workers=3) == []
     assert results([tmp_path])[0]["threads"] == 2

@@ -1,4 +1,4 @@
-"""What a command tells its user when it cannot go on: a message, and the code the process exits with."""
+"""What a command tells its user when it cannot continue: a message, and the code the process exits with."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -8,7 +8,7 @@ __all__ = ["LabError", "nearest", "require", "require_unicode"]
 
 
 class LabError(Exception):
-    """A fault that the user can mend. The message names what it is about, what was found and what was expected.
+    """A fault that the user can fix. The message names what it is about, what was found and what was expected.
 
     The command line prints the message without a traceback and exits with `exit_code`:
     2 for bad input, 3 for a run that failed while it ran, 4 for a run folder that is in use.

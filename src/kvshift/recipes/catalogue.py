@@ -110,7 +110,7 @@ _ENTRIES = (
     ),
     Entry(
         name="fig09",
-        title="a table of triples, learned by heart",
+        title="a table of triples, memorized",
         presets={
             "smoke": Preset(seeds=1, cost="10 seconds on two cores"),
             "laptop": Preset(seeds=3, cost="4 minutes on two cores"),

@@ -87,28 +87,28 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="about 100 %",
             ours=f"{percent(final_accuracy(models[ours]))}; {reach[ours].text}",
             direction="fails" if reach[ours].missing else "holds",
-            size="as in print" if not reach[ours].missing else "below",
+            size="as in the paper" if not reach[ours].missing else "below",
         ),
         Claim(
             statement="One layer without does not",
             paper="fails",
             ours=percent(alone),
             direction="holds" if max(alone) < 0.9 else "fails" if min(alone) >= 0.99 else "not shown",
-            size=f"highest of all seeds {100 * max(alone):.1f} %; a guess has {100 * guess(records):.1f} %",
+            size=f"highest of all seeds {100 * max(alone):.1f} %; chance is {100 * guess(records):.1f} %",
         ),
         Claim(
-            statement="One layer with KV shift comes to 90 % in at most half the steps of two layers without",
-            paper="much earlier (the axis is not legible in print)",
+            statement="One layer with KV shift reaches 90 % in at most half the steps of two layers without",
+            paper="much earlier (the axis is not legible in the paper)",
             ours=against_two.text,
             direction=_at_most(against_two, 0.5),
-            size="print gives no ratio",
+            size="the paper gives no ratio",
         ),
         Claim(
-            statement="Four layers without come to 90 % no sooner than two",
+            statement="Four layers without reach 90 % no sooner than two",
             paper="no faster",
             ours=deeper.text,
             direction=sooner(compare_reach(at_90[two], at_90[four])),
-            size="print gives no ratio",
+            size="the paper gives no ratio",
         ),
     ]
 
@@ -136,7 +136,7 @@ RECIPE = Recipe(
     notes=(
         "The paper does not state the width of the MLP, the heads, the number of steps, or which tokens are trained "
         "on. Here: F = 8 E / 3 (rounded up to a multiple of 8), heads of 128, 5,000 steps (preset paper), every token.",
-        "The printed script cannot feed training as it stands; the mode `script` mends it (docs/tasks.md).",
-        "A run ends once 99.9 % were reached in three evaluations on end.",
+        "The printed script cannot feed training as it stands; the mode `script` fixes it (docs/tasks.md).",
+        "A run ends once 99.9 % were reached in three evaluations in a row.",
     ),
 )

@@ -54,7 +54,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="near 100 % against very poor",
             ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}; KV-shift {reach[shifted].text}",
             direction=higher(ours, theirs),
-            size=f"print has no legible axes; a guess among the tokens of a row has {100 * guess(records):.1f} %",
+            size=f"the paper's axes are not legible; chance among a sequence's tokens is {100 * guess(records):.1f} %",
         ),
     ]
 

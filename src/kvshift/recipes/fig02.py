@@ -159,7 +159,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             ours=f"derived: the loss spans {', '.join(f'{span:.3g}' for span in spans)} nats, "
             f"{_listed(levels['exact'])} levels",
             direction=_verdict(spans[0] > spans[1] > spans[2]),
-            size=f"in print partly by accident: at O(T) = 100 the script's loss is {lowest['script'][2]:.2f} and more, "
+            size=f"there partly by accident: at O(T) = 100 the script's loss is {lowest['script'][2]:.2f} and more, "
             "and its levels end at 10",
         ),
         Claim(

@@ -206,7 +206,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper=f"with 5 layers and k = 16 small against {PUBLISHED[5][-1]:.1%}".replace("%", " %"),
             ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}",
             direction=higher(theirs, ours),
-            size="as in print" if (layers, largest) == (5, 16) else "another size than in print",
+            size="as in the paper" if (layers, largest) == (5, 16) else "another size than in the paper",
         ),
         *(_deeper(models, depths, shifted) for shifted in (True, False) if len(depths) > 1),
     ]

@@ -1,4 +1,4 @@
-"""Figure 9: learning a table of triples by heart, where KV shift makes no difference."""
+"""Figure 9: learning a table of triples from memory, where KV shift makes no difference."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         soon, late = (reach_of(accuracy_curves(seeds, SCORED), LEVEL) for seeds in pair)
         found += [
             Claim(
-                statement=f"At {size} parameters KV shift changes nothing in how much is learned by heart",
+                statement=f"At {size} parameters KV shift changes nothing in how much is memorized",
                 paper="no difference",
                 ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}",
                 direction=no_difference(ours, theirs, margin=MARGIN),
@@ -137,7 +137,7 @@ def _final(seeds: dict[int, Record]) -> list[float]:
 
 
 def _as_soon(ours: Reach, theirs: Reach) -> Direction:
-    """By the interval of the ratio of steps; a run that never comes to the level leaves it open."""
+    """By the interval of the ratio of steps; a run that never reaches the level leaves it open."""
     if ours.missing or theirs.missing:
         return "not shown"
     logs = [[math.log(step) for step in reach.reached] for reach in (ours, theirs)]
@@ -155,7 +155,7 @@ RECIPE = Recipe(
         'The paper gives the three sizes and "about 200" pairs. Here: 32 tokens, rows of three, F = 8 E / 3 (rounded '
         "up to a multiple of 8), which makes the sizes come out; 5,000 steps at a learning rate of 2e-4, for the "
         "smallest of 1e-2.",
-        "Accuracy is that over the whole table, of which training draws rows: to learn by heart is the task.",
+        "Accuracy is that over the whole table, of which training draws rows: to learn from memory is the task.",
         "The laptop has 3.2 million parameters in four layers where the paper has 50 million.",
     ),
 )

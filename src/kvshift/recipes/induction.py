@@ -1,4 +1,4 @@
-"""What Figures 1a and 1b share: curves of accuracy on induction, steps to a level, what a guess has."""
+"""What Figures 1a and 1b share: curves of accuracy on induction, steps to a level, what chance is."""
 
 from __future__ import annotations
 

@@ -180,13 +180,13 @@ def _shown(value: Any) -> str:
 
 
 def _provenance(records: Sequence[Record]) -> str:
-    """Where the numbers come from, in a line: runs, hardware, program, dates, processor time."""
+    """Where the numbers come from, in a line: runs, hardware, program, dates, CPU time."""
     hardware = sorted({_machine(record) for record in records})
     commits = sorted({str(record.environment.get("commit"))[:8] for record in records})
     days = sorted({str(record.environment.get("started"))[:10] for record in records})
     times = [record.result.get("processor_seconds") for record in records]
     known = [seconds for seconds in times if seconds is not None]
-    spent = f"; {sum(known) / 60:.0f} minutes of processor time" if known and len(known) == len(times) else ""
+    spent = f"; {sum(known) / 60:.0f} minutes of CPU time" if known and len(known) == len(times) else ""
     return (
         f"{len(records)} runs on {', '.join(hardware)}, commit {', '.join(commits)}, "
         f"{days[0] if len(days) == 1 else f'{days[0]} to {days[-1]}'}{spent}."

@@ -43,7 +43,7 @@ class Job(Protocol):
         ...
 
     def run(self, out: Path) -> None:
-        """Do the work, or go on with it, or find that it is done."""
+        """Do the work, or resume it, or find that it is done."""
         ...
 
     def progress(self, out: Path) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """`kvshift reproduce`: the paper's figures and tables, run again.
 
-OUT/RECIPE/PRESET/LABEL/seed-S/    a folder for each job; finished ones are kept, killed ones go on
+OUT/RECIPE/PRESET/LABEL/seed-S/    a folder for each job; finished ones are kept, killed ones resume
 OUT/RECIPE/PRESET/records.jsonl    what is kept of them, one line each; figure and report are drawn from it
 OUT/RECIPE/PRESET/RECIPE.png, .svg, report.md
 """

@@ -19,7 +19,7 @@ Cluster = Literal["local", "ray"]
 class ReproduceConfig:
     """Which figure or table, how large, and where. Without a recipe: list them, with what is done and what they cost.
 
-    The same command, given again, goes on where it was stopped.
+    The same command, given again, resumes where it was stopped.
     """
 
     recipe: tyro.conf.Positional[str | None] = None

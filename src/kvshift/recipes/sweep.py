@@ -80,7 +80,7 @@ def sweep(
 
 
 def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | None]:
-    """Run one job in this process; errors that the user can mend come back as text."""
+    """Run one job in this process; errors that the user can fix come back as text."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -115,7 +115,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}; "
                 f"with every step right {percent(strict[0])} against {percent(strict[1])}",
                 direction=higher(ours, theirs),
-                size="of the paper's setting, one seed in print" if printed else "a miniature; cannot be compared",
+                size="of the paper's setting, one seed in the paper" if printed else "a miniature; cannot be compared",
             )
         )
     return found
@@ -145,7 +145,10 @@ def plot(records: Sequence[Record]) -> Figure:
                 left.plot(share_position(group, at), PAPER_SHARES[setting][model], "x", color=colors[model])
     left.set_xticks(range(len(settings)), settings)
     left.set(
-        ylabel="questions answered (x: in print)", title="Table 4", ylim=(-0.02, 1.02), xlim=(-0.5, len(settings) - 0.5)
+        ylabel="questions answered (x: in the paper)",
+        title="Table 4",
+        ylim=(-0.02, 1.02),
+        xlim=(-0.5, len(settings) - 0.5),
     )
     left.grid(alpha=0.25)
     for axes, setting in zip(right, settings, strict=True):
@@ -163,7 +166,7 @@ def _setting(task: object) -> str:
 
 
 def _settings(records: Sequence[Record]) -> list[str]:
-    """Easiest first, as in print."""
+    """Easiest first, as in the paper."""
     found = {record.label.split(", ")[1] for record in records}
     return sorted(found, key=lambda setting: int(setting.split("-")[0].removeprefix("Tr")))
 
@@ -191,7 +194,7 @@ RECIPE = Recipe(
         "An operation is a line of the solution. The released generator cannot make as many as the paper trained and "
         "tested on; docs/tasks.md says what was done instead, and how its problems are parted.",
         "With our names and GPT-2's tokens, 96 % of the problems of 24 operations are longer than 1,024 tokens, and "
-        "28 % of those of 21, which training leaves out: answers go on past the context of training.",
+        "28 % of those of 21, which training leaves out: answers continue past the context of training.",
         "The released code names quantities a, b, c ... in order: training up to 12 operations never has the letters "
         "m, n and o, which 15 operations need: no solution that long could be right in every step. Here all presets "
         "draw letters at random (letters=random); letters=in_order is the released form.",

@@ -1,4 +1,4 @@
-"""The page of an analysis: when a run on a task came to 90 % and 99 %."""
+"""The page of an analysis: when a run on a task reached 90 % and 99 %."""
 
 from __future__ import annotations
 

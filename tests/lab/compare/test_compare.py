@@ -222,7 +222,7 @@ def test_an_interrupt_between_runs_says_how_to_go_on(tmp_path, children, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "_wait_until_free", interrupt)
-    with pytest.raises(TrainingError, match="the same command goes on") as failure:
+    with pytest.raises(TrainingError, match="the same command resumes") as failure:
         compare(config_for(tmp_path / "out"))
     assert failure.value.exit_code == 130
 
@@ -293,7 +293,7 @@ def kvshift(*arguments):
 
 
 @pytest.fixture
-def surroundings(tmp_path):
+def child_environment(tmp_path):
     """Environment of real runs: one thread, no network, a cache of their own."""
     cache = str(tmp_path / "cache")
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": cache}
@@ -307,9 +307,9 @@ TINY = (
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_child_reaches_the_user(tmp_path, surroundings):
+def test_a_fault_of_the_child_reaches_the_user(tmp_path, child_environment):
     command = kvshift("compare", "--out", tmp_path / "out", *TINY, "--data.corpus", tmp_path / "nothing.txt")
-    run = subprocess.run(command, env=surroundings, capture_output=True, text=True)
+    run = subprocess.run(command, env=child_environment, capture_output=True, text=True)
     assert run.returncode == 2
     said = run.stderr.splitlines()
     assert any(line.startswith("kvshift train:") and "nothing.txt" in line for line in said)
@@ -318,7 +318,7 @@ def test_a_fault_of_the_child_reaches_the_user(tmp_path, surroundings):
 
 
 @pytest.mark.slow
-def test_killed_outright_and_given_again_it_goes_on(tmp_path, surroundings):
+def test_killed_outright_and_given_again_it_goes_on(tmp_path, child_environment):
     """With frozen identity coefficients the twins are one model, so every number of theirs is the same."""
     out, corpus = tmp_path / "out", tmp_path / "numbers.txt"
     corpus.write_text("".join(f"{number * number} is the square of {number}.\n" for number in range(300)))
@@ -337,7 +337,7 @@ def test_killed_outright_and_given_again_it_goes_on(tmp_path, surroundings):
         *("--step-time-seconds", 0.1, "--sample-tokens", 11, "--prompt", "To be"),
     )
     vanilla, shifted = (out / "seed-0" / side for side in ("vanilla", "kvshift"))
-    with subprocess.Popen(command, env=surroundings, stderr=subprocess.DEVNULL) as killed:
+    with subprocess.Popen(command, env=child_environment, stderr=subprocess.DEVNULL) as killed:
         deadline = time.monotonic() + 300
         while not (shifted / ".lock").exists():
             assert killed.poll() is None
@@ -346,7 +346,7 @@ def test_killed_outright_and_given_again_it_goes_on(tmp_path, surroundings):
         killed.kill()
     finished = (vanilla / "result.json").stat().st_mtime_ns
 
-    run = subprocess.run(command, env=surroundings, capture_output=True, text=True)
+    run = subprocess.run(command, env=child_environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert (vanilla / "result.json").stat().st_mtime_ns == finished
     results = [json.loads((folder / "result.json").read_text()) for folder in (vanilla, shifted)]

@@ -40,7 +40,7 @@ def test_corrupt_checkpoint_is_named_and_skipped(finished, corpus, tmp_path, cap
     err = capfd.readouterr().err
     assert re.search(rf"checkpoint-12 is corrupt \({said}", err)
     assert "kept as checkpoint-12.corrupt" in err
-    assert "going on from checkpoint-8" in err
+    assert "resuming from checkpoint-8" in err
     assert_same_run(out, finished)
     assert (out / "checkpoint-12.corrupt").is_dir()
     assert (out / "checkpoint-12" / "manifest.json").exists()

@@ -140,7 +140,7 @@ def test_start_weights_that_are_not_finite_are_not_blamed_on_the_learning_rate(c
 
 @pytest.mark.parametrize("size", [50_000, 150_000], ids=["weights", "optimizer"])
 def test_full_disk(finished, corpus, tmp_path, size):
-    """The last checkpoint cannot be written: the one before stays, and once there is room the run goes on from it."""
+    """The last checkpoint cannot be written: the one before stays, and once there is room the run resumes from it."""
     out = copied(finished, tmp_path)
     shutil.rmtree(out / "checkpoint-12")
     with room_for(size), pytest.raises(RunFailedError) as caught:
@@ -205,7 +205,7 @@ def test_interrupt_while_data_are_read(corpus, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvshift.lab.training.train.load_text_data", interrupted)
-    with pytest.raises(InterruptedRunError, match=r"interrupted; the same command goes on") as caught:
+    with pytest.raises(InterruptedRunError, match=r"interrupted; the same command resumes") as caught:
         train(tiny(corpus, tmp_path / "run"))
     assert caught.value.exit_code == 130
     monkeypatch.undo()

@@ -89,7 +89,7 @@ def test_sharded_over_two_processes(corpus, tmp_path):
     for attempt in range(2):
         done = in_two(*arguments(corpus, two), program="tests.lab.training.fsdp_on_cpu", **fsdp_variables())
         assert done.returncode == 0, done.stderr
-        assert ("going on from checkpoint-8" in done.stderr) == (attempt == 1)
+        assert ("resuming from checkpoint-8" in done.stderr) == (attempt == 1)
         torch.testing.assert_close(losses(two), losses(one), **CLOSE)
         ours = {name: tensor for name, tensor in weights(one).items() if ".shift." in name}
         for line in metrics(two, "coefficients")[-2:]:

@@ -170,7 +170,7 @@ def test_command_line(corpus, finished, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_interrupt_from_the_keyboard(corpus, tmp_path):
-    """One line, exit code 130, a whole checkpoint; and the same command goes on."""
+    """One line, exit code 130, a whole checkpoint; and the same command resumes."""
     out = tmp_path / "run"
     command = [sys.executable, "-m", "kvshift", "train", "--out", str(out), "--data.corpus", str(corpus)]
     command += [

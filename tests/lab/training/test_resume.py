@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.training.callbacks import InterruptedRunError, Leave
+from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import TrainConfig
 
@@ -125,7 +125,7 @@ def test_kill_9(kind, moment, corpus, tmp_path, uninterrupted, capfd):
     capfd.readouterr()
     train(config)
     said = capfd.readouterr().err
-    assert (f"going on from checkpoint-{found[-1]}" if found else "beginning anew") in said
+    assert (f"resuming from checkpoint-{found[-1]}" if found else "beginning anew") in said
     assert ("is incomplete" in said) == (moment is during_a_checkpoint)
     assert_same_run(config.out, uninterrupted(kind))
     continued = json.loads((config.out / "environment.json").read_text())["continued"]
@@ -181,14 +181,14 @@ def test_lines_after_a_signal_are_those_of_a_run_without_one(corpus, tmp_path, m
     """Signals twice within one mean, at the step of a line, and at that of an evaluation that writes no line."""
     spread = {"steps": 24, "log_every": 10, "eval_every": 7, "save_every": 12, **KINDS[kind]}
     train(tiny(corpus, tmp_path / "whole", **spread))
-    left, end = [3, 7, 10, 17, 19], Leave.on_step_end
+    left, end = [3, 7, 10, 17, 19], GracefulStop.on_step_end
 
     def told_to_leave(self, args, state, control, **kwargs):
         if left and state.global_step == left[0]:
             self._heard = signal.SIGTERM
         end(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(Leave, "on_step_end", told_to_leave)
+    monkeypatch.setattr(GracefulStop, "on_step_end", told_to_leave)
     config = tiny(corpus, tmp_path / "run", **spread)
     while left:
         with pytest.raises(InterruptedRunError, match=f"left after step {left[0]}; checkpoint-{left[0]} is whole"):

@@ -1,4 +1,4 @@
-"""Training on tasks: what a run leaves, that it goes on with the same bits, when it stops, what it refuses."""
+"""Training on tasks: what a run leaves, that it resumes with the same bits, when it stops, what it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvshift.lab.tasks import (
     generator_of,
     make_task,
 )
-from kvshift.lab.training.task_trainer import Mastery, score
+from kvshift.lab.training.task_trainer import EarlyStopping, score
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig
 from kvshift.lab.variants.building import build_model, llama_config
@@ -198,7 +198,7 @@ def test_mastery_counts_evaluations_on_end() -> None:
     from transformers import TrainerControl, TrainerState
 
     def stops(values: list[float | None], before: list[float | None]) -> bool:
-        mastery, control = Mastery("first", 0.9, 3, before), TrainerControl()
+        mastery, control = EarlyStopping("first", 0.9, 3, before), TrainerControl()
         for value in values:
             mastery.on_evaluate(None, TrainerState(), control, metrics={"accuracy": {"first": value}})
         return control.should_training_stop

@@ -52,7 +52,7 @@ def draw_accuracy(
         axes: of matplotlib.
         curves: see `Curves`.
         title, ylabel: of the axes.
-        chance: accuracy of a guess, drawn as a dotted line.
+        chance: the accuracy of guessing, drawn as a dotted line.
     """
     draw_curves(axes, curves)
     if chance is not None:

@@ -76,7 +76,7 @@ def write_head_report(out: Path, metrics: Path | None = None) -> Path:
 
 
 def steps_reached(metrics: Path) -> list[tuple[str, ...]]:
-    """Of a run on a task: each slice, and the steps at which its accuracy came to 90 % and 99 %."""
+    """Of a run on a task: each slice, and the steps at which its accuracy reached 90 % and 99 %."""
     evaluations = read_metrics(metrics, "eval")
     rows = []
     for name in evaluations[-1].get("accuracy", {}) if evaluations else ():

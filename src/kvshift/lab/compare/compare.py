@@ -56,7 +56,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         return _compare(config)
     except KeyboardInterrupt:
         raise TrainingError(
-            "interrupted; what is finished is kept, and the same command goes on from there", 128 + signal.SIGINT
+            "interrupted; what is finished is kept, and the same command resumes from there", 128 + signal.SIGINT
         ) from None
 
 
@@ -146,7 +146,7 @@ def _train(config: TrainConfig, label: str) -> None:
         if number == signal.SIGKILL:
             how += " (which a system sends that is out of memory)"
         raise TrainingError(
-            f"{label}: training ended with {how}; what is finished is kept, and the same command goes on from there",
+            f"{label}: training ended with {how}; what is finished is kept, and the same command resumes from there",
             code if code > 0 else 128 + number,
         )
 
@@ -225,7 +225,7 @@ def _show(out: Path, summary: dict[str, Any]) -> None:
     if (out / "samples.json").exists():
         samples = read_json(out / "samples.json")
         for name, text in samples["texts"].items():
-            print(f"--- {name} goes on from {samples['prompt']!r}:\n{text}\n")
+            print(f"--- {name} continues {samples['prompt']!r}:\n{text}\n")
     places = {
         "report": "report.html",
         "table": "table.md",

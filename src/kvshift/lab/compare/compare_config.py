@@ -17,7 +17,7 @@ __all__ = ["CompareConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """A comparison. The same command, given again, goes on where it was stopped; finished runs are kept."""
+    """A comparison. The same command, given again, resumes where it was stopped; finished runs are kept."""
 
     train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(
         default_factory=lambda: TrainConfig(out=Path("runs/compare"), steps=400)
@@ -29,7 +29,7 @@ class CompareConfig:
     step_time_seconds: float = 15.0
     """Seconds spent at the end on the time of a step of each twin, in turns, in one process; 0: not measured."""
     prompt: str | None = None
-    """Text that the samples go on from; None: the first 16 tokens of the validation text."""
+    """Text that the samples continue; None: the first 16 tokens of the validation text."""
     sample_tokens: int = 120
     """Tokens of each sample; 0: no samples."""
     temperature: float = 0.8

@@ -93,7 +93,7 @@ def pack(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Rows of T = `sequence_length` tokens; see the head of the module.
 
-    A document longer than a row goes on in the next, which is a context of its own: there, position_ids start at 0
+    A document longer than a row continues in the next, which is a context of its own: there, position_ids start at 0
     again, as no token of the row sees the row before.
 
     Args:

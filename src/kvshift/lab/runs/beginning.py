@@ -1,4 +1,4 @@
-"""How a run begins, or begins again: is the folder its own, are options and data the same, where does it go on."""
+"""How a run begins, or begins again: is the folder its own, are options and data the same, where does it resume."""
 
 from __future__ import annotations
 
@@ -96,23 +96,23 @@ def begin(
     extend: bool | None = None,
     overwrite: bool = False,
 ) -> Start:
-    """Record options and surroundings, or compare them with what is recorded and find the newest whole checkpoint.
+    """Record options and environment, or compare them with what is recorded and find the newest whole checkpoint.
 
     Args:
         folder: of the run, entered.
         options: as JSON, with nothing left open.
         processes: of this run.
-        say: is told of each checkpoint that is set aside, and where the run goes on.
+        say: is told of each checkpoint that is set aside, and where the run resumes.
         facts: of the data, as `data_facts` gives them, where the options do not say all of them.
         extend: as in `enter`.
         overwrite: the run that the folder holds is removed.
     """
-    surroundings = environment(processes.device, processes.count)
+    here = environment(processes.device, processes.count)
     if overwrite:
         replace_run(folder)
     old = folder.read(folder.config)
     if old is None:
-        write_json(folder.environment, surroundings)
+        write_json(folder.environment, here)
         known = {} if facts is None else {"data_facts": facts}
         write_json(folder.config, {**options, "config_hash": config_hash(options), **known})
         return Start(0, None)
@@ -126,9 +126,9 @@ def begin(
     if longer:
         refuse_extension(folder, old, options, extend=bool(extend))
         record_extension(folder, old, options, done=step)
-    say(f"going on from {checkpoint.name}" if checkpoint else "no whole checkpoint yet: beginning anew")
+    say(f"resuming from {checkpoint.name}" if checkpoint else "no whole checkpoint yet: beginning anew")
     first = folder.read(folder.environment) or {}
-    again = {"step": step, **surroundings}
+    again = {"step": step, **here}
     before = first.get("continued")
     write_json(folder.environment, {**first, "continued": [*(before if isinstance(before, list) else []), again]})
     return Start(step, None if checkpoint is None else str(checkpoint))
@@ -175,7 +175,7 @@ def _refuse(folder: RunFolder, lines: list[str]) -> None:
         listed = "\n  ".join(lines)
         raise LabError(
             f"out: {folder.path} holds a run with other options:\n  {listed}\n"
-            "give the same options to go on with it, or choose another folder"
+            "give the same options to resume it, or choose another folder"
         )
 
 

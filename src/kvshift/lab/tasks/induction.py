@@ -42,7 +42,7 @@ class InductionConfig:
     """Rows of the paper's induction data; the defaults are the paper's sizes."""
 
     mode: Literal["script", "latest", "raw", "single"] = "script"
-    """script: the printed script, mended (see InductionTask). latest: the target always followed the latest earlier
+    """script: the printed script, fixed (see InductionTask). latest: the target always followed the latest earlier
     occurrence. raw: as printed. single: length - 2 different tokens, one of them again, and its successor."""
     length: int = 512
     """Tokens in a row, T."""
@@ -89,9 +89,9 @@ class InductionTask:
         x was seen      a repeat: append x, then append succ[x]
         no repeat       start anew
 
-    `raw` is that, faults included: succ[x] may be unknown when it is appended (-1 in print, here the padding 0, which
-    is no label), and a repeat in the last slot is cut off before its target. In `script`, a draw whose successor is
-    unknown is drawn again, and the last slot gets one more token of the pool, without a target. There, the target is
+    `raw` is that, faults included: succ[x] may be unknown when it is appended (-1 in the paper, here the padding 0,
+    which is no label), and a repeat in the last slot is cut off before its target. In `script`, a draw whose successor
+    is unknown is drawn again, and the last slot gets one more token of the pool, without a target. There, the target is
     what followed the latest occurrence that a *new* token followed. `latest` sets succ[last(a)] = x at every token
     instead, and so makes the target the token after the latest earlier occurrence, the paper's own definition of an
     induction head. In `single`, with N = T - 2 different tokens x_1 ... x_N, the repeat is x_i with i uniform in

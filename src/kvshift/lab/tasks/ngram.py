@@ -1,4 +1,4 @@
-"""3-gram: a fixed table of pairs, each with the token that follows; to be learned by heart.
+"""3-gram: a fixed table of pairs, each with the token that follows; to be memorized.
 
 Source: the paper's Figure 9. The table is drawn once, so nothing is to be found in the row: the task is the control
 where induction should not help. A row of three tokens, and a packed one of nine:

@@ -23,7 +23,7 @@ class Question:
     """One prompt, and what its judge must know.
 
     Attributes:
-        prompt: (P,) int64, P >= 1, what the model goes on from.
+        prompt: (P,) int64, P >= 1, what the model continues.
         truth: what `judge` compares with; the model does not see it.
     """
 

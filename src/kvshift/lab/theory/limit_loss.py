@@ -40,7 +40,7 @@ class Form:
     """Which formula: the four places where the derivation, the theorem and the script part."""
 
     others: float
-    """What S adds to 2 e^{a1} + e^{a2}: T - 2 as derived, the constant c that stands for O(T) in print."""
+    """What S adds to 2 e^{a1} + e^{a2}: T - 2 as derived, the constant c that stands for O(T) in the paper."""
     side: Literal["A1", "A2"] = "A1"
     """The weight that multiplies b2 in the logits of tokens i - 1 and T; A1 as derived."""
     repeated: Literal["product", "sum"] = "product"

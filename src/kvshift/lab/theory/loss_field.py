@@ -79,7 +79,7 @@ def loss_field(form: Form, points: int = 101) -> Field:
 def descend_within(form: Form, points: int = 21, *, length: float = 0.01, steps: int = 400) -> np.ndarray:
     """Where descent within the square ends, for starts on a grid: (n, n, 2), the last dimension alpha1, beta1.
 
-    Each step has the given length along -grad L, and is clipped to the square: along an edge it goes on. Four times
+    Each step has the given length along -grad L, and is clipped to the square: along an edge it continues. Four times
     across the square by default, so that all ends are within a step or two of where they stay.
     """
     side = torch.linspace(0, 1, points, dtype=torch.float64)

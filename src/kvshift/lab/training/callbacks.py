@@ -23,17 +23,17 @@ from kvshift.lab.variants.building import shift_layers
 
 __all__ = [
     "Evaluation",
+    "GracefulStop",
     "InterruptedRunError",
-    "Leave",
-    "Moments",
     "Recorder",
+    "Schedule",
     "coefficients",
     "whole",
 ]
 
 
 class InterruptedRunError(LabError):
-    """The process was told to end; the same command goes on from where it stopped."""
+    """The process was told to end; the same command resumes where it stopped."""
 
     def __init__(self, message: str, number: int = signal.SIGINT) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class Evaluation:
     text: str
 
 
-class Moments(TrainerCallback):
+class Schedule(TrainerCallback):
     """Beyond the multiples that the options name: log at each checkpoint, and evaluate after the last step.
 
     With a line of metrics at each checkpoint, every mean over steps lies on one side of it, so that a run which is
@@ -62,7 +62,7 @@ class Moments(TrainerCallback):
             control.should_log = True
 
 
-class Leave(TrainerCallback):
+class GracefulStop(TrainerCallback):
     """On SIGINT or SIGTERM, end after the step that is being computed, with a checkpoint.
 
     Nothing is logged for it: metrics.jsonl is to be that of a run which was never stopped.

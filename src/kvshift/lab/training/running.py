@@ -25,7 +25,7 @@ from kvshift.lab.runs.folder import Metrics, RunFailedError, RunFolder, remove_f
 from kvshift.lab.runs.overwriting import refuse_what_is_no_run
 from kvshift.lab.runs.processes import PATIENCE, Processes
 from kvshift.lab.runs.progress import Progress
-from kvshift.lab.training.callbacks import InterruptedRunError, Leave, Moments, Recorder, whole
+from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError, Recorder, Schedule, whole
 from kvshift.lab.training.train_config import RunConfig, TrainConfig
 from kvshift.lab.training.trainer import RunTrainer
 from kvshift.lab.variants.building import declare_plain_llama
@@ -98,7 +98,7 @@ def surviving(config: RunConfig, way_out: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise InterruptedRunError(f"interrupted; the same command goes on from what {config.out} holds") from None
+        raise InterruptedRunError(f"interrupted; the same command resumes from what {config.out} holds") from None
     except torch.OutOfMemoryError as error:
         raise RunFailedError(f"out of memory: {error}. {way_out}") from error
     except RuntimeError as error:  # PyTorch has no class of its own for the memory of the CPU
@@ -189,16 +189,16 @@ def attach(
     *,
     tokens_per_step: int,
     narrated: bool = True,
-) -> tuple[Recorder, Leave]:
+) -> tuple[Recorder, GracefulStop]:
     """Give the trainer its callbacks; what they hold open is closed with `stack`, also after an error.
 
     `narrated`: each evaluation is told on stderr.
     """
     metrics = Metrics(folder.metrics, up_to_step=start.step, say=say) if processes.is_main else None
-    recorder, leave = Recorder(metrics, tokens_per_step, trainer.evaluation), Leave(processes)
+    recorder, leave = Recorder(metrics, tokens_per_step, trainer.evaluation), GracefulStop(processes)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(Moments())
+    trainer.add_callback(Schedule())
     trainer.add_callback(leave)
     trainer.add_callback(recorder)
     if metrics is not None:
@@ -233,7 +233,7 @@ def _event_writer(stack: ExitStack, folder: RunFolder, start: Start) -> Any:
     return writer
 
 
-def fit(trainer: RunTrainer, recorder: Recorder, leave: Leave, start: Start, processes: Processes) -> float:
+def fit(trainer: RunTrainer, recorder: Recorder, leave: GracefulStop, start: Start, processes: Processes) -> float:
     """Train to the last step; returns the seconds that this took, pauses between continuations not counted.
 
     Raises:
@@ -248,7 +248,7 @@ def fit(trainer: RunTrainer, recorder: Recorder, leave: Leave, start: Start, pro
         if not processes.is_main:
             raise SystemExit(128 + leave.number)
         raise InterruptedRunError(
-            f"left after step {step}; checkpoint-{step} is whole: the same command goes on", leave.number
+            f"left after step {step}; checkpoint-{step} is whole: the same command resumes", leave.number
         )
     seconds = recorder.seconds
     if not trainer.evaluated:  # interrupted between the last checkpoint and the end
@@ -300,7 +300,7 @@ def save_model(
         if problem is None:
             raise SystemExit(RunFailedError.exit_code)
         raise RunFailedError(
-            f"{folder.model} could not be written: {problem}; the last checkpoint is kept, and the same command goes on"
+            f"{folder.model} could not be written: {problem}; the last checkpoint is kept, and the same command resumes"
         ) from problem
 
 

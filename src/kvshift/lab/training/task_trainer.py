@@ -19,7 +19,7 @@ from kvshift.lab.training.callbacks import Evaluation
 from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.training.trainer import RunTrainer
 
-__all__ = ["Mastery", "TaskTrainer", "score"]
+__all__ = ["EarlyStopping", "TaskTrainer", "score"]
 
 
 class TaskTrainer(RunTrainer):
@@ -124,11 +124,11 @@ def score(
     }
 
 
-class Mastery(TrainerCallback):
-    """Ends training once the accuracy in one slice has been high in several evaluations on end."""
+class EarlyStopping(TrainerCallback):
+    """Ends training once the accuracy in one slice has been high in several evaluations in a row."""
 
     def __init__(self, slice_name: str, level: float, evaluations: int, before: Iterable[float | None] = ()) -> None:
-        """Begin with the accuracies `before`, of the evaluations up to the checkpoint that a run goes on from."""
+        """Begin with the accuracies `before`, of the evaluations up to the checkpoint that a run resumes from."""
         self._slice, self._level, self._wanted = slice_name, level, evaluations
         self._count = 0
         for accuracy in before:

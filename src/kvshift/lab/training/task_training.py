@@ -50,7 +50,7 @@ from kvshift.lab.training.running import (
     surviving,
     training_arguments,
 )
-from kvshift.lab.training.task_trainer import Mastery, TaskTrainer, score
+from kvshift.lab.training.task_trainer import EarlyStopping, TaskTrainer, score
 from kvshift.lab.training.train_config import ModelConfig, RunConfig, from_json, to_json
 from kvshift.lab.variants.building import build_model, count_parameters, llama_config
 from kvshift.lab.variants.small_gpt2 import GPT2Options, build_gpt2
@@ -60,7 +60,7 @@ __all__ = ["TaskTrainConfig", "task_of", "task_options", "train_task"]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskTrainConfig(RunConfig):
-    """One run. The same call, made again, continues a run that was stopped.
+    """One run. The same call, given again, continues a run that was stopped.
 
     Training draws new rows at every step. Evaluation rows have a fixed seed of their own, the same for all runs.
     """
@@ -84,8 +84,8 @@ class TaskTrainConfig(RunConfig):
     questions: int = 0
     """Questions asked at the end, of a task whose answers are whole texts."""
     stop_at: float | None = None
-    """End training once the accuracy in the task's first slice has been this high in `stop_after` evaluations on
-    end; None: always train `steps`."""
+    """End training once the accuracy in the task's first slice has been this high in `stop_after` evaluations in a
+    row; None: always train `steps`."""
     stop_after: int = 3
     """See `stop_at`."""
     progress: bool = False
@@ -127,7 +127,7 @@ def task_of(options: Mapping[str, Any]) -> Task:
 
 
 def train_task(config: TaskTrainConfig) -> dict[str, Any]:
-    """Train, or go on where the same call was interrupted; a finished run is left as it is.
+    """Train, or resume where the same call was interrupted; a finished run is left as it is.
 
     Returns:
         What OUT/result.json holds.
@@ -181,7 +181,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     )
     if config.stop_at is not None:
         before = [line["accuracy"][task.slice_names[0]] for line in read_metrics(folder.metrics, "eval")]
-        mastery = Mastery(task.slice_names[0], config.stop_at, config.stop_after, before)
+        mastery = EarlyStopping(task.slice_names[0], config.stop_at, config.stop_after, before)
         trainer.add_callback(mastery)
         if mastery.reached:  # at the step of the checkpoint: training had ended there
             trainer.args.max_steps = start.step

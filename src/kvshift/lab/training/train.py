@@ -50,7 +50,7 @@ _say = partial(say, command="train")
 
 
 def train(config: TrainConfig) -> None:
-    """Train, or go on where the same call was interrupted; a finished run is left as it is.
+    """Train, or resume where the same call was interrupted; a finished run is left as it is.
 
     What it leaves in `config.out`: see `kvshift.lab.runs.folder`.
 

@@ -15,7 +15,7 @@ the other in the stream, of the grammar
     slices       . 1 1 1 1 0 0 0 0 0 0 0 0 0 0 0
 
 0 is BOS, which also ends the sentence before. The first row begins in a sentence; its last token begins the one that
-the second row goes on with: from its first input on, 1 1 2 2 is that sentence.
+the second row continues with: from its first input on, 1 1 2 2 is that sentence.
 """
 
 from kvshift.lab.tasks.cfg.grammar import BOS, CFG3F, CFG3S, CFGGrammar, Lengths

@@ -54,7 +54,7 @@ class CFGTask:
     """Sentences of a grammar, BOS before each: to be continued token by token, and to be written.
 
     *Rows.* The rows of a batch are consecutive windows of one stream of random sentences, so that a sentence cut by
-    the end of one row goes on in the next. The stream begins at a uniformly random token of an endless one: of any
+    the end of one row continues in the next. The stream begins at a uniformly random token of an endless one: of any
     window alone, the first token is BOS with probability 1 / (mean length + 1), and every other place of a sentence
     is as likely. Every token but the first of a row has a label; BOS is also the end of the sentence before it.
 
