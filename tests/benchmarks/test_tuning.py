@@ -1,4 +1,4 @@
-"""The search for launch parameters, on a clock that says what it is told."""
+"""The search for launch parameters, by a benchmark that says what it is told."""
 
 from __future__ import annotations
 
@@ -12,19 +12,6 @@ from kvshift.ops.triton.call import triton_refusal
 from kvshift.ops.triton.launch import TILING, Tiling
 
 
-class Told:
-    """A clock by which two warps are the fastest, and eight fail."""
-
-    def __init__(self, kernel: str) -> None:
-        self.kernel = kernel
-
-    def turn(self, run: Callable[[int], object], first: int, count: int) -> tuple[float, None]:
-        warps = TILING[self.kernel].warps
-        if warps == 8:
-            raise RuntimeError("out of registers")
-        return float(warps), None
-
-
 @pytest.mark.parametrize("kernel", TILING)
 def test_the_fastest_tiling_comes_first_and_nothing_stays_changed(kernel, monkeypatch, capsys):
     if triton_refusal(torch.empty(0), 2) is not None:
@@ -32,7 +19,15 @@ def test_the_fastest_tiling_comes_first_and_nothing_stays_changed(kernel, monkey
     before = dict(TILING)
     tried = [TILING[kernel], Tiling(warps=8), Tiling(warps=2)]
     monkeypatch.setattr(tuning, "candidates", lambda name: tried if name == kernel else [])
-    found = tuning.tune(Told(kernel), torch.device("cpu"), shapes=((1, 5, 3, 3, 4),), calls=1)
+
+    def told(run: Callable[[], object], **_: object) -> float:
+        """A benchmark by which two warps are the fastest, and eight fail."""
+        if TILING[kernel].warps == 8:
+            raise RuntimeError("out of registers")
+        return float(TILING[kernel].warps)
+
+    monkeypatch.setattr("triton.testing.do_bench", told)
+    found = tuning.tune(torch.device("cpu"), shapes=((1, 5, 3, 3, 4),))
     assert [row["warps"] for row in found[kernel]] == [2, TILING[kernel].warps, 8]
     assert [row["behind"] for row in found[kernel]][:2] == [1.0, TILING[kernel].warps / 2]
     assert found[kernel][2]["seconds"] == [None]

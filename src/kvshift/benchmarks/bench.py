@@ -21,7 +21,7 @@ from kvshift.benchmarks.cases import Case, Session, measure_case
 from kvshift.benchmarks.presets import PRESETS
 from kvshift.benchmarks.report import SMOKE, short, write
 from kvshift.benchmarks.rows import RowFile, options_hash
-from kvshift.benchmarks.timing import EventClock, WallClock, keep_memory
+from kvshift.lab.compare.timing import EventClock, WallClock, keep_memory
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.folder import RunFailedError, RunFolder, environment
 from kvshift.ops.cpu.kernel import cpu_refusal

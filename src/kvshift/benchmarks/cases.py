@@ -12,7 +12,7 @@ import torch
 
 from kvshift.benchmarks.peak import peak_bytes
 from kvshift.benchmarks.presets import Preset
-from kvshift.benchmarks.timing import Clock, Times, describe, measure, quartiles
+from kvshift.lab.compare.timing import Clock, Times, describe, measure, quartiles, ratios
 
 __all__ = ["Case", "Contestant", "LeftOutError", "Row", "Session", "measure_case"]
 
@@ -155,8 +155,7 @@ def _timing(contestant: Contestant, times: Times, baseline: Times | None) -> Row
     if times.host:
         row["host_milliseconds"] = 1e3 * quartiles(times.host).median / contestant.per_call
     if baseline is not None and baseline.failure is None:
-        pairs = zip(times.seconds, baseline.seconds, strict=True)
-        ratio = quartiles([seconds / base for seconds, base in pairs])
+        ratio = ratios(times, baseline)
         row |= {"ratio": ratio.median, "ratio_low": ratio.low, "ratio_high": ratio.high}
     return row
 

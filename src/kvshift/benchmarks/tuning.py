@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.benchmarks.timing import Clock, EventClock
 from kvshift.ops.triton.launch import TILING, Tiling
 
 __all__ = ["candidates", "main", "tune"]
@@ -45,21 +43,17 @@ def candidates(kernel: str) -> Iterator[Tiling]:
 
 
 def tune(
-    clock: Clock,
     device: torch.device,
     *,
     shapes: tuple[tuple[int, int, int, int, int], ...] = SHAPES,
     seconds: float = math.inf,
-    calls: int = 10,
 ) -> dict[str, list[dict[str, Any]]]:
     """Time every candidate at every shape.
 
     Args:
-        clock: of the device.
         device: where the tensors are.
         shapes: as `SHAPES`.
         seconds: after which no other candidate is begun.
-        calls: in each of the three turns that a time is the median of.
 
     Returns:
         For each kernel its candidates, the best first: the fields of the tiling, "seconds" by shape (None where it
@@ -75,7 +69,7 @@ def tune(
                 if time.monotonic() > end:
                     break
                 TILING[kernel] = tiling
-                rows.append({**asdict(tiling), "seconds": [_time(clock, run, calls) for run in runs]})
+                rows.append({**asdict(tiling), "seconds": [_time(run) for run in runs]})
         finally:
             TILING[kernel] = present
         best = [min((row["seconds"][i] or math.inf for row in rows), default=math.inf) for i in range(len(shapes))]
@@ -105,11 +99,12 @@ def _work(kernel: str, shape: tuple[int, int, int, int, int], device: torch.devi
     return lambda: torch.ops.kvshift.shift_backward(*grads, *inputs)
 
 
-def _time(clock: Clock, run: Callable[[], object], calls: int) -> float | None:
-    """Seconds of one launch; None where the device cannot take it."""
+def _time(run: Callable[[], object]) -> float | None:
+    """Seconds of one launch, by Triton's own benchmark; None where the device cannot take it."""
+    from triton.testing import do_bench
+
     try:
-        run()
-        return statistics.median(clock.turn(lambda _: run(), 0, calls)[0] for _ in range(3))
+        return 1e-3 * do_bench(run, warmup=5, rep=30, return_mode="median")
     except Exception as error:  # too many registers, say: the others go on
         print(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None
@@ -122,7 +117,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no other candidate after so long")
     arguments = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
-    found = tune(EventClock(device), device, seconds=arguments.seconds)
+    found = tune(device, seconds=arguments.seconds)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         about = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "shapes": SHAPES}

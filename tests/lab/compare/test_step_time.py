@@ -1,8 +1,10 @@
-"""Two functions timed in turns."""
+"""Two functions timed beside each other."""
 
 import pytest
 
-from kvshift.lab.compare.step_time import take_turns
+from kvshift.lab.compare.step_time import side_by_side
+from kvshift.lab.compare.timing import WallClock
+from kvshift.lab.runs.folder import RunFailedError
 
 
 class Clock:
@@ -12,7 +14,7 @@ class Clock:
         self.now, self.calls = 0.0, []
 
     def step(self, name, seconds):
-        def run():
+        def run(_):
             self.calls.append(name)
             self.now += seconds(self.now) if callable(seconds) else seconds
 
@@ -25,7 +27,7 @@ class Clock:
 def test_ratio_of_two_steps():
     clock = Clock()
     steps = {"vanilla": clock.step("vanilla", 0.08), "shifted": clock.step("shifted", 0.1)}
-    found = take_turns(steps, 10.0, clock=clock)
+    found = side_by_side(steps, WallClock(now=clock), 10.0)
     assert [found[name] for name in ("low", "ratio", "high")] == pytest.approx([1.25] * 3)
     assert found["milliseconds"] == {"vanilla": pytest.approx(80), "shifted": pytest.approx(100)}
     assert found["steps_per_turn"] == 2  # 0.15 seconds, nearly
@@ -36,27 +38,35 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio():
     clock = Clock()
     slower = {"vanilla": lambda now: 0.1 * (1 + now / 20), "shifted": lambda now: 0.125 * (1 + now / 20)}
     steps = {name: clock.step(name, seconds) for name, seconds in slower.items()}
-    found = take_turns(steps, 20.0, clock=clock)
+    found = side_by_side(steps, WallClock(now=clock), 20.0)
     assert found["ratio"] == pytest.approx(1.25, rel=0.001)
     # One after the other, as two runs would be, the second would look twice as slow.
     assert found["milliseconds"]["shifted"] > 1.3 * 125
 
 
-def test_turns_are_mirrored_and_there_are_enough():
+def test_rounds_are_mirrored_and_there_are_enough():
     clock = Clock()
     steps = {"vanilla": clock.step("v", 1.0), "shifted": clock.step("s", 3.0)}
-    found = take_turns(steps, 0.0, clock=clock)
+    found = side_by_side(steps, WallClock(now=clock), 0.0)
     assert found["rounds"] == 5
-    assert "".join(clock.calls) == "vsv" + 5 * "vssv"  # warm-up, then the rounds
+    assert "".join(clock.calls) == "vsvs" + 5 * "vssv"  # warm-up, then the rounds
 
 
 def test_it_waits_for_the_device():
     clock = Clock()
     queued = []
-    steps = {"vanilla": lambda: queued.append(1.0), "shifted": lambda: queued.append(2.0)}
+    steps = {"vanilla": lambda _: queued.append(1.0), "shifted": lambda _: queued.append(2.0)}
 
     def wait():
         clock.now += sum(queued)
         queued.clear()
 
-    assert take_turns(steps, 0.0, wait=wait, clock=clock)["ratio"] == 2.0
+    assert side_by_side(steps, WallClock(wait, clock), 0.0)["ratio"] == 2.0
+
+
+def test_a_step_that_fails_is_named():
+    def fails(_):
+        raise MemoryError("none left")
+
+    with pytest.raises(RunFailedError, match="a step of shifted could not be timed: MemoryError: none left"):
+        side_by_side({"vanilla": lambda _: None, "shifted": fails}, WallClock(), 0.0)

@@ -100,7 +100,7 @@ def test_runs_of_before_and_of_now_are_read_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By what compares two runs, which takes both as the class that was trained."""
-    monkeypatch.setattr("kvshift.lab.compare.step_time._TURN_SECONDS", 1e-9)
+    monkeypatch.setattr("kvshift.lab.compare.step_time._LEAST_SECONDS", 1e-9)
     before = shutil.copytree(vanilla, tmp_path / "before")
     as_before(before / "model")
     options: Any = {"prompt": "abc", "tokens": 7, "temperature": 0.0, "seed": 3}

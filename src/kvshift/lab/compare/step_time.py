@@ -1,15 +1,13 @@
 """How long a training step of each of two models takes, side by side.
 
 Two runs, one after the other, cannot be compared by their times: other work on the machine, the clock and the heat of
-the processor differ. Here both models stand in one process and take turns of a few steps on the same rows, in rounds
-of four (A B B A), in which a machine that slows down or speeds up evenly does so to both. Each round gives a ratio,
-and the median of these counts.
+the processor differ. Here both models stand in one process and are timed beside each other on the same rows, as in
+`kvshift bench` (`kvshift.lab.compare.timing`).
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,17 @@ import torch
 from torch import nn
 
 from kvshift.lab.analysis.runs import read_run
+from kvshift.lab.compare.timing import Clock, WallClock, measure, ratios
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
+from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.training.optimizer import adamw, recompute_activations
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.building import load_trained
 
-__all__ = ["measure_step_time", "take_turns"]
+__all__ = ["measure_step_time", "side_by_side"]
 
-_TURN_SECONDS = 0.15  # long against the clock's resolution, short against changes of the machine
+_LEAST_SECONDS = 0.15  # of steps in a row: long against the clock's resolution, short against changes of the machine
 _FEWEST_ROUNDS = 5
 
 
@@ -38,7 +38,7 @@ def measure_step_time(vanilla: Path, shifted: Path, seconds: float) -> dict[str,
         seconds: to measure for; 5 rounds are measured in any case.
 
     Returns:
-        What `take_turns` returns, with "batch_rows" and "device".
+        What `side_by_side` returns, with "batch_rows" and "device".
     """
     config = read_run(vanilla).options()
     data = load_text_data(config.data, seed=config.seed, tokenizer_folder=vanilla / "tokenizer")
@@ -48,11 +48,11 @@ def measure_step_time(vanilla: Path, shifted: Path, seconds: float) -> dict[str,
         "vanilla": _step_of(vanilla, batch, config),
         "shifted": _step_of(shifted, batch, config),
     }
-    wait = torch.cuda.synchronize if config.device == "cuda" else lambda: None
-    return {**take_turns(steps, seconds, wait=wait), "batch_rows": len(rows), "device": config.device}
+    clock = WallClock(torch.cuda.synchronize) if config.device == "cuda" else WallClock()
+    return {**side_by_side(steps, clock, seconds), "batch_rows": len(rows), "device": config.device}
 
 
-def _step_of(folder: Path, batch: dict[str, Any], config: TrainConfig) -> Callable[[], None]:
+def _step_of(folder: Path, batch: dict[str, Any], config: TrainConfig) -> Callable[[int], None]:
     model: Any = load_trained(read_run(folder))
     model.to(config.device).train()
     if config.gradient_checkpointing:
@@ -61,7 +61,7 @@ def _step_of(folder: Path, batch: dict[str, Any], config: TrainConfig) -> Callab
     parameters = list(model.parameters())
     forward = torch.compile(model) if config.compile else model
 
-    def step() -> None:
+    def step(_: int) -> None:
         with torch.autocast(config.device, torch.bfloat16, enabled=config.bf16 == "yes"):
             loss = forward(**batch, use_cache=False).loss
         loss.backward()
@@ -73,51 +73,29 @@ def _step_of(folder: Path, batch: dict[str, Any], config: TrainConfig) -> Callab
     return step
 
 
-def take_turns(
-    steps: dict[str, Callable[[], None]],
-    seconds: float,
-    *,
-    wait: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Any]:
-    """Time two functions in rounds of four turns, A B B A.
+def side_by_side(steps: dict[str, Callable[[int], object]], clock: Clock, seconds: float) -> dict[str, Any]:
+    """Time two functions in rounds of A B B A.
 
     Args:
         steps: the baseline first.
+        clock: of both.
         seconds: to measure for.
-        wait: blocks until the device is done.
-        clock: in seconds.
 
     Returns:
         "ratio": median over rounds of the second's time to the first's; "low" and "high": its quartiles; "rounds";
-        "steps_per_turn"; "milliseconds": median of each, per step.
+        "steps_per_turn": of the first, in a row; "milliseconds": median of each, per step.
     """
-    first, second = steps
-
-    def turn(name: str, count: int) -> float:
-        wait()
-        start = clock()
-        for _ in range(count):
-            steps[name]()
-        wait()
-        return (clock() - start) / count
-
-    for name in steps:  # the first step sets up the optimizer, or compiles
-        turn(name, 1)
-    count = max(1, round(_TURN_SECONDS / max(turn(first, 1), 1e-9)))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    end = clock() + seconds
-    while clock() < end or len(times[first]) < _FEWEST_ROUNDS:
-        before, *inner, after = (turn(name, count) for name in (first, second, second, first))
-        times[first].append((before + after) / 2)
-        times[second].append(sum(inner) / 2)
-    ratios = [ours / base for base, ours in zip(times[first], times[second], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    found = measure(steps, clock, _FEWEST_ROUNDS, seconds=seconds, least_seconds=_LEAST_SECONDS, there_and_back=True)
+    for name, times in found.items():
+        if times.failure is not None:
+            raise RunFailedError(f"a step of {name} could not be timed: {times.failure}")
+    base, ours = found.values()
+    ratio = ratios(ours, base)
     return {
-        "ratio": middle,
-        "low": low,
-        "high": high,
-        "rounds": len(ratios),
-        "steps_per_turn": count,
-        "milliseconds": {name: 1e3 * statistics.median(values) for name, values in times.items()},
+        "ratio": ratio.median,
+        "low": ratio.low,
+        "high": ratio.high,
+        "rounds": len(base.seconds),
+        "steps_per_turn": base.calls,
+        "milliseconds": {name: 1e3 * statistics.median(times.seconds) for name, times in found.items()},
     }

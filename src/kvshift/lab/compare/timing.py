@@ -1,12 +1,17 @@
-"""Clocks, turns and quartiles.
+"""Clocks, rounds and quartiles: how implementations of one thing are timed beside each other.
 
-Contestants take turns within each round, so that a machine that slows down does so to all. A round gives each
-contestant one time, and a ratio to the baseline's of the same round; medians over rounds count.
+Other work on a machine, its clock and its heat change from second to second. So all implementations are called one
+after the other in each round; a round gives each of them a time, and a ratio to the baseline's of the same round, and
+medians over rounds count. Neither `torch.utils.benchmark` nor `triton.testing.do_bench` can do that: each times one
+function alone, to the end. As a clock of single calls within a round they do not serve either: `Timer.timeit` makes two
+more calls before each that it times, which for training steps is three times the work, and `do_bench` clears the cache
+and waits before each call. Where nothing is compared round by round (`kvshift.benchmarks.tuning`), `do_bench` serves.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import statistics
 import time
@@ -16,16 +21,27 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Clock", "EventClock", "Quartiles", "Times", "WallClock", "describe", "keep_memory", "measure", "quartiles"]
+__all__ = [
+    "Clock",
+    "EventClock",
+    "Quartiles",
+    "Times",
+    "WallClock",
+    "describe",
+    "keep_memory",
+    "measure",
+    "quartiles",
+    "ratios",
+]
 
-_MOST_CALLS = 20  # in one turn: a CUDA stream takes about a thousand launches before it makes the host wait
+_MOST_CALLS = 20  # in a row: a CUDA stream takes about a thousand launches before it makes the host wait
 _LONGEST_HEAD_START = 1.0  # seconds
 
 
 class Clock(Protocol):
     """Times calls."""
 
-    def turn(self, run: Callable[[int], object], first: int, count: int) -> tuple[float, float | None]:
+    def time(self, run: Callable[[int], object], first: int, count: int) -> tuple[float, float | None]:
         """Call run(first), run(first + 1) ... `count` times.
 
         Returns:
@@ -37,24 +53,24 @@ class Clock(Protocol):
 class WallClock:
     """What a user waits for."""
 
-    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
-        """`wait` blocks until the device is done."""
-        self._wait = wait
+    def __init__(self, wait: Callable[[], object] = lambda: None, now: Callable[[], float] = time.perf_counter) -> None:
+        """`wait` blocks until the device is done; `now` is the clock, in seconds."""
+        self._wait, self._now = wait, now
 
-    def turn(self, run: Callable[[int], object], first: int, count: int) -> tuple[float, float | None]:
+    def time(self, run: Callable[[int], object], first: int, count: int) -> tuple[float, float | None]:
         self._wait()
-        start = time.perf_counter()
+        start = self._now()
         for number in range(first, first + count):
             run(number)
         self._wait()
-        return (time.perf_counter() - start) / count, None
+        return (self._now() - start) / count, None
 
 
 class EventClock:
     """How long a CUDA device works, however slow the host is to ask for it.
 
-    The device first spins, so that all calls of a turn stand in its queue when it comes to the first of them. A head
-    start that was over too soon is doubled, and the turn taken again; calls that themselves wait for the device can
+    The device first spins, so that all calls stand in its queue when it comes to the first of them. A head start that
+    was over too soon is doubled, and the calls are made again; calls that themselves wait for the device can
     have none.
     """
 
@@ -70,7 +86,7 @@ class EventClock:
         self._cycles_per_second = cycles / (start.elapsed_time(end) / 1e3)
         self._head_start = 1e-3
 
-    def turn(self, run: Callable[[int], object], first: int, count: int) -> tuple[float, float | None]:
+    def time(self, run: Callable[[int], object], first: int, count: int) -> tuple[float, float | None]:
         while True:
             start, end = self._event(), self._event()
             torch.cuda.synchronize(self._device)
@@ -98,13 +114,13 @@ class EventClock:
 
 @dataclass
 class Times:
-    """Of one contestant: seconds of a call, by round.
+    """Of one implementation: seconds of a call, by round.
 
     Attributes:
         seconds: of the rounds that count.
         host: seconds that the host takes to make a call, where the clock tells.
-        calls: in each turn.
-        failure: what ended its turns, if anything did.
+        calls: in a row, in each round.
+        failure: what it failed with, if it did.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -114,42 +130,56 @@ class Times:
 
 
 def measure(
-    contestants: Mapping[str, Callable[[int], object]],
+    implementations: Mapping[str, Callable[[int], object]],
     clock: Clock,
     rounds: int,
     *,
-    turn_seconds: float = 1e-3,
+    seconds: float = 0.0,
+    least_seconds: float = 1e-3,
     warm_up: int = 2,
+    there_and_back: bool = False,
 ) -> dict[str, Times]:
-    """Time the contestants in turns.
+    """Time several implementations of one thing beside each other.
 
     Args:
-        contestants: each is called with a number that counts up: for choosing among sets of inputs.
+        implementations: each is called with a number that counts up: for choosing among sets of inputs.
         clock: of all of them.
         rounds: that count.
-        turn_seconds: a turn is as many calls as fill it, 20 at most.
+        seconds: rounds are added until so many have been spent in those that count.
+        least_seconds: each is called as often in a row as fills them, 20 times at most.
         warm_up: rounds of one call each that come before and do not count.
+        there_and_back: call them in order and then in reverse order in each round (A B B A), whose times are the means:
+            a machine that slows down or speeds up evenly then does so to all alike.
     """
-    found = {name: Times() for name in contestants}
-    number = 0
-    for at in range(warm_up + rounds):
-        for name, run in contestants.items():
+    found = {name: Times() for name in implementations}
+    number, spent = 0, 0.0
+    for at in itertools.count():
+        if at >= warm_up + rounds and (spent >= seconds or all(times.failure for times in found.values())):
+            return found
+        counts = at >= warm_up
+        order = [*implementations, *(reversed(implementations) if there_and_back and counts else ())]
+        taken: dict[str, list[float]] = {name: [] for name in implementations}
+        for name in order:
             times = found[name]
             if times.failure is not None:
                 continue
             try:
-                seconds, host = clock.turn(run, number, times.calls if at >= warm_up else 1)
+                each, host = clock.time(implementations[name], number, times.calls if counts else 1)
             except Exception as error:  # one that runs out of memory must not end the others
                 times.failure = describe(error)
                 continue
             number += times.calls
-            if at >= warm_up:
-                times.seconds.append(seconds)
+            if counts:
+                spent += each * times.calls
+                taken[name].append(each)
                 if host is not None:
                     times.host.append(host)
             else:
-                times.calls = max(1, min(_MOST_CALLS, math.ceil(turn_seconds / max(seconds, 1e-9))))
-    return found
+                times.calls = max(1, min(_MOST_CALLS, math.ceil(least_seconds / max(each, 1e-9))))
+        for name, values in taken.items():
+            if values and found[name].failure is None:
+                found[name].seconds.append(statistics.fmean(values))
+    raise AssertionError("a round is the last")
 
 
 def describe(error: BaseException) -> str:
@@ -172,6 +202,11 @@ def quartiles(values: list[float]) -> Quartiles:
     if len(values) == 1:
         return Quartiles(values[0], values[0], values[0])
     return Quartiles(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def ratios(times: Times, baseline: Times) -> Quartiles:
+    """Of the ratios of single rounds."""
+    return quartiles([one / other for one, other in zip(times.seconds, baseline.seconds, strict=True)])
 
 
 def keep_memory() -> bool:

@@ -1,4 +1,4 @@
-"""Turns, medians and the clock of a CUDA device, on clocks that are made up."""
+"""Rounds, medians and the clock of a CUDA device, on clocks that are made up."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ import types
 import pytest
 import torch
 
-from kvshift.benchmarks.timing import EventClock, measure, quartiles
+from kvshift.lab.compare.timing import EventClock, measure, quartiles
 
 
 class TellingClock:
     """Its time is what the call returns."""
 
-    def turn(self, run, first, count):
+    def time(self, run, first, count):
         return sum(run(first + i) for i in range(count)) / count, None
 
 
-def test_contestants_take_turns_and_warming_up_does_not_count():
+def test_all_are_called_in_each_round_and_warming_up_does_not_count():
     calls = []
 
-    def contestant(name, seconds):
+    def implementation(name, seconds):
         def run(number):
             calls.append(name)
             return 100.0 if len(calls) <= 4 else seconds  # the two rounds of warming up
 
         return run
 
-    times = measure({"a": contestant("a", 1.0), "b": contestant("b", 3.0)}, TellingClock(), rounds=3)
+    times = measure({"a": implementation("a", 1.0), "b": implementation("b", 3.0)}, TellingClock(), rounds=3)
     assert calls == ["a", "b"] * 5
     assert times["a"].seconds == [1.0] * 3
     assert times["b"].seconds == [3.0] * 3
 
 
-def test_a_turn_is_as_many_calls_as_fill_it_on_inputs_of_their_own():
+def test_there_are_as_many_calls_in_a_row_as_fill_the_time_on_inputs_of_their_own():
     numbers = []
 
     def run(number):
         numbers.append(number)
         return 0.25e-3
 
-    times = measure({"a": run}, TellingClock(), rounds=2, turn_seconds=1e-3, warm_up=1)
+    times = measure({"a": run}, TellingClock(), rounds=2, least_seconds=1e-3, warm_up=1)
     assert times["a"].calls == 4
     assert len(numbers) == 1 + 2 * 4
     assert len(set(numbers[1:])) == 8
 
 
-def test_a_contestant_that_fails_ends_neither_the_others_nor_its_name():
+def test_one_that_fails_ends_neither_the_others_nor_its_name():
     def run(number):
         raise MemoryError("none left\nat all")
 
@@ -101,13 +101,13 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_sleep", fake.spin)
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
-    monkeypatch.setattr("kvshift.benchmarks.timing.time.perf_counter", lambda: fake.host)
+    monkeypatch.setattr("kvshift.lab.compare.timing.time", types.SimpleNamespace(perf_counter=lambda: fake.host))
     return fake
 
 
 def test_what_the_device_does_is_timed_and_not_how_fast_the_host_asks_for_it(device):
     clock = EventClock(torch.device("cuda"))
-    seconds, host = clock.turn(lambda number: device.enqueue(10e-6), 0, 20)  # five times as slow to ask for
+    seconds, host = clock.time(lambda number: device.enqueue(10e-6), 0, 20)  # five times as slow to ask for
     assert seconds == pytest.approx(10e-6, rel=1e-6)
     assert host == pytest.approx(50e-6, rel=1e-6)
 
@@ -115,7 +115,7 @@ def test_what_the_device_does_is_timed_and_not_how_fast_the_host_asks_for_it(dev
 def test_a_head_start_that_is_over_too_soon_is_made_longer(device):
     clock = EventClock(torch.device("cuda"))
     device.launch = 1e-3  # 20 calls take 20 ms, the first head start is 1 ms
-    seconds, _ = clock.turn(lambda number: device.enqueue(10e-6), 0, 20)
+    seconds, _ = clock.time(lambda number: device.enqueue(10e-6), 0, 20)
     assert seconds == pytest.approx(10e-6, rel=1e-6)
     assert max(device.spins) > 20e-3
 
@@ -127,5 +127,5 @@ def test_calls_that_wait_for_the_device_are_timed_all_the_same(device):
         device.enqueue(10e-6)
         device.synchronize()
 
-    seconds, _ = clock.turn(run, 0, 4)
+    seconds, _ = clock.time(run, 0, 4)
     assert seconds == pytest.approx(60e-6, rel=0.5)  # launch and work, one after the other
