@@ -100,5 +100,5 @@ def _contestant(layer: KVShiftAttention, x: Tensor, grad: Tensor, backward: bool
     return Contestant(
         run=run_both if backward else run_forward,
         check=check,
-        saved=(lambda: bytes_saved(lambda: call(x)[0], x.device, compiled=compiled)) if backward else None,
+        saved=(lambda: bytes_saved(lambda: call(x)[0], x.device)) if backward else None,
     )

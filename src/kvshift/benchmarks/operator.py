@@ -161,7 +161,7 @@ def _contestant(
         return {"problem": verdict.problem, "worst_error": verdict.worst}
 
     def saved() -> int:
-        return bytes_saved(lambda: forward(0), device, compiled=formulation.compiled)
+        return bytes_saved(lambda: forward(0), device)
 
     facts = {} if formulation.computes is None else {"computes": formulation.computes}
     return Contestant(

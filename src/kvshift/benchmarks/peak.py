@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["peak_bytes"]
+__all__ = ["memory_blocks", "peak_bytes"]
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -27,13 +27,17 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    return max(itertools.accumulate(memory_blocks(run)[1]), default=0)
+
+
+def memory_blocks(run: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """What a call on a CPU returns, and the bytes of each block that was taken (or, below 0, given back) until then."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler prints lines of its own at every call
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
-    del result
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     events: Any = profiler.profiler.kineto_results.events()
     blocks = [event for event in events if event.name() == "[memory]"]
     blocks.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in blocks), default=0)
+    return result, [event.nbytes() for event in blocks]

@@ -18,6 +18,7 @@ from kvshift.benchmarks.rows import read_rows
 from kvshift.benchmarks.sweep import lines
 from kvshift.lab.analysis.colors import GREEN, GREY, ORANGE, PURPLE, colors_of
 from kvshift.lab.analysis.curves import save_figure
+from kvshift.lab.analysis.tables import as_markdown, as_text
 from kvshift.lab.runs.folder import write_bytes
 
 if TYPE_CHECKING:  # takes a second to import
@@ -126,7 +127,7 @@ def _table(rows: Sequence[Row]) -> str:
         first = row["case"] if row["case"] != before else ""
         before = row["case"]
         body.append([first, row["contestant"], *(cell(row) for _, cell in columns)])
-    return _markdown_table(heads, body)
+    return as_markdown([heads, *body], left=2)
 
 
 def _fits(rows: Sequence[Row]) -> str:
@@ -142,12 +143,7 @@ def _fits(rows: Sequence[Row]) -> str:
         for (contestant, dtype, axis), (line, _) in lines(rows).items()
     ]
     heads = ["contestant", "dtype", "along", "fixed, µs", "GB/s beyond it", "worst deviation from the line, %"]
-    return _markdown_table(heads, body) if body else ""
-
-
-def _markdown_table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    rule = ["---" if column < 2 else "---:" for column in range(len(heads))]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [heads, rule, *body])
+    return as_markdown([heads, *body], left=2) if body else ""
 
 
 def short(rows: Sequence[Row]) -> str:
@@ -166,8 +162,7 @@ def short(rows: Sequence[Row]) -> str:
                 _as("peak_bytes", ".1f", 2**-20)(row),
             )
             table.append((row["part"], row["case"], row["contestant"], *((problem,) if problem else cells)))
-    widths = [max(len(line[column]) for line in table if len(line) == len(table[0])) for column in range(len(table[0]))]
-    text = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=False)).rstrip() for line in table]
+    text = [as_text(table, left=3)]
     for (contestant, dtype, axis), (line, _) in lines(rows).items():
         if contestant.startswith(_OURS):
             text.append(f"sweep  {dtype} along {axis}: {100 * line.worst:.0f} % off a line at the worst")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.errors import LabError
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.reproduce_config import ReproduceConfig
@@ -32,6 +33,4 @@ def overview(out: Path) -> str:
             done = sum(1 for _ in (out / entry.name / preset).glob("*/seed-*/result.json"))
             what = (entry.name, entry.title) if number == 0 else ("", "")
             rows.append((*what, preset, str(done) if done else "-", size.cost))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return as_text(rows, left=None)

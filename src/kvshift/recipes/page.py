@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshift.lab.analysis.comparison import as_markdown
 from kvshift.lab.analysis.curves import plot_curves, save_figure
 from kvshift.lab.analysis.learning import reach_of
+from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.runs.folder import write_bytes
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.claims import Claim
@@ -71,7 +71,7 @@ def results_page(results: Path, figures: Path | None = None) -> str:
                 save_figure(recipe.plot(shown), figures / f"{name}-{preset}", kinds=["svg"])
             section = _section(recipe, preset, records, claims, f"figures/{name}-{preset}.svg")
             sections.append(f"## {_heading(recipe, preset)}\n\n{section}")
-    return "\n".join([_HEAD, as_markdown(rows, numbers=False), "", *sections])
+    return "\n".join([_HEAD, as_markdown(rows, left=None), "", *sections])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -109,7 +109,7 @@ def _anchor(recipe: Recipe, preset: str) -> str:
 def _section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequence[Claim], figure: str) -> str:
     rows = [("claim", "paper", "ours", "size", "verdict")]
     rows += [(c.statement, c.paper, c.ours, c.size, _bold(c)) for c in claims]
-    parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})", as_markdown(rows, numbers=False)]
+    parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})", as_markdown(rows, left=None)]
     if preset == "smoke":
         parts.insert(1, f"**{SMOKE}.**")
     shown = reported(records)
@@ -132,7 +132,7 @@ def _learning(records: Sequence[Record], name: str) -> str:
     for label, seeds in by_label(records).items():
         curves = accuracy_curves(seeds, name)
         rows.append((label, *(reach_of(curves, level).text for level in LEVELS)))
-    return as_markdown(rows, numbers=False)
+    return as_markdown(rows, left=None)
 
 
 def _rates(records: Sequence[Record], score: Score | None) -> str:

@@ -5,9 +5,10 @@ import math
 
 import pytest
 
-from kvshift.lab.analysis.comparison import as_markdown, as_text, explanation, summarize, table
+from kvshift.lab.analysis.comparison import explanation, summarize, table
 from kvshift.lab.analysis.report import read_pair
 from kvshift.lab.analysis.runs import read_run
+from kvshift.lab.analysis.tables import as_markdown, as_text
 from kvshift.lab.errors import LabError
 
 from .run_folders import write_pair, write_run
@@ -145,7 +146,7 @@ def test_memory_that_no_system_told(tmp_path):
 
 def test_text_and_markdown():
     rows = [("", "vanilla", "KV-shift", "difference"), ("loss", "3.25", "3.125", "-0.125")]
-    assert as_text(rows).splitlines() == [
+    assert as_text(rows, rule=True).splitlines() == [
         "      vanilla  KV-shift  difference",
         "-----------------------------------",
         "loss     3.25     3.125      -0.125",

@@ -11,7 +11,7 @@ from kvshift.lab.analysis.runs import Run
 from kvshift.lab.analysis.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
 from kvshift.lab.errors import LabError
 
-__all__ = ["Pair", "as_markdown", "as_text", "explanation", "summarize", "table"]
+__all__ = ["Pair", "explanation", "summarize", "table"]
 
 _SIDES = ("vanilla", "shifted")
 
@@ -202,21 +202,3 @@ def explanation(summary: dict[str, Any]) -> str:
             "rounds, in which both models ran next to each other: it need not be the ratio of the two times."
         )
     return text
-
-
-def as_text(rows: Sequence[Sequence[str]]) -> str:
-    """The table in columns, for a terminal."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        first, *others = row
-        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def as_markdown(rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
-    """The table in Markdown; `numbers`: set all columns but the first to the right."""
-    heading, *others = ("| " + " | ".join(row) + " |" for row in rows)
-    rule = "---:|" if numbers else "---|"
-    return "\n".join([heading, "|---|" + rule * (len(rows[0]) - 1), *others])

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshift.lab.analysis.comparison import Pair, as_markdown, explanation, summarize, table
+from kvshift.lab.analysis.comparison import Pair, explanation, summarize, table
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, save_figure
 from kvshift.lab.analysis.pages import inline, render
 from kvshift.lab.analysis.runs import Run, read_json, read_run
+from kvshift.lab.analysis.tables import as_markdown
 
 __all__ = ["read_pair", "write_report"]
 

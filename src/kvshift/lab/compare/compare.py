@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from kvshift.lab.analysis.comparison import as_text, explanation, table
+from kvshift.lab.analysis.comparison import explanation, table
 from kvshift.lab.analysis.report import write_report
 from kvshift.lab.analysis.runs import is_finished, read_json
+from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.compare.compare_config import CompareConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.messages import say
@@ -221,7 +222,8 @@ def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
 
 
 def _show(out: Path, summary: dict[str, Any]) -> None:
-    print(f"\n{as_text(table(summary))}\n\n{explanation(summary)}\n\nValidation loss: {summary['verdict']['text']}.\n")
+    print(f"\n{as_text(table(summary), rule=True)}\n\n{explanation(summary)}\n")
+    print(f"Validation loss: {summary['verdict']['text']}.\n")
     if (out / "samples.json").exists():
         samples = read_json(out / "samples.json")
         for name, text in samples["texts"].items():

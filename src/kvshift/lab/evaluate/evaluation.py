@@ -17,6 +17,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from kvshift.lab.analysis.statistics import mean_of, t_interval
+from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.packing import encoder
 from kvshift.lab.data.sources import read_text
@@ -248,14 +249,14 @@ def _table(report: dict[str, Any]) -> list[str]:
         )
         for model in report["models"]
     ]
-    lines = _aligned([head, *rows])
+    lines = [as_text([head, *rows])]
     if report["differences"]:
         head = ("difference", "nats per token", "95 % interval", "bits per byte", "95 % interval")
         rows = [
             (f"{row['name']} minus {row['minus']}", *_interval(row["loss"]), *_interval(row["bits_per_byte"]))
             for row in report["differences"]
         ]
-        lines += ["", *_aligned([head, *rows])]
+        lines += ["", as_text([head, *rows])]
     count, together = report["models"][0]["blocks"], report["blocks"]["together"]
     block = f"documents, or parts of {BLOCK_BYTES} bytes of one"
     several = f", {together} neighbours together" if together > 1 else ""
@@ -268,17 +269,6 @@ def _table(report: dict[str, Any]) -> list[str]:
     if any(row["loss"] is None for row in report["differences"]):
         lines.append("Models with different tokenizers are compared by bits per byte alone.")
     return lines
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _interval(found: dict[str, Any] | None) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.plan.cost import (
@@ -374,10 +375,7 @@ def _short(number: float) -> str:
 
 def _table(columns: Mapping[str, Sequence[str]]) -> str:
     """Aligned columns below headings of up to two lines: the first to the left, the others to the right."""
-    blocks = []
-    for number, (heading, cells) in enumerate(columns.items()):
-        head = heading.split("\n")
-        cells = [*[""] * (2 - len(head)), *head, *cells] if number else [*head, *[""] * (2 - len(head)), *cells]
-        width = max(map(len, cells))
-        blocks.append([cell.rjust(width) if number else cell.ljust(width) for cell in cells])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*blocks, strict=True))
+    first, *others = ([*[""] * (1 - head.count("\n")), *head.split("\n"), *cells] for head, cells in columns.items())
+    if not first[0]:
+        first[:2] = first[1], ""
+    return as_text([*zip(first, *others, strict=True)])
