@@ -13,10 +13,10 @@ from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from kvshift.layers import fused
-from kvshift.layers.fused import takes_kernels
-from kvshift.ops import shift as operator
+from kvshift.ops import dispatch, fused
+from kvshift.ops.dispatch import takes_launch
 from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.watched import is_watched
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, make, tokens
 
 
@@ -33,7 +33,7 @@ def kernels(monkeypatch) -> None:
     refusal = triton_refusal(torch.empty(0), 2)
     if refusal is not None:
         pytest.skip(refusal)
-    monkeypatch.setattr(operator, "_AUTO", "triton")
+    monkeypatch.setattr(dispatch, "_AUTO", "triton")
 
 
 @pytest.mark.parametrize("shifts", [False, True], ids=["vanilla", "shift"])
@@ -41,7 +41,7 @@ def kernels(monkeypatch) -> None:
 @pytest.mark.parametrize("backend", ["auto", "triton", "eager"])
 def test_on_a_gpu_training_is_compiled_around_the_kernels_and_generation_is_compiled_whole(backend, on_gpu, shifts):
     def ask() -> bool:
-        return takes_kernels(backend, on_gpu, shifts=shifts)
+        return takes_launch(backend, on_gpu, shifts=shifts)
 
     default = {"auto": on_gpu, "triton": True, "eager": False}[backend]
     compiled = torch.compile(ask, backend="eager", fullgraph=True)
@@ -55,7 +55,7 @@ def test_on_a_gpu_training_is_compiled_around_the_kernels_and_generation_is_comp
 def test_exported_programs_are_of_plain_operations(monkeypatch):
     class Ask(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x + takes_kernels("auto", True, shifts=True)
+            return x + takes_launch("auto", True, shifts=True)
 
     assert Ask()(torch.zeros(())) == 1
     for strict in (False, True):
@@ -78,7 +78,7 @@ def test_training_has_the_results_and_gradients_of_plain_code(heads, normed, whe
 
     counter = CompileCounterWithBackend("aot_eager")
     found = outcome(torch.compile(layer, backend=counter, fullgraph=True))
-    monkeypatch.setattr(operator, "_AUTO", "eager")
+    monkeypatch.setattr(dispatch, "_AUTO", "eager")
     for own, expected in zip(found, outcome(layer), strict=True):
         rtol = 1e-6 if own.dtype == torch.float32 else 1e-11
         torch.testing.assert_close(own, expected, rtol=rtol, atol=1e-11)
@@ -118,20 +118,19 @@ def test_only_keys_or_only_values_are_made_again_and_what_is_frozen_stays(monkey
         compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True, dynamic=True)
         found = torch.autograd.grad(compiled(x)[0].square().sum(), trained)
         with monkeypatch.context() as patch:
-            patch.setattr(operator, "_AUTO", "eager")
+            patch.setattr(dispatch, "_AUTO", "eager")
             expected = torch.autograd.grad(layer(x)[0].square().sum(), trained)
         for own, other in zip(found, expected, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-5 if own.dtype == torch.float32 else 1e-10, atol=1e-10)
 
 
-@pytest.mark.usefixtures("kernels")
-def test_transforms_of_functions_are_refused_when_compiled_too():
-    def refused(x: Tensor) -> Tensor:
-        return x.sum() * (triton_refusal(x, 2) is not None)
+def test_transforms_of_functions_are_seen_when_compiled_too():
+    def watched(x: Tensor) -> Tensor:
+        return x.sum() * is_watched()
 
     x = torch.ones(3)
-    assert torch.compile(refused, backend="eager", fullgraph=True)(x) == 0
-    for call in (torch.func.grad(refused), torch.compile(torch.func.grad(refused), backend="eager", fullgraph=True)):
+    assert torch.compile(watched, backend="eager", fullgraph=True)(x) == 0
+    for call in (torch.func.grad(watched), torch.compile(torch.func.grad(watched), backend="eager", fullgraph=True)):
         assert torch.equal(call(x), x)
 
 

@@ -13,7 +13,7 @@ from kvshift import KVShift, ShiftState
 from kvshift.layers import recompute, shift
 from kvshift.layers.attention import HeadNorm
 from kvshift.layers.positions import half_tables
-from kvshift.ops import shift as operator
+from kvshift.ops import dispatch, fused
 from kvshift.ops.triton.call import triton_refusal
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, tokens
 
@@ -53,12 +53,18 @@ def launches(monkeypatch) -> list[int]:
     """A list of one number: how often shift and rotation were one launch."""
     counted = [0]
 
-    def prepare(*args, real=shift.prepare):
-        fused = real(*args)
-        counted[0] += fused is not None
-        return fused
+    def counting(*args, real=fused.fused_path):
+        path = real(*args)
+        counted[0] += path == "launch"
+        return path
 
-    monkeypatch.setattr(shift, "prepare", prepare)
+    def counting_steps(*args, real=fused.takes_step):
+        taken = real(*args)
+        counted[0] += taken
+        return taken
+
+    monkeypatch.setattr(fused, "fused_path", counting)
+    monkeypatch.setattr(fused, "takes_step", counting_steps)
     return counted
 
 
@@ -299,7 +305,7 @@ def test_attention(options, where, launches, monkeypatch):
     layer, x = make(**VARIED[options]), tokens(1 if where == "cu_seqlens" else 2, 11)
     results = []
     for backend in ("triton", "eager"):
-        monkeypatch.setattr(operator, "_AUTO", backend)
+        monkeypatch.setattr(dispatch, "_AUTO", backend)
         results.append(attend(layer, x, ATTENTION[where]))
     for own, expected in zip(*results, strict=True):
         rtol = 1e-6 if own.dtype == torch.float32 else 1e-11
@@ -310,7 +316,7 @@ def test_attention(options, where, launches, monkeypatch):
 @pytest.mark.parametrize("where", ATTENTION)
 @pytest.mark.parametrize(("heads", "dtype"), [(MHA, torch.float64), (GQA, torch.bfloat16)], ids=["mha", "gqa"])
 def test_what_backward_makes_again_has_the_same_bits(heads, dtype, where, launches, monkeypatch):
-    monkeypatch.setattr(operator, "_AUTO", "triton")
+    monkeypatch.setattr(dispatch, "_AUTO", "triton")
     monkeypatch.setattr(recompute, "_WORTH_IT", {"cpu": 0})
     layer = make(heads, dtype=dtype, qk_norm=True)
     x = tokens(1 if where == "cu_seqlens" else 2, 11, dtype=dtype)
@@ -332,7 +338,7 @@ def test_what_backward_makes_again_has_the_same_bits(heads, dtype, where, launch
 
 @pytest.mark.parametrize("frozen", ["alpha", "beta", "k_norm"])
 def test_what_is_frozen_is_left_out_of_it(frozen, launches, monkeypatch):
-    monkeypatch.setattr(operator, "_AUTO", "triton")
+    monkeypatch.setattr(dispatch, "_AUTO", "triton")
     layer, x = make(GQA, qk_norm=True), tokens(2, 5)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(frozen not in name)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from kvshift import KVShift
 from kvshift.layers import recompute, shift
 from kvshift.layers.recompute import is_worth_it, may_recompute, recomputed
+from kvshift.ops import fused
 from tests.layers.attention_cases import GQA, MHA, VARIED, B, D, E, T, make, tokens
 from tests.layers.kept import bytes_kept
 
@@ -34,13 +35,13 @@ def _however_small(monkeypatch):
 @pytest.fixture
 def shifts(monkeypatch):
     """A list of one number: how often keys and values have been shifted."""
-    calls, operator = [0], shift.kv_shift
+    calls, operator = [0], fused.kv_shift
 
     def counted(*args, **options):
         calls[0] += 1
         return operator(*args, **options)
 
-    monkeypatch.setattr(shift, "kv_shift", counted)
+    monkeypatch.setattr(fused, "kv_shift", counted)
     return calls
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvshift import KVShift, ShiftState
-from kvshift.layers import shift as layer_module
 from kvshift.layers.positions import half_tables, rotate_half
+from kvshift.ops import fused
 from kvshift.ops.cpu import kernel as cpu_kernel
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -40,7 +40,7 @@ def counted(monkeypatch) -> list:
         calls.extend([result] if result is not None else [])
         return result
 
-    monkeypatch.setattr(layer_module, "next_token_cpu", count)
+    monkeypatch.setattr(fused, "next_token_cpu", count)
     return calls
 
 
@@ -95,7 +95,7 @@ def test_one_token_in_one_call_has_the_bits_of_many(dtype, targets, batch, angle
 @needs_kernel
 @pytest.mark.parametrize(
     "case",
-    ["strides of q", "strides of the state", "history of two rows", "window 3", "gate", "queries too", "gradients",
+    ["strides of q", "strides of the state", "history of two rows", "window 3", "queries too", "gradients",
      "bfloat16 values", "double tables"],
 )  # fmt: skip
 def test_what_the_one_call_cannot_take_goes_through_many(case, counted):
@@ -109,8 +109,6 @@ def test_what_the_one_call_cannot_take_goes_through_many(case, counted):
         state = past(2, torch.float32, rows=2)
     elif case == "window 3":
         state, options = past(2, torch.float32, rows=2), {"window": 3}
-    elif case == "gate":
-        options = {"constraint": "gate"}
     elif case == "queries too":
         state = ShiftState(state.k, state.v, 1, torch.randn(2, 1, H, D))
         options = {"targets": ("q", "k", "v"), "num_heads": H}
@@ -127,6 +125,19 @@ def test_what_the_one_call_cannot_take_goes_through_many(case, counted):
             for result, other in zip(results[:3], expected[:3], strict=True):
                 assert torch.equal(result, other)
     assert not counted
+
+
+@needs_kernel
+@pytest.mark.parametrize("constraint", ["gate", "clamp"])
+@torch.no_grad()
+def test_coefficients_under_a_constraint_go_in_one_call_too(constraint, counted):
+    layer = KVShift(G, constraint=constraint)
+    arguments = {"state": past(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
+    given = inputs(2, 1, torch.float32)
+    results = layer(*given, **arguments)
+    for result, other in zip(results[:3], layer(*given, **arguments, backend="eager"), strict=False):
+        assert torch.equal(result, other)
+    assert counted
 
 
 @pytest.mark.parametrize("turned", [True, False], ids=["turned", "not turned"])
@@ -150,7 +161,7 @@ def test_what_the_one_call_cannot_take_goes_through_many(case, counted):
 @torch.no_grad()
 def test_decoding_names_what_disagrees(change, error, message, kernel, turned, monkeypatch):
     if not kernel:
-        monkeypatch.setattr(layer_module, "next_token_cpu", lambda *_: None)
+        monkeypatch.setattr(fused, "next_token_cpu", lambda *_: None)
     q, k, v = inputs(2, 1, torch.float32)
     state = past(2, torch.float32)
     if change == "k of fewer rows":

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvshift.layers import KVShift, KVShiftAttention
 from kvshift.layers.positions import rotary_table
-from kvshift.ops import ShiftState, shift
+from kvshift.ops import ShiftState, dispatch
 
 BACKENDS = ("auto", "cpu", "eager", "triton")
 B, T, H, G, D = 2, 3, 4, 2, 4
@@ -22,7 +22,7 @@ B, T, H, G, D = 2, 3, 4, 2, 4
 @pytest.fixture(params=BACKENDS)
 def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What "auto" stands for, as KVSHIFT_BACKEND sets it."""
-    monkeypatch.setattr(shift, "_AUTO", request.param)
+    monkeypatch.setattr(dispatch, "_AUTO", request.param)
     return request.param
 
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvshift.layers import shift
-from kvshift.layers.fused import Fused
-from kvshift.ops import shift as operator
+from kvshift.ops import dispatch, fused
 from kvshift.ops.triton import launch as triton_launch
 from tests.layers.attention_cases import GQA, make, tokens
 from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
@@ -31,7 +29,7 @@ def through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On a CUDA device by themselves; and with algorithms whose sums have no order, as models usually run."""
     torch.use_deterministic_algorithms(False)
     if DEVICE.type != "cuda":
-        monkeypatch.setattr(operator, "_AUTO", "triton")
+        monkeypatch.setattr(dispatch, "_AUTO", "triton")
     yield
     torch.use_deterministic_algorithms(True)
 
@@ -41,24 +39,25 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list of two numbers: how often shift and rotation were one launch, and how often a whole step was."""
     counted = [0, 0]
 
-    def prepare(*args: Any, real: Callable = shift.prepare) -> Fused | None:
-        fused = real(*args)
-        counted[0] += fused is not None
-        return fused
+    def path(*args: Any, real: Callable = fused.fused_path) -> str:
+        taken = real(*args)
+        counted[0] += taken == "launch"
+        return taken
 
-    def step(*args: Any, real: Callable = Fused.step) -> Tensor:
+    def step(*args: Any, real: Callable = fused.step_triton, **options: Any) -> Tensor:
+        counted[0] += 1
         counted[1] += 1
-        return real(*args)
+        return real(*args, **options)
 
-    monkeypatch.setattr(shift, "prepare", prepare)
-    monkeypatch.setattr(Fused, "step", step)
+    monkeypatch.setattr(fused, "fused_path", path)
+    monkeypatch.setattr(fused, "step_triton", step)
     return counted
 
 
 def eagerly(call: Callable) -> Any:
     """On the CPU, by PyTorch's operations."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator, "_AUTO", "eager")
+        patch.setattr(dispatch, "_AUTO", "eager")
         return call()
 
 

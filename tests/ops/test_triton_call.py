@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
-from kvshift.ops import ShiftState, kv_shift, shift, shift_tokens
+from kvshift.ops import ShiftState, dispatch, kv_shift, shift, shift_tokens
 from kvshift.ops.triton import call as triton_call
 from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton.call import Boundaries
@@ -353,18 +353,18 @@ def test_the_environment_chooses_what_auto_is(monkeypatch):
     launches = itertools.count()
     real = triton_launch.kernels()
     monkeypatch.setattr(triton_launch, "kernels", lambda: (next(launches), real)[1])
-    monkeypatch.setattr(shift, "_AUTO", "triton")
+    monkeypatch.setattr(dispatch, "_AUTO", "triton")
     case.call("eager")
     assert next(launches) == 0, "a backend that is named is taken"
     case.call("auto")
     assert next(launches) > 1
-    monkeypatch.setattr(shift, "_AUTO", "tritron")
+    monkeypatch.setattr(dispatch, "_AUTO", "tritron")
     with pytest.raises(ValueError, match=r"the environment variable KVSHIFT_BACKEND must be one of .*; got 'tritron'"):
         case.call("auto")
 
 
 def test_the_environment_is_read_when_a_process_begins():
-    program = "from kvshift.ops.shift import choose_backend as c; print(c('auto'), c('cpu'))"
+    program = "from kvshift.ops.dispatch import choose_backend as c; print(c('auto'), c('cpu'))"
     source = str(Path(shift.__file__).parents[2])
     env = os.environ | {"KVSHIFT_BACKEND": "reference", "PYTHONPATH": source}
     printed = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)

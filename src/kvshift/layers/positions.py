@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvshift.ops.rope import half_tables as half_tables
+from kvshift.ops.rope import rotate as rotate
+from kvshift.ops.rope import rotate_half as rotate_half
+
 
 @dataclass(frozen=True)
 class Places:
@@ -134,36 +138,6 @@ def rotary_table(positions: Tensor, size: int, base: float, dtype: torch.dtype) 
     frequency = 1.0 / base ** (torch.arange(0, size, 2, device=positions.device).to(compute) / size)
     angle = (positions.to(compute).unsqueeze(-1) * frequency).unsqueeze(2)
     return angle.cos(), angle.sin()
-
-
-def rotate(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pair (x[i], x[i + D/2]) by the i-th angle (Llama's split-half form); rounded once to the dtype of x."""
-    cos, sin = table
-    x1, x2 = x_BTHD.chunk(2, dim=-1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x_BTHD.dtype)
-
-
-def half_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables for `rotate_half`, (L, T, 1, D), from those that Hugging Face models keep, (L, T, D)."""
-    half = sin.shape[-1] // 2
-    return cos.unsqueeze(2), torch.cat([-sin[..., :half], sin[..., half:]], dim=-1).unsqueeze(2)
-
-
-def rotate_half(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pair (x[i], x[i + D/2]) by the i-th angle: the bits of transformers' `apply_rotary_pos_emb`.
-
-    y = x * cos + (x[D/2:], x[:D/2]) * sin        the first half of sin negated
-    """
-    cos, sin = table
-    y, rolled = x_BTHD * cos, x_BTHD.roll(cos.shape[-1] // 2, dims=-1)
-    if rolled.dtype != y.dtype:  # a smaller one, in which the product may not be rounded
-        return y + rolled * sin
-    return y.add_(rolled.mul_(sin))  # in place: half the time on a CPU, two temporaries less everywhere
-
-
-def turn(x_BTHD: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """`rotate_half` by tables as wide as a head, `rotate` by those half as wide."""
-    return (rotate_half if table[0].shape[-1] == x_BTHD.shape[-1] else rotate)(x_BTHD, table)
 
 
 def alibi_slopes(heads: int) -> list[float]:

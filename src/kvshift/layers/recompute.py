@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import _has_any_global_hook
 
-from kvshift.ops.dispatch import is_watched
+from kvshift.ops.watched import is_watched
 
 KEEP_ALL: AbstractContextManager[None] = nullcontext()
 """Stands for `recomputed` where nothing is to be left out."""

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeGuard, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from kvshift.layers.fused import Norms, Room, Rotary, compiles_training, prepare
-from kvshift.layers.positions import turn
 from kvshift.layers.recompute import KEEP_ALL, is_worth_it, may_recompute, recomputed
-from kvshift.ops import ShiftState, kv_shift, shift_tokens
-from kvshift.ops.cpu.kernel import next_token_cpu
-from kvshift.ops.dispatch import is_watched
-from kvshift.ops.shift import check_boundaries, check_input, check_state, choose_backend
-from kvshift.ops.triton.call import Boundaries
+from kvshift.ops import ShiftState
+from kvshift.ops.dispatch import Norms
+from kvshift.ops.fused import CacheSlot, recomputation, shift_norm_rope, step_norm_rope
+from kvshift.ops.rope import Rotary
 
 Target = Literal["q", "k", "v"]
 Constraint = Literal["free", "gate", "clamp"]
@@ -93,9 +90,6 @@ class KVShift(nn.Module):
             if target in targets:
                 parameter = nn.Parameter(torch.empty(cast(int, heads), width, dtype=torch.float32, device=device))
             self.register_parameter(name, parameter)
-        self._is_free_pair = "q" not in self.targets and window == 2 and constraint == "free"
-        self._is_plain = self._is_free_pair and self.targets == ("k", "v")
-        self._columns: tuple[Tensor, ...] = ()
         self.register_load_state_dict_pre_hook(_load_in_float32)
         self.reset_parameters()
 
@@ -131,12 +125,12 @@ class KVShift(nn.Module):
         keep_state: bool = True,
         backend: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        """Shift the targets; what is no target comes back as it is. Then normalise and turn q and k, if asked to.
+        """Shift the targets; what is no target comes back as it is. Then normalise and rotate q and k, if asked to.
 
         Args:
             q: (B, T, H, D), k: (B, T, G, D), v: (B, T, G, Dv): projected, not yet normalised or rotated.
             state, cu_seqlens, seq_idx, mask, backend: as in `kvshift.kv_shift`.
-            rotary: tables by which q and k are turned last (`kvshift.layers.positions.turn`).
+            rotary: tables by which q and k are rotated last (`kvshift.ops.rope.apply_rotary`).
             norms: QK-norm of q and of k, between shift and rotation: modules like `torch.nn.RMSNorm`. What is done here
                 after the shift can share one pass over memory with it; on a GPU it does.
             keep_state: False where no other call goes on from here.
@@ -145,55 +139,35 @@ class KVShift(nn.Module):
             q, k, v and the new state (None if `targets` is empty or it is not kept). The state may share memory with k
             and v as they came in: do not fill the same tensors with the next token.
         """
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_input(name, x)
-        on_gpu = k.is_cuda
-        if not on_gpu and choose_backend(backend) == "auto":
-            if norms is None and cu_seqlens is None and seq_idx is None and mask is None:
-                done = self._next_token(q, k, v, state, rotary)
-                if done is not None:
-                    return done
-        elif rotary is not None and "q" not in self.targets:
-            fused = prepare(q, k, v, self._mix("k"), self._mix("v"), state, rotary, norms, backend)
-            if fused is not None:
-                sequences = check_boundaries(k, cu_seqlens, seq_idx, mask)
-                if state is not None:
-                    check_state(state, k, v, sequences, self.window)
-                boundaries = Boundaries.of(cu_seqlens, seq_idx, mask)
-                if compiles_training():
-                    turned = _finish(q, norms and norms[0], rotary), *fused.made_again(k, v, boundaries)
-                else:
-                    turned = fused(q, k, v, state, boundaries)
-                new = fused.next_state(k, v, state, sequences, boundaries) if keep_state and self.targets else None
-                return *turned, new
-        q_hat, k_hat, v_hat, new = self._shift(q, k, v, state, cu_seqlens, seq_idx, mask, backend)
-        q_norm, k_norm = norms or (None, None)
-        return _finish(q_hat, q_norm, rotary), _finish(k_hat, k_norm, rotary), v_hat, new if keep_state else None
+        return shift_norm_rope(
+            q, k, v, self._mix("k"), self._mix("v"), self._mix("q"), rotary=rotary, norms=norms, state=state,
+            cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, keep_state=keep_state, backend=backend,
+        )  # fmt: skip
 
     def step(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        room: Room,
+        slot: CacheSlot,
         rotary: Rotary,
         norms: Norms | None,
         *,
         backend: str = "auto",
     ) -> Tensor | None:
-        """One token of every row, in one launch: k and v go into the cache and the state, in place.
+        """One token of each sequence in one launch: k and v go into the cache slot and its state, in place.
 
         Args:
             q, k, v, rotary, norms, backend: as in `forward`, T = 1.
-            room: the cache.
 
         Returns:
-            q, normalised and turned; None where the kernels cannot do it, and nothing was done.
+            q, normalised and rotated; None where the kernels cannot do it, and nothing was done.
         """
-        if "q" in self.targets or torch.is_grad_enabled():
-            return None
-        fused = prepare(q, k, v, self._mix("k"), self._mix("v"), room.state, rotary, norms, backend)
-        return None if fused is None else fused.step(q, k, v, room)
+        alpha, beta = self._mix("k"), self._mix("v")
+        shifts_queries = "q" in self.targets
+        return step_norm_rope(
+            q, k, v, alpha, beta, slot, rotary, norms, shifts_queries=shifts_queries, backend=backend
+        )  # fmt: skip
 
     def recomputing(
         self,
@@ -232,116 +206,16 @@ class KVShift(nn.Module):
         with torch.no_grad():
             alpha = self._mix("k") if trained[0] else None
             beta = self._mix("v") if trained[1] else None
-        fused = None
-        if rotary is not None and "q" not in self.targets:  # as in `forward`
-            fused = prepare(k, k, v, alpha, beta, state, rotary, norms, backend)
         k_norm = None if norms is None else norms[1]
-
-        def again() -> tuple[Tensor, Tensor]:
-            if fused is not None:
-                return fused(None, k, v, state, Boundaries.of(cu_seqlens, seq_idx, mask))[1:]
-            where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
-            k_hat, v_hat, _ = kv_shift(k, v, alpha, beta, state=state, **where)
-            return k_hat if alpha is None else _finish(k_hat, k_norm, rotary), v_hat
-
+        again = recomputation(
+            k, v, alpha, beta, shifts_queries="q" in self.targets, rotary=rotary, norms=norms, state=state,
+            cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, backend=backend,
+        )  # fmt: skip
         history = () if state is None else (state.k, state.v)
         read = [] if k_norm is None else [*k_norm.parameters(), *k_norm.buffers()]
         inputs = (k, v, alpha, beta, *history, cu_seqlens, seq_idx, mask, *(rotary or ()), *read)
         outputs = [tensor if is_trained else None for tensor, is_trained in zip(shifted, trained, strict=True)]
         return recomputed(outputs, again, [tensor for tensor in inputs if tensor is not None])
-
-    def _shift(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: ShiftState | None,
-        cu_seqlens: Tensor | None,
-        seq_idx: Tensor | None,
-        mask: Tensor | None,
-        backend: str,
-    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        if not self.targets:
-            check_boundaries(k, cu_seqlens, seq_idx, mask)
-            return q, k, v, None
-        where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
-        alpha, beta, gamma = self._mix("k"), self._mix("v"), self._mix("q")
-        hold = alpha
-        if alpha is None and beta is None:  # the state holds keys all the same, so that it has one shape
-            hold = torch.eye(1, self.window, device=k.device).expand(k.shape[2], -1)
-        k_hat, v_hat, new = kv_shift(k, v, hold, beta, state=state, **where)
-        if gamma is None:
-            return q, k_hat, v_hat, new
-        if q.shape[:3] != (*k.shape[:2], gamma.shape[0]):
-            raise ValueError(
-                f"q must be ({k.shape[0]}, {k.shape[1]}, {gamma.shape[0]}, head size) beside these keys, "
-                f"got {tuple(q.shape)}"
-            )
-        if state is not None and state.q is None:
-            raise ValueError("state holds no queries, but this layer shifts them: pass on the state it returned")
-        past, max_rows = (None, None) if state is None else (state.q, state.max_rows)
-        q_hat, q_rows = shift_tokens(q, gamma, history=past, max_rows=max_rows, **where)
-        return q_hat, k if alpha is None else k_hat, v_hat, ShiftState(new.k, new.v, new.max_rows, q_rows)
-
-    def _next_token(
-        self, q: Tensor, k: Tensor, v: Tensor, state: ShiftState | None, rotary: Rotary | None
-    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None] | None:
-        """Decoding on a CPU in the fewest calls; None for all that is anything else."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_watched():
-            return None
-        if rotary is not None:
-            turned = self._turn_next_token(q, k, v, state, rotary)
-            if turned is not None:
-                return turned
-        shifted = self._shift_next_token(k, v, state)
-        if shifted is None:
-            return None
-        k_hat, v_hat, new = shifted
-        return _finish(q, None, rotary), _finish(k_hat, None, rotary), v_hat, new
-
-    def _turn_next_token(
-        self, q: Tensor, k: Tensor, v: Tensor, state: ShiftState | None, rotary: Rotary
-    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None] | None:
-        """Shift and rotary embedding of decoding in one call; None where that call cannot be made."""
-        if not self.targets:
-            turned = next_token_cpu(q, k, v, None, None, None, *rotary)
-            return None if turned is None else (*turned, None)
-        if not (self._is_free_pair and _is_one_row(state)):
-            return None
-        alpha, beta = self._mix("k"), self._mix("v")
-        turned = next_token_cpu(q, k, v, (state.k, state.v), alpha, beta, *rotary)
-        return None if turned is None else (*turned, ShiftState(k, v, 1))
-
-    def _shift_next_token(
-        self, k: Tensor, v: Tensor, state: ShiftState | None
-    ) -> tuple[Tensor, Tensor, ShiftState] | None:
-        """`kv_shift` in the fewest calls, for one token in float32 and the paper's method; None for all else.
-
-        Decoding a small model is bound by the number of its calls, not by the bytes it moves. The columns of the
-        coefficients are views, so they follow every change in place; they are made anew where the memory is another.
-        """
-        if not (self._is_plain and _is_one_row(state) and type(k) is type(v) is Tensor):
-            return None
-        alpha, beta = cast(Tensor, self._mix("k")), cast(Tensor, self._mix("v"))
-        k_shape, v_shape = k.shape, v.shape
-        if not (
-            k.dtype is v.dtype is state.k.dtype is state.v.dtype is torch.float32
-            and k_shape == state.k.shape
-            and v_shape == state.v.shape
-            and (k_shape == v_shape or k_shape[:3] == v_shape[:3])
-            and len(k_shape) == 4
-            and k_shape[1] == 1
-            and type(alpha) is type(beta) is nn.Parameter
-            and alpha.shape == beta.shape == (k_shape[2], 2)
-        ):
-            return None
-        columns = self._columns
-        if not columns or columns[0].data_ptr() != alpha.data_ptr() or columns[2].data_ptr() != beta.data_ptr():
-            columns = self._columns = (*alpha.detach().split(1, dim=1), *beta.detach().split(1, dim=1))
-        alpha_now, alpha_before, beta_now, beta_before = columns
-        k_hat = torch.mul(k, alpha_now).addcmul_(state.k, alpha_before)
-        v_hat = torch.mul(v, beta_now).addcmul_(state.v, beta_before)
-        return k_hat, v_hat, ShiftState(k, v, 1)
 
     def extra_repr(self) -> str:
         return f"targets={self.targets}, window={self.window}, constraint={self.constraint!r}, init={self.init!r}"
@@ -368,17 +242,6 @@ class KVShift(nn.Module):
             return tensor.to(device=moved.device, dtype=torch.float32)
 
         return super()._apply(keep_float32, recurse)
-
-
-def _is_one_row(state: ShiftState | None) -> TypeGuard[ShiftState]:
-    """Whether decoding keeps one row of each sequence: that of the token before."""
-    return isinstance(state, ShiftState) and state.max_rows == 1
-
-
-def _finish(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
-    if norm is not None:
-        x = norm(x)
-    return x if rotary is None else turn(x, rotary)
 
 
 def check_is_shift(module: nn.Module) -> None:

@@ -27,10 +27,11 @@ from transformers.cache_utils import (
 )
 
 from kvshift.layers import KVShift
-from kvshift.layers.fused import Norms, Room, Rotary
 from kvshift.models.configuration import ShiftConfig
 from kvshift.ops import ShiftState
-from kvshift.ops.shift import choose_backend
+from kvshift.ops.dispatch import Norms
+from kvshift.ops.fused import CacheSlot
+from kvshift.ops.rope import Rotary
 
 
 class ShiftCacheLayer:
@@ -238,14 +239,14 @@ class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
         self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, norms: Norms | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         state = self.shift_state
-        if not self.is_initialized or state is None or (k.is_cpu and choose_backend("auto") == "auto"):
+        if not self.is_initialized or state is None:
             return None
-        room = Room(self.keys, self.values, self.cumulative_length, state)
-        q_out = shift.step(q, k, v, room, rotary, norms)
+        slot = CacheSlot(self.keys, self.values, self.cumulative_length, state)
+        q_out = shift.step(q, k, v, slot, rotary, norms)
         if q_out is None:
             return None
         self.cumulative_length.add_(1)
-        return q_out.transpose(1, 2), room.keys, room.values
+        return q_out.transpose(1, 2), self.keys, self.values
 
 
 class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowLayer):

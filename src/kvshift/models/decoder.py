@@ -24,7 +24,6 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
-from kvshift.layers.fused import Norms, Rotary
 from kvshift.layers.positions import half_tables
 from kvshift.layers.recompute import KEEP_ALL
 from kvshift.layers.shift import check_is_shift
@@ -43,6 +42,8 @@ from kvshift.models.cache import (
     kept_document_start,
 )
 from kvshift.models.configuration import ShiftConfig
+from kvshift.ops.dispatch import Norms
+from kvshift.ops.rope import Rotary
 
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")  # what a name may begin with, kernels' included
 

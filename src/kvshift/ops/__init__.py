@@ -1,6 +1,7 @@
 """Level 0: the operator. Needs torch and nothing else."""
 
-from kvshift.ops.shift import BACKENDS, kv_shift, shift_tokens
+from kvshift.ops.dispatch import BACKENDS
+from kvshift.ops.shift import kv_shift, shift_tokens
 from kvshift.ops.state import ShiftState
 
 __all__ = ["BACKENDS", "ShiftState", "kv_shift", "shift_tokens"]

@@ -1,33 +1,193 @@
-"""Which implementation takes a call."""
+"""Which implementation takes a call: the one place that decides.
+
+A call is put down in one frozen record; `shift_path` and `fused_path` answer from it, the device and who looks on.
+
+Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
+"""
 
 from __future__ import annotations
 
-from typing import Any, cast
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
+from torch import Tensor, nn
 
-_BATCHED = torch._C._parse_dispatch_key("Batched")  # what `is_grads_batched` hands to backward
+from kvshift.ops.cpu.kernel import cpu_refusal
+from kvshift.ops.rope import Rotary
+from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.watched import is_watched
+
+BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
+_AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
+_REFUSALS = {"cpu": cpu_refusal, "triton": triton_refusal}
+
+Norms = tuple[nn.Module, nn.Module]
+"""Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
+
+ShiftPath = Literal["reference", "plain", "eager", "cpu", "triton"]
+FusedPath = Literal["launch", "one token", "apart"]
 
 
-def is_watched(*gradients: Tensor) -> bool:
-    """Whether somebody follows this call operation by operation, and must be given plain ones (`plain.py`).
+@dataclass(frozen=True)
+class Call:
+    """A call of the operator, its arguments checked.
 
-    Those who follow are transforms of `torch.func`, modes that see every operation (`make_fx`, fake tensors),
-    `torch.jit.trace` and forward-mode AD: what a kernel writes, or an autograd function computes, would be lost to
-    them. torch.compile and torch.export follow calls in ways of their own; only a transform within them counts.
-
-    Args:
-        gradients: in backward, those that came in: `torch.autograd.grad(is_grads_batched=True)` shows in them alone.
+    Attributes:
+        inputs: what is shifted or passes through, all of the same batch and positions; keys, or the only one, first.
+        mixes: the coefficients of each, or None.
+        pasts: the rows of state of each, or None.
+        bounds: cu_seqlens, seq_idx and mask, or None each.
+        backend: as the caller named it.
+        q: queries beside them; shifts_queries: whether they are shifted too, by a call of their own.
+        rotary, norms: what follows the shift, if anything does.
     """
-    if torch._C._are_functorch_transforms_active():
-        return True
-    if torch.compiler.is_compiling():
+
+    inputs: tuple[Tensor, ...]
+    mixes: tuple[Tensor | None, ...]
+    pasts: tuple[Tensor | None, ...]
+    bounds: tuple[Tensor | None, Tensor | None, Tensor | None]
+    backend: str
+    q: Tensor | None = None
+    shifts_queries: bool = False
+    rotary: Rotary | None = None
+    norms: Norms | None = None
+
+    @property
+    def window(self) -> int:
+        """W; 1 where nothing is shifted."""
+        return next((mix.shape[1] for mix in self.mixes if mix is not None), 1)
+
+
+def choose_backend(backend: str) -> str:
+    """What the caller asks for, or, where that is "auto", what the environment variable KVSHIFT_BACKEND does.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    for name, value in (("backend", backend), ("the environment variable KVSHIFT_BACKEND", _AUTO)):
+        if value not in BACKENDS:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, BACKENDS))}; got {value!r}")
+    return _AUTO if backend == "auto" else backend
+
+
+def shift_path(call: Call) -> ShiftPath:
+    """Which implementation shifts; "plain" where somebody follows the call (`is_watched`), whatever was asked for.
+
+    Raises:
+        ValueError: the backend that was asked for does not exist or cannot take the tensors.
+    """
+    backend: Any = choose_backend(call.backend)
+    if backend == "reference":
+        return backend
+    if is_watched():
+        return "plain"
+    x, others = call.inputs[0], (*call.inputs[1:], *call.mixes, *call.pasts, *call.bounds)
+    if backend == "auto":
+        if torch.compiler.is_compiling():  # which fuses eager's few operations with their neighbours
+            return "eager"
+        kernels = "triton" if x.is_cuda else "cpu"
+        return "eager" if _REFUSALS[kernels](x, call.window, *others) is not None else kernels
+    if backend in _REFUSALS:
+        refusal = _REFUSALS[backend](x, call.window, *others)
+        if refusal is not None:
+            raise ValueError(f'backend "{backend}" cannot be used here: {refusal}')
+    return backend
+
+
+def fused_path(call: Call) -> FusedPath:
+    """How shift, QK-norm and rotary embedding are done: in one launch, as one token on a CPU, or one after the other.
+
+    One launch is for CUDA devices, or where the backend "triton" is asked for; never where gradients are to flow
+    through a state or to the tables, nor with norms that compute anything else or whose calls somebody watches.
+    """
+    k = call.inputs[0]
+    backend = choose_backend(call.backend)
+    if call.rotary is None or call.shifts_queries or is_watched():
+        return "apart"
+    if backend == "auto" and not k.is_cuda:
+        is_one_token = (
+            k.shape[1] == 1
+            and call.norms is None
+            and all(bound is None for bound in call.bounds)
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        )
+        return "one token" if is_one_token else "apart"
+    shifts = any(mix is not None for mix in call.mixes)
+    return "launch" if takes_launch(backend, k.is_cuda, shifts=shifts) and _fits_launch(call) else "apart"
+
+
+def takes_launch(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
+    """Whether a call with rotary embedding is one for the kernels.
+
+    Under torch.compile "auto" takes them for training with a shift: what the compiler makes of plain operations moves
+    more bytes there and keeps more (docs/findings.md). It leaves to the compiler what it rotates without shift;
+    generation, which waits for the host, to which calling an operator written in Python takes longer; and programs
+    that torch.export makes, which are to run where there is no such operator.
+    """
+    backend = choose_backend(backend)
+    if backend != "auto" or not on_gpu:
+        return backend == "triton"
+    return not torch.compiler.is_compiling() or (shifts and compiles_training())
+
+
+def compiles_training() -> bool:
+    """Whether a compiler looks on that makes forward and backward; one that exports makes neither."""
+    return torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+
+
+def takes_step(call: Call) -> bool:
+    """Whether a token is shifted, normalised, rotated and written into its cache slot in one launch."""
+    return not torch.is_grad_enabled() and fused_path(call) == "launch"
+
+
+def norm_scales(norms: Norms | None) -> tuple[Tensor | None, Tensor | None, float]:
+    """The gains of queries and of keys, and the epsilon of both."""
+    if norms is None:
+        return None, None, 0.0
+    q_norm, k_norm = norms
+    return q_norm.weight, k_norm.weight, _epsilon(q_norm)  # type: ignore[return-value]
+
+
+def _fits_launch(call: Call) -> bool:
+    q, (k, *others), rotary = call.q, call.inputs, call.rotary
+    (v,) = others
+    assert rotary is not None
+    pasts = tuple(past for past in call.pasts if past is not None)
+    if torch.is_grad_enabled() and (pasts or any(table.requires_grad for table in rotary)):
         return False
+    size, width = k.shape[3], rotary[0].shape[-1]
+    if (
+        size % 2
+        or width not in (size, size // 2)
+        or any(table.shape not in ((1, k.shape[1], 1, width), (k.shape[0], k.shape[1], 1, width)) for table in rotary)
+        or v.shape[:3] != k.shape[:3]
+        or v.dtype != k.dtype
+        or (q is not None and (q.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != size or q.dtype != k.dtype))
+    ):
+        return False
+    if call.norms is not None:
+        if not all(map(_is_plain, call.norms)) or _epsilon(call.norms[0]) != _epsilon(call.norms[1]):
+            return False
+        if any(norm.weight.shape != (size,) for norm in call.norms):
+            return False
+    q_scale, k_scale, _ = norm_scales(call.norms)
+    return triton_refusal(k, call.window, q, v, *call.mixes, *pasts, *rotary, q_scale, k_scale) is None
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Whether its call is the formula of `Norms` with a gain, and nothing else."""
+    hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-        or any(torch._C._dispatch_keys(gradient).has(cast(Any, _BATCHED)) for gradient in gradients)
+        (isinstance(norm, nn.RMSNorm) or hasattr(norm, "variance_epsilon"))  # Llama's has the latter
+        and isinstance(norm.weight, Tensor)
+        and not any(hooks)
+        and "forward" not in norm.__dict__
     )
+
+
+def _epsilon(norm: Any) -> float:
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return torch.finfo(norm.weight.dtype).eps if eps is None else eps

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
-from kvshift.ops.dispatch import is_watched
 from kvshift.ops.plain import by_batch, mixed_gradients, next_history, pick, rows_at
+from kvshift.ops.watched import is_watched
 
 # Elements of a block: large enough that calls cost little, small enough that its temporaries stay in the cache.
 _BLOCK = 2**19

@@ -1,4 +1,4 @@
-"""The operator's public face: argument checks and the choice of a backend.
+"""The operator's public face: argument checks, and the call of the backend that `dispatch.py` names.
 
 Shapes: B batch, T positions in a row, P positions in a pack, S sequences, G KV heads, D head size, W window,
 R rows of history.
@@ -6,24 +6,22 @@ R rows of history.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvshift.ops.boundaries import plan_shift
-from kvshift.ops.cpu.kernel import cpu_refusal, shift_cpu
-from kvshift.ops.dispatch import is_watched
+from kvshift.ops.cpu.kernel import shift_cpu
+from kvshift.ops.dispatch import Call, shift_path
 from kvshift.ops.eager import shift_eager
 from kvshift.ops.plain import shift_plain
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
-from kvshift.ops.triton.call import Boundaries, shift_triton, triton_refusal
+from kvshift.ops.triton.call import Boundaries, shift_triton
+from kvshift.ops.watched import is_watched
 
-BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # PyTorch computes with no others
-_AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
 
 
 def kv_shift(
@@ -86,9 +84,9 @@ def kv_shift(
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         raise ValueError(f"v must match k in batch, positions, heads, dtype and device; {_say(k=k, v=v)}")
     if alpha is not None:
-        _check_mix("alpha", alpha, k)
+        check_mix("alpha", alpha, k)
     if beta is not None:
-        _check_mix("beta", beta, v)
+        check_mix("beta", beta, v)
         if alpha is not None and alpha.shape != beta.shape:
             raise ValueError(f"alpha and beta must have the same shape; {_say(alpha=alpha, beta=beta)}")
     sequences = check_boundaries(k, cu_seqlens, seq_idx, mask)
@@ -132,7 +130,7 @@ def shift_tokens(
         x_hat like x, and the next history.
     """
     check_input("x", x)
-    _check_mix("mix", mix, x)
+    check_mix("mix", mix, x)
     sequences = check_boundaries(x, cu_seqlens, seq_idx, mask)
     window = mix.shape[1]
     if history is not None:
@@ -159,7 +157,7 @@ def _shift(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Shift tensors that share their boundaries. One whose mix is None passes through; its history is kept too."""
     window = _window(*mixes)
-    backend = _choose(backend, inputs[0], window, *inputs[1:], *mixes, *pasts, cu_seqlens, seq_idx, mask)
+    backend = shift_path(Call(tuple(inputs), tuple(mixes), tuple(pasts), (cu_seqlens, seq_idx, mask), backend))
     if backend == "triton":
         return shift_triton(inputs, mixes, pasts, sequences, max_rows, Boundaries.of(cu_seqlens, seq_idx, mask))
     histories = [
@@ -186,37 +184,6 @@ def _shift(
         outputs.append(y)
         next_histories.append(next_history)
     return outputs, next_histories
-
-
-def choose_backend(backend: str) -> str:
-    """What the caller asks for, or, where that is "auto", what the environment variable KVSHIFT_BACKEND does.
-
-    Raises:
-        ValueError: there is no such backend.
-    """
-    for name, value in (("backend", backend), ("the environment variable KVSHIFT_BACKEND", _AUTO)):
-        if value not in BACKENDS:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, BACKENDS))}; got {value!r}")
-    return _AUTO if backend == "auto" else backend
-
-
-def _choose(backend: str, x: Tensor, window: int, *others: Tensor | None) -> str:
-    """The backend that takes this call; "plain" where somebody follows it (`is_watched`), whatever was asked for."""
-    backend = choose_backend(backend)
-    if backend != "reference" and is_watched():
-        return "plain"
-    refusals = {"cpu": cpu_refusal, "triton": triton_refusal}
-    if backend in refusals:
-        refusal = refusals[backend](x, window, *others)
-        if refusal is not None:
-            raise ValueError(f'backend "{backend}" cannot be used here: {refusal}')
-    elif backend == "auto":
-        if torch.compiler.is_compiling():  # which fuses eager's few operations with their neighbours
-            return "eager"
-        backend = "triton" if x.is_cuda else "cpu"
-        if refusals[backend](x, window, *others) is not None:
-            return "eager"
-    return backend
 
 
 def _window(*mixes: Tensor | None) -> int:
@@ -246,7 +213,8 @@ def check_input(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be of a floating-point dtype; {_say(**{name: x})}")
 
 
-def _check_mix(name: str, mix: Tensor, x: Tensor) -> None:
+def check_mix(name: str, mix: Tensor, x: Tensor) -> None:
+    """Raise what `kv_shift` raises for coefficients that do not fit x."""
     check_tensor(name, mix, "(heads, window)")
     if mix.ndim != 2 or mix.shape[0] != x.shape[2] or mix.shape[1] < 2:
         raise ValueError(

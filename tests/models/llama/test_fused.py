@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from kvshift.layers.fused import Fused
-from kvshift.ops import shift as operator
+from kvshift.ops import dispatch, fused
 from kvshift.ops.triton.call import triton_refusal
 
 from .checks import ATOL, assert_greedy, assert_next, logits_of, new_tokens_of
@@ -33,7 +32,7 @@ def kernels_that_run(monkeypatch) -> None:
     refusal = triton_refusal(torch.empty(0), 2)
     if refusal is not None:
         pytest.skip(refusal)
-    monkeypatch.setattr(operator, "_AUTO", "triton")
+    monkeypatch.setattr(dispatch, "_AUTO", "triton")
 
 
 @pytest.fixture
@@ -42,14 +41,14 @@ def launches(monkeypatch) -> dict[str, int]:
     counted = {"many": 0, "step": 0}
 
     def counting(name: str, real: Any) -> Any:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             counted[name] += 1
-            return real(*args)
+            return real(*args, **options)
 
         return call
 
-    monkeypatch.setattr(Fused, "__call__", counting("many", Fused.__call__))
-    monkeypatch.setattr(Fused, "step", counting("step", Fused.step))
+    monkeypatch.setattr(fused, "turn_triton", counting("many", fused.turn_triton))
+    monkeypatch.setattr(fused, "step_triton", counting("step", fused.step_triton))
     return counted
 
 
@@ -91,7 +90,7 @@ def test_loss_and_gradients(options: dict, batch: str, launches, monkeypatch):
     model, inputs = tiny_model(torch.float64, **options).train(), batches()[batch]
     own = loss_and_gradients(model, inputs)
     assert launches == {"many": LAYERS, "step": 0}
-    monkeypatch.setattr(operator, "_AUTO", "eager")
+    monkeypatch.setattr(dispatch, "_AUTO", "eager")
     assert_close(own, loss_and_gradients(model, inputs), options)
     assert launches["many"] == LAYERS
 
@@ -116,7 +115,7 @@ def test_smaller_dtypes_err_no_more(options: dict, monkeypatch):
         exact.load_state_dict(model.state_dict())
         expected = logits_of(exact, ids)
         for backend in errors:
-            monkeypatch.setattr(operator, "_AUTO", backend)
+            monkeypatch.setattr(dispatch, "_AUTO", backend)
             errors[backend] += float((logits_of(model, ids).double() - expected).square().mean())
     assert errors["triton"] <= errors["eager"]
 
@@ -130,7 +129,7 @@ def test_generation_with_a_static_cache_takes_one_launch_for_each_token(options:
     assert launches == {"many": LAYERS, "step": 4 * LAYERS}, "the prompt gives the first of five tokens"
     dynamic = new_tokens_of(model, rows, **five)
     assert launches == {"many": 2 * LAYERS + 4 * LAYERS, "step": 4 * LAYERS}
-    monkeypatch.setattr(operator, "_AUTO", "eager")
+    monkeypatch.setattr(dispatch, "_AUTO", "eager")
     eager = new_tokens_of(model, rows, cache_implementation="static", **five)
     assert torch.equal(static, eager)
     assert torch.equal(dynamic, eager)
@@ -144,7 +143,7 @@ def test_logits_and_states_token_by_token(options: dict, launches, monkeypatch):
     model, row = tiny_model(torch.float64, **options), random_tokens(2, 6)
     results = []
     for backend in ("triton", "eager"):
-        monkeypatch.setattr(operator, "_AUTO", backend)
+        monkeypatch.setattr(dispatch, "_AUTO", backend)
         cache: Any = StaticCache(config=model.config, max_cache_len=9)
         logits = [logits_of(model, piece, past_key_values=cache) for piece in row.split((2, 1, 1, 2), dim=1)]
         layer = cache.layers[1]
@@ -178,7 +177,7 @@ def test_beams_and_left_padding_over_a_static_cache(options: dict, launches, mon
     beams = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 4}
     found = new_tokens_of(model, ids, mask, cache_implementation="static", **beams)
     assert launches["step"] > 0
-    monkeypatch.setattr(operator, "_AUTO", "eager")
+    monkeypatch.setattr(dispatch, "_AUTO", "eager")
     assert torch.equal(found, new_tokens_of(model, ids, mask, use_cache=False, **beams))
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
-from kvshift.ops.dispatch import is_watched
 from kvshift.ops.plain import mixed_gradients, next_history
+from kvshift.ops.watched import is_watched
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # What torch calls the machine: what the compiler does; rows whose gradients of coefficients are summed in float32,

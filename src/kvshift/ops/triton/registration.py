@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kvshift.ops.dispatch import is_watched
+from kvshift.ops.watched import is_watched
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

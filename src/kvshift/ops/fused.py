@@ -1,0 +1,292 @@
+"""Shift, QK-norm and rotary embedding together, as attention wants them: in one launch where the kernels can.
+
+Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window, N cached tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from kvshift.ops.cpu.kernel import next_token_cpu
+from kvshift.ops.dispatch import Call, FusedPath, Norms, compiles_training, fused_path, norm_scales, takes_step
+from kvshift.ops.rope import Rotary, apply_rotary
+from kvshift.ops.shift import (
+    check_boundaries,
+    check_input,
+    check_mix,
+    check_state,
+    check_tensor,
+    kv_shift,
+    shift_tokens,
+)
+from kvshift.ops.state import ShiftState
+from kvshift.ops.triton.call import Boundaries, tails_triton, turn_triton
+from kvshift.ops.triton.step import step_triton
+
+Results = tuple[Tensor | None, Tensor, Tensor, ShiftState | None]
+
+_DDP_TAKES_CHECKPOINTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether torch.compile can cut a graph with a checkpoint into DDP's buckets: 2.13 does; see pytorch issue 104674."""
+
+
+@dataclass(frozen=True)
+class CacheSlot:
+    """Where decoding writes: a cache of static shape, and the raw rows beside it.
+
+    Attributes:
+        keys, values: (B, G, N, D).
+        length: how many tokens each sequence holds, a tensor of one number on the device.
+        state: the raw rows.
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+    state: ShiftState
+
+
+def shift_norm_rope(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    gamma: Tensor | None = None,
+    *,
+    rotary: Rotary | None = None,
+    norms: Norms | None = None,
+    state: ShiftState | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    mask: Tensor | None = None,
+    keep_state: bool = True,
+    backend: str = "auto",
+) -> Results:
+    """Shift, then normalise queries and keys, then rotate them.
+
+        q, k, v = shift(q, gamma), shift(k, alpha), shift(v, beta)       as `kvshift.kv_shift`
+        q, k = norms[0](q), norms[1](k)                                  x / sqrt(mean(x^2) + eps) * weight, over D
+        q, k = rotate(q, rotary), rotate(k, rotary)                      `kvshift.ops.rope`
+
+    In one launch all is in fp32 (fp64 for fp64) and rounded once; otherwise each of the three rounds.
+
+    Args:
+        q: (B, T, H, D), or None: keys and values alone. k: (B, T, G, D), v: (B, T, G, Dv).
+        alpha, beta: (G, W), gamma: (H, W); None: not shifted.
+        rotary, norms: None: not rotated, not normalised.
+        state: as in `kv_shift`, with queries where there is gamma. Looked at only if something is shifted.
+        cu_seqlens, seq_idx, mask, backend: as in `kv_shift`.
+        keep_state: False where no later call needs the new state.
+
+    Returns:
+        q, k, v and the new state; None where it is not kept or nothing is shifted.
+    """
+    if q is not None:
+        check_tensor("q", q, "(batch, positions, heads, head size)")
+    check_input("k", k)
+    check_input("v", v)
+    where = (cu_seqlens, seq_idx, mask)
+    call = _call(q, k, v, alpha, beta, state, where, rotary, norms, backend, shifts_queries=gamma is not None)
+    return _run(fused_path(call), call, gamma, state, keep_state=keep_state)
+
+
+def recomputation(
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    *,
+    shifts_queries: bool,
+    rotary: Rotary | None,
+    norms: Norms | None,
+    state: ShiftState | None,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    mask: Tensor | None,
+    backend: str,
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A function that computes keys and values once more, on the path that `shift_norm_rope` takes now."""
+    where = (cu_seqlens, seq_idx, mask)
+    call = _call(None, k, v, alpha, beta, state, where, rotary, norms, backend, shifts_queries=shifts_queries)
+    path = fused_path(call)
+    if path == "apart" and alpha is None:  # keys are kept: nobody asks for them
+        call = replace(call, rotary=None, norms=None)
+
+    def again() -> tuple[Tensor, Tensor]:
+        _, k_hat, v_hat, _ = _run(path, call, None, state, keep_state=False)
+        return k_hat, v_hat
+
+    return again
+
+
+def step_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    slot: CacheSlot,
+    rotary: Rotary,
+    norms: Norms | None,
+    *,
+    shifts_queries: bool,
+    backend: str,
+) -> Tensor | None:
+    """One token of each sequence in one launch: k and v go into the cache slot and its state, in place.
+
+    Returns:
+        q, normalised and rotated; None where the kernels cannot do it, and nothing was done.
+    """
+    where = (None, None, None)
+    call = _call(q, k, v, alpha, beta, slot.state, where, rotary, norms, backend, shifts_queries=shifts_queries)
+    if not takes_step(call):
+        return None
+    q_scale, k_scale, eps = norm_scales(norms)
+    return step_triton(
+        q, k, v, alpha, beta, *_half_tables(rotary, k), slot.state.k, slot.state.v,
+        slot.keys.transpose(1, 2), slot.values.transpose(1, 2), cache_slots=slot.length, own_pages=True,
+        q_scale=q_scale, k_scale=k_scale, eps=eps,
+    )  # fmt: skip
+
+
+def _call(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    state: ShiftState | None,
+    where: tuple[Tensor | None, Tensor | None, Tensor | None],
+    rotary: Rotary | None,
+    norms: Norms | None,
+    backend: str,
+    *,
+    shifts_queries: bool,
+) -> Call:
+    pasts = (state.k, state.v) if isinstance(state, ShiftState) else (None, None)
+    return Call((k, v), (alpha, beta), pasts, where, backend, q, shifts_queries, rotary, norms)
+
+
+def _run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | None, *, keep_state: bool) -> Results:
+    results = None
+    if path == "launch":
+        results = _launch(call, state, keep_state)
+    elif path == "one token":
+        results = _one_token(call, state)
+    if results is None:
+        results = _apart(call, gamma, state)
+    return *results[:3], results[3] if keep_state else None
+
+
+def _launch(call: Call, state: ShiftState | None, keep_state: bool) -> Results:
+    (k, v), (alpha, beta), (k_past, v_past) = call.inputs, call.mixes, call.pasts
+    sequences = check_boundaries(k, *call.bounds)
+    for name, mix in (("alpha", alpha), ("beta", beta)):
+        if mix is not None:
+            check_mix(name, mix, k)
+    if state is not None:
+        check_state(state, k, v, sequences, call.window)
+    boundaries = Boundaries.of(*call.bounds)
+    rotary, norms = cast(Rotary, call.rotary), call.norms
+    q_scale, k_scale, eps = norm_scales(norms)
+
+    def turned(q: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return turn_triton(
+            q, k, v, alpha, beta, *_half_tables(rotary, k), q_scale=q_scale, k_scale=k_scale, eps=eps,
+            k_past=k_past, v_past=v_past, boundaries=boundaries,
+        )  # fmt: skip
+
+    if compiles_training():
+        q_hat = None if call.q is None else _finish(call.q, norms and norms[0], rotary)
+        k_hat, v_hat = compiled_to_recompute(lambda k, v: turned(None, k, v)[1:], k, v)
+    else:
+        q_hat, k_hat, v_hat = turned(call.q, k, v)
+    if not keep_state or call.window == 1:
+        return q_hat, k_hat, v_hat, None
+    max_rows = call.window - 1 if state is None else state.max_rows
+    k_rows, v_rows = tails_triton(k, v, k_past, v_past, sequences, call.window, max_rows, boundaries)
+    return q_hat, k_hat, v_hat, ShiftState(k_rows, v_rows, max_rows)
+
+
+def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) -> Any:
+    """Shifted k and v, as a compiler is to see them in training.
+
+    It keeps the raw ones for backward, which the gradients of the coefficients need anyway, and recomputes the others
+    there: what `kvshift.layers.recompute` does where nothing is compiled.
+    """
+    if not _DDP_TAKES_CHECKPOINTS and DistributedDataParallel._active_ddp_module is not None:
+        return function(k, v)
+    return checkpoint(function, k, v, use_reentrant=False, preserve_rng_state=False)
+
+
+def _one_token(call: Call, state: ShiftState | None) -> Results | None:
+    """Shift and rotary embedding of decoding in one call of the CPU's kernel; None where it cannot be made."""
+    (k, v), (alpha, beta), rotary = call.inputs, call.mixes, cast(Rotary, call.rotary)
+    if call.q is None or call.window > 2:
+        return None
+    if call.window == 1:
+        rotated = next_token_cpu(call.q, k, v, None, None, None, *rotary)
+        return None if rotated is None else (*rotated, None)
+    if not (isinstance(state, ShiftState) and state.max_rows == 1):
+        return None
+    rotated = next_token_cpu(call.q, k, v, (state.k, state.v), alpha, beta, *rotary)
+    return None if rotated is None else (*rotated, ShiftState(k, v, 1))
+
+
+def _apart(call: Call, gamma: Tensor | None, state: ShiftState | None) -> Results:
+    """One after the other."""
+    q, (k, v), (alpha, beta) = call.q, call.inputs, call.mixes
+    q_norm, k_norm = call.norms or (None, None)
+    k_hat, v_hat, new = k, v, None
+    if alpha is None and beta is None and gamma is None:
+        check_boundaries(k, *call.bounds)
+    else:
+        cu_seqlens, seq_idx, mask = call.bounds
+        where: dict[str, Any] = {
+            "cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": call.backend,
+        }  # fmt: skip
+        hold = alpha
+        if alpha is None and beta is None:  # the state holds keys all the same, so that it has one shape
+            hold = torch.eye(1, cast(Tensor, gamma).shape[1], device=k.device).expand(k.shape[2], -1)
+        k_hat, v_hat, new = kv_shift(k, v, hold, beta, state=state, **where)
+        if alpha is None:
+            k_hat = k
+        if gamma is not None and q is not None:
+            q, rows = _shift_queries(q, gamma, k, state, where)
+            new = ShiftState(new.k, new.v, new.max_rows, rows)
+    q_hat = None if q is None else _finish(q, q_norm, call.rotary)
+    return q_hat, _finish(k_hat, k_norm, call.rotary), v_hat, new
+
+
+def _shift_queries(
+    q: Tensor, gamma: Tensor, k: Tensor, state: ShiftState | None, where: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    if q.ndim != 4 or q.shape[:3] != (*k.shape[:2], gamma.shape[0]):
+        raise ValueError(
+            f"q must be ({k.shape[0]}, {k.shape[1]}, {gamma.shape[0]}, head size) beside these keys, "
+            f"got {tuple(q.shape)}"
+        )
+    if state is not None and state.q is None:
+        raise ValueError("state holds no queries, but this layer shifts them: pass on the state it returned")
+    past, max_rows = (None, None) if state is None else (state.q, state.max_rows)
+    return shift_tokens(q, gamma, history=past, max_rows=max_rows, **where)
+
+
+def _half_tables(rotary: Rotary, k: Tensor) -> Rotary:
+    """(L, T, D/2), as the kernels read them."""
+    cos, sin = rotary[0].squeeze(2), rotary[1].squeeze(2)
+    half = k.shape[3] // 2
+    return (cos, sin) if cos.shape[-1] == half else (cos[..., :half], sin[..., half:])  # the first half is negated
+
+
+def _finish(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
+    if norm is not None:
+        x = norm(x)
+    return x if rotary is None else apply_rotary(x, rotary)

@@ -1,0 +1,42 @@
+"""Whether somebody follows a call operation by operation."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C import _TorchDispatchModeKey
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.autograd import forward_ad
+
+_TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
+_BATCHED = torch._C._parse_dispatch_key("Batched")  # what `is_grads_batched` hands to backward
+
+
+def is_watched(*gradients: Tensor) -> bool:
+    """Whether somebody follows this call operation by operation, and must be given plain ones (`plain.py`).
+
+    Those who follow are transforms of `torch.func`, tracers (`make_fx`, fake tensors, `torch.jit.trace`) and
+    forward-mode AD: what a kernel writes, or an autograd function computes, would be lost to them. Modes that only look
+    on, and count memory or operations, are shown what runs otherwise. torch.compile and torch.export follow calls in
+    ways of their own; only a transform within them counts.
+
+    Args:
+        gradients: in backward, those that came in: `torch.autograd.grad(is_grads_batched=True)` shows in them alone.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        (torch._C._len_torch_dispatch_stack() > 0 and any(map(_is_active, _TRACERS)))
+        or _len_torch_dispatch_stack_pre_dispatch() > 0
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or any(torch._C._dispatch_keys(gradient).has(cast(Any, _BATCHED)) for gradient in gradients)
+    )
+
+
+def _is_active(tracer: _TorchDispatchModeKey) -> bool:
+    return torch._C._get_dispatch_mode(tracer) is not None
