@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvshift.layers.recompute import KEEP_ALL, is_worth_it, may_recompute, recomputed
 from kvshift.ops import ShiftState
-from kvshift.ops.dispatch import Norms
+from kvshift.ops.dispatch import Norms, may_step
 from kvshift.ops.fused import CacheSlot, recomputation, shift_norm_rope, step_norm_rope
 from kvshift.ops.rope import Rotary
 
@@ -163,6 +163,8 @@ class KVShift(nn.Module):
         Returns:
             q, normalised and rotated; None where the kernels cannot do it, and nothing was done.
         """
+        if not may_step(k, backend):
+            return None
         alpha, beta = self._mix("k"), self._mix("v")
         shifts_queries = "q" in self.targets
         return step_norm_rope(

@@ -57,7 +57,10 @@ class Call:
     @property
     def window(self) -> int:
         """W; 1 where nothing is shifted."""
-        return next((mix.shape[1] for mix in self.mixes if mix is not None), 1)
+        for mix in self.mixes:
+            if mix is not None:
+                return mix.shape[1]
+        return 1
 
 
 def choose_backend(backend: str) -> str:
@@ -66,6 +69,8 @@ def choose_backend(backend: str) -> str:
     Raises:
         ValueError: there is no such backend.
     """
+    if backend == _AUTO == "auto":
+        return backend
     for name, value in (("backend", backend), ("the environment variable KVSHIFT_BACKEND", _AUTO)):
         if value not in BACKENDS:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, BACKENDS))}; got {value!r}")
@@ -104,14 +109,15 @@ def fused_path(call: Call) -> FusedPath:
     """
     k = call.inputs[0]
     backend = choose_backend(call.backend)
-    if call.rotary is None or call.shifts_queries or is_watched():
+    if call.rotary is None or call.shifts_queries or not isinstance(k, Tensor) or is_watched():
         return "apart"
     if backend == "auto" and not k.is_cuda:
         is_one_token = (
-            k.shape[1] == 1
-            and call.norms is None
-            and all(bound is None for bound in call.bounds)
+            call.norms is None
+            and call.bounds[0] is call.bounds[1] is call.bounds[2] is None
             and not torch.is_grad_enabled()
+            and k.ndim == 4
+            and k.shape[1] == 1
             and not torch.compiler.is_compiling()
         )
         return "one token" if is_one_token else "apart"
@@ -138,9 +144,14 @@ def compiles_training() -> bool:
     return torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
+def may_step(k: Tensor, backend: str) -> bool:
+    """Whether one launch for a token and its cache slot is worth asking for (`takes_step`): never so on a CPU."""
+    return (k.is_cuda or choose_backend(backend) == "triton") and not torch.is_grad_enabled()
+
+
 def takes_step(call: Call) -> bool:
     """Whether a token is shifted, normalised, rotated and written into its cache slot in one launch."""
-    return not torch.is_grad_enabled() and fused_path(call) == "launch"
+    return may_step(call.inputs[0], call.backend) and fused_path(call) == "launch"
 
 
 def norm_scales(norms: Norms | None) -> tuple[Tensor | None, Tensor | None, float]:
@@ -155,6 +166,8 @@ def _fits_launch(call: Call) -> bool:
     q, (k, *others), rotary = call.q, call.inputs, call.rotary
     (v,) = others
     assert rotary is not None
+    if not (isinstance(v, Tensor) and (q is None or isinstance(q, Tensor)) and k.ndim == v.ndim == 4):
+        return False
     pasts = tuple(past for past in call.pasts if past is not None)
     if torch.is_grad_enabled() and (pasts or any(table.requires_grad for table in rotary)):
         return False

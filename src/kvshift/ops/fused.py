@@ -88,10 +88,6 @@ def shift_norm_rope(
     Returns:
         q, k, v and the new state; None where it is not kept or nothing is shifted.
     """
-    if q is not None:
-        check_tensor("q", q, "(batch, positions, heads, head size)")
-    check_input("k", k)
-    check_input("v", v)
     where = (cu_seqlens, seq_idx, mask)
     call = _call(q, k, v, alpha, beta, state, where, rotary, norms, backend, shifts_queries=gamma is not None)
     return _run(fused_path(call), call, gamma, state, keep_state=keep_state)
@@ -187,6 +183,7 @@ def _run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | 
 
 def _launch(call: Call, state: ShiftState | None, keep_state: bool) -> Results:
     (k, v), (alpha, beta), (k_past, v_past) = call.inputs, call.mixes, call.pasts
+    _check(call.q, k, v)
     sequences = check_boundaries(k, *call.bounds)
     for name, mix in (("alpha", alpha), ("beta", beta)):
         if mix is not None:
@@ -228,10 +225,10 @@ def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) ->
 
 def _one_token(call: Call, state: ShiftState | None) -> Results | None:
     """Shift and rotary embedding of decoding in one call of the CPU's kernel; None where it cannot be made."""
-    (k, v), (alpha, beta), rotary = call.inputs, call.mixes, cast(Rotary, call.rotary)
-    if call.q is None or call.window > 2:
+    (k, v), (alpha, beta), rotary, window = call.inputs, call.mixes, call.rotary, call.window
+    if call.q is None or rotary is None or window > 2:
         return None
-    if call.window == 1:
+    if window == 1:
         rotated = next_token_cpu(call.q, k, v, None, None, None, *rotary)
         return None if rotated is None else (*rotated, None)
     if not (isinstance(state, ShiftState) and state.max_rows == 1):
@@ -243,6 +240,7 @@ def _one_token(call: Call, state: ShiftState | None) -> Results | None:
 def _apart(call: Call, gamma: Tensor | None, state: ShiftState | None) -> Results:
     """One after the other."""
     q, (k, v), (alpha, beta) = call.q, call.inputs, call.mixes
+    _check(q, k, v)
     q_norm, k_norm = call.norms or (None, None)
     k_hat, v_hat, new = k, v, None
     if alpha is None and beta is None and gamma is None:
@@ -277,6 +275,13 @@ def _shift_queries(
         raise ValueError("state holds no queries, but this layer shifts them: pass on the state it returned")
     past, max_rows = (None, None) if state is None else (state.q, state.max_rows)
     return shift_tokens(q, gamma, history=past, max_rows=max_rows, **where)
+
+
+def _check(q: Tensor | None, k: Tensor, v: Tensor) -> None:
+    if q is not None:
+        check_tensor("q", q, "(batch, positions, heads, head size)")
+    check_input("k", k)
+    check_input("v", v)
 
 
 def _half_tables(rotary: Rotary, k: Tensor) -> Rotary:

@@ -7,7 +7,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._C import _TorchDispatchModeKey
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad
 
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
@@ -31,12 +30,16 @@ def is_watched(*gradients: Tensor) -> bool:
         return False
     return (
         (torch._C._len_torch_dispatch_stack() > 0 and any(map(_is_active, _TRACERS)))
-        or _len_torch_dispatch_stack_pre_dispatch() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
-        or any(torch._C._dispatch_keys(gradient).has(cast(Any, _BATCHED)) for gradient in gradients)
+        or (len(gradients) > 0 and any(map(_is_batched, gradients)))
     )
 
 
 def _is_active(tracer: _TorchDispatchModeKey) -> bool:
     return torch._C._get_dispatch_mode(tracer) is not None
+
+
+def _is_batched(gradient: Tensor) -> bool:
+    return torch._C._dispatch_keys(gradient).has(cast(Any, _BATCHED))

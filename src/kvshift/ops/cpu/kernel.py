@@ -88,7 +88,6 @@ def next_token_cpu(
         or not (q.is_cpu and k.is_cpu and v.is_cpu and cos.is_cpu and sin.is_cpu)
         or not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
         or not (cos.is_contiguous() and sin.is_contiguous())
-        or is_watched()
         or cpu_refusal(k, 2) is not None
     ):
         return None
