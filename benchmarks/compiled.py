@@ -5,10 +5,10 @@
 Inductor plans before it generates code, and its plan says which operations become one kernel and which tensors each
 of them reads and writes. That is counted here, for one decoder layer of the paper's sizes in bfloat16 (a model of two
 layers less one of one): bytes moved, each tensor once for each kernel that touches it, and bytes kept for backward.
-Matrix products and attention, which all contestants share, are left out; attention is an operator without insides, for
-that of a GPU does not run here. Nothing is timed: sizes alone are traced, and no tensor has numbers.
+Matrix products and attention, which all implementations share, are left out; attention is an operator without insides,
+for that of a GPU does not run here. Nothing is timed: sizes alone are traced, and no tensor has numbers.
 
-Each line of FOLDER/rows.jsonl has its contestant's bytes and kernels, commit, versions and hash of the options.
+Each line of FOLDER/rows.jsonl has its implementation's bytes and kernels, commit, versions and hash of the options.
 Inductor's plan is no public interface: this runs with torch 2.13.
 """
 
@@ -207,20 +207,20 @@ def on_a_gpu_that_is_not_there() -> Iterator[None]:
 # Models
 
 
-def planned(contestant: str, fields: dict[str, Any], batch: int, length: int) -> dict[str, Row]:
+def planned(implementation: str, fields: dict[str, Any], batch: int, length: int) -> dict[str, Row]:
     """Plans of forward and backward."""
     torch._dynamo.reset()
     AttentionInterface.register("planned", lambda module, q, k, v, mask, **_: (attention(q, k, v), None))
     AttentionMaskInterface.register("planned", lambda *_, **__: None)
-    targets = () if contestant == WITHOUT else ("k", "v")
+    targets = () if implementation == WITHOUT else ("k", "v")
     with torch.device("meta"):
         settings = KVShiftLlamaConfig(**fields, shift_targets=targets, attn_implementation="planned")
         model = KVShiftLlamaModel(settings).to(torch.bfloat16)
-    shifting_by("eager" if contestant in (WITHOUT, PLAIN) else "triton", model)
+    shifting_by("eager" if implementation in (WITHOUT, PLAIN) else "triton", model)
     planner = Planner()
     with ExitStack() as stack:
         stack.enter_context(on_a_gpu_that_is_not_there())
-        if contestant == KEPT:
+        if implementation == KEPT:
 
             def kept(function: Callable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
                 return function(k, v)
@@ -251,10 +251,10 @@ def _fill(model: nn.Module) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def layer(contestant: str, fields: dict[str, Any], batch: int, length: int) -> Row:
+def layer(implementation: str, fields: dict[str, Any], batch: int, length: int) -> Row:
     """What a model of two layers moves and keeps beyond one of one; the kernels of that of one."""
-    one, two = (planned(contestant, {**fields, "num_hidden_layers": n}, batch, length) for n in (1, 2))
-    row: Row = {"contestant": contestant}
+    one, two = (planned(implementation, {**fields, "num_hidden_layers": n}, batch, length) for n in (1, 2))
+    row: Row = {"contestant": implementation}
     for name in ("forward", "backward"):
         row[f"{name}_bytes"] = two[name]["moved_bytes"] - one[name]["moved_bytes"]
     row["saved_bytes"] = two["forward"]["saved_bytes"] - one["forward"]["saved_bytes"]
@@ -270,8 +270,10 @@ def main() -> None:
     stamp = {name: found[name] for name in ("started", "commit", "versions", "hardware", "platform")}
     stamp |= {"options": OPTIONS, "config_hash": options_hash(OPTIONS)}
     rows = []
-    for size, contestant in itertools.product(OPTIONS["sizes"], (WITHOUT, PLAIN, KEPT, AUTO)):
-        rows.append({"model": size, **layer(contestant, {**SIZES[size], "vocab_size": 8}, *OPTIONS["shape"]), **stamp})
+    for size, implementation in itertools.product(OPTIONS["sizes"], (WITHOUT, PLAIN, KEPT, AUTO)):
+        rows.append(
+            {"model": size, **layer(implementation, {**SIZES[size], "vocab_size": 8}, *OPTIONS["shape"]), **stamp}
+        )
         print(_line(rows[-1], next(row for row in rows if row["model"] == size)), flush=True)
     out.mkdir(parents=True, exist_ok=True)
     (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -3,7 +3,7 @@
     python benchmarks/tasks.py [--rounds N]
 
 The step (forward, backward, AdamW) is that of one layer with KV shift, width 64, on the batch that is marked with it;
-it runs on the same single core. The table gives medians over rounds, in which the contestants take turns, of processor
+it runs on the same single core. The table gives medians, over rounds in which all run one after the other, of CPU
 time, which waiting for other work on the machine does not add to.
 """
 
@@ -62,11 +62,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    contestants = {name: making(task, rows) for name, (task, rows) in TASKS.items()}
-    contestants["training step, laptop"] = training(*LAPTOP)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    implementations = {name: making(task, rows) for name, (task, rows) in TASKS.items()}
+    implementations["training step, laptop"] = training(*LAPTOP)
+    seconds: dict[str, list[float]] = {name: [] for name in implementations}
     for at in range(rounds + 1):
-        for name, run in contestants.items():
+        for name, run in implementations.items():
             start = time.process_time()
             run()
             if at:  # the first round warms up

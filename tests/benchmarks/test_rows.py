@@ -19,8 +19,8 @@ STAMP = {
 }
 
 
-def rows(case, *contestants):
-    return [{"part": "op", "case": case, "contestant": name} for name in contestants]
+def rows(case, *implementations):
+    return [{"part": "op", "case": case, "contestant": name} for name in implementations]
 
 
 @pytest.fixture

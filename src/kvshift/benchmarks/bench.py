@@ -1,6 +1,6 @@
 """`kvshift bench`: what the shift costs, each number beside its baselines in the same process and run.
 
-OUT/rows.jsonl             a line for each contestant of each case, written when the case is done
+OUT/rows.jsonl             a line for each implementation of each case, written when the case is done
 OUT/table.md, plot.svg, plot.png
 """
 

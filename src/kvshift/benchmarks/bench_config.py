@@ -19,7 +19,7 @@ PresetName = Literal["smoke", "laptop", "paper"]
 class BenchConfig:
     """What is measured, how large, and where the rows go.
 
-    The same command, given again, goes on with the cases that are missing.
+    The same command, given again, measures the cases that are missing.
     """
 
     parts: tuple[Part, ...] = PARTS
@@ -30,7 +30,7 @@ class BenchConfig:
     preset: PresetName = "laptop"
     """smoke: seconds, to see that it works. laptop: minutes on two cores. paper: the paper's sizes, for a GPU."""
     rounds: int | None = None
-    """How many measurements of each contestant; None: the preset's."""
+    """How many measurements of each implementation; None: the preset's."""
     layers: int | None = None
     """Layers of the paper preset's 2.9B shape; None: as many as the memory of the device holds."""
     compile: bool = True

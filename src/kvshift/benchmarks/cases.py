@@ -1,4 +1,4 @@
-"""A case: contestants that are measured side by side, and the rows that come of it."""
+"""A case: implementations that are measured side by side, and the rows that come of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvshift.benchmarks.peak import peak_bytes
 from kvshift.benchmarks.presets import Preset
 from kvshift.lab.compare.timing import Clock, Times, describe, measure, quartiles, ratios
 
-__all__ = ["Case", "Contestant", "LeftOutError", "Row", "Session", "measure_case"]
+__all__ = ["Case", "Implementation", "LeftOutError", "Row", "Session", "measure_case"]
 
 Row = dict[str, Any]
 
@@ -33,7 +33,7 @@ class Session:
         layers: of a model that is made as deep as fits; None: as many as fit.
         device_clock: how long the device works.
         wall_clock: how long a user waits.
-        say: is told of what goes on.
+        say: is told of what is being measured.
     """
 
     device: torch.device
@@ -48,7 +48,7 @@ class Session:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contestant:
+class Implementation:
     """One path.
 
     Attributes:
@@ -73,68 +73,72 @@ class Contestant:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Contestants side by side.
+    """Implementations side by side.
 
     Attributes:
         part: of the benchmark.
         name: once in a part.
-        baseline: the contestant whose time is 1.
-        build: makes the contestants, each by a function of its own: one that cannot be made is said to fail, and the
-            others go on.
+        baseline: the implementation whose time is 1.
+        build: makes the implementations, each by a function of its own: one that cannot be made is said to fail, and
+            the others are measured.
         facts: what each row says.
-        clock: of all contestants.
+        clock: of all implementations.
         rounds: that count.
     """
 
     part: str
     name: str
     baseline: str
-    build: Callable[[], Mapping[str, Callable[[], Contestant]]]
+    build: Callable[[], Mapping[str, Callable[[], Implementation]]]
     facts: Mapping[str, Any]
     clock: Clock
     rounds: int
 
 
 def measure_case(case: Case, device: torch.device) -> list[Row]:
-    """A row for each contestant, in their order. No contestant ends another, and none goes unsaid."""
-    contestants: dict[str, Contestant] = {}
+    """A row for each implementation, in their order. No implementation ends another, and none goes unsaid."""
+    implementations: dict[str, Implementation] = {}
     found: dict[str, Row] = {}
     for name, make in case.build().items():
         row = found[name] = {"part": case.part, "case": case.name, "contestant": name, **case.facts}
         try:
-            contestant = make()
-            row |= contestant.facts
-            verdict = {} if contestant.check is None else dict(contestant.check())
+            implementation = make()
+            row |= implementation.facts
+            verdict = {} if implementation.check is None else dict(implementation.check())
             problem = verdict.pop("problem", None)
             row |= verdict
             if problem:
                 row["problem"] = f"parity failed: {problem}"
                 continue
-            if contestant.run is not None:
-                contestant.run(0)
+            if implementation.run is not None:
+                implementation.run(0)
         except LeftOutError as reason:
             row["left_out"] = str(reason)
             continue
         except Exception as error:  # whatever it is, the other rows are measured
             row["problem"] = f"failed: {describe(error)}"
             continue
-        contestants[name] = contestant
-    timed = {name: contestant.run for name, contestant in contestants.items() if contestant.run is not None}
+        implementations[name] = implementation
+    timed = {
+        name: implementation.run for name, implementation in implementations.items() if implementation.run is not None
+    }
     times = measure(timed, case.clock, case.rounds) if timed else {}
-    for name, contestant in contestants.items():
+    for name, implementation in implementations.items():
         row = found[name]
         try:
             if name in times:
                 if times[name].failure is not None:
                     row["problem"] = f"failed: {times[name].failure}"
                     continue
-                row |= _timing(contestant, times[name], times.get(case.baseline))
-                row |= _bandwidth(contestant, times[name], contestants.get(case.baseline), times.get(case.baseline))
-            row |= _memory(contestant, device)
+                row |= _timing(implementation, times[name], times.get(case.baseline))
+                row |= _bandwidth(
+                    implementation, times[name], implementations.get(case.baseline), times.get(case.baseline)
+                )
+            row |= _memory(implementation, device)
         except Exception as error:
             row["problem"] = f"failed: {describe(error)}"
     _compare_memory(list(found.values()), found.get(case.baseline, {}))
-    contestants.clear()
+    implementations.clear()
     timed.clear()
     gc.collect()
     if device.type == "cuda":
@@ -142,9 +146,9 @@ def measure_case(case: Case, device: torch.device) -> list[Row]:
     return list(found.values())
 
 
-def _timing(contestant: Contestant, times: Times, baseline: Times | None) -> Row:
+def _timing(implementation: Implementation, times: Times, baseline: Times | None) -> Row:
     """Milliseconds, and multiples of the baseline round by round; each a median between its quartiles."""
-    each = quartiles([1e3 * seconds / contestant.per_call for seconds in times.seconds])
+    each = quartiles([1e3 * seconds / implementation.per_call for seconds in times.seconds])
     row: Row = {
         "milliseconds": each.median,
         "milliseconds_low": each.low,
@@ -153,19 +157,19 @@ def _timing(contestant: Contestant, times: Times, baseline: Times | None) -> Row
         "calls_per_turn": times.calls,
     }
     if times.host:
-        row["host_milliseconds"] = 1e3 * quartiles(times.host).median / contestant.per_call
+        row["host_milliseconds"] = 1e3 * quartiles(times.host).median / implementation.per_call
     if baseline is not None and baseline.failure is None:
         ratio = ratios(times, baseline)
         row |= {"ratio": ratio.median, "ratio_low": ratio.low, "ratio_high": ratio.high}
     return row
 
 
-def _bandwidth(contestant: Contestant, times: Times, copy: Contestant | None, copied: Times | None) -> Row:
+def _bandwidth(implementation: Implementation, times: Times, copy: Implementation | None, copied: Times | None) -> Row:
     """GB/s of the bytes that must move, and what part of the baseline's that is, where the baseline moves bytes."""
-    if not contestant.moved:
+    if not implementation.moved:
         return {}
-    speed = contestant.moved / quartiles(times.seconds).median / 1e9
-    row: Row = {"moved_bytes": contestant.moved, "gb_per_second": speed}
+    speed = implementation.moved / quartiles(times.seconds).median / 1e9
+    row: Row = {"moved_bytes": implementation.moved, "gb_per_second": speed}
     if copy is not None and copy.moved and copied is not None and copied.failure is None:
         row["of_copy"] = speed / (copy.moved / quartiles(copied.seconds).median / 1e9)
     return row
@@ -180,10 +184,10 @@ def _compare_memory(rows: list[Row], baseline: Row) -> None:
                 row[f"{name}_more"] = row[f"{name}_bytes"] / base - 1
 
 
-def _memory(contestant: Contestant, device: torch.device) -> Row:
+def _memory(implementation: Implementation, device: torch.device) -> Row:
     row: Row = {}
-    if contestant.saved is not None:
-        row["saved_bytes"] = contestant.saved()
-    if contestant.run is not None:
-        row["peak_bytes"] = contestant.resident + peak_bytes(functools.partial(contestant.run, 0), device)
+    if implementation.saved is not None:
+        row["saved_bytes"] = implementation.saved()
+    if implementation.run is not None:
+        row["peak_bytes"] = implementation.resident + peak_bytes(functools.partial(implementation.run, 0), device)
     return row

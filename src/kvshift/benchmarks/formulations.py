@@ -28,13 +28,13 @@ Function = Callable[[Tensor, Tensor, Tensor, Tensor], Pair]
 
 @dataclass(frozen=True, kw_only=True)
 class Formulation:
-    """One contestant of the operator.
+    """One implementation of the operator.
 
     Attributes:
         name: as rows give it.
         function: (k, v, alpha, beta) -> (k_hat, v_hat), with coefficients as `weights` makes them.
         weights: from coefficients (G, 2) in float32, and the k they belong to, what `function` takes.
-        mix_grad: from the gradient of those, and G, that of the coefficients.
+        coefficient_grad: from the gradient of those, and G, that of the coefficients.
         roundings: how often a result is rounded to the dtype of k on its way: 1 where the sums are in float32.
         fixed: coefficients that it cannot change, (current, previous); it has no gradient of them then.
         compiled: by torch.compile.
@@ -43,8 +43,8 @@ class Formulation:
 
     name: str
     function: Function
-    weights: Callable[[Tensor, Tensor], Tensor] = lambda mix, k: mix
-    mix_grad: Callable[[Tensor, int], Tensor] = lambda grad, heads: grad
+    weights: Callable[[Tensor, Tensor], Tensor] = lambda coefficients, k: coefficients
+    coefficient_grad: Callable[[Tensor, int], Tensor] = lambda grad, heads: grad
     roundings: int = 1
     fixed: tuple[float, float] | None = None
     compiled: bool = False
@@ -69,26 +69,26 @@ def twice(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
     return shift
 
 
-def appendix_m(x: Tensor, mix: Tensor) -> Tensor:
+def appendix_m(x: Tensor, coefficients: Tensor) -> Tensor:
     """The paper's formulation (appendix M): pad, unfold, multiply, sum. Its kernel has the oldest lag first."""
-    windows = F.pad(x, (0, 0, 0, 0, mix.shape[1] - 1, 0)).unfold(1, mix.shape[1], 1)
-    return (windows * mix.flip(1)[:, None, :]).sum(-1)
+    windows = F.pad(x, (0, 0, 0, 0, coefficients.shape[1] - 1, 0)).unfold(1, coefficients.shape[1], 1)
+    return (windows * coefficients.flip(1)[:, None, :]).sum(-1)
 
 
-def pad_multiply_add(x: Tensor, mix: Tensor) -> Tensor:
+def pad_multiply_add(x: Tensor, coefficients: Tensor) -> Tensor:
     """The two lines most people would write."""
     before = F.pad(x, (0, 0, 0, 0, 1, 0))[:, :-1]
-    return x * mix[:, 0, None] + before * mix[:, 1, None]
+    return x * coefficients[:, 0, None] + before * coefficients[:, 1, None]
 
 
-def cast(mix: Tensor, k: Tensor) -> Tensor:
+def cast(coefficients: Tensor, k: Tensor) -> Tensor:
     """Plain formulations compute in the dtype of their inputs, so their coefficients are cast; ours stay in float32."""
-    return mix.to(k.dtype)
+    return coefficients.to(k.dtype)
 
 
-def per_channel(mix: Tensor, k: Tensor) -> Tensor:
+def per_channel(coefficients: Tensor, k: Tensor) -> Tensor:
     """(G, 2) -> (C, 2), the oldest lag first, as convolutions have it."""
-    return mix.flip(1).repeat_interleave(k.shape[3], dim=0).to(k.dtype)
+    return coefficients.flip(1).repeat_interleave(k.shape[3], dim=0).to(k.dtype)
 
 
 def per_head(grad: Tensor, heads: int) -> Tensor:
@@ -142,10 +142,10 @@ def _refusal(backend: str, k: Tensor) -> str | None:
     """Why a backend does not take tensors like k, or None."""
     if backend == "triton" and not k.is_cuda:  # it would take them in Triton's interpreter
         return "needs a CUDA device"
-    mix = torch.ones(k.shape[2], 2, device=k.device)
+    coefficients = torch.ones(k.shape[2], 2, device=k.device)
     few = k.detach()[:1, :2]
     try:
-        kv_shift(few, few, mix, mix, backend=backend)
+        kv_shift(few, few, coefficients, coefficients, backend=backend)
     except (ValueError, ImportError) as error:
         return str(error)
     return None
@@ -157,7 +157,7 @@ def _others() -> dict[str, list[Formulation]]:
         name="causal-conv1d",
         function=twice(_causal_conv1d),
         weights=per_channel,
-        mix_grad=per_head,
+        coefficient_grad=per_head,
         roundings=3,
         computes="depthwise convolution of width 2, coefficients per channel",
     )
@@ -212,7 +212,7 @@ def rotary_tables(length: int, size: int, dtype: torch.dtype, device: torch.devi
 
 
 def rotary_then(function: Function, table: Table) -> Function:
-    """Turn k after `function`, as a call of its own."""
+    """Rotate k after `function`, as a call of its own."""
 
     def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
         k_hat, v_hat = function(k, v, alpha, beta)
@@ -258,13 +258,13 @@ def in_one_launch(table: Table) -> list[Formulation]:
     half = cos.shape[2] // 2
     halves = cos[..., :half], sin[..., half:]  # the first half of sin is negated
 
-    def turned(k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Pair:
+    def rotated(k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Pair:
         return turn_triton(None, k, v, alpha, beta, *halves)[1:]
 
     def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
-        return turned(k, v.clone(), None, None)
+        return rotated(k, v.clone(), None, None)
 
     alone = Formulation(
         name="rotary embedding, v copied, triton", function=unshifted, fixed=(1.0, 0.0), computes="no shift"
     )
-    return [alone, Formulation(name="kv_shift and rotary in one launch, triton", function=turned)]
+    return [alone, Formulation(name="kv_shift and rotary in one launch, triton", function=rotated)]

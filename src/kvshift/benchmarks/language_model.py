@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvshift.benchmarks.cases import Case, Contestant, Session
+from kvshift.benchmarks.cases import Case, Implementation, Session
 from kvshift.benchmarks.presets import ModelSize
 from kvshift.benchmarks.twins import SLICE, exactly, far_off, gradients, shifting_by
 from kvshift.lab.plan.cost import count_parameters, training_memory
@@ -27,7 +27,7 @@ THEIRS, WITHOUT, OURS = "transformers' Llama", "without shift", "kv shift"
 _BACKENDS = {"kv shift, triton": "triton", "kv shift, plain operations": "eager"}  # beside what "auto" is
 _PROMPT = 16
 
-Make = Callable[[Any], Contestant]
+Make = Callable[[Any], Implementation]
 
 
 def train_cases(session: Session) -> Iterator[Case]:
@@ -76,11 +76,11 @@ def _case(session: Session, part: str, size: ModelSize, way: str, make: Make, *,
     dtype = str(size.dtype).removeprefix("torch.")
     layers = fields["num_hidden_layers"]
 
-    def build() -> dict[str, Callable[[], Contestant]]:
+    def build() -> dict[str, Callable[[], Implementation]]:
         torch.compiler.reset()
         weights: dict[str, Tensor] = {}
 
-        def contestant(name: str) -> Contestant:
+        def implementation(name: str) -> Implementation:
             model = _model(name, fields, size.dtype, session.device)
             if weights:
                 model.load_state_dict(weights, strict=False)
@@ -88,7 +88,7 @@ def _case(session: Session, part: str, size: ModelSize, way: str, make: Make, *,
                 weights.update(model.state_dict())
             return make(model)
 
-        return {name: functools.partial(contestant, name) for name in names}
+        return {name: functools.partial(implementation, name) for name in names}
 
     return Case(
         part=part,
@@ -151,7 +151,7 @@ def _ids(model: Any, batch: int, length: int) -> Tensor:
 
 
 def _training(session: Session, size: ModelSize, *, compiled: bool) -> Make:
-    def make(model: Any) -> Contestant:
+    def make(model: Any) -> Implementation:
         model.train()
         ids = _ids(model, size.batch, size.length)
         call = torch.compile(model, dynamic=False) if compiled else model
@@ -177,13 +177,13 @@ def _training(session: Session, size: ModelSize, *, compiled: bool) -> Make:
             optimizer.zero_grad()
 
         weights = sum(parameter.nbytes for parameter in model.parameters())
-        return Contestant(run=step, check=check, resident=3 * weights)
+        return Implementation(run=step, check=check, resident=3 * weights)
 
     return make
 
 
 def _prefill(session: Session, size: ModelSize) -> Make:
-    def make(model: Any) -> Contestant:
+    def make(model: Any) -> Implementation:
         model.eval()
         ids = _ids(model, size.batch, size.length)
 
@@ -198,13 +198,13 @@ def _prefill(session: Session, size: ModelSize) -> Make:
             found = logits_at(model, ids, last)[SLICE[0]]
             return far_off({"logits": found}, {"logits": logits_at(_exact(model), few, last)}, size.dtype)
 
-        return Contestant(run=lambda _: logits_at(model, ids, ids.shape[1] - 1), check=check)
+        return Implementation(run=lambda _: logits_at(model, ids, ids.shape[1] - 1), check=check)
 
     return make
 
 
 def _decoding(size: ModelSize, **more: Any) -> Make:
-    def make(model: Any) -> Contestant:
+    def make(model: Any) -> Implementation:
         model.eval()
         prompt = _ids(model, 1, _PROMPT)
         options: dict[str, Any] = {
@@ -222,6 +222,6 @@ def _decoding(size: ModelSize, **more: Any) -> Make:
                 exact = _exact(model)(input_ids=out.sequences[:, :-1], use_cache=False).logits
             return far_off({"logits": found}, {"logits": exact[:, _PROMPT - 1 :]}, size.dtype)
 
-        return Contestant(run=lambda _: model.generate(prompt, **options), check=check, per_call=size.tokens)
+        return Implementation(run=lambda _: model.generate(prompt, **options), check=check, per_call=size.tokens)
 
     return make

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.benchmarks.cases import Case, Contestant, Session
+from kvshift.benchmarks.cases import Case, Implementation, Session
 from kvshift.benchmarks.presets import LayerSize
 from kvshift.benchmarks.saved import bytes_saved
 from kvshift.benchmarks.twins import SLICE, exactly, far_off
@@ -35,7 +35,7 @@ def _case(session: Session, size: LayerSize, what: str, compiled: bool) -> Case:
     shape = [size.batch, size.length, size.embed_dim]
     name = f"{tuple(shape)}, {size.heads} heads, {size.kv_heads} KV heads, {dtype} {what}"
 
-    def build() -> dict[str, Callable[[], Contestant]]:
+    def build() -> dict[str, Callable[[], Implementation]]:
         torch.compiler.reset()
         torch.manual_seed(0)
         layers = {
@@ -54,7 +54,7 @@ def _case(session: Session, size: LayerSize, what: str, compiled: bool) -> Case:
         x = torch.randn(shape, device=session.device).to(size.dtype).requires_grad_()
         grad = torch.randn(shape, device=session.device).to(size.dtype)
         return {
-            name: functools.partial(_contestant, layer, x, grad, what != "forward", compiled)
+            name: functools.partial(_implementation, layer, x, grad, what != "forward", compiled)
             for name, layer in layers.items()
         }
 
@@ -69,7 +69,7 @@ def _case(session: Session, size: LayerSize, what: str, compiled: bool) -> Case:
     )
 
 
-def _contestant(layer: KVShiftAttention, x: Tensor, grad: Tensor, backward: bool, compiled: bool) -> Contestant:
+def _implementation(layer: KVShiftAttention, x: Tensor, grad: Tensor, backward: bool, compiled: bool) -> Implementation:
     call: Any = torch.compile(layer, dynamic=False) if compiled else layer
     names = dict(layer.named_parameters())
 
@@ -97,7 +97,7 @@ def _contestant(layer: KVShiftAttention, x: Tensor, grad: Tensor, backward: bool
     def run_both(_: int) -> None:
         torch.autograd.grad(call(x)[0], [x, *names.values()], grad)
 
-    return Contestant(
+    return Implementation(
         run=run_both if backward else run_forward,
         check=check,
         saved=(lambda: bytes_saved(lambda: call(x)[0], x.device)) if backward else None,

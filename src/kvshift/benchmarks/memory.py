@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaModel
 
-from kvshift.benchmarks.cases import Case, Contestant, Session
+from kvshift.benchmarks.cases import Case, Implementation, Session
 from kvshift.benchmarks.peak import peak_bytes
 from kvshift.benchmarks.saved import bytes_saved
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
@@ -40,17 +40,17 @@ def memory_cases(session: Session) -> Iterator[Case]:
         )
 
 
-def _build(names: list[str], size: str, tokens: int, device: torch.device) -> dict[str, Callable[[], Contestant]]:
-    return {name: functools.partial(_contestant, name, size, tokens, device) for name in names}
+def _build(names: list[str], size: str, tokens: int, device: torch.device) -> dict[str, Callable[[], Implementation]]:
+    return {name: functools.partial(_implementation, name, size, tokens, device) for name in names}
 
 
-def _contestant(name: str, size: str, tokens: int, device: torch.device) -> Contestant:
+def _implementation(name: str, size: str, tokens: int, device: torch.device) -> Implementation:
     def saved() -> int:
         kept = [_saved(name, size, layers, tokens, device) for layers in (1, 2)]
         return kept[1] - kept[0]
 
     peaks = [_peak(name, size, layers, tokens, device) for layers in (1, 2)]
-    return Contestant(run=None, saved=saved, facts={"peak_bytes": peaks[1] - peaks[0]})
+    return Implementation(run=None, saved=saved, facts={"peak_bytes": peaks[1] - peaks[0]})
 
 
 def _model(name: str, size: str, layers: int, device: torch.device) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.benchmarks.cases import Case, Contestant, LeftOutError, Session
+from kvshift.benchmarks.cases import Case, Implementation, LeftOutError, Session
 from kvshift.benchmarks.formulations import Formulation, Table, ours, rotary_tables, with_rotary, without
 from kvshift.benchmarks.parity import check_formulation
 from kvshift.benchmarks.saved import bytes_saved
@@ -60,7 +60,7 @@ def shift_case(
     ours_alone: bool = False,
     **facts: Any,
 ) -> Case:
-    """The contestants at one shape, beside a copy.
+    """The implementations at one shape, beside a copy.
 
     Args:
         shape: (B, T, G, D) of k and of v.
@@ -71,7 +71,7 @@ def shift_case(
     """
     name = f"{shape} {_short(dtype)} {what}" + (", rotary" if rotary else "")
 
-    def build() -> dict[str, Callable[[], Contestant]]:
+    def build() -> dict[str, Callable[[], Implementation]]:
         torch.compiler.reset()  # a code object is compiled for a few shapes only, and then no more
         sets = _inputs(shape, dtype, session.device)
         table = rotary_tables(shape[1], shape[3], dtype, session.device) if rotary else None
@@ -82,12 +82,12 @@ def shift_case(
         else:
             formulations, left_out = without(sets[0].k, session.compiled)
         moved = 2 * sets[0].k.nbytes
-        contestants: dict[str, Callable[[], Contestant]] = {COPY: functools.partial(_copy, sets, 2 * moved)}
+        implementations: dict[str, Callable[[], Implementation]] = {COPY: functools.partial(_copy, sets, 2 * moved)}
         for formulation in formulations:
-            contestants[formulation.name] = functools.partial(
-                _contestant, formulation, sets, dtype, what, _PASSES[what] * moved, table
+            implementations[formulation.name] = functools.partial(
+                _implementation, formulation, sets, dtype, what, _PASSES[what] * moved, table
             )
-        return contestants | {name: functools.partial(_leave_out, reason) for name, reason in left_out.items()}
+        return implementations | {name: functools.partial(_leave_out, reason) for name, reason in left_out.items()}
 
     facts = {"shape": list(shape), "dtype": _short(dtype), "pass": what, "rotary": rotary, **facts}
     clock = session.device_clock
@@ -95,7 +95,7 @@ def shift_case(
 
 
 def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[_Inputs]:
-    """Sets that the calls take in turn; on a GPU so many that none is in its L2 cache when its turn comes."""
+    """Sets that the calls use one after the other; on a GPU so many that none is still in its L2 cache."""
     size = math.prod(shape) * dtype.itemsize
     count = 1
     if device.type == "cuda":
@@ -119,21 +119,21 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     ]
 
 
-def _copy(sets: list[_Inputs], moved: int) -> Contestant:
+def _copy(sets: list[_Inputs], moved: int) -> Implementation:
     def run(number: int) -> None:
         chosen = sets[number % len(sets)]
         chosen.target.copy_(chosen.source)
 
-    return Contestant(run=run, moved=moved)
+    return Implementation(run=run, moved=moved)
 
 
-def _leave_out(reason: str) -> Contestant:
+def _leave_out(reason: str) -> Implementation:
     raise LeftOutError(reason)
 
 
-def _contestant(
+def _implementation(
     formulation: Formulation, sets: list[_Inputs], dtype: torch.dtype, what: str, moved: int, table: Table | None
-) -> Contestant:
+) -> Implementation:
     first = sets[0].k
     device, shape = first.device, (first.shape[0], first.shape[1], first.shape[2], first.shape[3])
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ def _contestant(
         return bytes_saved(lambda: forward(0), device)
 
     facts = {} if formulation.computes is None else {"computes": formulation.computes}
-    return Contestant(
+    return Implementation(
         run=run_both if backward else run_forward,
         check=check,
         moved=moved,

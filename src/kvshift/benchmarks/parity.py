@@ -39,7 +39,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Span:
     """Positions first ... first + count - 1 of one row, with the row before them."""
 
     row: int
@@ -70,7 +70,7 @@ def check_formulation(
     Args:
         shape: (B, T, G, D) of k and of v.
         backward: all gradients too; otherwise the results alone, without autograd.
-        table: of the rotary embedding, if the formulation turns k.
+        table: of the rotary embedding, if the formulation rotates k.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -79,18 +79,20 @@ def check_formulation(
 
     k, v = (draw(*shape).to(dtype).requires_grad_(backward) for _ in range(2))
     if formulation.fixed is None:
-        mixes = [draw(shape[2], 2) for _ in range(2)]
+        coefficients = [draw(shape[2], 2) for _ in range(2)]
     else:
-        mixes = [torch.tensor([formulation.fixed] * shape[2], device=device) for _ in range(2)]
-    weights = [formulation.weights(mix, k.detach()).detach() for mix in mixes]
+        coefficients = [torch.tensor([formulation.fixed] * shape[2], device=device) for _ in range(2)]
+    weights = [formulation.weights(coefficient, k.detach()).detach() for coefficient in coefficients]
     if formulation.fixed is None:
-        mixes = [mix.to(weight.dtype) for mix, weight in zip(mixes, weights, strict=True)]  # as it is computed with
+        coefficients = [
+            coefficient.to(weight.dtype) for coefficient, weight in zip(coefficients, weights, strict=True)
+        ]  # as it is computed with
         weights = [weight.requires_grad_(backward) for weight in weights]
-    places = _places(shape)
+    spans = _spans(shape)
     grads = [torch.zeros_like(k) for _ in range(2)]
     for grad in grads:
-        for place in places:
-            place.cut(grad).copy_(draw(1, place.count, *shape[2:]))
+        for span in spans:
+            span.cut(grad).copy_(draw(1, span.count, *shape[2:]))
 
     found: dict[str, Tensor] = {}
     with torch.set_grad_enabled(backward):
@@ -102,32 +104,32 @@ def check_formulation(
             leaves |= {"gradient of alpha": weights[0], "gradient of beta": weights[1]}
         found |= dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), grads), strict=True))
         for name in [name for name in found if name.endswith(("alpha", "beta"))]:
-            found[name] = formulation.mix_grad(found[name], shape[2])
-    return _compare(formulation, found, (k.detach(), v.detach()), mixes, grads, places, table)
+            found[name] = formulation.coefficient_grad(found[name], shape[2])
+    return _compare(formulation, found, (k.detach(), v.detach()), coefficients, grads, spans, table)
 
 
-def _places(shape: tuple[int, ...]) -> list[_Place]:
+def _spans(shape: tuple[int, ...]) -> list[_Span]:
     batch, length = shape[:2]
     if batch == 1 and length <= 2 * _SLICE + 1:
-        return [_Place(0, 0, length)]
+        return [_Span(0, 0, length)]
     count = min(_SLICE, length)
-    return [_Place(0, 0, count), _Place(batch - 1, length - count, count)]
+    return [_Span(0, 0, count), _Span(batch - 1, length - count, count)]
 
 
 def _compare(
     formulation: Formulation,
     found: dict[str, Tensor],
     inputs: tuple[Tensor, Tensor],
-    mixes: list[Tensor],
+    coefficients: list[Tensor],
     grads: list[Tensor],
-    places: list[_Place],
+    spans: list[_Span],
     table: Table | None,
 ) -> Verdict:
     unit = torch.finfo(inputs[0].dtype).eps / 2
-    mix_unit = torch.finfo(formulation.weights(mixes[0], inputs[0]).dtype).eps / 2
+    coefficient_unit = torch.finfo(formulation.weights(coefficients[0], inputs[0]).dtype).eps / 2
     single = torch.finfo(torch.float32).eps / 2
-    exact_mix: dict[str, Any] = dict.fromkeys(("gradient of alpha", "gradient of beta"), 0.0)
-    size_mix = dict(exact_mix)
+    exact_sums: dict[str, Any] = dict.fromkeys(("gradient of alpha", "gradient of beta"), 0.0)
+    size_sums = dict(exact_sums)
     worst, problem = 0.0, None
 
     def judge(name: str, result: Tensor, exact: Tensor, bound: Tensor) -> None:
@@ -142,60 +144,60 @@ def _compare(
             problem = f"{name}: {int(off.sum())} of {off.numel()} elements off, first {at}: {float(result[at]):.6g}"
             problem += f" instead of {float(exact[at]):.6g}"
 
-    for place in places:
-        exact = _reference(place, inputs, mixes, grads, table)
+    for span in spans:
+        exact = _reference(span, inputs, coefficients, grads, table)
         sizes = _reference(
-            place,
+            span,
             tuple(x.abs() for x in inputs),
-            [mix.abs() for mix in mixes],
+            [coefficient.abs() for coefficient in coefficients],
             [grad.abs() for grad in grads],
             None if table is None else tuple(part.abs() for part in table),
         )
         for name, value in exact.items():
             if name not in found:
                 continue
-            if name in exact_mix:
-                exact_mix[name] = exact_mix[name] + value
-                size_mix[name] = size_mix[name] + sizes[name]
+            if name in exact_sums:
+                exact_sums[name] = exact_sums[name] + value
+                size_sums[name] = size_sums[name] + sizes[name]
                 continue
-            result = place.cut(found[name])
+            result = span.cut(found[name])
             if name.startswith("gradient"):
-                result = torch.cat([place.before(found[name]), result], dim=1)
+                result = torch.cat([span.before(found[name]), result], dim=1)
             judge(name, result, value, (formulation.roundings * unit + 8 * single) * 1.01 * sizes[name])
-    for name, value in exact_mix.items():
+    for name, value in exact_sums.items():
         if name in found:
             # Every rounding but the last is that of the products.
-            bound = (formulation.roundings - 1) * unit + mix_unit + _TERMS * single
-            judge(name, found[name], value, bound * 1.01 * size_mix[name])
+            bound = (formulation.roundings - 1) * unit + coefficient_unit + _TERMS * single
+            judge(name, found[name], value, bound * 1.01 * size_sums[name])
     for name in ("gradient of k", "gradient of v"):
         if name in found and problem is None:
             rest = found[name].clone()
-            for place in places:
-                place.cut(rest).zero_()
-                place.before(rest).zero_()
+            for span in spans:
+                span.cut(rest).zero_()
+                span.before(rest).zero_()
             if int(rest.count_nonzero()):
                 problem = f"{name}: not zero where no gradient comes from"
     return Verdict(problem, worst)
 
 
 def _reference(
-    place: _Place, inputs: tuple[Tensor, ...], mixes: list[Tensor], grads: list[Tensor], table: Any
+    span: _Span, inputs: tuple[Tensor, ...], coefficients: list[Tensor], grads: list[Tensor], table: Any
 ) -> dict[str, Tensor]:
-    """Results and gradients at one place, in float64; gradients with that of the row before in front.
+    """Results and gradients at one span, in float64; gradients with that of the row before in front.
 
     On the CPU, where a loop of small operations waits for no launches.
     """
-    k, v = (place.cut(x).cpu().double().requires_grad_() for x in inputs)
-    alpha, beta = (mix.cpu().double().requires_grad_() for mix in mixes)
-    rows = [place.before(x).cpu().double().requires_grad_() for x in inputs]
-    state = ShiftState(rows[0], rows[1], 1) if place.first else None
+    k, v = (span.cut(x).cpu().double().requires_grad_() for x in inputs)
+    alpha, beta = (coefficient.cpu().double().requires_grad_() for coefficient in coefficients)
+    rows = [span.before(x).cpu().double().requires_grad_() for x in inputs]
+    state = ShiftState(rows[0], rows[1], 1) if span.first else None
     k_hat, v_hat, _ = kv_shift(k, v, alpha, beta, state=state, backend="reference")
     if table is not None:
-        k_hat = _turn(k_hat, place, table)
-    leaves = [k, v, alpha, beta, *(rows if place.first else [])]
-    outer = [place.cut(grad).cpu().double() for grad in grads]
+        k_hat = _rotate(k_hat, span, table)
+    leaves = [k, v, alpha, beta, *(rows if span.first else [])]
+    outer = [span.cut(grad).cpu().double() for grad in grads]
     gradients = list(torch.autograd.grad((k_hat, v_hat), leaves, outer))
-    before = gradients[4:] if place.first else [gradients[0][:, :0], gradients[1][:, :0]]
+    before = gradients[4:] if span.first else [gradients[0][:, :0], gradients[1][:, :0]]
     return {
         "k_hat": k_hat.detach(),
         "v_hat": v_hat.detach(),
@@ -206,6 +208,6 @@ def _reference(
     }
 
 
-def _turn(k: Tensor, place: _Place, table: Table) -> Tensor:
-    cos, sin = (part[:, place.first : place.first + place.count].cpu().double() for part in table)
+def _rotate(k: Tensor, span: _Span, table: Table) -> Tensor:
+    cos, sin = (part[:, span.first : span.first + span.count].cpu().double() for part in table)
     return rotate_half(k, (cos, sin))

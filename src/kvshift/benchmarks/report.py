@@ -120,7 +120,7 @@ def _left_out(rows: Sequence[Row]) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     columns = [(head, cell) for head, cell in _COLUMNS if any(cell(row) for row in rows)]
-    heads = ["case", "contestant", *(head for head, _ in columns)]
+    heads = ["case", "implementation", *(head for head, _ in columns)]
     body = []
     before = None
     for row in rows:
@@ -133,22 +133,24 @@ def _table(rows: Sequence[Row]) -> str:
 def _fits(rows: Sequence[Row]) -> str:
     body = [
         [
-            contestant,
+            implementation,
             dtype,
             axis,
             f"{1e6 * line.overhead:.3g}",
             f"{1e-9 / line.slope:.4g}" if line.slope else "",
             f"{100 * line.worst:.1f}",
         ]
-        for (contestant, dtype, axis), (line, _) in lines(rows).items()
+        for (implementation, dtype, axis), (line, _) in lines(rows).items()
     ]
-    heads = ["contestant", "dtype", "along", "fixed, µs", "GB/s beyond it", "worst deviation from the line, %"]
+    heads = ["implementation", "dtype", "along", "fixed, µs", "GB/s beyond it", "worst deviation from the line, %"]
     return as_markdown([heads, *body], left=2) if body else ""
 
 
 def short(rows: Sequence[Row]) -> str:
     """What matters, for a screen: our rows, and those that failed."""
-    table: list[tuple[str, ...]] = [("part", "case", "contestant", "ms", "x first", "of copy", "MiB saved", "MiB peak")]
+    table: list[tuple[str, ...]] = [
+        ("part", "case", "implementation", "ms", "x first", "of copy", "MiB saved", "MiB peak")
+    ]
     for row in rows:
         problem = row.get("problem")
         if row["part"] == "sweep" and not problem:
@@ -163,8 +165,8 @@ def short(rows: Sequence[Row]) -> str:
             )
             table.append((row["part"], row["case"], row["contestant"], *((problem,) if problem else cells)))
     text = [as_text(table, left=3)]
-    for (contestant, dtype, axis), (line, _) in lines(rows).items():
-        if contestant.startswith(_OURS):
+    for (implementation, dtype, axis), (line, _) in lines(rows).items():
+        if implementation.startswith(_OURS):
             text.append(f"sweep  {dtype} along {axis}: {100 * line.worst:.0f} % off a line at the worst")
     if missing := _left_out(rows):
         text.append(missing)

@@ -1,6 +1,6 @@
-"""OUT/rows.jsonl: what was measured, a line for each contestant, written as soon as its case is done.
+"""OUT/rows.jsonl: what was measured, a line for each implementation, written as soon as its case is done.
 
-A second call goes on with the cases that are missing. Rows of other options, of another commit or of another machine
+A second call measures the cases that are missing. Rows of other options, of another commit or of another machine
 are not added to: numbers of one table are to be of one kind.
 """
 

@@ -69,7 +69,7 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def lines(rows: Sequence[Row]) -> dict[tuple[str, str, str], tuple[Line, list[tuple[float, float]]]]:
-    """For each (contestant, dtype, axis) of the rows of a sweep: the line, and its points (bytes, seconds)."""
+    """For each (implementation, dtype, axis) of the rows of a sweep: the line, and its points (bytes, seconds)."""
     points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row in rows:
         if row["part"] == "sweep" and "milliseconds" in row:

@@ -105,7 +105,7 @@ def _time(run: Callable[[], object]) -> float | None:
 
     try:
         return 1e-3 * do_bench(run, warmup=5, rep=30, return_mode="median")
-    except Exception as error:  # too many registers, say: the others go on
+    except Exception as error:  # too many registers, say: the others are tried
         print(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None
 
