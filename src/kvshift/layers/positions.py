@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvshift.ops.boundaries import document_starts, sequence_of_positions
 from kvshift.ops.rope import half_tables as half_tables
 from kvshift.ops.rope import rotate as rotate
 from kvshift.ops.rope import rotate_half as rotate_half
@@ -65,7 +66,7 @@ def count_tokens(
     total_B = real_BT.sum(1)
     if cu_seqlens is not None:
         bound = cu_seqlens.long()
-        document_T = torch.searchsorted(bound[1:].contiguous(), order_T, right=True)
+        document_T = sequence_of_positions(bound, length)
         before_bound = torch.cat([before_BT[0], total_B])[bound]  # (S + 1,)
         seen_S = torch.zeros_like(bound[1:]) if seen is None else seen
         rank_BT = before_BT + (seen_S - before_bound[:-1])[document_T]
@@ -77,12 +78,9 @@ def count_tokens(
     seen_B = torch.zeros_like(total_B) if seen is None else seen
     document_BT, first_BT = torch.zeros_like(before_BT), torch.zeros_like(before_BT)
     if seq_idx is not None:
-        none_B1 = torch.full((batch, 1), -1, device=device)
-        last_real_BT = torch.where(real_BT, order_T, -1).cummax(1).values
-        last_before_BT = torch.cat([none_B1, last_real_BT], dim=1)[:, :length]
-        changed_BT = real_BT & (last_before_BT >= 0) & (seq_idx != seq_idx.gather(1, last_before_BT.clamp(min=0)))
-        document_BT = changed_BT.cumsum(1)
-        first_BT = torch.where(changed_BT, before_BT, 0).cummax(1).values
+        starts_BT = document_starts(seq_idx, real_BT)
+        document_BT = starts_BT.cumsum(1)
+        first_BT = torch.where(starts_BT, before_BT, 0).cummax(1).values
     # Only the first document of a row goes on from earlier calls.
     rank_BT = before_BT - first_BT + torch.where(document_BT == 0, seen_B.unsqueeze(1), 0)
     zero_B1 = torch.zeros(batch, 1, dtype=torch.long, device=device)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.utils import is_torchdynamo_compiling
 
+from kvshift.ops.boundaries import document_starts, sequence_of_positions
+
 
 def padding_mask(attention_mask: Tensor | None, positions: int) -> Tensor | None:
     """Which of the last T positions are real tokens, (B, T) bool; None if all are.
@@ -44,25 +46,15 @@ def document_index(
     if seq_idx is not None:
         named_BT, step = seq_idx, 0
     elif cu_seq_lens is not None:
-        position_T = torch.arange(positions, device=cu_seq_lens.device, dtype=cu_seq_lens.dtype)
-        named_BT = torch.searchsorted(cu_seq_lens[1:].contiguous(), position_T, right=True).unsqueeze(0)
-        step = 0
+        named_BT, step = sequence_of_positions(cu_seq_lens, positions).unsqueeze(0), 0
     elif position_ids is not None:
         named_BT, step = position_ids.expand(batch, -1), 1
     else:
         return None
     if positions <= 1:
         return None
-    if real_BT is None:
-        starts_BT = named_BT.diff(dim=1) != step
-    else:
-        index_T = torch.arange(positions, device=named_BT.device)
-        last_real_BT = torch.where(real_BT, index_T, -1).cummax(1).values[:, :-1]
-        expected_BT = named_BT.gather(1, last_real_BT.clamp(min=0)) + step
-        starts_BT = real_BT[:, 1:] & (last_real_BT >= 0) & (named_BT[:, 1:] != expected_BT)
-    if _known(~starts_BT.any()):
-        return None
-    return torch.nn.functional.pad(starts_BT.cumsum(1), (1, 0))
+    starts_BT = document_starts(named_BT, real_BT, step=step)
+    return None if _known(~starts_BT.any()) else starts_BT.cumsum(1)
 
 
 def document_start(documents: Tensor, seen: int | Tensor, begun: Tensor | None) -> Tensor:

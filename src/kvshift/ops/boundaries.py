@@ -1,4 +1,4 @@
-"""Which token is whose predecessor, once padding and document boundaries are counted in.
+"""Where a document begins, and which token is whose predecessor once padding and boundaries are counted in.
 
 Shapes: B batch, T positions, S sequences, R rows of history, W window.
 
@@ -12,6 +12,29 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+def document_starts(named: Tensor, real: Tensor | None, *, step: int = 0) -> Tensor:
+    """Where a document begins behind another of its row, (B, T) booleans: the one rule for it.
+
+        real position t, the last real one before it s:  named[t] != named[s] + step
+
+    Args:
+        named: (B, T) integers: numbers of documents, or positions within them with `step` = 1.
+        real: (B, T), False on padding; None if there is none.
+    """
+    if real is None:
+        return torch.nn.functional.pad(named.diff(dim=1) != step, (1, 0))[:, : named.shape[1]]
+    index_T = torch.arange(named.shape[1], device=named.device)
+    last_real_BT = torch.where(real, index_T, -1).cummax(1)[0]
+    before_BT = torch.nn.functional.pad(last_real_BT, (1, 0), value=-1)[:, : named.shape[1]]
+    return real & (before_BT >= 0) & (named != named.gather(1, before_BT.clamp(min=0)) + step)
+
+
+def sequence_of_positions(cu_seqlens: Tensor, positions: int) -> Tensor:
+    """Which sequence of a pack holds each position, (P,), by its boundaries (S + 1,)."""
+    position_P = torch.arange(positions, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), position_P, right=True)
 
 
 @dataclass(frozen=True)
@@ -61,7 +84,7 @@ def plan_shift(
     at_rank = no_position.scatter(1, torch.where(real_BT, rank_BT, spare), position_T.expand(batch, -1))
 
     if cu_seqlens is not None:
-        sequence_T = torch.searchsorted(cu_seqlens[1:].contiguous(), position_T.to(cu_seqlens.dtype), right=True)
+        sequence_T = sequence_of_positions(cu_seqlens, positions)
         real_before = torch.cat([real_BT.new_zeros(1, 1, dtype=torch.long), rank_BT + 1], dim=1)
         bound_rank = real_before[:, cu_seqlens.long()]  # (1, S + 1): real tokens before each boundary
         first_BT = bound_rank[:, sequence_T]
@@ -77,10 +100,7 @@ def plan_shift(
         first_BS = torch.zeros_like(end_BS)
         past_BS = torch.zeros_like(end_BS)
         if seq_idx is not None:
-            before = at_rank.gather(1, torch.where(real_BT & (rank_BT > 0), rank_BT - 1, spare))
-            document_before = seq_idx.gather(1, before.clamp(min=0))
-            starts_BT = real_BT & (rank_BT > 0) & (seq_idx != document_before)
-            first_BT = torch.where(starts_BT, rank_BT, 0).cummax(1).values
+            first_BT = torch.where(document_starts(seq_idx, real_BT), rank_BT, 0).cummax(1).values
             past_BT = torch.where(first_BT > 0, -1, 0)  # only a row's first document continues its history
             first_BS = torch.cat([first_BS, first_BT], dim=1).amax(1, keepdim=True)
             past_BS = torch.where(first_BS > 0, -1, 0)
