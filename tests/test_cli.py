@@ -167,7 +167,9 @@ def test_ctrl_c_while_modules_are_imported(command, monkeypatch, capsys, moment)
 def test_ctrl_c_inside_exec_ends_with_130_too(tmp_path):
     """A namedtuple is made by `exec`; after an interrupt in it, `python -m` would end by the signal."""
     program = """
+import signal
 import kvshift.cli as cli
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests themselves ignore it
 cli._imported = lambda path: exec("import os, signal; os.kill(os.getpid(), signal.SIGINT); input()")
 cli.run_and_exit()
 """

@@ -135,8 +135,12 @@ def test_ctrl_c_is_heard_while_a_bpe_is_trained(monkeypatch):
         yield ["to be"]
 
     monkeypatch.setattr("kvshift.lab.data.tokenizers._words", words)
-    with pytest.raises(KeyboardInterrupt):
-        train_bpe(iter([TEXT]), 331)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests themselves ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train_bpe(iter([TEXT]), 331)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not ended.is_set()
     released.set()
     assert ended.wait(20)

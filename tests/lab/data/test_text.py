@@ -187,7 +187,7 @@ def test_second_load_reads_the_cache(tmp_path, folder, monkeypatch):
         ({"packing": "rows"}, "packing must be concat or documents, got 'rows'"),
         ({"corpus": ""}, "corpus must not be empty"),
         ({"tokenizer": ""}, "tokenizer must not be empty"),
-        ({"tokenizer": "missing/tokenizer"}, "tokenizer: cannot load 'missing/tokenizer'"),
+        ({"tokenizer": "missing/tokenizer"}, "tokenizer: there is no folder missing/tokenizer here"),
     ],
 )
 def test_wrong_option_is_refused(tmp_path, options, message):

@@ -31,7 +31,7 @@ def test_finished_run_is_left_as_it_is(finished, corpus, capfd):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"steps": 13}, "steps: 12 there, 13 here"),
+        ({"steps": 11}, "steps: 12 there, 11 here"),
         ({"seed": 1}, "seed: 0 there, 1 here"),
         ({"model": {"hidden_size": 26, "num_attention_heads": 2}}, "model.hidden_size: 24 there, 26 here"),
         ({"eval_rows": None}, "eval_rows: 11 there, None here"),
