@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -104,7 +104,7 @@ def _time(run: Callable[[], object]) -> float | None:
     from triton.testing import do_bench
 
     try:
-        return 1e-3 * do_bench(run, warmup=5, rep=30, return_mode="median")
+        return 1e-3 * cast(float, do_bench(run, warmup=5, rep=30, return_mode="median"))
     except Exception as error:  # too many registers, say: the others are tried
         print(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None

@@ -139,10 +139,11 @@ class KVShift(nn.Module):
             q, k, v and the new state (None if `targets` is empty or it is not kept). The state may share memory with k
             and v as they came in: do not fill the same tensors with the next token.
         """
-        return shift_norm_rope(
+        results = shift_norm_rope(
             q, k, v, self._mix("k"), self._mix("v"), self._mix("q"), rotary=rotary, norms=norms, state=state,
             cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, keep_state=keep_state, backend=backend,
         )  # fmt: skip
+        return cast(tuple[Tensor, Tensor, Tensor, ShiftState | None], results)  # queries were given
 
     def step(
         self,

@@ -246,7 +246,7 @@ class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
         if q_out is None:
             return None
         self.cumulative_length.add_(1)
-        return q_out.transpose(1, 2), self.keys, self.values
+        return q_out.transpose(1, 2), slot.keys, slot.values
 
 
 class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowLayer):

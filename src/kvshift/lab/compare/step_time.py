@@ -44,7 +44,7 @@ def measure_step_time(vanilla: Path, shifted: Path, seconds: float) -> dict[str,
     data = load_text_data(config.data, seed=config.seed, tokenizer_folder=vanilla / "tokenizer")
     rows = [data.validation[number % len(data.validation)] for number in range(config.batch_size)]
     batch = {name: tensor.to(config.device) for name, tensor in collate(rows).items()}
-    steps = {
+    steps: dict[str, Callable[[int], object]] = {
         "vanilla": _step_of(vanilla, batch, config),
         "shifted": _step_of(shifted, batch, config),
     }

@@ -157,7 +157,7 @@ def measure(
         if at >= warm_up + rounds and (spent >= seconds or all(times.failure for times in found.values())):
             return found
         counts = at >= warm_up
-        order = [*implementations, *(reversed(implementations) if there_and_back and counts else ())]
+        order = [*implementations, *(reversed([*implementations]) if there_and_back and counts else ())]
         taken: dict[str, list[float]] = {name: [] for name in implementations}
         for name in order:
             times = found[name]

@@ -104,7 +104,7 @@ class LabGPT2Config(KVShiftGPT2Config):
     classes: int = 23
 
 
-class LabGPT2(ShiftedPreTrainedModel, GPT2PreTrainedModel):
+class LabGPT2(ShiftedPreTrainedModel, GPT2PreTrainedModel):  # pyright: ignore[reportIncompatibleVariableOverride]
     """GPT-2 for a task: scores of tokens at every position, no cache and no `generate`."""
 
     config: LabGPT2Config  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -44,9 +44,10 @@ def registered(
         differentiable = None
         if backward is not None and watched_backward is not None:
             operator.register_autograd(backward, setup_context=save)
+            alone, watched = backward, watched_backward
 
             def backward_of_either(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-                return (watched_backward if is_watched(*grads) else backward)(ctx, *grads)
+                return (watched if is_watched(*grads) else alone)(ctx, *grads)
 
             members = {"forward": launch, "setup_context": save, "backward": once_differentiable(backward_of_either)}
             function = type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in members.items()})
