@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvshift.benchmarks import bench as command
-from kvshift.benchmarks import formulations, language_model
+from kvshift.benchmarks import formulations, language_model, report
 from kvshift.benchmarks.bench import BenchConfig, bench
-from kvshift.benchmarks.presets import PRESETS, Preset, Sweep
+from kvshift.benchmarks.presets import PRESETS, LayerSize, Preset, Sweep
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.folder import RunFailedError
 from kvshift.layers import KVShift
@@ -20,7 +20,9 @@ SMOKE = PRESETS["smoke"]
 TINY = dataclasses.replace(
     SMOKE,
     rounds=2,
+    shapes=((2, 13, 3, 4),),
     dtypes=(torch.float32,),
+    layers=(LayerSize(batch=2, length=13, embed_dim=24, heads=6, kv_heads=3),),
     memory=(),
     sweep=Sweep(base=(1, 8, 2, 4), axes={"T": (8, 16, 32)}, dtypes=(torch.float32,)),
 )
@@ -37,6 +39,12 @@ def preset(monkeypatch):
     found = command.environment(torch.device("cpu"), 1)
     monkeypatch.setattr(command, "environment", lambda device, processes: found)
     return choose
+
+
+@pytest.fixture
+def without_plot(monkeypatch):
+    """Plots take longer than the rows; those of every part are drawn by the first test."""
+    monkeypatch.setattr(report, "draw", lambda rows: None)
 
 
 def config(out, *parts, **options):
@@ -64,7 +72,7 @@ def test_every_part_leaves_rows_table_and_plot(preset, tmp_path, capsys):
     baselines = {(row["part"], row["case"]): row for row in reversed(rows)}
     assert all(row["ratio"] == row["ratio_low"] == row["ratio_high"] == 1 for row in baselines.values())
     operator = [row for row in rows if row["part"] == "op" and row["contestant"] == "kv_shift"]
-    element = 2 * 67 * 3 * 16 * 4  # bytes of k
+    element = 2 * 13 * 3 * 4 * 4  # bytes of k
     assert [row["moved_bytes"] for row in operator] == [2 * 2 * element, 5 * 2 * element]
     assert [row["peak_bytes"] // (2 * element) for row in operator] == [1, 2], "results; with gradients of k and v"
     table = (tmp_path / "table.md").read_text()
@@ -81,7 +89,7 @@ def test_every_part_leaves_rows_table_and_plot(preset, tmp_path, capsys):
     assert "need not be the ratio of the two times" in table
 
 
-def test_a_second_call_measures_what_is_missing_and_nothing_else(preset, tmp_path, capsys):
+def test_a_second_call_measures_what_is_missing_and_nothing_else(preset, without_plot, tmp_path, capsys):
     bench(config(tmp_path, "sweep"))
     before = (tmp_path / "rows.jsonl").read_bytes()
     capsys.readouterr()
@@ -95,7 +103,7 @@ def test_a_second_call_measures_what_is_missing_and_nothing_else(preset, tmp_pat
         bench(config(tmp_path, "sweep", rounds=5))
 
 
-def test_a_path_that_is_wrong_is_not_reported_and_the_others_are(preset, tmp_path, monkeypatch, capsys):
+def test_a_path_that_is_wrong_is_not_reported_and_the_others_are(preset, without_plot, tmp_path, monkeypatch, capsys):
     wrong = formulations.pad_multiply_add
     monkeypatch.setattr(formulations, "pad_multiply_add", lambda x, mix: wrong(x, mix) * 1.001)
     with pytest.raises(RunFailedError, match="pad, multiply, add: parity failed: k_hat") as raised:
@@ -112,7 +120,7 @@ def test_a_path_that_is_wrong_is_not_reported_and_the_others_are(preset, tmp_pat
         bench(config(tmp_path, "op"))
 
 
-def test_a_path_that_cannot_run_is_said_to_fail(preset, tmp_path, monkeypatch):
+def test_a_path_that_cannot_run_is_said_to_fail(preset, without_plot, tmp_path, monkeypatch):
     def too_large(x, mix):
         raise MemoryError("does not fit")
 
@@ -123,7 +131,8 @@ def test_a_path_that_cannot_run_is_said_to_fail(preset, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["layer", "train", "prefill", "decode"])
-def test_a_model_whose_shift_is_wrong_at_first_tokens_is_not_reported(part, preset, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("preset", "without_plot")
+def test_a_model_whose_shift_is_wrong_at_first_tokens_is_not_reported(part, tmp_path, monkeypatch):
     whole = KVShift.forward
 
     def wrong(self, q, k, v, **options):
@@ -139,7 +148,7 @@ def test_a_model_whose_shift_is_wrong_at_first_tokens_is_not_reported(part, pres
     assert {row["contestant"] for row in wrong_rows} == {"kv shift"}
 
 
-def test_memory_of_a_layer_is_what_two_layers_take_beyond_one(preset, tmp_path, monkeypatch):
+def test_memory_of_a_layer_is_what_two_layers_take_beyond_one(preset, without_plot, tmp_path, monkeypatch):
     tiny = {**SMOKE.models[0].fields, "num_key_value_heads": 2}
     monkeypatch.setattr("kvshift.benchmarks.memory.SIZES", {"tiny": tiny})
     preset(dataclasses.replace(TINY, memory=(("tiny", 37),)))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from kvshift import cli
 from kvshift.lab.errors import LabError
 from kvshift.recipes import mqar
+from kvshift.recipes import reproduce as module
 from kvshift.recipes.catalogue import Grid
-from kvshift.recipes.jobs import Computation
-from kvshift.recipes.recipe import Record, reported
+from kvshift.recipes.jobs import Computation, TrainingJob
+from kvshift.recipes.recipe import Recipe, Record, reported
 from kvshift.recipes.records import read_records
 from kvshift.recipes.tuning import at_best_rates, best_rates, reached_soonest, tuning_jobs
 
@@ -91,11 +94,23 @@ def test_what_does_not_train_has_no_rate():
         tuning_jobs([job], Grid(rates=(1e-3,), seeds=(1000,)))
 
 
-def test_the_command_tunes_first_and_reports_what_it_chose(tmp_path: Path):
+@pytest.fixture
+def two_arms(monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """MQAR's two models of one layer, one step each. Its own smoke preset has twice the runs: see `test_smoke`."""
+
+    def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
+        return [replace(job, config=replace(job.config, steps=1)) for job in mqar.RECIPE.jobs(preset, seeds)[2:]]
+
+    recipe = replace(mqar.RECIPE, jobs=jobs, claims=lambda records: [], plot=lambda records: Figure())
+    monkeypatch.setattr(module, "find_recipe", lambda name: recipe)
+    return recipe
+
+
+def test_the_command_tunes_first_and_reports_what_it_chose(two_arms: Recipe, tmp_path: Path):
     assert cli.main(["reproduce", "mqar", "--preset", "smoke", "--out", str(tmp_path), "--jobs", "1"]) == 0
     folder = tmp_path / "mqar" / "smoke"
     records = read_records(folder / "records.jsonl")
-    assert len(records) == 8 + 4
+    assert len(records) == 4 + 2
     chosen = best_rates([record for record in records if record.tunes is not None], mqar.RECIPE.tuned_by)
     shown = reported(records)
     assert {record.label: record.options["optimizer"]["learning_rate"] for record in shown} == chosen

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import TrainConfig
 
-from .cases import assert_same_run, metrics, tiny, write_corpus
+from .cases import assert_same_run, copied, metrics, tiny, write_corpus
 
 # Forks of a process that has imported everything and computed nothing: a child is at work at once.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -132,6 +133,7 @@ def test_kill_9(kind, moment, corpus, tmp_path, uninterrupted, capfd):
     assert [each["step"] for each in continued] == found[-1:] or (continued[0]["step"] == 0 and not found)
 
 
+@pytest.mark.slow
 def test_kill_9_twice(corpus, tmp_path, uninterrupted):
     config = tiny(corpus, tmp_path / "run", steps=40)
     kill_when(between_checkpoints, config)
@@ -140,23 +142,20 @@ def test_kill_9_twice(corpus, tmp_path, uninterrupted):
     assert_same_run(config.out, uninterrupted("plain"))
 
 
-def test_killed_after_the_last_checkpoint(corpus, tmp_path, uninterrupted):
+def test_killed_after_the_last_checkpoint(corpus, tmp_path, finished):
     """Training is over but nothing says so yet: the losses of each row are computed anew, from the same weights."""
-    config = tiny(corpus, tmp_path / "run", steps=40)
-    train(config)
-    (config.out / "result.json").unlink()
-    (config.out / "model" / "model.safetensors").unlink()
-    train(config)
-    assert_same_run(config.out, uninterrupted("plain"))
+    out = copied(finished, tmp_path, without=("result.json", "model/model.safetensors"))
+    train(tiny(corpus, out))
+    assert_same_run(out, finished)
 
 
-def test_a_line_that_was_cut_off_goes(corpus, tmp_path, uninterrupted):
-    config = tiny(corpus, tmp_path / "run", steps=40)
-    kill_when(between_checkpoints, config)
-    with (config.out / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "st')
-    train(config)
-    assert_same_run(config.out, uninterrupted("plain"))
+def test_a_line_that_was_cut_off_goes(corpus, tmp_path, finished):
+    out = copied(finished, tmp_path)
+    shutil.rmtree(out / "checkpoint-12")
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:-2]) + lines[-2][:21])
+    train(tiny(corpus, out))
+    assert_same_run(out, finished)
 
 
 def test_signal_leaves_a_checkpoint(corpus, tmp_path, uninterrupted):
@@ -176,7 +175,7 @@ def test_signal_leaves_a_checkpoint(corpus, tmp_path, uninterrupted):
     assert_same_run(config.out, uninterrupted("plain"))
 
 
-@pytest.mark.parametrize("kind", ["plain", "documents, accumulated"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "documents, accumulated"])
 def test_lines_after_a_signal_are_those_of_a_run_without_one(corpus, tmp_path, monkeypatch, kind):
     """Signals twice within one mean, at the step of a line, and at that of an evaluation that writes no line."""
     spread = {"steps": 24, "log_every": 10, "eval_every": 7, "save_every": 12, **KINDS[kind]}

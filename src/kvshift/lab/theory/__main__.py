@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from kvshift.lab.theory.gradient_flow import Trajectory, take_steps
 from kvshift.lab.theory.limit_loss import exact
 
 
-def main() -> None:
-    """Read the options, run, print."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the options (None: from the command line), run, print."""
     parser = argparse.ArgumentParser(
         prog="python -m kvshift.lab.theory", description="Run every check of the theory and print its numbers."
     )
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20_000, help="of plain gradient descent (20000)")
     parser.add_argument("--seed", type=int, default=0, help="of all draws (0)")
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     record: dict[str, Any] = {
         "environment": environment(torch.device("cpu"), 1),
         "options": {name: value for name, value in vars(options).items() if name != "out"},
