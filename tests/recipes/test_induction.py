@@ -80,7 +80,7 @@ def test_models_have_the_papers_sizes() -> None:
     from kvshift.recipes.models import sized
 
     for width, layers, heads, mlp, stated in ((1024, 4, 8, 2736, 50e6), (128, 2, 1, 344, 0.4e6), (8, 1, 1, 24, 0.8e3)):
-        options = sized(width, layers, False, heads=heads)
+        options = sized(width, layers, "vanilla", heads=heads)
         assert options.intermediate_size == mlp
         beyond_embeddings = layers * (4 * width * width + 3 * width * mlp + 2 * width)
         assert beyond_embeddings == pytest.approx(stated, rel=0.1)

@@ -20,13 +20,13 @@ RECIPE = mqar.RECIPE
 
 
 def record(
-    model: tuple[int, bool], accuracy: float, *, seed: int = 0, rate: float = 2e-3, width: int = 64, reached: int = 100
+    model: tuple[int, str], accuracy: float, *, seed: int = 0, rate: float = 2e-3, width: int = 64, reached: int = 100
 ) -> Record:
     """A run that had `accuracy` from step `reached` to the end, and 10 % before."""
-    layers, shifted = model
+    layers, variant = model
     options = {
         "task": {"name": "mqar", **to_json(mqar.LAPTOP.task)},
-        "model": {"layers": layers, "width": width, "shift_targets": ["k", "v"] if shifted else []},
+        "model": {"layers": layers, "width": width, "shift_targets": ["k", "v"] if variant == "kv-shift" else []},
         "optimizer": {"learning_rate": rate},
         "steps": 400,
     }
@@ -40,7 +40,7 @@ def record(
 
 
 def records(accuracy: dict[tuple[int, bool], float] | None = None, *, seeds: int = 5, **options) -> list[Record]:
-    given = {(2, False): 1.0, (2, True): 1.0, (1, False): 0.3, (1, True): 1.0, **(accuracy or {})}
+    given = {(2, "vanilla"): 1.0, (2, "kv-shift"): 1.0, (1, "vanilla"): 0.3, (1, "kv-shift"): 1.0, **(accuracy or {})}
     return [record(model, value, seed=seed, **options) for model, value in given.items() for seed in range(seeds)]
 
 
@@ -97,13 +97,13 @@ def test_three_of_three_decide_nothing():
 @pytest.mark.parametrize("missed", [1, 4, 5])
 def test_a_claim_about_all_seeds_fails_only_where_all_of_them_do_otherwise(missed: int):
     given = [one for one in records() if not one.label.startswith("KV-shift, 1 layer")]
-    given += [record((1, True), 0.5 if seed < missed else 1.0, seed=seed) for seed in range(5)]
+    given += [record((1, "kv-shift"), 0.5 if seed < missed else 1.0, seed=seed) for seed in range(5)]
     expected = "fails" if missed == 5 else "not shown"
     assert directions(given)["KV-shift, 1 layer, answers within 400 steps"] == expected
 
 
 def test_a_vanilla_arm_that_is_only_slow_is_said_to_need_more_steps_and_not_to_fail():
-    slow = [record((2, False), 0.9, seed=seed) for seed in range(3)]
+    slow = [record((2, "vanilla"), 0.9, seed=seed) for seed in range(3)]
     given = [*(one for one in records(seeds=3) if not one.label.startswith("vanilla, 2 layers")), *slow]
     claim = next(claim for claim in RECIPE.claims(given) if "vanilla, 2 layers, answers" in claim.statement)
     assert claim.direction == "not shown"
@@ -113,8 +113,8 @@ def test_a_vanilla_arm_that_is_only_slow_is_said_to_need_more_steps_and_not_to_f
 @pytest.mark.parametrize(("ours", "theirs", "direction"), [(50, 200, "holds"), (200, 50, "fails")])
 def test_sooner_by_steps_to_the_level(ours: int, theirs: int, direction: str):
     given = [one for one in records() if one.options["model"]["layers"] == 1]
-    for shifted, step in ((True, ours), (False, theirs)):
-        given += [record((2, shifted), 1.0, seed=seed, reached=step + seed) for seed in range(5)]
+    for variant, step in (("kv-shift", ours), ("vanilla", theirs)):
+        given += [record((2, variant), 1.0, seed=seed, reached=step + seed) for seed in range(5)]
     assert directions(given)["of two layers, those with KV shift learn sooner"] == direction
 
 
@@ -135,4 +135,4 @@ def test_a_run_of_smoke(tmp_path: Path):
     assert found.curve["step"] == [2, 4]
     assert found.result["evaluation"]["rows"] == 9
     assert mqar._cells([found]) == [(16, 8)]
-    assert mqar._runs([found], 16, 8, (1, True)) == {3: found}
+    assert mqar._runs([found], 16, 8, (1, "kv-shift")) == {3: found}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # takes a second to import
 
 __all__ = ["RECIPE"]
 
-MODELS = {"KV-shift": True, "vanilla": False}
+MODELS = {"KV-shift": "kv-shift", "vanilla": "vanilla"}  # variants by label
 MEASURES = {"from_start": "from nothing", "from_prefix": "from the beginning of a sentence"}
 SHARE_MARGIN = 0.05
 """Shares of sentences count as the same within this."""
@@ -78,9 +78,9 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     """Both models with each seed."""
     config, width, layers, heads = SIZES[preset]
     return [
-        TrainingJob(label=label, config=replace(config, seed=seed, model=sized(width, layers, shifted, heads=heads)))
+        TrainingJob(label=label, config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)))
         for seed in seeds
-        for label, shifted in MODELS.items()
+        for label, variant in MODELS.items()
     ]
 
 

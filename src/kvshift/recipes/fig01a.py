@@ -26,7 +26,7 @@ from kvshift.recipes.recipe import Recipe, Record, by_label
 
 __all__ = ["RECIPE"]
 
-MODELS = ((4, False), (2, False), (1, False), (1, True))  # layers, shifted: the longest run first
+MODELS = ((4, "vanilla"), (2, "vanilla"), (1, "vanilla"), (1, "kv-shift"))  # the longest run first
 
 PAPER = TaskTrainConfig(
     out=Path(),
@@ -65,10 +65,10 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     config, width, heads = SIZES[preset]
     return [
         TrainingJob(
-            label=model_label(layers, shifted),
-            config=replace(config, seed=seed, model=sized(width, layers, shifted, heads=heads)),
+            label=model_label(layers, variant),
+            config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)),
         )
-        for layers, shifted in MODELS
+        for layers, variant in MODELS
         for seed in seeds
     ]
 
@@ -76,7 +76,9 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 def claims(records: Sequence[Record]) -> list[Claim]:
     """The four that the paper draws from the figure; how soon is judged at an accuracy of 90 %."""
     models = by_label(records)
-    ours, one, two, four = (model_label(*model) for model in ((1, True), (1, False), (2, False), (4, False)))
+    ours, one, two, four = (
+        model_label(*model) for model in ((1, "kv-shift"), (1, "vanilla"), (2, "vanilla"), (4, "vanilla"))
+    )
     reach, at_90 = reach_by_label(records, 0.99), reach_by_label(records, 0.9)
     alone = final_accuracy(models[one])
     against_two = compare_reach(at_90[ours], at_90[two], names=(ours, two))

@@ -17,7 +17,7 @@ from kvshift.recipes.recipe import Recipe, Record, by_label
 
 __all__ = ["RECIPE"]
 
-MODELS = ((2, False), (1, True))  # layers, shifted
+MODELS = ((2, "vanilla"), (1, "kv-shift"))  # layers, variant
 WIDTH = 8
 
 PAPER = replace(fig01a.PAPER, steps=20_000)
@@ -34,10 +34,10 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     """Each model with each seed."""
     return [
         TrainingJob(
-            label=model_label(layers, shifted),
-            config=replace(SIZES[preset], seed=seed, model=sized(WIDTH, layers, shifted, heads=1)),
+            label=model_label(layers, variant),
+            config=replace(SIZES[preset], seed=seed, model=sized(WIDTH, layers, variant, heads=1)),
         )
-        for layers, shifted in MODELS
+        for layers, variant in MODELS
         for seed in seeds
     ]
 
@@ -45,7 +45,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 def claims(records: Sequence[Record]) -> list[Claim]:
     """KV shift is ahead, and two layers without stay poor."""
     models = by_label(records)
-    shifted, vanilla = (model_label(*model) for model in ((1, True), (2, False)))
+    shifted, vanilla = (model_label(*model) for model in MODELS[::-1])
     ours, theirs = (final_accuracy(models[label]) for label in (shifted, vanilla))
     reach = reach_by_label(records, 0.9)
     return [

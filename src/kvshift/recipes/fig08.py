@@ -21,11 +21,12 @@ from kvshift.lab.tasks import HopConfig, HopTask, evaluation_batches
 from kvshift.lab.training.task_trainer import score
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
+from kvshift.lab.variants.by_name import VARIANTS, with_variant
 from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, higher, percent, points
 from kvshift.recipes.jobs import TrainingJob
-from kvshift.recipes.models import model_label
+from kvshift.recipes.models import PAIR, model_label
 from kvshift.recipes.recipe import Recipe, Record, by_label
 
 if TYPE_CHECKING:  # takes a second to import
@@ -164,22 +165,17 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[HopJob]:
     configs, width, dropout, rows = SIZES[preset]
     return [
         HopJob(
-            label=model_label(layers, shifted),
+            label=model_label(layers, variant),
             config=replace(
                 config,
                 seed=seed,
-                model=GPT2Options(
-                    width=width,
-                    layers=layers,
-                    dropout=dropout,
-                    shift_targets=("k", "v") if shifted else (),
-                ),
+                model=with_variant(GPT2Options(width=width, layers=layers, dropout=dropout), variant),
             ),
             rows=rows,
         )
         for layers, config in configs.items()
         for seed in seeds
-        for shifted in (True, False)
+        for variant in PAIR
     ]
 
 
@@ -188,7 +184,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     models, depths, largest = by_label(records), _depths(records), _largest(records)
     found = []
     for layers in depths:
-        ours, theirs = (_means(models[model_label(layers, shifted)]) for shifted in (True, False))
+        ours, theirs = (_means(models[model_label(layers, variant)]) for variant in PAIR)
         found.append(
             Claim(
                 statement=f"With {layers} layers, KV shift makes fewer errors over k = 1 ... {largest}",
@@ -199,7 +195,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             )
         )
     layers = 5 if 5 in depths else depths[-1]
-    ours, theirs = (_errors(models[model_label(layers, shifted)], largest) for shifted in (True, False))
+    ours, theirs = (_errors(models[model_label(layers, variant)], largest) for variant in PAIR)
     found += [
         Claim(
             statement=f"With {layers} layers and k = {largest}, KV shift makes fewer errors",
@@ -208,7 +204,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             direction=higher(theirs, ours),
             size="as in the paper" if (layers, largest) == (5, 16) else "another size than in the paper",
         ),
-        *(_deeper(models, depths, shifted) for shifted in (True, False) if len(depths) > 1),
+        *(_deeper(models, depths, variant) for variant in PAIR if len(depths) > 1),
     ]
     if _published(records[0]):
         found += [_as_published(models, layers) for layers in depths]
@@ -224,13 +220,13 @@ def plot(records: Sequence[Record]) -> Figure:
     panels = figure.subplots(1, len(depths), squeeze=False)[0]
     colors = colors_of(("KV-shift", "vanilla"))
     for axes, layers in zip(panels, depths, strict=True):
-        for shifted in (True, False):
-            variant = "KV-shift" if shifted else "vanilla"
-            for first, record in enumerate(models[model_label(layers, shifted)].values()):
+        for variant in PAIR:
+            name = VARIANTS[variant].label
+            for first, record in enumerate(models[model_label(layers, variant)].values()):
                 errors = record.result["errors"]["off"]
                 hops = [int(name) for name in errors]
-                label = "" if first else variant
-                axes.plot(hops, list(errors.values()), color=colors[variant], linewidth=1.3, alpha=0.85, label=label)
+                label = "" if first else name
+                axes.plot(hops, list(errors.values()), color=colors[name], linewidth=1.3, alpha=0.85, label=label)
         if _published(records[0]):
             axes.plot(
                 HOPS, PUBLISHED[layers], "x", color="black", markersize=5, label="vanilla, published (dropout on)"
@@ -263,16 +259,16 @@ def _means(seeds: dict[int, Record], dropout: str = "off") -> list[float]:
     return [statistics.fmean(record.result["errors"][dropout].values()) for record in seeds.values()]
 
 
-def _deeper(models: dict[str, dict[int, Record]], depths: Sequence[int], shifted: bool) -> Claim:
+def _deeper(models: dict[str, dict[int, Record]], depths: Sequence[int], variant: str) -> Claim:
     """Whether each further layer lowers the mean error; the weakest step decides."""
-    means = [_means(models[model_label(layers, shifted)]) for layers in depths]
+    means = [_means(models[model_label(layers, variant)]) for layers in depths]
     steps = [higher(less, more) for less, more in pairwise(means)]
     direction: Direction = "fails" if "fails" in steps else "not shown" if "not shown" in steps else "holds"
     return Claim(
-        statement=f"Each further layer makes fewer errors, {'with' if shifted else 'without'} KV shift",
+        statement=f"Each further layer makes fewer errors, {'with' if variant == 'kv-shift' else 'without'} KV shift",
         paper=(
             "the order of the curves"
-            if shifted
+            if variant == "kv-shift"
             else ", ".join(f"{PUBLISHED[layers][-1]:.3f} with {layers}" for layers in sorted(PUBLISHED)) + " at k = 16"
         ),
         ours="; ".join(f"{percent(mean)} with {layers}" for layers, mean in zip(depths, means, strict=True)),
@@ -298,7 +294,7 @@ def _as_published(models: dict[str, dict[int, Record]], layers: int) -> Claim:
 
     By a 95 % prediction interval for all k together (Bonferroni): mean +- t s sqrt(1 + 1 / n).
     """
-    seeds = models[model_label(layers, False)]
+    seeds = models[model_label(layers, "vanilla")]
     inside = []
     for hops, published in zip(HOPS, PUBLISHED[layers], strict=True):
         values = _errors(seeds, hops, "on")

@@ -14,10 +14,11 @@ from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.tasks import NGramConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
+from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, no_difference, percent, points
 from kvshift.recipes.jobs import TrainingJob
-from kvshift.recipes.models import sized
+from kvshift.recipes.models import PAIR, sized
 from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
 
 if TYPE_CHECKING:  # takes a second to import
@@ -69,17 +70,17 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     config, sizes = SIZES[preset]
     return [
         TrainingJob(
-            label=_label(size, shifted),
+            label=_label(size, variant),
             config=replace(
                 config,
                 seed=seed,
-                model=sized(width, layers, shifted, heads=heads),
+                model=sized(width, layers, variant, heads=heads),
                 optimizer=replace(config.optimizer, learning_rate=rate),
             ),
         )
         for size, (layers, width, heads, rate) in sizes.items()
         for seed in seeds
-        for shifted in (True, False)
+        for variant in PAIR
     ]
 
 
@@ -88,7 +89,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     models = by_label(records)
     found = []
     for size in _sizes(records):
-        pair = [models[_label(size, shifted)] for shifted in (True, False)]
+        pair = [models[_label(size, variant)] for variant in PAIR]
         ours, theirs = map(_final, pair)
         soon, late = (reach_of(accuracy_curves(seeds, SCORED), LEVEL) for seeds in pair)
         found += [
@@ -124,8 +125,8 @@ def plot(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def _label(size: str, shifted: bool) -> str:
-    return f"{'KV-shift' if shifted else 'vanilla'}, {size}"
+def _label(size: str, variant: str) -> str:
+    return f"{VARIANTS[variant].label}, {size}"
 
 
 def _sizes(records: Sequence[Record]) -> list[str]:

@@ -13,11 +13,12 @@ from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.tasks import MQARConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
+from kvshift.lab.variants.by_name import variant_of, with_variant
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, in_every_seed, percent, sooner
 from kvshift.recipes.jobs import TrainingJob
-from kvshift.recipes.models import model_label
+from kvshift.recipes.models import PAIR, model_label
 from kvshift.recipes.recipe import Recipe, Record, accuracy_curves
 from kvshift.recipes.tuning import reached_soonest
 
@@ -28,7 +29,7 @@ __all__ = ["RECIPE"]
 
 SCORED = "queries"
 LEVEL = 0.99
-MODELS = ((2, False), (2, True), (1, False), (1, True))  # layers, shifted: the longest run first
+MODELS = ((2, "vanilla"), (2, "kv-shift"), (1, "vanilla"), (1, "kv-shift"))  # the longest run first
 
 PAPER = TaskTrainConfig(
     out=Path(),
@@ -74,24 +75,19 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     configs, widths = SIZES[preset]
     return [
         TrainingJob(
-            label=f"{model_label(layers, shifted)}, {config.task.length} tokens, width {width}",
+            label=f"{model_label(layers, variant)}, {config.task.length} tokens, width {width}",
             config=replace(
                 config,
                 seed=seed,
-                model=GPT2Options(
-                    width=width,
-                    layers=layers,
-                    heads=1,
-                    mlp=False,
-                    head="tied",
-                    embedding_rows=None,
-                    shift_targets=("k", "v") if shifted else (),
+                model=with_variant(
+                    GPT2Options(width=width, layers=layers, heads=1, mlp=False, head="tied", embedding_rows=None),
+                    variant,
                 ),
             ),
         )
         for config in configs
         for width in widths
-        for layers, shifted in MODELS
+        for layers, variant in MODELS
         for seed in seeds
     ]
 
@@ -105,23 +101,22 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             runs = _runs(records, length, width, model)
             accuracies = [_final(record) for record in runs.values()]
             steps = max(record.options["steps"] for record in runs.values())
-            answers = model != (1, False)
+            answers = model != (1, "vanilla")
             right = sum((accuracy >= LEVEL) == answers for accuracy in accuracies)
             found.append(
                 Claim(
                     statement=f"{where}: {model_label(*model)}, {'answers' if answers else 'does not'} within "
                     f"{steps:,} steps",
-                    paper="100 % in Zoology's Figure 2" if model == (2, False) else "no number in the paper",
+                    paper="100 % in Zoology's Figure 2" if model == (2, "vanilla") else "no number in the paper",
                     ours=percent(accuracies),
                     direction=in_every_seed(right, len(accuracies)),
                     size=f"answers means {100 * LEVEL:g} %, here in {right if answers else len(runs) - right} of "
                     f"{len(runs)} seeds, at the best learning rate",
                 )
             )
-        names = model_label(2, True), model_label(2, False)
+        names = model_label(2, PAIR[0]), model_label(2, PAIR[1])
         reach = [
-            reach_of(accuracy_curves(_runs(records, length, width, (2, shifted)), SCORED), LEVEL)
-            for shifted in (True, False)
+            reach_of(accuracy_curves(_runs(records, length, width, (2, variant)), SCORED), LEVEL) for variant in PAIR
         ]
         compared = compare_reach(*reach, names=names)
         found.append(
@@ -161,12 +156,12 @@ def _cells(records: Sequence[Record]) -> list[tuple[int, int]]:
     return sorted({(record.options["task"]["length"], record.options["model"]["width"]) for record in records})
 
 
-def _runs(records: Sequence[Record], length: int, width: int, model: tuple[int, bool]) -> dict[int, Record]:
+def _runs(records: Sequence[Record], length: int, width: int, model: tuple[int, str]) -> dict[int, Record]:
     """Of one model, by seed."""
     found = {}
     for record in records:
         options = record.options["model"]
-        this = (options["layers"], bool(options["shift_targets"]))
+        this = (options["layers"], variant_of(options))
         if (record.options["task"]["length"], options["width"], this) == (length, width, model):
             found[record.seed] = record
     return dict(sorted(found.items()))

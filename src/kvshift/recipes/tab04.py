@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # takes a second to import
 
 __all__ = ["RECIPE"]
 
-MODELS = {"KV-shift": True, "vanilla": False}
+MODELS = {"KV-shift": "kv-shift", "vanilla": "vanilla"}  # variants by label
 PAPER_SHARES = {
     "Tr12-Te15": {"vanilla": 0.8154, "KV-shift": 0.8909},
     "Tr21-Te24": {"vanilla": 0.8711, "KV-shift": 0.9062},
@@ -92,11 +92,11 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     return [
         TrainingJob(
             label=f"{model}, {_setting(config.task)}",
-            config=replace(config, seed=seed, model=sized(width, layers, shifted, heads=heads)),
+            config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)),
         )
         for config in settings[::-1]  # the longest first
         for seed in seeds
-        for model, shifted in MODELS.items()
+        for model, variant in MODELS.items()
     ]
 
 

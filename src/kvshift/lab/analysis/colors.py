@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvshift.lab.variants.by_name import VARIANTS
+
 __all__ = ["BLUE", "GREEN", "GREY", "ORANGE", "PURPLE", "SKY_BLUE", "VERMILLION", "colors_of"]
 
 VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY_BLUE = "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 GREY = "#777777"
 
-_VARIANTS = {"vanilla": BLUE, "KV-shift": VERMILLION, "K-shift": GREEN, "V-shift": PURPLE, "QKV-shift": ORANGE}
+_VARIANTS = {entry.label: entry.color for entry in VARIANTS.values()}
+_VARIANTS |= {"K-shift": GREEN, "V-shift": PURPLE, "QKV-shift": ORANGE}
 _SPARE = (SKY_BLUE, GREY)
 
 

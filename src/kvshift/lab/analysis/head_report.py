@@ -12,8 +12,9 @@ from kvshift.lab.analysis.curves import plot_learning, save_figure
 from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.analysis.maps import count_coefficients, map_attention, map_coefficients, map_scores
 from kvshift.lab.analysis.pages import inline, render
-from kvshift.lab.analysis.runs import read_json, variant_name
+from kvshift.lab.analysis.runs import read_json
 from kvshift.lab.runs.folder import read_metrics
+from kvshift.lab.variants.by_name import shift_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ def write_head_report(out: Path, metrics: Path | None = None) -> Path:
     """
     found = read_json(out / "heads.json")
     heads, layers = found["heads"], found["coefficients"]
-    variant = variant_name([_TARGETS[name] for name in _TARGETS if layers and name in layers[0]])
+    variant = shift_label([_TARGETS[name] for name in _TARGETS if layers and name in layers[0]])
     learning = plot_learning(metrics, variant) if metrics is not None else None
     coefficients = map_coefficients(layers)
     page = render(

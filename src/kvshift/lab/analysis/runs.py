@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.errors import LabError
+from kvshift.lab.variants.by_name import label_of
 
 if TYPE_CHECKING:
     from kvshift.lab.training.train_config import TrainConfig
 
-__all__ = ["Run", "is_finished", "read_json", "read_lines", "read_run", "variant_name"]
+__all__ = ["Run", "is_finished", "read_json", "read_lines", "read_run"]
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,9 @@ class Run:
     result: dict[str, Any]
 
     @property
-    def shift_targets(self) -> tuple[str, ...]:
-        """Which of "q", "k", "v" the model shifts."""
-        return tuple(self.config["model"]["shift_targets"])
-
-    @property
     def name(self) -> str:
         """What tables and plots call the model."""
-        return variant_name(self.shift_targets)
+        return label_of(self.config["model"])
 
     def options(self) -> TrainConfig:
         """`config` as it was given to `kvshift train`, with nothing left open."""
@@ -62,11 +58,6 @@ class Run:
         latest = {line["layer"]: line for line in lines if line["step"] == lines[-1]["step"]}
         names = ("alpha", "beta", "gamma")
         return [{name: latest[layer][name] for name in names if latest[layer].get(name)} for layer in sorted(latest)]
-
-
-def variant_name(shift_targets: Sequence[str]) -> str:
-    """What tables and plots call a model that shifts these of "q", "k", "v"."""
-    return f"{''.join(shift_targets).upper()}-shift" if shift_targets else "vanilla"
 
 
 def is_finished(folder: Path) -> bool:

@@ -146,7 +146,7 @@ def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, A
 
 def resolved_model(config: KVShiftLlamaConfig) -> dict[str, Any]:
     """The fields of `ModelConfig` as the model has them."""
-    apart = ("size", "config", "freeze_shift", "rope_theta")
+    apart = ("variant", "size", "config", "freeze_shift", "rope_theta")
     values = {field.name: getattr(config, field.name) for field in fields(ModelConfig) if field.name not in apart}
     rope = cast(dict[str, Any], config.rope_parameters)
     return {**values, "rope_theta": rope["rope_theta"], "shift_targets": list(config.shift_targets)}

@@ -41,6 +41,9 @@ _FREE = ("out", "report_to", "progress", "keep_checkpoints", "data_workers")
 class ModelConfig:
     """A Llama with KV shift. Fields left at None come from `size` or `config`, else from the value named last."""
 
+    variant: str | None = None
+    """What the model is, by a name of `kvshift.lab.variants.by_name`; kv-shift, which the options shift_* refine."""
+
     size: str | None = None
     """One of the paper's: 0.2B, 1.5B, 2.9B, 6.7B, 13B, 19B."""
     config: Path | None = None
@@ -222,8 +225,12 @@ class TrainConfig(RunConfig):
 def config_hash(config: Mapping[str, Any]) -> str:
     """16 hexadecimal digits over all that decides the numbers of a run; `config` as `to_json` gives it."""
     decisive = {name: value for name, value in config.items() if name not in _FREE}
-    if decisive.get("init_from") is None:  # so that runs from before there was this option keep their digits
+    # So that runs from before there were these options keep their digits:
+    if decisive.get("init_from") is None:
         decisive.pop("init_from", None)
+    if decisive.get("model", {}).get("variant") is None:
+        model = {name: value for name, value in decisive.get("model", {}).items() if name != "variant"}
+        decisive |= {"model": model} if model else {}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 

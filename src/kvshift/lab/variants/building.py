@@ -149,7 +149,7 @@ def declare_plain_llama(folder: Path) -> None:
 def load_trained(run: Run) -> KVShiftLlamaForCausalLM:
     """The final model of a run of text in float32, as the class that it was trained as."""
     folder = run.folder / "model"
-    values = read_json(folder / "config.json") | {"shift_targets": list(run.shift_targets)}
+    values = read_json(folder / "config.json") | {"shift_targets": run.config["model"]["shift_targets"]}
     config = KVShiftLlamaConfig.from_dict(values | {"model_type": KVShiftLlamaConfig.model_type})
     return KVShiftLlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
 

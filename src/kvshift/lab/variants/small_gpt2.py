@@ -47,6 +47,8 @@ class GPT2Options:
     to as many logits as there are tokens. tied: the embedding is that matrix."""
     embedding_rows: int | None = 30
     """Rows of the embedding, no less than there are tokens; None: as many."""
+    variant: str | None = None
+    """What the model is, by a name of `kvshift.lab.variants.by_name`; None: kv-shift, refined by the fields shift_*."""
     shift_targets: tuple[Literal["q", "k", "v"], ...] = ("k", "v")
     """What the layers shift. With no value after it: nothing, the vanilla model."""
     shift_window: int = 2

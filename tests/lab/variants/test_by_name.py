@@ -1,0 +1,74 @@
+"""Variants by name: what a name makes of options, what it is called, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvshift.lab.analysis.colors import colors_of
+from kvshift.lab.errors import LabError
+from kvshift.lab.training.train_config import ModelConfig, TrainConfig, config_hash, to_json
+from kvshift.lab.variants.by_name import VARIANTS, label_of, settled, shift_label, variant_of, with_variant
+from kvshift.lab.variants.small_gpt2 import GPT2Options
+
+SIZES = [ModelConfig(hidden_size=24), GPT2Options(width=24)]
+sizes = pytest.mark.parametrize("size", SIZES, ids=["llama", "gpt2"])
+
+
+@sizes
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_name_comes_back_from_what_is_recorded(size: ModelConfig | GPT2Options, name: str) -> None:
+    made = with_variant(size, name)
+    assert settled(replace(size, variant=name)) == settled(made) == made
+    recorded = to_json(made)
+    assert variant_of(recorded) == name
+    assert label_of(recorded) == VARIANTS[name].label
+
+
+@sizes
+def test_vanilla_and_kv_shift_are_said_as_ever(size: ModelConfig | GPT2Options) -> None:
+    assert with_variant(size, "vanilla") == replace(size, shift_targets=())
+    assert with_variant(size, "kv-shift") == replace(size, shift_targets=("k", "v"))
+    assert settled(size) == size
+
+
+@sizes
+def test_what_refines_a_shift_stays_where_something_shifts(size: ModelConfig | GPT2Options) -> None:
+    refined = replace(size, shift_targets=("v",), shift_window=3, shift_init="identity", freeze_shift=True)
+    assert with_variant(refined, "kv-shift") == refined == settled(replace(refined, variant="kv-shift"))
+    assert with_variant(refined, "vanilla") == with_variant(size, "vanilla")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"variant": "kvshift"}, r"model\.variant must be one of vanilla, kv-shift.*, got 'kvshift'"),
+        ({"variant": "vanilla", "shift_window": 3}, r"model\.shift_window is 3, but model\.variant is vanilla"),
+        ({"variant": "vanilla", "freeze_shift": True}, r"model\.freeze_shift is True, but model\.variant is vanilla"),
+        ({"variant": "kv-shift", "shift_targets": ()}, r"model\.shift_targets must name at least one of q, k, v"),
+    ],
+    ids=str,
+)
+def test_contradictions_are_named(options: dict, said: str) -> None:
+    with pytest.raises(LabError, match=said):
+        settled(ModelConfig(**options))
+
+
+def test_digests_of_runs_from_before_there_were_others() -> None:
+    options = to_json(TrainConfig(out="x"))
+    before = {**options, "model": {name: value for name, value in options["model"].items() if name != "variant"}}
+    assert config_hash(options) == config_hash(before) == "d01c4654aef2aed7"
+    assert config_hash({**options, "model": {**options["model"], "variant": "other"}}) != config_hash(options)
+
+
+def test_labels_of_a_shift() -> None:
+    assert [shift_label(targets) for targets in ("", "k", "qkv")] == ["vanilla", "K-shift", "QKV-shift"]
+    assert label_of({"shift_targets": ["v"]}) == "V-shift"
+    assert label_of({"shift_targets": None}) == "KV-shift"
+
+
+def test_every_variant_has_a_color_of_its_own_in_every_figure() -> None:
+    labels = [entry.label for entry in VARIANTS.values()]
+    assert colors_of(labels) == {entry.label: entry.color for entry in VARIANTS.values()}
+    assert len(set(colors_of([*labels, "K-shift", "V-shift", "QKV-shift"]).values())) == len(labels) + 3
