@@ -317,19 +317,6 @@ def test_memory_does_not_grow_with_the_text(form, model_folder, tmp_path, monkey
     assert peaks[1] < 1.03 * peaks[0]
 
 
-def test_progress_without_a_terminal(capsys):
-    now = [0.0]
-    progress = evaluation._Progress("a run", 4_000_000, clock=lambda: now[0])
-    for _ in range(4):
-        now[0] += 6
-        progress.update(60_000, 250_000)
-    progress.close()
-    assert capsys.readouterr().err.splitlines() == [
-        "kvshift eval: a run: 0.5 of 4.0 MB, 10,000 tokens per second, 01:24 left",
-        "kvshift eval: a run: 1.0 of 4.0 MB, 10,000 tokens per second, 01:12 left",
-    ]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

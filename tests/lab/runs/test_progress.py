@@ -12,7 +12,7 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from kvshift.lab.runs import progress
-from kvshift.lab.runs.progress import Progress, counted
+from kvshift.lab.runs.progress import Counter, Progress, counted
 from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.callbacks import Evaluation
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
@@ -90,6 +90,19 @@ def test_a_long_evaluation_is_told_and_a_short_one_is_not(clock, capsys: pytest.
     for _ in counted(range(7), "evaluation", "batches", shown=False):
         clock[0] += 4.0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("total", "of", "left"), [(4_000_000, " of 4.0", ", 01:12 left"), (None, "", "")])
+def test_bytes_are_told_in_megabytes_with_the_speed_in_tokens(clock, total, of, left) -> None:
+    """`kvshift eval` reads texts; the size of a streamed one is not known."""
+    said: list[str] = []
+    counter = Counter("a run", total, "bytes", say=said.append)
+    for _ in range(4):
+        clock[0] += 6.0
+        counter.update(250_000, tokens=60_000)
+    counter.close()
+    assert said[0].startswith(f"a run: 0.5{of} MB, 10,000 tokens/s")
+    assert said[1:] == [f"a run: 1.0{of} MB, 10,000 tokens/s{left}"]
 
 
 def test_trainers_evaluation_is_counted_batch_by_batch(clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,15 +113,27 @@ def test_a_damaged_line_is_named_and_the_others_stay(finished, corpus, tmp_path,
 
 
 @pytest.mark.parametrize(
-    "line", ["[1]", "5", '{"kind": "train"}', '{"kind": 1, "step": 2}', '{"kind": "train", "step": 1}']
+    ("line", "problem"),
+    [
+        ("[1]", "not a JSON object"),
+        ("5", "not a JSON object"),
+        ('{"kind": "ev', "not a JSON object"),
+        ('{"kind": "eval"}', "without a valid step"),
+        ('{"kind": 1, "step": "2"}', "without a valid kind and step"),
+        ('{"kind": "train", "step": 1}', "without a valid seconds"),
+        ('{"kind": "train", "step": 1, "seconds": null}', "without a valid seconds"),
+    ],
 )
-def test_lines_that_are_no_records(tmp_path, line):
+def test_lines_that_are_no_records(tmp_path, line, problem):
     path, said = tmp_path / "metrics.jsonl", []
     path.write_text(f'{{"kind": "eval", "step": 1}}\n{line}\n{{"kind": "eval", "step": 2}}\n')
+    text = path.read_text()
     with closing(Metrics(path, up_to_step=2, say=said.append)):
         assert [record["step"] for record in read_metrics(path, "eval")] == [1, 2]
-    assert len(said) == 1
-    assert said[0].startswith(f"{path}: line 2 is damaged")
+    path.write_text(text)
+    assert said == [f"{path}: line 2 is damaged, {problem}; only this line is left out"]
+    with pytest.raises(LabError, match=f"line 2 is damaged, {problem}; remove or fix it"):
+        read_metrics(path, "eval")
 
 
 def test_lines_beyond_the_checkpoint_go_without_a_word(tmp_path):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -13,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 import torch
-from tqdm import tqdm
 from transformers.utils import logging
 
 from kvshift.lab.analysis.statistics import mean_of, t_interval
@@ -29,6 +26,7 @@ from kvshift.lab.evaluate.scoring import BLOCK_BYTES, BlockSums, score, sequence
 from kvshift.lab.messages import say
 from kvshift.lab.runs.folder import RunFailedError, environment, write_json
 from kvshift.lab.runs.loading import find_device, load_config, load_tokenizer, load_weights, locate
+from kvshift.lab.runs.progress import Counter
 from kvshift.lab.training.train_config import to_json
 
 __all__ = ["evaluate"]
@@ -36,7 +34,6 @@ __all__ = ["evaluate"]
 _say = partial(say, command="eval")
 
 _LONGEST_WINDOW = 2048  # where nobody names one: the logits of a longer one take gigabytes
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 class _Model(NamedTuple):
@@ -75,7 +72,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     results = []
     for number, model in enumerate(models):
         label = model.name if len(models) == 1 else f"{model.name} ({number + 1} of {len(models)})"
-        results.append(_score(model, config, length, stride, _Progress(label, text["bytes"])))
+        results.append(_score(model, config, length, stride, Counter(label, text["bytes"], "bytes", say=_say)))
     together = max(result.together for result in results)
     for result in results:
         while result.together < together:
@@ -160,7 +157,7 @@ def _measure(config: EvalConfig) -> dict[str, int | None]:
     return {"documents": documents, "bytes": size}
 
 
-def _score(model: _Model, config: EvalConfig, length: int, stride: int, progress: _Progress) -> BlockSums:
+def _score(model: _Model, config: EvalConfig, length: int, stride: int, progress: Counter) -> BlockSums:
     loaded = load_weights(model.folder, dtype=config.dtype, device=config.device)
     check_tokenizer(model.tokenizer, loaded.get_input_embeddings().num_embeddings)
     parts = sequences(token_stream(_pieces(config), model.encode), begin=model.begin, separator=model.separator)
@@ -168,7 +165,7 @@ def _score(model: _Model, config: EvalConfig, length: int, stride: int, progress
     try:
         for scored in score(loaded, windows(parts, length=length, stride=stride), config.batch_size):
             result.add(scored)
-            progress.update(len(scored.losses), int(scored.sizes.sum()))
+            progress.update(int(scored.sizes.sum()), tokens=len(scored.losses))
     except torch.OutOfMemoryError as error:
         raise RunFailedError(
             f"out of memory: {error}. Give a smaller batch_size (now {config.batch_size}) or window (now {length})"
@@ -294,32 +291,3 @@ def _with_error(value: float | None, error: float | None, fewest: int = 4, signe
 def _digits(error: float, fewest: int = 4) -> int:
     """Decimals that keep two figures of an error: at most nine."""
     return fewest if error <= 0 else min(9, max(fewest, 1 - math.floor(math.log10(error))))
-
-
-class _Progress:
-    """How far, how fast, how long still: a bar on a terminal, elsewhere a line now and then."""
-
-    def __init__(self, name: str, total: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._name, self._total, self._clock = name, total, clock
-        self._begin = self._said = clock()
-        self._tokens = self._bytes = 0
-        self._bar = tqdm(total=total, desc=name, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
-
-    def update(self, tokens: int, size: int) -> None:
-        self._tokens, self._bytes = self._tokens + tokens, self._bytes + size
-        now = self._clock()
-        rate = f"{self._tokens / max(now - self._begin, 1e-9):,.0f} tokens per second"
-        self._bar.set_postfix_str(rate, refresh=False)
-        self._bar.update(size)
-        if not self._bar.disable or now - self._said < _SECONDS_BETWEEN_LINES:
-            return
-        self._said = now
-        far, left = f"{self._bytes / 1e6:,.1f} MB", ""
-        if self._total is not None:
-            far = f"{self._bytes / 1e6:,.1f} of {self._total / 1e6:,.1f} MB"
-            seconds = (now - self._begin) * (self._total - self._bytes) / max(self._bytes, 1)
-            left = f", {tqdm.format_interval(max(seconds, 0))} left"
-        _say(f"{self._name}: {far}, {rate}{left}")
-
-    def close(self) -> None:
-        self._bar.close()

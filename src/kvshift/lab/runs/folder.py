@@ -121,12 +121,12 @@ class Metrics:
         `say` is told of each damaged line before those: it is left out, and the others stay.
         """
         self._path = path
-        records = [(line, _record(line)) for line in _lines(path)]
-        until = [number for number, (_, record) in enumerate(records) if record and record["step"] <= up_to_step]
+        lines = [(line, *_record(line)) for line in _lines(path)]
+        until = [number for number, (_, record, _) in enumerate(lines) if record and record["step"] <= up_to_step]
         kept = []
-        for number, (line, record) in enumerate(records[: until[-1] + 1] if until else [], start=1):
+        for number, (line, record, problem) in enumerate(lines[: until[-1] + 1] if until else [], start=1):
             if record is None:
-                say(f"{_damaged(path, number)}: left out, and nothing else")
+                say(f"{path}: line {number} is damaged, {problem}; only this line is left out")
             else:
                 kept.append(line + b"\n")
         write_bytes(path, b"".join(kept))
@@ -161,10 +161,10 @@ def read_metrics(path: Path, kind: str) -> list[dict[str, Any]]:
         LabError: another line is no record.
     """
     records = list(map(_record, _lines(path)))
-    for number, record in enumerate(records[:-1], start=1):
+    for number, (record, problem) in enumerate(records[:-1], start=1):
         if record is None:
-            raise LabError(f"{_damaged(path, number)}; remove or fix it")
-    return [record for record in records if record and record["kind"] == kind]
+            raise LabError(f"{path}: line {number} is damaged, {problem}; remove or fix it")
+    return [record for record, _ in records if record and record["kind"] == kind]
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -228,18 +228,19 @@ def _lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line of metrics says; None where it is damaged."""
+def _record(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    """The record that a line of metrics holds, or None and what is wrong with the line."""
     try:
         record = json.loads(line)
-        whole = isinstance(record["kind"], str) and isinstance(record["step"], int)
-    except (ValueError, TypeError, KeyError):
-        return None
-    return record if whole and (record["kind"] != "train" or "seconds" in record) else None
-
-
-def _damaged(path: Path, number: int) -> str:
-    return f"{path}: line {number} is damaged, no JSON object with kind and step"
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        return None, "not a JSON object"
+    expected: dict[str, Any] = {"kind": str, "step": int}
+    if record.get("kind") == "train":
+        expected["seconds"] = int | float
+    wrong = [name for name, kind in expected.items() if not isinstance(record.get(name), kind)]
+    return (None, f"without a valid {' and '.join(wrong)}") if wrong else (record, "")
 
 
 def _versions() -> dict[str, str]:

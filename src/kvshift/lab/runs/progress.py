@@ -22,34 +22,56 @@ _SHORT = 3.0  # seconds before a bar of what may be done by then
 
 
 class Counter:
-    """Tells of one long piece of work how far it is. Of what takes a few seconds it says nothing."""
+    """Reports the progress of one long piece of work. It is silent about work that takes a few seconds."""
 
-    def __init__(self, what: str, total: int, unit: str, *, shown: bool = True) -> None:
+    def __init__(
+        self, what: str, total: int | None, unit: str, *, shown: bool = True, say: Callable[[str], object] = say
+    ) -> None:
         """Begin to count.
 
         Args:
             what: is done, such as "evaluation".
-            total: number of `unit`s, such as "batches".
-            unit: see there.
+            total: number of `unit`s, such as "batches"; None: not known.
+            unit: see there; with "bytes", lines say megabytes.
             shown: whether anything is said.
+            say: prints a line.
         """
-        self._what, self._unit, self._shown = what, unit, shown
+        self._what, self._total, self._unit, self._shown, self._say = what, total, unit, shown, say
         self._start = self._said = time.perf_counter()
         disable = None if shown else True  # None: where stderr is no terminal
         self._bar: Any = tqdm(
-            desc=what, total=total, unit=f" {unit}", delay=_SHORT, leave=False, dynamic_ncols=True, disable=disable
+            desc=what,
+            total=total,
+            unit="B" if unit == "bytes" else f" {unit}",
+            unit_scale=unit == "bytes",
+            delay=_SHORT,
+            leave=False,
+            dynamic_ncols=True,
+            disable=disable,
         )
-        self._done = 0
+        self._done = self._tokens = 0
 
-    def update(self) -> None:
-        """One more is done."""
-        self._done += 1
-        self._bar.update()
+    def update(self, count: int = 1, *, tokens: int = 0) -> None:
+        """So many more are done, with so many tokens, of which the speed is reported."""
+        self._done, self._tokens = self._done + count, self._tokens + tokens
         now = time.perf_counter()
-        if self._shown and self._bar.disable and now - self._said >= _APART:
-            self._said = now
-            left = (now - self._start) * (self._bar.total - self._done) / self._done
-            say(f"{self._what}: {self._done:,} of {self._bar.total:,} {self._unit}, {tqdm.format_interval(left)} left")
+        spent = max(now - self._start, 1e-9)
+        speed = f"{self._tokens / spent:,.0f} tokens/s" if self._tokens else ""
+        self._bar.set_postfix_str(speed, refresh=False)
+        self._bar.update(count)
+        if not self._shown or not self._bar.disable or now - self._said < _APART:
+            return
+        self._said = now
+        parts = [self._amount(), speed]
+        if self._total is not None and self._done:
+            parts.append(f"{tqdm.format_interval(max(spent * (self._total - self._done) / self._done, 0))} left")
+        self._say(f"{self._what}: {', '.join(part for part in parts if part)}")
+
+    def _amount(self) -> str:
+        known = [self._done] if self._total is None else [self._done, self._total]
+        if self._unit == "bytes":
+            return f"{' of '.join(f'{number / 1e6:,.1f}' for number in known)} MB"
+        return f"{' of '.join(f'{number:,}' for number in known)} {self._unit}"
 
     def close(self) -> None:
         """Clear the bar away."""
