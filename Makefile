@@ -53,7 +53,7 @@ format: .venv/stamp  ## Format the code and apply the safe lint fixes
 .PHONY: results
 results: .venv/stamp  ## Make docs/results.md and all figures from results/
 	@.venv/bin/python -m kvshift.recipes.page
-	@.venv/bin/python -m kvshift.benchmarks.report results/bench/*
+	@.venv/bin/python -m kvshift.benchmarks.bench_report results/bench/*
 
 .PHONY: bench
 bench: .venv/stamp  ## Measure operator, layer and models beside their baselines: ARGS='--preset smoke'

@@ -89,7 +89,7 @@ def sharded_tests(out: Path, limit: int, processes: int, paths: tuple[str, ...] 
 def steps(out: Path) -> list[Step]:
     """What docs/performance.md says must hold on a GPU, the most important first; limits add up to nine minutes."""
     bench = out / "bench"
-    tuning = (sys.executable, "-m", "kvshift.benchmarks.tuning", "--out", str(out / "tuning.json"), "--seconds", "50")
+    tuning = (sys.executable, "-m", "kvshift.benchmarks.tilings", "--out", str(out / "tuning.json"), "--seconds", "50")
     return [
         sharded_tests(out, 110, processes=min(16, os.cpu_count() or 1)),
         Step("tuning", (tuning,), 60),
@@ -171,7 +171,7 @@ def summary(out: Path, said: list[tuple[str, str, float]]) -> str:
     if not path.exists():
         return "\n".join(lines)
     sys.path.insert(0, str(SOURCE))
-    from kvshift.benchmarks.report import short, write
+    from kvshift.benchmarks.bench_report import short, write
 
     rows = whole_lines(path)
     if not rows:

@@ -42,7 +42,7 @@ _COMMANDS = {
     "generate": _Command(
         "Continue prompts with a trained model",
         "kvshift.lab.generate.generate_config:GenerateConfig",
-        "kvshift.lab.generate.generation:generate",
+        "kvshift.lab.generate.generate:generate",
     ),
     "eval": _Command(
         "Score a text: loss, perplexity, bits per byte",

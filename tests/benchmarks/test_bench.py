@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvshift.benchmarks import bench as command
-from kvshift.benchmarks import formulations, language_model, report
+from kvshift.benchmarks import bench_report, formulations, language_model
 from kvshift.benchmarks.bench import BenchConfig, bench
 from kvshift.benchmarks.presets import PRESETS, LayerSize, Preset, Sweep
 from kvshift.lab.errors import LabError
@@ -44,7 +44,7 @@ def preset(monkeypatch):
 @pytest.fixture
 def without_plot(monkeypatch):
     """Plots take longer than the rows; those of every part are drawn by the first test."""
-    monkeypatch.setattr(report, "draw", lambda rows: None)
+    monkeypatch.setattr(bench_report, "draw", lambda rows: None)
 
 
 def config(out, *parts, **options):

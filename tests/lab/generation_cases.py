@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.generate.generation import GenerateConfig
+from kvshift.lab.generate.generate import GenerateConfig
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 TEXT = ["to be or not to be, that is the question: whether 'tis nobler in the mind", "naïve café — 東京 🙂"]

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from kvshift.benchmarks.bench_config import PARTS, BenchConfig, Part
+from kvshift.benchmarks.bench_report import SMOKE, short, write
 from kvshift.benchmarks.cases import Case, Session, measure_case
 from kvshift.benchmarks.presets import PRESETS
-from kvshift.benchmarks.report import SMOKE, short, write
 from kvshift.benchmarks.rows import RowFile, options_hash
 from kvshift.lab.compare.timing import EventClock, WallClock, keep_memory
 from kvshift.lab.errors import LabError
@@ -82,8 +82,8 @@ def _cases(part: Part) -> Callable[[Session], Iterator[Case]]:
         from kvshift.benchmarks.layer import layer_cases
 
         return layer_cases
+    from kvshift.benchmarks.linearity import sweep_cases
     from kvshift.benchmarks.operator import operator_cases
-    from kvshift.benchmarks.sweep import sweep_cases
 
     return operator_cases if part == "op" else sweep_cases
 

@@ -19,14 +19,14 @@ from kvshift.benchmarks.formulations import Formulation, Table
 from kvshift.layers.positions import rotate_half
 from kvshift.ops import ShiftState, kv_shift
 
-__all__ = ["Verdict", "check_formulation"]
+__all__ = ["ParityResult", "check_formulation"]
 
 _SLICE = 32  # positions
 _TERMS = 512  # sums over tokens are made in blocks, or as a tree, whose depth this bounds
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ParityResult:
     """What the check found.
 
     Attributes:
@@ -61,7 +61,7 @@ def check_formulation(
     *,
     backward: bool,
     table: Table | None = None,
-) -> Verdict:
+) -> ParityResult:
     """Compare a formulation with the reference.
 
     An element may be off by u (rounding to dtype) times `formulation.roundings` of the sum of the absolute values of
@@ -124,7 +124,7 @@ def _compare(
     grads: list[Tensor],
     spans: list[_Span],
     table: Table | None,
-) -> Verdict:
+) -> ParityResult:
     unit = torch.finfo(inputs[0].dtype).eps / 2
     coefficient_unit = torch.finfo(formulation.weights(coefficients[0], inputs[0]).dtype).eps / 2
     single = torch.finfo(torch.float32).eps / 2
@@ -177,7 +177,7 @@ def _compare(
                 span.before(rest).zero_()
             if int(rest.count_nonzero()):
                 problem = f"{name}: not zero where no gradient comes from"
-    return Verdict(problem, worst)
+    return ParityResult(problem, worst)
 
 
 def _reference(

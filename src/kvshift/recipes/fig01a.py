@@ -13,7 +13,7 @@ from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, percent, sooner
-from kvshift.recipes.induction import (
+from kvshift.recipes.fig01 import (
     SCORED,
     final_accuracy,
     guess,

@@ -10,7 +10,7 @@ from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes import fig01a
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher, percent, points
-from kvshift.recipes.induction import SCORED, final_accuracy, guess, plot_induction, reach_by_label
+from kvshift.recipes.fig01 import SCORED, final_accuracy, guess, plot_induction, reach_by_label
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import model_label, sized
 from kvshift.recipes.recipe import Recipe, Record, by_label

@@ -18,7 +18,7 @@ import torch
 import tyro
 from torch.utils.data import DataLoader
 
-from kvshift.lab.data import cache, packing, sources
+from kvshift.lab.data import dataset_cache, packing, sources
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
@@ -263,7 +263,7 @@ def test_full_disk_is_said_with_the_folder(tmp_path, monkeypatch, cache):
 def test_cache_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "cache")
-    with pytest.raises(cache.CacheError, match=r"set HF_DATASETS_CACHE to move it"):
+    with pytest.raises(dataset_cache.CacheError, match=r"set HF_DATASETS_CACHE to move it"):
         load(tmp_path)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from kvshift.lab.errors import LabError
-from kvshift.lab.generate.generation import GenerateConfig, generate
+from kvshift.lab.generate.generate import GenerateConfig, generate
 from kvshift.lab.generate.prompts import Answers, answers_in, read_prompts
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 

@@ -5,7 +5,7 @@ after the other in each round; a round gives each of them a time, and a ratio to
 medians over rounds count. Neither `torch.utils.benchmark` nor `triton.testing.do_bench` can do that: each times one
 function alone, to the end. As a clock of single calls within a round they do not serve either: `Timer.timeit` makes two
 more calls before each that it times, which for training steps is three times the work, and `do_bench` clears the cache
-and waits before each call. Where nothing is compared round by round (`kvshift.benchmarks.tuning`), `do_bench` serves.
+and waits before each call. Where nothing is compared round by round (`kvshift.benchmarks.tilings`), `do_bench` serves.
 """
 
 from __future__ import annotations

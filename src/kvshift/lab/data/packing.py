@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvshift.lab.data.cache import cached_dataset, fingerprint
+from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
 from kvshift.lab.data.pieces import cut, parts_at_lines
 from kvshift.lab.data.sources import Documents, texts
 

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import datasets
 
-from kvshift.lab.data.cache import cached_dataset, fingerprint
 from kvshift.lab.data.config import DataConfig
+from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
 from kvshift.lab.data.files import FileStamp, find_files, is_data_file, read_files, read_pieces
 from kvshift.lab.errors import LabError
 

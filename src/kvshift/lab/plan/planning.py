@@ -29,7 +29,7 @@ from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.model_fields import given_fields, size_fields
 from kvshift.models.paper_sizes import SIZES
 
-__all__ = ["DEVICES", "Device", "Estimate", "PlanConfig", "estimate", "plan"]
+__all__ = ["DEVICES", "CostEstimate", "Device", "PlanConfig", "estimate", "plan"]
 
 _USABLE = 0.9  # of a device's memory: the rest is CUDA's context, the allocator's fragments, communication
 _GIB = 2**30
@@ -58,7 +58,7 @@ DEVICES: dict[DeviceName, Device] = {
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CostEstimate:
     """What one model costs.
 
     Attributes:
@@ -98,7 +98,7 @@ def plan(config: PlanConfig) -> None:
         print(_as_text(config, estimates))
 
 
-def estimate(config: PlanConfig) -> list[Estimate]:
+def estimate(config: PlanConfig) -> list[CostEstimate]:
     """What the models of `config` cost.
 
     Raises:
@@ -189,7 +189,7 @@ def _shape(options: ModelConfig, data: PlanData) -> LlamaShape | None:
     return shape if regular else None
 
 
-def _estimate(config: PlanConfig, name: str, model: Llama) -> Estimate:
+def _estimate(config: PlanConfig, name: str, model: Llama) -> CostEstimate:
     length = config.data.sequence_length or model.max_position_embeddings
     devices = config.devices
     parameters, flops = count_parameters(model), training_flops(model, length)
@@ -217,7 +217,7 @@ def _estimate(config: PlanConfig, name: str, model: Llama) -> Estimate:
     peak = 1e12 * (config.peak_tflops or DEVICES[config.gpu].tflops)
     tokens_per_second = config.tokens_per_second or devices * peak * config.mfu / done
     hours = tokens / tokens_per_second / 3600
-    return Estimate(
+    return CostEstimate(
         model=name,
         sequence_length=length,
         parameters=parameters,
@@ -272,7 +272,7 @@ def _batch(config: PlanConfig, length: int, largest: int) -> tuple[int, int]:
     return max((n for n in range(1, min(rows, largest) + 1) if rows % n == 0), default=1), tokens
 
 
-def _as_json(row: Estimate) -> dict:
+def _as_json(row: CostEstimate) -> dict:
     values = dataclasses.asdict(row)
     values["flops_per_token"]["model"] = row.flops_per_token.model
     values["memory"]["total"] = row.memory.total
@@ -280,7 +280,7 @@ def _as_json(row: Estimate) -> dict:
     return values
 
 
-def _as_text(config: PlanConfig, rows: list[Estimate]) -> str:
+def _as_text(config: PlanConfig, rows: list[CostEstimate]) -> str:
     models = _table(
         {
             "model": [row.model for row in rows],

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvshift.lab.errors import LabError
 from kvshift.lab.tasks.batch import IGNORED, Batch
-from kvshift.lab.tasks.checks import check_at_least, check_batch_size
+from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 
 __all__ = ["HopConfig", "HopTask"]
 

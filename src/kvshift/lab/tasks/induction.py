@@ -28,7 +28,7 @@ import torch
 
 from kvshift.lab.errors import LabError
 from kvshift.lab.tasks.batch import IGNORED, Batch
-from kvshift.lab.tasks.checks import check_batch_size, check_choices
+from kvshift.lab.tasks.option_checks import check_batch_size, check_choices
 from kvshift.lab.tasks.sampling import distinct_rows
 
 __all__ = ["InductionConfig", "InductionTask"]

@@ -19,7 +19,7 @@ import torch
 
 from kvshift.lab.errors import LabError
 from kvshift.lab.tasks.batch import IGNORED, Batch
-from kvshift.lab.tasks.checks import check_at_least, check_batch_size, check_choices
+from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size, check_choices
 from kvshift.lab.tasks.sampling import distinct_rows
 
 __all__ = ["MQARConfig", "MQARTask"]

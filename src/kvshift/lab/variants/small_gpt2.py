@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 
 from kvshift.lab.errors import LabError, require
-from kvshift.lab.tasks.checks import check_at_least, check_choices
+from kvshift.lab.tasks.option_checks import check_at_least, check_choices
 from kvshift.lab.variants.building import build_twin
 from kvshift.layers import check_shift_options
 from kvshift.models.decoder import ShiftedPreTrainedModel

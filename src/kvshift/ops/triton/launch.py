@@ -37,7 +37,7 @@ class Tiling:
     """Of a program."""
 
 
-# By kernel; `kvshift.benchmarks.tuning` tries others on the device at hand.
+# By kernel; `kvshift.benchmarks.tilings` tries others on the device at hand.
 TILING = {
     "forward": Tiling(),
     "backward": Tiling(elements=2048),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from kvshift.lab.tasks.igsm.problem import Problem
-from kvshift.lab.tasks.igsm.text import written
+from kvshift.lab.tasks.igsm.wording import written
 
 # How a quantity follows from others: a formula in python with the names in quotes.
 Formulas = dict[str, str]

@@ -13,7 +13,7 @@ from kvshift.lab.errors import LabError
 from kvshift.lab.tasks.igsm import kamino
 from kvshift.lab.tasks.igsm.encoding import Encoder, Layout, make_encoder
 from kvshift.lab.tasks.igsm.problem import Problem
-from kvshift.lab.tasks.igsm.text import VOCABULARY, spaced, written
+from kvshift.lab.tasks.igsm.wording import VOCABULARY, spaced, written
 
 from .reading import problem_text, solution_text
 

@@ -11,7 +11,7 @@ from kvshift.lab.tasks.igsm import igsm
 from kvshift.lab.tasks.igsm.names import SYSTEMS
 from kvshift.lab.tasks.igsm.problem import Problem
 from kvshift.lab.tasks.igsm.quantities import Abstract, Instance
-from kvshift.lab.tasks.igsm.text import VOCABULARY
+from kvshift.lab.tasks.igsm.wording import VOCABULARY
 
 from .reading import defined, evaluated, igsm_formulas, names_in, problem_text, solution_text
 

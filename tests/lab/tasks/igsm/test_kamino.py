@@ -11,7 +11,7 @@ import pytest
 
 from kvshift.lab.tasks.igsm import kamino
 from kvshift.lab.tasks.igsm.problem import Problem
-from kvshift.lab.tasks.igsm.text import VOCABULARY
+from kvshift.lab.tasks.igsm.wording import VOCABULARY
 
 from .reading import defined, evaluated, kamino_formulas, names_in, problem_text, solution_text
 

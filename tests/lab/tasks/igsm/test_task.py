@@ -20,7 +20,7 @@ from kvshift.lab.tasks import TaskBatches
 from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask, kamino
 from kvshift.lab.tasks.igsm import task as igsm_task
 from kvshift.lab.tasks.igsm.problem import bucket_of
-from kvshift.lab.tasks.igsm.text import VOCABULARY
+from kvshift.lab.tasks.igsm.wording import VOCABULARY
 from kvshift.lab.tasks.questions import QuestionTask
 
 from ..cases import check_shape, seeded

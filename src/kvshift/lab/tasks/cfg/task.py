@@ -18,7 +18,7 @@ from kvshift.lab.analysis.statistics import Estimate, paired_difference
 from kvshift.lab.errors import LabError
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.cfg.grammar import BOS, CFG3F, CFGGrammar
-from kvshift.lab.tasks.checks import check_at_least, check_batch_size
+from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 from kvshift.lab.tasks.questions import Question
 
 __all__ = ["CFGConfig", "CFGTask"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvshift.lab.tasks.igsm.problem import Known, Problem, Step
-from kvshift.lab.tasks.igsm.text import spaced
+from kvshift.lab.tasks.igsm.wording import spaced
 
 __all__ = ["is_right", "steps"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvshift.lab.errors import LabError
 from kvshift.lab.tasks.igsm.problem import Problem
-from kvshift.lab.tasks.igsm.text import MODULUS, VOCABULARY, written
+from kvshift.lab.tasks.igsm.wording import MODULUS, VOCABULARY, written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -26,7 +26,7 @@ from kvshift.lab.tasks.igsm.drawing import Uniform, chosen
 from kvshift.lab.tasks.igsm.names import SYSTEMS, Category
 from kvshift.lab.tasks.igsm.problem import Problem
 from kvshift.lab.tasks.igsm.quantities import Abstract, Instance
-from kvshift.lab.tasks.igsm.text import MODULUS
+from kvshift.lab.tasks.igsm.wording import MODULUS
 from kvshift.lab.tasks.igsm.writing import Writing, statement
 
 __all__ = ["draw", "draw_structure"]

@@ -23,7 +23,7 @@ from typing import Literal
 from kvshift.lab.tasks.igsm.drawing import Uniform, chosen
 from kvshift.lab.tasks.igsm.names import SYSTEMS, Category
 from kvshift.lab.tasks.igsm.problem import Known, Problem, Step
-from kvshift.lab.tasks.igsm.text import LETTERS, MODULUS
+from kvshift.lab.tasks.igsm.wording import LETTERS, MODULUS
 
 __all__ = ["MAX_OPS", "Letters", "Rule", "UndefinedQuantityError", "as_printed", "draw", "problem_of", "solution_order"]
 

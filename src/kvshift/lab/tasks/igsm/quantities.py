@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvshift.lab.tasks.igsm.polynomial import Polynomial, combined, constant, quantity, reduced
 from kvshift.lab.tasks.igsm.problem import Known, Step
-from kvshift.lab.tasks.igsm.text import MODULUS
+from kvshift.lab.tasks.igsm.wording import MODULUS
 
 __all__ = ["Abstract", "Instance"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvshift.lab.tasks.igsm.drawing import Uniform
 from kvshift.lab.tasks.igsm.quantities import Abstract, Instance
-from kvshift.lab.tasks.igsm.text import LETTERS
+from kvshift.lab.tasks.igsm.wording import LETTERS
 
 __all__ = ["Writing", "statement"]
 

@@ -1,6 +1,6 @@
 """Which `Tiling` of the Triton kernels is the fastest on the device at hand.
 
-    python -m kvshift.benchmarks.tuning [--out FILE] [--seconds S]
+    python -m kvshift.benchmarks.tilings [--out FILE] [--seconds S]
 
 For every kernel of `kvshift.ops.triton.launch.TILING` it times candidates at the shapes of docs/performance.md and
 names the one whose slowest shape is the least behind the best found there. What is found is for a person to enter into

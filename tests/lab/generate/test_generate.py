@@ -19,8 +19,7 @@ from kvshift.cli import main
 from kvshift.lab.analyze.analyze_config import AnalyzeConfig
 from kvshift.lab.compare.compare_config import CompareConfig
 from kvshift.lab.errors import LabError
-from kvshift.lab.generate import generation
-from kvshift.lab.generate.generation import GenerateConfig, encode, generate
+from kvshift.lab.generate.generate import GenerateConfig, _cropped, encode, generate
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from ..generation_cases import PROMPTS, batch_config, lines, save_model, tokenizer, write_prompts
@@ -348,10 +347,10 @@ def test_prompts_are_cropped_on_request(model_folder: Path, tmp_path: Path, caps
 
 
 def test_the_token_that_begins_a_text_is_not_cropped() -> None:
-    assert generation._cropped([7, 1, 2, 3, 4], 3, begin=7) == [7, 3, 4]
-    assert generation._cropped([7, 1, 2, 3, 4], 3, begin=None) == [2, 3, 4]
-    assert generation._cropped([7, 1, 2, 3, 4], 1, begin=7) == [4]
-    assert generation._cropped([7, 1, 2], 3, begin=7) == [7, 1, 2]
+    assert _cropped([7, 1, 2, 3, 4], 3, begin=7) == [7, 3, 4]
+    assert _cropped([7, 1, 2, 3, 4], 3, begin=None) == [2, 3, 4]
+    assert _cropped([7, 1, 2, 3, 4], 1, begin=7) == [4]
+    assert _cropped([7, 1, 2], 3, begin=7) == [7, 1, 2]
 
 
 def test_too_long_a_prompt_is_named_before_anything_is_generated(model_folder: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvshift.benchmarks.sweep import fit_line, lines
+from kvshift.benchmarks.linearity import fit_line, lines
 
 
 def test_a_line_is_found_again():

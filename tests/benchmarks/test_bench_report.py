@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvshift.benchmarks.report import draw, markdown, write
+from kvshift.benchmarks.bench_report import draw, markdown, write
 from kvshift.benchmarks.rows import read_rows
 from kvshift.lab.analysis.colors import VERMILLION
 

@@ -1,6 +1,6 @@
 """Tables and plots of rows; reads nothing but rows.
 
-    python -m kvshift.benchmarks.report FOLDER ...
+    python -m kvshift.benchmarks.bench_report FOLDER ...
 
 draws the table and the plot in these folders again from their rows.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvshift.benchmarks.cases import Row
+from kvshift.benchmarks.linearity import lines
 from kvshift.benchmarks.rows import read_rows
-from kvshift.benchmarks.sweep import lines
 from kvshift.lab.analysis.colors import GREEN, GREY, ORANGE, PURPLE, colors_of
 from kvshift.lab.analysis.curves import save_figure
 from kvshift.lab.analysis.tables import as_markdown, as_text

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvshift.benchmarks import tuning
+from kvshift.benchmarks import tilings
 from kvshift.ops.triton.call import triton_refusal
 from kvshift.ops.triton.launch import TILING, Tiling
 
@@ -18,7 +18,7 @@ def test_the_fastest_tiling_comes_first_and_nothing_stays_changed(kernel, monkey
         pytest.skip("no Triton")
     before = dict(TILING)
     tried = [TILING[kernel], Tiling(warps=8), Tiling(warps=2)]
-    monkeypatch.setattr(tuning, "candidates", lambda name: tried if name == kernel else [])
+    monkeypatch.setattr(tilings, "candidates", lambda name: tried if name == kernel else [])
 
     def told(run: Callable[[], object], **_: object) -> float:
         """A benchmark by which two warps are the fastest, and eight fail."""
@@ -27,7 +27,7 @@ def test_the_fastest_tiling_comes_first_and_nothing_stays_changed(kernel, monkey
         return float(TILING[kernel].warps)
 
     monkeypatch.setattr("triton.testing.do_bench", told)
-    found = tuning.tune(torch.device("cpu"), shapes=((1, 5, 3, 3, 4),))
+    found = tilings.tune(torch.device("cpu"), shapes=((1, 5, 3, 3, 4),))
     assert [row["warps"] for row in found[kernel]] == [2, TILING[kernel].warps, 8]
     assert [row["behind"] for row in found[kernel]][:2] == [1.0, TILING[kernel].warps / 2]
     assert found[kernel][2]["seconds"] == [None]
@@ -37,6 +37,6 @@ def test_the_fastest_tiling_comes_first_and_nothing_stays_changed(kernel, monkey
 
 @pytest.mark.parametrize("kernel", TILING)
 def test_the_present_tiling_is_tried_first_and_none_twice(kernel):
-    tried = list(tuning.candidates(kernel))
+    tried = list(tilings.candidates(kernel))
     assert tried[0] == TILING[kernel]
     assert len(set(tried)) == len(tried) > 5
