@@ -61,7 +61,7 @@ class Entry:
     Attributes:
         name: as typed: "fig01a"; its module here has the same name.
         title: one line.
-        presets: by name: "smoke" (seconds), "laptop" (minutes on two cores), "paper" (a GPU).
+        presets: by name: "smoke" (seconds), "laptop" (minutes or hours on two cores), "paper" (a GPU), and others.
     """
 
     name: str
@@ -70,6 +70,10 @@ class Entry:
 
 
 _ZOOLOGY = Grid(rates=(1e-4, 10 ** (-10 / 3), 10 ** (-8 / 3), 1e-2), seeds=(1000,))  # logspace(-4, -2, 4)
+
+_BY_TWO = (5e-4, 1e-3, 2e-3, 4e-3)
+_BY_THREE = (3e-4, 1e-3, 3e-3, 1e-2)
+_GRAMMAR = Grid(rates=(1.5e-3, 3e-3, 6e-3, 1.2e-2), seeds=(1000,))
 
 _ENTRIES = (
     Entry(
@@ -104,7 +108,8 @@ _ENTRIES = (
         title="hops from letter to letter",
         presets={
             "smoke": Preset(seeds=1, cost="20 seconds on two cores"),
-            "laptop": Preset(seeds=3, cost="8 minutes on two cores"),
+            "laptop": Preset(seeds=5, cost="2 hours on two cores", grid=Grid(rates=_BY_TWO, seeds=(1000,))),
+            "hops8": Preset(seeds=3, cost="3 hours on two cores", grid=Grid(rates=_BY_TWO, seeds=(1000,))),
             "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
         },
     ),
@@ -113,7 +118,7 @@ _ENTRIES = (
         title="a table of triples, memorized",
         presets={
             "smoke": Preset(seeds=1, cost="10 seconds on two cores"),
-            "laptop": Preset(seeds=3, cost="4 minutes on two cores"),
+            "laptop": Preset(seeds=5, cost="15 minutes on two cores", grid=Grid(rates=_BY_THREE, seeds=(1000,))),
             "paper": Preset(seeds=3, cost="an hour on one GPU; not measured"),
         },
     ),
@@ -140,7 +145,8 @@ _ENTRIES = (
         title="sentences of a grammar",
         presets={
             "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
-            "laptop": Preset(seeds=3, cost="8 minutes on two cores"),
+            "laptop": Preset(seeds=3, cost="20 minutes on two cores", grid=_GRAMMAR),
+            "long": Preset(seeds=3, cost="2.5 hours on two cores", grid=Grid(rates=(2e-3, 6e-3), seeds=(1000,))),
             "paper": Preset(seeds=3, cost="days on one GPU; not measured"),
         },
     ),

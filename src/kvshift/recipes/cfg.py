@@ -20,6 +20,7 @@ from kvshift.recipes.claims import Claim, no_difference, percent, points
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import sized
 from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
+from kvshift.recipes.tuning import least_loss
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -59,6 +60,7 @@ LAPTOP = replace(
     save_every=1000,
     data_workers=0,
 )
+LONG = replace(LAPTOP, steps=24_000, eval_every=1000, save_every=2000)
 SMOKE = replace(
     LAPTOP,
     optimizer=replace(PAPER.optimizer, warmup_steps=1, decay_fraction=0.75),
@@ -71,7 +73,12 @@ SMOKE = replace(
 )
 
 # width, layers and heads beside each
-SIZES = {"paper": (PAPER, 768, 12, 12), "laptop": (LAPTOP, 64, 4, 4), "smoke": (SMOKE, 16, 1, 2)}
+SIZES = {
+    "paper": (PAPER, 768, 12, 12),
+    "long": (LONG, 64, 4, 4),
+    "laptop": (LAPTOP, 64, 4, 4),
+    "smoke": (SMOKE, 16, 1, 2),
+}
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
@@ -153,6 +160,7 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
+    tuned_by=least_loss(),
     notes=(
         "The rebuttal names neither grammar nor model. Here: cfg3f, 12 layers of width 768 in the Llama form for both "
         "models, 4.9 billion tokens, learning rate 3e-4 with linear decay after 1,000 steps of warm-up.",

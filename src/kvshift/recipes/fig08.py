@@ -28,6 +28,7 @@ from kvshift.recipes.claims import Claim, Direction, higher, percent, points
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import PAIR, model_label
 from kvshift.recipes.recipe import Recipe, Record, by_label
+from kvshift.recipes.tuning import least_loss
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -83,6 +84,13 @@ LAPTOP = replace(
     eval_batch_size=250,
     save_every=1000,
     data_workers=0,
+)
+HOPS8 = replace(
+    LAPTOP,
+    task=HopConfig(letters=48, max_hops=8),
+    optimizer=replace(LAPTOP.optimizer, decay_fraction=5900 / 6000),
+    steps=6000,
+    eval_every=1000,
 )
 SMOKE = replace(
     LAPTOP,
@@ -155,7 +163,8 @@ def errors_by_hops(model: Any, config: HopConfig, rows: int, device: torch.devic
 # config by layers, the longest run first; width, dropout, rows for each k
 SIZES: dict[str, tuple[dict[int, TaskTrainConfig], int, float, int]] = {
     "paper": ({6: SIX_LAYERS, **dict.fromkeys((5, 4, 3, 2), PAPER)}, 128, 0.1, 1000),
-    "laptop": (dict.fromkeys((3, 2), LAPTOP), 64, 0.1, 1000),
+    "hops8": (dict.fromkeys((6, 4, 2), HOPS8), 64, 0.1, 1000),
+    "laptop": (dict.fromkeys((6, 5, 4, 3, 2), LAPTOP), 64, 0.1, 1000),
     "smoke": (dict.fromkeys((3, 2), SMOKE), 16, 0.1, 10),
 }
 
@@ -322,6 +331,7 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
+    tuned_by=least_loss(),
     paper={"hops": HOPS, "vanilla errors by layers": PUBLISHED},
     notes=(
         "Errors are those at defined targets, of 1,000 rows for each k with dropout off. The published ones were "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = [
     "accuracy_curve",
     "accuracy_curves",
     "by_label",
+    "last_mean",
     "reported",
 ]
 
@@ -149,3 +151,14 @@ def accuracy_curve(record: Record, name: str) -> tuple[list[float], list[float]]
     pairs = zip(record.curve["step"], record.curve[name], strict=True)
     points = [(float(step), float(value)) for step, value in pairs if step is not None and value is not None]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def last_mean(record: Record, name: str, evaluations: int) -> float:
+    """The mean of a curve over its last evaluations, which a spike at the last step moves little.
+
+    Args:
+        record: of a run.
+        name: of the curve.
+        evaluations: how many; all, where there are fewer.
+    """
+    return statistics.fmean(accuracy_curve(record, name)[1][-evaluations:])

@@ -9,9 +9,9 @@ from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.errors import LabError
 from kvshift.recipes.catalogue import Grid
 from kvshift.recipes.jobs import TrainingJob
-from kvshift.recipes.recipe import Job, Record, Score, accuracy_curve
+from kvshift.recipes.recipe import Job, Record, Score, accuracy_curve, last_mean
 
-__all__ = ["at_best_rates", "best_rates", "by_arm", "reached_soonest", "tuning_jobs"]
+__all__ = ["at_best_rates", "best_rates", "by_arm", "least_loss", "most_accurate", "reached_soonest", "tuning_jobs"]
 
 
 def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[TrainingJob]:
@@ -52,15 +52,32 @@ def by_arm(records: Sequence[Record]) -> dict[str, dict[float, list[Record]]]:
     return found
 
 
-def reached_soonest(name: str, level: float) -> Score:
-    """Score by accuracy `name` at the end, `level` being as good as more; of those that reach it, by how soon."""
+def reached_soonest(name: str, level: float, *, last: int = 1) -> Score:
+    """Score by accuracy `name` at the end, `level` being as good as more; of those that reach it, by how soon.
+
+    Args:
+        name: of the accuracy.
+        level: which is as good as any more.
+        last: evaluations whose mean is the accuracy at the end.
+    """
 
     def score(record: Record) -> tuple[float, ...]:
         steps, accuracy = accuracy_curve(record, name)
         reached = steps_to(steps, accuracy, level)
-        return min(accuracy[-1], level), -float(record.options["steps"] if reached is None else reached)
+        final = min(last_mean(record, name, last), level)
+        return final, -float(record.options["steps"] if reached is None else reached)
 
     return score
+
+
+def most_accurate(name: str, *, last: int = 1) -> Score:
+    """Score by accuracy `name`, the mean of the `last` evaluations."""
+    return lambda record: (last_mean(record, name, last),)
+
+
+def least_loss(*, last: int = 1) -> Score:
+    """Score by the validation loss, the mean of the `last` evaluations; lower is better."""
+    return lambda record: (-last_mean(record, "loss", last),)
 
 
 def _training(job: Job) -> TrainingJob:
