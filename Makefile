@@ -25,9 +25,14 @@ test: .venv/stamp  ## Run the tests on the CPU, in parallel
 test-slow: .venv/stamp  ## Run the tests that take long: compilers, several processes, kills, mutants of kernels
 	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not ray' $(ARGS)
 
+# When a process is killed, and what recipes draw: the same on every transformers, and minutes long.
+OLDEST_WITHOUT := tests/lab/training/test_resume.py::test_kill_9 tests/recipes/test_reproduce.py::test_smoke \
+	tests/lab/generate/test_prompts.py::test_kill_and_rerun tests/lab/compare/test_compare.py::test_killed_outright
+
 .PHONY: test-oldest
 test-oldest: .venv-oldest/stamp  ## Run what depends on transformers on the oldest that is supported
-	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto -q -m 'not gpu and not ray' tests/models tests/lab tests/recipes $(ARGS)
+	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not ray and not no_models' \
+		$(OLDEST_WITHOUT:%=--deselect %) tests/models tests/lab tests/recipes $(ARGS)
 
 .PHONY: test-ray
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import hypothesis
 import pytest
 import torch
 
 from . import interpreter
+from .models_refused import models_refused
 
 interpreter.mend()
 
@@ -25,3 +26,12 @@ def memory_that_nobody_wrote_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Around a test and all fixtures that are made for it."""
+    if item.get_closest_marker("no_models") is None:
+        return (yield)
+    with models_refused():
+        return (yield)

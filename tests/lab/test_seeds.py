@@ -5,6 +5,8 @@ import pytest
 from kvshift.lab.seeds import generator_for, seed_for
 from kvshift.lab.tasks import generator_of
 
+pytestmark = pytest.mark.no_models
+
 
 @pytest.mark.parametrize(
     ("purpose", "seed", "expected"),

@@ -6,6 +6,8 @@ import pytest
 
 from kvshift.recipes.claims import higher, no_difference, percent, points
 
+pytestmark = pytest.mark.no_models
+
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "found"),

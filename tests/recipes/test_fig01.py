@@ -11,6 +11,8 @@ from kvshift.recipes.recipe import Record
 
 from .cases import made_up
 
+pytestmark = pytest.mark.no_models
+
 TASK = {"task": {"name": "induction", "length": 16, "vocab_size": 64}}
 ALWAYS = {"vanilla, 4 layers": (0.1, 0.5, 0.95, 1.0), "vanilla, 2 layers": (0.1, 0.5, 0.95, 1.0)}
 NEVER = (0.1, 0.1, 0.1, 0.1)

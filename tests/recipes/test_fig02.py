@@ -16,6 +16,8 @@ from kvshift.recipes.recipe import Record
 
 from .cases import made_up
 
+pytestmark = pytest.mark.no_models
+
 RECIPE = fig02.RECIPE
 
 

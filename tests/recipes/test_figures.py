@@ -13,6 +13,8 @@ from kvshift.recipes.records import read_records
 
 from ..lab.analysis.drawn import colors_by_label, first_points_cut_off, hidden_by_legends, ticks_between_whole_numbers
 
+pytestmark = pytest.mark.no_models
+
 RESULTS = Path(__file__).parents[2] / "results"
 FORMULAS = ("fig02", "tab03")  # nothing is compared there that has the color of a variant
 

@@ -14,6 +14,8 @@ from kvshift.recipes.records import read_records, write_records
 from ..lab.analysis.run_folders import write_pair
 from .cases import made_up
 
+pytestmark = pytest.mark.no_models
+
 OPTIONS = {
     "task": {"name": "induction", "length": 16, "vocab_size": 64},
     "model": {"family": "llama", "hidden_size": 24, "num_hidden_layers": 3},

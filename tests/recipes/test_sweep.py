@@ -15,6 +15,8 @@ from kvshift.recipes.sweep import sweep
 
 from .cases import Counting, runs
 
+pytestmark = pytest.mark.no_models
+
 
 def results(folders: list[Path]) -> list[dict]:
     return [json.loads((folder / "result.json").read_text()) for folder in folders]

@@ -18,6 +18,8 @@ from kvshift.recipes.tab03 import DRAWS, LIMIT, PAPER, DrawsConfig, LimitConfig,
 
 from .cases import made_up
 
+pytestmark = pytest.mark.no_models
+
 RECIPE = tab03.RECIPE
 PRINTED = Form(others=6, side="A2")  # T = 8
 

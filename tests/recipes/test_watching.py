@@ -13,6 +13,8 @@ from kvshift.recipes.watching import last_step, watching
 
 from .cases import Counting
 
+pytestmark = pytest.mark.no_models
+
 
 def write(out: Path, text: str) -> None:
     out.mkdir(exist_ok=True)

@@ -13,6 +13,8 @@ from kvshift.lab.errors import LabError
 
 from .run_folders import write_pair, write_run
 
+pytestmark = pytest.mark.no_models
+
 STEP_TIME = {"milliseconds": {"vanilla": 31.0, "shifted": 37.0}, "ratio": 1.19, "low": 1.17, "high": 1.23}
 
 

@@ -9,6 +9,8 @@ from kvshift.lab.errors import LabError
 
 from .run_folders import write_pair, write_run
 
+pytestmark = pytest.mark.no_models
+
 
 def lines_of(axes, style):
     return [line for line in axes.lines if line.get_marker() == style]

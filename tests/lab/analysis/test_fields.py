@@ -9,6 +9,8 @@ from kvshift.lab.theory.gradient_flow import take_steps
 from kvshift.lab.theory.limit_loss import exact, script
 from kvshift.lab.theory.loss_field import loss_field
 
+pytestmark = pytest.mark.no_models
+
 
 def test_panels_show_levels_streams_and_induction():
     rows = {

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from kvshift.lab.analysis.head_report import steps_reached
+
+pytestmark = pytest.mark.no_models
 
 
 def write(path: Path, *accuracies: dict[str, float | None]) -> Path:

@@ -6,6 +6,8 @@ import pytest
 
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of, steps_to
 
+pytestmark = pytest.mark.no_models
+
 
 def reach(*steps, within=600.0, level=0.99):
     return Reach(level=level, steps=dict(enumerate(steps)), within=dict.fromkeys(range(len(steps)), within))

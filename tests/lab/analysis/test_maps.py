@@ -5,6 +5,8 @@ import pytest
 
 from kvshift.lab.analysis.maps import count_coefficients, map_attention, map_scores
 
+pytestmark = pytest.mark.no_models
+
 PLACES = ("previous", "earlier-1", "earlier", "earlier+1", "earlier+2")
 
 

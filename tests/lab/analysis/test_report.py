@@ -6,9 +6,13 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import pytest
+
 from kvshift.lab.analysis.report import write_report
 
 from .run_folders import write_pair
+
+pytestmark = pytest.mark.no_models
 
 STEP_TIME = {"milliseconds": {"vanilla": 31.0, "shifted": 37.0}, "ratio": 1.19, "low": 1.17, "high": 1.23}
 SAMPLES = {

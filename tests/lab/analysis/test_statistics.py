@@ -7,6 +7,8 @@ import pytest
 
 from kvshift.lab.analysis.statistics import Estimate, first_reached, mean_of, paired_difference, t_interval, verdict
 
+pytestmark = pytest.mark.no_models
+
 
 def test_mean_and_standard_error_worked_by_hand():
     # deviations -3, -1, 4: 26 / 2 = 13 is the variance

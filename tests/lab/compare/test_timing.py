@@ -9,6 +9,8 @@ import torch
 
 from kvshift.lab.compare.timing import EventClock, measure, quartiles
 
+pytestmark = pytest.mark.no_models
+
 
 class TellingClock:
     """Its time is what the call returns."""

@@ -17,6 +17,8 @@ import zstandard
 from kvshift.lab.data.files import find_files, read_files
 from kvshift.lab.errors import LabError
 
+pytestmark = pytest.mark.no_models
+
 COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,

@@ -16,6 +16,8 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.sources import bundled_corpora, load_documents
 from kvshift.lab.errors import LabError
 
+pytestmark = pytest.mark.no_models
+
 
 def column(documents: datasets.Dataset | datasets.IterableDataset) -> list[str]:
     assert documents.column_names == ["text"]

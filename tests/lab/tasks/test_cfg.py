@@ -21,6 +21,8 @@ from kvshift.lab.training.train_config import from_json, to_json
 
 from .cases import check_shape, drawn_numbers, seeded
 
+pytestmark = pytest.mark.no_models
+
 DRAWN = CFGGrammar(rules=("5 -> 4 3 | 3 4 4", "4 -> 1 2 | 2", "3 -> 1 1 | 4 2"))
 RAGGED = CFGGrammar(rules=("9 -> 6 7 6 | 7 7 | 6 3", "6 -> 1 | 2 3 | 1", "7 -> 6 6 | 3 | 2"))
 TINY = {"drawn": DRAWN, "ragged": RAGGED}

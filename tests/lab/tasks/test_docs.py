@@ -10,6 +10,8 @@ import torch
 
 from kvshift.lab.tasks import hop, induction, mqar
 
+pytestmark = pytest.mark.no_models
+
 TEXT = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text(encoding="utf-8")
 
 

@@ -13,6 +13,8 @@ from kvshift.lab.tasks import HopConfig, HopTask, hop
 
 from .cases import check_shape, drawn, seeded
 
+pytestmark = pytest.mark.no_models
+
 
 def hops_from(letters: str, start: int, count: int) -> int | None:
     """hop_count(start), positions from 0; None where it is undefined."""

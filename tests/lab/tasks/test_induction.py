@@ -16,6 +16,8 @@ from kvshift.lab.tasks import InductionConfig, InductionTask, induction
 
 from .cases import check_shape, drawn_numbers, seeded
 
+pytestmark = pytest.mark.no_models
+
 WALKED = ("script", "latest", "raw")
 
 

@@ -13,6 +13,8 @@ from kvshift.lab.tasks.streams import Split
 
 from .cases import TASKS
 
+pytestmark = pytest.mark.no_models
+
 SEEDS = st.integers(-(2**70), 2**70)
 NUMBERS = st.integers(0, 2**31 - 1)
 

@@ -7,6 +7,8 @@ from kvshift import KVShiftAttention
 from kvshift.lab.seeds import generator_for
 from kvshift.lab.theory.causal_paths import path_weights
 
+pytestmark = pytest.mark.no_models
+
 N = 7
 
 

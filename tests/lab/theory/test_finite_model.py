@@ -11,6 +11,8 @@ from kvshift.lab.theory.checks import COEFFICIENTS, check_logits, check_monte_ca
 from kvshift.lab.theory.finite_model import build_layer, draw_losses, model_loss, random_embeddings
 from kvshift.lab.theory.limit_loss import exact, loss
 
+pytestmark = pytest.mark.no_models
+
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS)
 @pytest.mark.parametrize("tokens", [4, 5, 8, 11])

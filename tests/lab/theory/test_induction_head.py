@@ -8,6 +8,8 @@ import torch
 from kvshift.lab.seeds import generator_for
 from kvshift.lab.theory.induction_head import induction_head, random_tokens, softmax_between
 
+pytestmark = pytest.mark.no_models
+
 
 def test_worked_by_hand():
     # scores: s = 2: 1 * 1 / 1 - 2 ln 2;  s = 3: 1 * 2 / 1 - ln 2.  Their weights are as 1 to 2e.

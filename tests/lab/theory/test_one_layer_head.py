@@ -10,6 +10,8 @@ from kvshift.lab.theory.checks import check_match, check_one_layer, matching_tok
 from kvshift.lab.theory.induction_head import induction_head, random_tokens
 from kvshift.lab.theory.one_layer_head import build_layer, kv_shift_head
 
+pytestmark = pytest.mark.no_models
+
 
 @pytest.fixture(scope="module")
 def found():

@@ -9,6 +9,8 @@ import pytest
 
 from kvshift.lab.theory.__main__ import main
 
+pytestmark = pytest.mark.no_models
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -16,6 +16,8 @@ from kvshift.lab.theory.two_layer_head import (
     two_layer_head,
 )
 
+pytestmark = pytest.mark.no_models
+
 
 @pytest.fixture(scope="module")
 def found():

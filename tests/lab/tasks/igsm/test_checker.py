@@ -14,6 +14,8 @@ from kvshift.lab.tasks.igsm.quantities import Instance
 
 from .reading import solution_text
 
+pytestmark = pytest.mark.no_models
+
 RIGHT = {"paper": True, "strict": True}
 LENIENT = {"paper": True, "strict": False}
 WRONG = {"paper": False, "strict": False}

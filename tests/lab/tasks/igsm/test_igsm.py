@@ -15,6 +15,8 @@ from kvshift.lab.tasks.igsm.wording import VOCABULARY
 
 from .reading import defined, evaluated, igsm_formulas, names_in, problem_text, solution_text
 
+pytestmark = pytest.mark.no_models
+
 CATEGORIES = {item: category.name for system in SYSTEMS for category in system for item in category.items}
 
 

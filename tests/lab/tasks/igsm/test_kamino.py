@@ -15,6 +15,8 @@ from kvshift.lab.tasks.igsm.wording import VOCABULARY
 
 from .reading import defined, evaluated, kamino_formulas, names_in, problem_text, solution_text
 
+pytestmark = pytest.mark.no_models
+
 
 def drawn(
     ops: int, count: int, seed: int = 0, *, letters: kamino.Letters = "in_order", modulus: int = 23
