@@ -1,8 +1,9 @@
-"""All tasks by name: from a config to its task."""
+"""All tasks by name: from a config to its task. A new task is one module and one entry in `TASKS`."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from kvshift.lab.tasks.batch import Batch, Task
 from kvshift.lab.tasks.cfg import CFGConfig, CFGTask
@@ -12,11 +13,16 @@ from kvshift.lab.tasks.induction import InductionConfig, InductionTask
 from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
 from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
 
-__all__ = ["TaskConfig", "WholeTask", "config_class", "make_task", "task_name"]
+__all__ = ["TASKS", "TaskConfig", "WholeTask", "config_class", "make_task", "task_name"]
 
-TaskConfig = CFGConfig | HopConfig | IGSMConfig | InductionConfig | MQARConfig | NGramConfig
 
-_TASKS = {
+class TaskConfig(Protocol):
+    """The options of a task: a frozen dataclass whose fields JSON can hold, and which refuses what cannot be."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+TASKS: dict[str, tuple[type[TaskConfig], Callable[[Any], Task]]] = {
     "cfg": (CFGConfig, CFGTask),
     "hop": (HopConfig, HopTask),
     "igsm": (IGSMConfig, IGSMTask),
@@ -37,17 +43,17 @@ class WholeTask(Task, Protocol):
 
 def make_task(config: TaskConfig) -> Task:
     """The task that `config` describes."""
-    return _TASKS[task_name(config)][1](config)  # type: ignore[arg-type]  # the entry with this config's type
+    return TASKS[task_name(config)][1](config)
 
 
 def config_class(name: str) -> type[TaskConfig]:
     """The inverse of `task_name`."""
-    return _TASKS[name][0]
+    return TASKS[name][0]
 
 
 def task_name(config: TaskConfig) -> str:
     """What files and messages call the task of `config`."""
-    for name, (kind, _) in _TASKS.items():
+    for name, (kind, _) in TASKS.items():
         if type(config) is kind:
             return name
-    raise TypeError(f"config must be the config of a task ({', '.join(_TASKS)}), got {type(config).__name__}")
+    raise TypeError(f"config must be the config of a task ({', '.join(TASKS)}), got {type(config).__name__}")

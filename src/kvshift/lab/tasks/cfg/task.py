@@ -83,7 +83,7 @@ class CFGTask:
         self.length = config.length
         self.temperature = config.temperature
         self.max_new_tokens = config.grammar.lengths.longest + 1
-        self.chance = dict(zip(self.slice_names, _chances(config), strict=True))
+        self.chance: dict[str, float] = dict(zip(self.slice_names, _chances(config), strict=True))
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
         """The next `batch_size` rows; see `Task.batch`."""

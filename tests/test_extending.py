@@ -1,0 +1,153 @@
+"""CONTRIBUTING's steps for a new task and a new recipe, followed on toys; `models/test_decoder.py` adds a family."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from kvshift import cli
+from kvshift.lab.tasks import Batch, concatenate, make_task
+from kvshift.lab.tasks.batch import IGNORED
+from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
+from kvshift.lab.tasks.registry import TASKS
+from kvshift.lab.training.task_training import TaskTrainConfig, train_task
+from kvshift.lab.training.train_config import ModelConfig
+from kvshift.recipes.catalogue import CATALOGUE, Entry, Preset
+from kvshift.recipes.claims import Claim, percent
+from kvshift.recipes.jobs import TrainingJob
+from kvshift.recipes.recipe import Recipe, accuracy_curve
+from kvshift.recipes.records import read_records
+
+from .lab.tasks.cases import check_shape, seeded
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyConfig:
+    """Letters that are to be said again."""
+
+    letters: int = 5
+    """Of a sequence, before the blank and again behind it."""
+    alphabet: int = 3
+    """Different letters."""
+
+    def __post_init__(self) -> None:
+        check_at_least("copy", self, letters=1, alphabet=2)
+
+
+class CopyTask:
+    """Uniform letters, a blank, and the same letters again, on which the model is scored. Chance: 1 / alphabet.
+
+    input_ids    2  0  2  3  2  0  2
+    labels       -  -  -  -  2  0  2
+    slices       .  .  .  .  0  0  0
+    """
+
+    slice_names = ("copied",)
+
+    def __init__(self, config: CopyConfig) -> None:
+        self.config = config
+        self.vocab_size = config.alphabet + 1
+        self.length = 2 * config.letters + 1
+        self.chance = {"copied": 1 / config.alphabet}
+
+    def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
+        check_batch_size(batch_size)
+        letters = torch.randint(self.config.alphabet, (batch_size, self.config.letters), generator=generator)
+        blank = torch.full((batch_size, 1), self.config.alphabet)
+        input_ids = torch.cat([letters, blank, letters], dim=1)
+        labels = input_ids.clone()
+        labels[:, : self.config.letters + 1] = IGNORED
+        return Batch(input_ids=input_ids, labels=labels, slices=torch.where(labels == IGNORED, -1, 0))
+
+
+def jobs(preset, seeds):
+    return [
+        TrainingJob(
+            label=f"window {window}",
+            config=TaskTrainConfig(
+                seed=seed,
+                task=CopyConfig(),
+                model=ModelConfig(
+                    hidden_size=12,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    intermediate_size=16,
+                    shift_window=window,
+                ),
+                steps=2,
+                batch_size=7,
+                eval_rows=11,
+                eval_every=1,
+                device="cpu",
+            ),
+        )
+        for window in (2, 3)
+        for seed in seeds
+    ]
+
+
+def claims(records):
+    final = [accuracy_curve(record, "copied")[1][-1] for record in records]
+    return [Claim(statement="Copies", paper="nothing", ours=percent(final), direction="not shown", size="a toy")]
+
+
+def plot(records):
+    figure = Figure()
+    for record in records:
+        figure.add_subplot().plot(*accuracy_curve(record, "copied"))
+    return figure
+
+
+@pytest.fixture
+def task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "copy", (CopyConfig, CopyTask))
+
+
+@pytest.fixture
+def recipe(task: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    presets = {"smoke": Preset(seeds=1, cost="seconds")}
+    monkeypatch.setitem(CATALOGUE, "toy", Entry(name="toy", title="copying", presets=presets))
+    module = ModuleType("kvshift.recipes.toy")
+    module.RECIPE = Recipe(entry=CATALOGUE["toy"], source="no figure", jobs=jobs, plot=plot, claims=claims)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("task")
+def test_a_task_is_a_module_and_an_entry(tmp_path: Path):
+    made = make_task(CopyConfig())
+    batch = made.batch(seeded(0), 13)
+    check_shape(made, batch, 13)
+    assert (concatenate([batch])["labels"][:, 6:] == batch.input_ids[:, :5]).all()
+    found = train_task(
+        TaskTrainConfig(
+            out=tmp_path,
+            task=CopyConfig(),
+            model=jobs("smoke", [0])[0].config.model,
+            steps=2,
+            batch_size=7,
+            eval_rows=11,
+            eval_every=1,
+            device="cpu",
+        )
+    )
+    assert 0 <= found["evaluation"]["accuracy"]["copied"] <= 1
+
+
+@pytest.mark.usefixtures("recipe")
+def test_a_recipe_is_a_module_and_an_entry(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert cli.main(["reproduce"]) == 0
+    assert "toy" in capsys.readouterr().out
+    command = ["reproduce", "toy", "--preset", "smoke", "--jobs", "1"]
+    assert cli.main([*command, "--out", str(tmp_path), "--results", str(tmp_path / "kept")]) == 0
+    records = read_records(tmp_path / "kept" / "toy" / "smoke.jsonl")
+    assert [record.label for record in records] == ["window 2", "window 3"]
+    (claim,) = claims(records)
+    assert (
+        f"| Copies | nothing | {claim.ours} | a toy | **not shown** |" in (tmp_path / "toy/smoke/report.md").read_text()
+    )
