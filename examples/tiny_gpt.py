@@ -42,4 +42,4 @@ with torch.no_grad():
         logits, state = model(tokens, state)  # first the prompt, then one token at a time
         tokens = logits[:, -1:].argmax(-1)
         answer.append(tokens.item())
-print("11 5 42 7 30 11 goes on", *answer)
+print("11 5 42 7 30 11 continues with", *answer)

@@ -29,7 +29,7 @@ def test_tiny_gpt_learns_induction_in_one_layer():
     }
     assert accuracy["('k', 'v')", 100] >= 0.99
     assert accuracy["()", 100] < 0.5
-    assert answer == "11 5 42 7 30 11 goes on 5 42 7 30 11 5 42 7 30"
+    assert answer == "11 5 42 7 30 11 continues with 5 42 7 30 11 5 42 7 30"
 
 
 def test_every_block_of_the_tutorial_runs():
