@@ -61,7 +61,7 @@ def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("mode", ["state, window 3", "padding, state"])
+@pytest.mark.parametrize("mode", [pytest.param("state, window 3", marks=pytest.mark.slow), "padding, state"])
 def test_one_compiled_graph_infers_from_any_number_of_tokens(mode):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(kv_shift, backend=counter, fullgraph=True, dynamic=True)
@@ -111,8 +111,13 @@ class Shift(nn.Module):
 
 @pytest.mark.parametrize(
     ("masked", "rows", "strict"),
-    [(False, None, False), (False, 4, False), (True, None, False), (True, 4, False), (True, 4, True)],
-    ids=["plain", "state", "mask", "mask, state", "mask, state, strict"],
+    [
+        pytest.param(False, None, False, id="plain", marks=pytest.mark.slow),
+        pytest.param(False, 4, False, id="state", marks=pytest.mark.slow),
+        pytest.param(True, None, False, id="mask", marks=pytest.mark.slow),
+        pytest.param(True, 4, False, id="mask, state"),
+        pytest.param(True, 4, True, id="mask, state, strict"),
+    ],
 )
 def test_an_exported_program_takes_any_number_of_tokens(masked, rows, strict):
     def a_case(batch: int, positions: int) -> Case:

@@ -46,6 +46,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @modes
 @dtypes
 @pytest.mark.parametrize("through_state", [False, True], ids=["outputs", "outputs and state"])
+@pytest.mark.slow_on_triton(dtype=[torch.float32, torch.float16])
 def test_results_and_gradients_are_exact_but_for_one_rounding(mode, dtype, through_state, backend):
     assert_within_one_rounding(random_case(2, dtype=dtype, **mode), backend, through_state=through_state)
 
@@ -61,6 +62,7 @@ def test_coefficients_may_have_a_dtype_of_their_own(dtype, mix_dtype, fast_backe
 @pytest.mark.parametrize("grad_layout", [*LAYOUTS, "expanded"])
 @pytest.mark.parametrize("mode", [MODES["state"], MODES["pack, state"]], ids=["rows", "pack"])
 @pytest.mark.parametrize("block", [2**19, 100], ids=["one block", "many"])
+@pytest.mark.slow_on_triton(grad_layout=["plain", "heads first", "every other"])
 def test_strides_change_no_bit_but_the_order_of_the_coefficients_sum(
     layout, grad_layout, mode, block, monkeypatch, fast_backend
 ):
@@ -111,6 +113,9 @@ def test_blocks_change_no_bit_but_the_order_of_the_coefficients_sum(mode, dtype,
 
 
 @modes
+@pytest.mark.slow_on_triton(
+    mode=[MODES[name] for name in ("plain", "state", "window 3", "pack", "documents", "padding")]
+)
 def test_gradcheck(mode, backend):
     """Derivatives against finite differences in fp64, of every element of every result by that of every input.
 

@@ -19,6 +19,7 @@ from .strategies import cases
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 rows = pytest.mark.parametrize("spare_rows", [None, 0, 3], ids=["fresh", "state", "spare rows"])
 windows = pytest.mark.parametrize("window", [2, 3, 4])
+few_on_triton = pytest.mark.slow_on_triton(window=[3], spare_rows=[3])
 
 
 def check_every_cut(case: Case, backend: str, positions: int) -> None:
@@ -29,6 +30,7 @@ def check_every_cut(case: Case, backend: str, positions: int) -> None:
 @dtypes
 @rows
 @windows
+@few_on_triton
 def test_rows(dtype, spare_rows, window, backend):
     leave_to_one_dtype(backend, dtype)
     history = None if spare_rows is None else window - 1 + spare_rows
@@ -38,6 +40,7 @@ def test_rows(dtype, spare_rows, window, backend):
 @dtypes
 @rows
 @windows
+@few_on_triton
 def test_packs(dtype, spare_rows, window, backend):
     """Each call gets a pack of the next piece of each sequence; pieces of those that have ended are empty."""
     leave_to_one_dtype(backend, dtype)
@@ -48,6 +51,7 @@ def test_packs(dtype, spare_rows, window, backend):
 
 @rows
 @windows
+@few_on_triton
 def test_cuts_through_padding(spare_rows, window, backend):
     history = None if spare_rows is None else window - 1 + spare_rows
     masks = [[0, 0, 0, 1, 1, 1, 1], [1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 0, 0, 0, 0]]
@@ -56,6 +60,7 @@ def test_cuts_through_padding(spare_rows, window, backend):
 
 @rows
 @windows
+@few_on_triton
 def test_padded_packs(spare_rows, window, backend):
     history = None if spare_rows is None else window - 1 + spare_rows
     mask = [[1, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0]]
@@ -64,6 +69,7 @@ def test_padded_packs(spare_rows, window, backend):
 
 
 @windows
+@pytest.mark.slow_on_triton(window=[3])
 def test_cuts_inside_numbered_documents(window, backend):
     """A row's first document goes on from the state, so a cut that falls on a boundary needs a fresh state instead."""
     numbers = [[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5]]
