@@ -1,4 +1,4 @@
-"""Shift, QK-norm and rotation in one launch, as layers ask for them: the results of one after the other."""
+"""Shift, QK-norm and RoPE in one launch, as layers ask for them: the results of the reference."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def outcome(layer: KVShift, inputs: list[Tensor], backend: Any, **options: Any) 
 
 def assert_equal(layer: KVShift, inputs: list[Tensor], **options: Any) -> None:
     """In fp64 up to 1e-12; the gradients of the coefficients, float32 numbers, up to their rounding."""
-    own, expected = outcome(layer, inputs, "triton", **options), outcome(layer, inputs, "eager", **options)
+    own, expected = outcome(layer, inputs, "triton", **options), outcome(layer, inputs, "reference", **options)
     assert own.keys() == expected.keys()
     for name, x in own.items():
         rtol = 2.0**-23 if x.dtype == torch.float32 else 1e-12
@@ -189,7 +189,7 @@ def test_smaller_dtypes_err_no_more(normed, width):
             for norm, exact_norm in zip(norms, exact_norms, strict=True):
                 exact_norm.load_state_dict(norm.state_dict())
             wide["norms"] = exact_norms
-        exact = outcome(layer, [x.double() for x in inputs], "eager", **wide)
+        exact = outcome(layer, [x.double() for x in inputs], "reference", **wide)
         own, other = (outcome(layer, inputs, backend, rotary=rotary, norms=norms) for backend in ("triton", "eager"))
         for name, x in own.items():
             if dtype == torch.float32:
@@ -248,7 +248,7 @@ def test_norms_in_float32_of_smaller_heads(launches):
     norms = tuple(HeadNorm(D, eps=0.25) for _ in range(2))
     finish = {"rotary": table_of(D, dtype=torch.bfloat16), "norms": norms}
     inputs = inputs_of(dtype=torch.bfloat16)
-    own, expected = (outcome(layer_of({}), inputs, backend, **finish) for backend in ("triton", "eager"))
+    own, expected = (outcome(layer_of({}), inputs, backend, **finish) for backend in ("triton", "reference"))
     assert launches[0] == 1
     for name, x in own.items():
         assert x.dtype == expected[name].dtype
@@ -304,7 +304,7 @@ def attend(layer: nn.Module, x: Tensor, where: dict[str, Tensor]) -> list[Tensor
 def test_attention(options, where, launches, monkeypatch):
     layer, x = make(**VARIED[options]), tokens(1 if where == "cu_seqlens" else 2, 11)
     results = []
-    for backend in ("triton", "eager"):
+    for backend in ("triton", "reference"):
         monkeypatch.setattr(dispatch, "_AUTO", backend)
         results.append(attend(layer, x, ATTENTION[where]))
     for own, expected in zip(*results, strict=True):

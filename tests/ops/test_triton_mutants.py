@@ -20,9 +20,8 @@ from kvshift.ops.triton.launch import Tiling
 from . import checks, test_triton_step
 from .cases import random_case
 from .conftest import skip_unless_built
+from .fused_cases import assert_within_rounding, random_fused
 from .rounding import assert_within_one_rounding
-from .test_triton_turn import assert_within_rounding
-from .turns import random_turn
 
 pytestmark = pytest.mark.slow
 
@@ -71,23 +70,23 @@ def check_padding_backward() -> None:
 
 
 def check_turn() -> None:
-    assert_within_rounding(random_turn(13, 2, 3, tables=2, norm=False))
+    assert_within_rounding(random_fused(13, 2, 3, tables=2, norm=False))
 
 
 def check_norm() -> None:
-    assert_within_rounding(random_turn(17, 1, 3))
+    assert_within_rounding(random_fused(17, 1, 3))
 
 
 def check_norm_of_a_wide_window() -> None:
-    assert_within_rounding(random_turn(19, 1, 5, window=3))
+    assert_within_rounding(random_fused(19, 1, 5, window=3))
 
 
 def check_turned_documents() -> None:
-    assert_within_rounding(random_turn(23, 1, 6, queries=None, seq_idx=DOCUMENTS[:1]))
+    assert_within_rounding(random_fused(23, 1, 6, queries=None, seq_idx=DOCUMENTS[:1]))
 
 
 def check_turned_padding() -> None:
-    assert_within_rounding(random_turn(29, 1, 6, queries=None, mask=HOLES[:1]))
+    assert_within_rounding(random_fused(29, 1, 6, queries=None, mask=HOLES[:1]))
 
 
 def check_step() -> None:

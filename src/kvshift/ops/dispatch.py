@@ -27,7 +27,7 @@ Norms = tuple[nn.Module, nn.Module]
 """Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
 
 ShiftPath = Literal["reference", "plain", "eager", "cpu", "triton"]
-FusedPath = Literal["launch", "one token", "apart"]
+FusedPath = Literal["reference", "launch", "one token", "apart"]
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,8 @@ def fused_path(call: Call) -> FusedPath:
     """
     k = call.inputs[0]
     backend = choose_backend(call.backend)
+    if backend == "reference" and (call.norms is None or all(map(_is_plain, call.norms))):
+        return "reference"
     if call.rotary is None or call.shifts_queries or not isinstance(k, Tensor) or is_watched():
         return "apart"
     if backend == "auto" and not k.is_cuda:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops.cpu.kernel import next_token_cpu
 from kvshift.ops.dispatch import Call, FusedPath, Norms, compiles_training, fused_path, norm_scales, takes_step
+from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, apply_rotary
 from kvshift.ops.shift import (
     check_boundaries,
@@ -176,6 +177,8 @@ def _run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | 
         results = _launch(call, state, keep_state)
     elif path == "one token":
         results = _one_token(call, state)
+    elif path == "reference":
+        results = _apart(call, gamma, state, _finish_by_loops)
     if results is None:
         results = _apart(call, gamma, state)
     return *results[:3], results[3] if keep_state else None
@@ -205,6 +208,7 @@ def _launch(call: Call, state: ShiftState | None, keep_state: bool) -> Results:
         k_hat, v_hat = compiled_to_recompute(lambda k, v: turned(None, k, v)[1:], k, v)
     else:
         q_hat, k_hat, v_hat = turned(call.q, k, v)
+        q_hat = None if call.q is None else q_hat
     if not keep_state or call.window == 1:
         return q_hat, k_hat, v_hat, None
     max_rows = call.window - 1 if state is None else state.max_rows
@@ -237,8 +241,11 @@ def _one_token(call: Call, state: ShiftState | None) -> Results | None:
     return None if rotated is None else (*rotated, ShiftState(k, v, 1))
 
 
-def _apart(call: Call, gamma: Tensor | None, state: ShiftState | None) -> Results:
-    """One after the other."""
+def _apart(
+    call: Call, gamma: Tensor | None, state: ShiftState | None, finish: Callable[..., Tensor] | None = None
+) -> Results:
+    """One after the other; `finish` is norm and rotation."""
+    finish = finish or _finish
     q, (k, v), (alpha, beta) = call.q, call.inputs, call.mixes
     _check(q, k, v)
     q_norm, k_norm = call.norms or (None, None)
@@ -259,8 +266,8 @@ def _apart(call: Call, gamma: Tensor | None, state: ShiftState | None) -> Result
         if gamma is not None and q is not None:
             q, rows = _shift_queries(q, gamma, k, state, where)
             new = ShiftState(new.k, new.v, new.max_rows, rows)
-    q_hat = None if q is None else _finish(q, q_norm, call.rotary)
-    return q_hat, _finish(k_hat, k_norm, call.rotary), v_hat, new
+    q_hat = None if q is None else finish(q, q_norm, call.rotary)
+    return q_hat, finish(k_hat, k_norm, call.rotary), v_hat, new
 
 
 def _shift_queries(
@@ -295,3 +302,8 @@ def _finish(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
     if norm is not None:
         x = norm(x)
     return x if rotary is None else apply_rotary(x, rotary)
+
+
+def _finish_by_loops(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
+    scale, _, eps = norm_scales(None if norm is None else (norm, norm))
+    return norm_rope_reference(x, scale, eps, rotary)

@@ -1,6 +1,6 @@
-"""The operator as loops over sequences and positions: slow, obvious, and the truth all else is compared with.
+"""The operators as loops over sequences and positions: slow, obvious, and the truth all else is compared with.
 
-Shapes: B batch, T positions, S sequences, R rows of history, G KV heads, D head size, W window.
+Shapes: B batch, T positions, S sequences, R rows of history, H heads, G KV heads, D head size, W window.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import itertools
 
 import torch
 from torch import Tensor
+
+from kvshift.ops.rope import Rotary
 
 
 def shift_reference(
@@ -71,6 +73,44 @@ def shift_reference(
         return x, new_history
     y = [rows[b, t] for b in range(x.shape[0]) for t in range(x.shape[1])]
     return torch.stack(y).reshape(x.shape) if y else x.clone(), new_history
+
+
+def norm_rope_reference(x: Tensor, scale: Tensor | None, eps: float, rotary: Rotary | None) -> Tensor:
+    """Normalise every head of every token by its root mean square, then rotate its pairs of numbers.
+
+        y = x / sqrt(mean(x^2) + eps) * scale                    over D
+        z[i] = y[i] * cos[i] - y[i + D/2] * sin[i]               for the first half
+        z[i + D/2] = y[i + D/2] * cos[i] + y[i] * sin[i]         for the second
+
+    Args:
+        x: (B, T, H, D).
+        scale: (D,), or None: not normalised.
+        eps: of the norm.
+        rotary: cosine and sine, (L, T, 1, D/2), or (L, T, 1, D) with the first half of the sine negated; L is B or 1.
+            None: not rotated.
+
+    Returns:
+        z like x; rounded once.
+    """
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    heads = []
+    for b, t, h in itertools.product(*map(range, x.shape[:3])):
+        y = x[b, t, h].to(compute)
+        if scale is not None:
+            y = y / torch.sqrt((y * y).mean() + eps) * scale.to(compute)
+        if rotary is not None:
+            y = _rotated(y, *(table[b if table.shape[0] > 1 else 0, t, 0].to(compute) for table in rotary))
+        heads.append(y.to(x.dtype))
+    return torch.stack(heads).reshape(x.shape) if heads else x.clone()
+
+
+def _rotated(y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = y.shape[0] // 2
+    if cos.shape[0] == half:
+        cos, sin = torch.cat([cos, cos]), torch.cat([-sin, sin])
+    first = [y[i] * cos[i] + y[i + half] * sin[i] for i in range(half)]
+    second = [y[i + half] * cos[i + half] + y[i] * sin[i + half] for i in range(half)]
+    return torch.stack(first + second)
 
 
 def _add(y: Tensor | None, weight: Tensor, row: Tensor) -> Tensor:

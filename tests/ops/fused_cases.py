@@ -1,0 +1,433 @@
+"""Calls of shift + QK-norm + RoPE to test, and how far rounding may take a result from that of the reference.
+
+Shapes: B batch, T positions, S sequences, R rows of history, H query heads, G KV heads, D head size, W window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvshift.ops import ShiftState, shift_tokens
+from kvshift.ops.fused import Results, shift_norm_rope
+from kvshift.ops.rope import half_tables, rotate_half
+from kvshift.ops.triton.call import Boundaries, turn_triton
+
+from .cases import boundaries, lay_out, spread
+from .rounding import assert_close
+
+Outputs = tuple[Tensor | None, Tensor, Tensor]
+LEAVES = ("q", "k", "v", "alpha", "beta", "q_scale", "k_scale")  # those of the launch
+_LEAVES = (*LEAVES, "gamma", "k_state", "v_state", "q_state")
+_NUMBERS = (*_LEAVES, "cos", "sin")
+
+HOLES = [[0, 1, 0, 1, 1], [1, 1, 1, 0, 0]]
+DOCUMENTS = [[0, 0, 1, 1, 1], [7, -1, -1, -1, 7]]
+MODES: dict[str, dict] = {
+    "plain": {},
+    "tables of each row": {"tables": 2},
+    "tables and gains in fp32": {"table_dtype": torch.float32, "scale_dtype": torch.float32},
+    "window 3": {"window": 3},
+    "window 4": {"window": 4, "positions": 6},
+    "keys alone": {"shifted": "k", "window": 3},
+    "values alone": {"shifted": "v"},
+    "no shift": {"shifted": ""},
+    "no queries": {"queries": None},
+    "heads of several programs": {"queries": 9, "heads": 5, "positions": 2},
+    "heads of two": {"k_dim": 2, "v_dim": 1},
+    "heads of 96": {"k_dim": 96, "v_dim": 33, "queries": 2, "heads": 1, "positions": 3},
+    "one token": {"positions": 1, "window": 3},
+    "pack": {"lengths": [2, 0, 1, 3]},
+    "pack, window 4": {"lengths": [1, 4, 0, 2], "window": 4},
+    "pack, padding": {"lengths": [2, 3], "mask": [[1, 0, 0, 1, 1]]},
+    "documents": {"seq_idx": DOCUMENTS, "window": 3},
+    "padding": {"mask": HOLES, "window": 3},
+    "padding, values alone": {"mask": HOLES, "shifted": "v"},
+    "documents, padding": {"seq_idx": DOCUMENTS, "mask": HOLES, "tables": 2},
+    "nothing but padding": {"mask": [[0] * 5, [0, 0, 0, 0, 1]]},
+}
+WITH_STATE: dict[str, dict] = {
+    "rows": {"rows": 3, "window": 3},
+    "pack": {"lengths": [2, 0, 1, 3], "rows": 2},
+    "documents": {"seq_idx": DOCUMENTS, "rows": 3, "window": 4},
+    "padding": {"mask": HOLES, "rows": 2, "window": 3},
+    "keys alone": {"rows": 1, "shifted": "k"},
+    "one token": {"positions": 1, "rows": 3, "window": 4},
+}
+NOTHING: dict[str, dict] = {
+    "no sequence": {"batch": 0},
+    "no position": {"positions": 0},
+    "pack of nothing": {"lengths": []},
+    "pack of empty sequences": {"lengths": [0, 0]},
+}
+
+
+@dataclass(frozen=True)
+class FusedCase:
+    """One call of `shift_norm_rope` or of its launch, and the gradients that come back to its three results."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    alpha: Tensor | None
+    beta: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    eps: float = 0.0
+    k_state: Tensor | None = None
+    v_state: Tensor | None = None
+    q_state: Tensor | None = None
+    gamma: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    seq_idx: Tensor | None = None
+    mask: Tensor | None = None
+    grads: tuple[Tensor, ...] = ()
+
+    def where(self) -> dict[str, Any]:
+        return {"cu_seqlens": self.cu_seqlens, "seq_idx": self.seq_idx, "mask": self.mask}
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> FusedCase:
+        """The same call with `fn` applied to every tensor of numbers."""
+        changed: dict[str, Any] = {name: fn(x) for name in _NUMBERS if (x := getattr(self, name)) is not None}
+        return replace(self, **changed, grads=tuple(map(fn, self.grads)))
+
+
+def random_fused(
+    seed: int,
+    batch: int = 2,
+    positions: int = 5,
+    *,
+    queries: int | None = 5,
+    heads: int = 3,
+    k_dim: int = 6,
+    v_dim: int = 7,
+    window: int = 2,
+    dtype: torch.dtype = torch.float32,
+    table_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype | None = None,
+    tables: int = 1,
+    norm: bool = True,
+    shifted: str = "kv",
+    rows: int | None = None,
+    lengths: Sequence[int] | None = None,
+    seq_idx: Sequence[Sequence[int]] | None = None,
+    mask: Sequence[Sequence[int]] | None = None,
+    layout: str = "plain",
+    grad_layout: str = "plain",
+) -> FusedCase:
+    """Normal numbers, tables included; arguments as in `random_case`.
+
+    Args:
+        queries: H, or None: without queries.
+        tables: L.
+        shifted: which of "q", "k" and "v" have coefficients.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    if lengths is not None:
+        batch, positions = 1, sum(lengths)
+    sequences = batch if lengths is None else len(lengths)
+    shapes = [
+        (batch, positions, queries or 0, k_dim),
+        (batch, positions, heads, k_dim),
+        (batch, positions, heads, v_dim),
+    ]
+    q, k, v = (lay_out(normal(*shape), layout) for shape in shapes)
+    grads = [
+        spread(normal(1), shape) if grad_layout == "expanded" else lay_out(normal(*shape), grad_layout)
+        for shape in shapes
+    ]
+    coefficients = [normal(heads, window, dtype=torch.float32) for _ in range(2)]
+    table = [normal(tables, positions, k_dim // 2, dtype=table_dtype or dtype) for _ in range(2)]
+    scales = [normal(k_dim, dtype=scale_dtype or dtype) for _ in range(2)]
+    states = [None if rows is None else normal(sequences, rows, *shape[2:]) for shape in (*shapes[1:], shapes[0])]
+    return FusedCase(
+        None if queries is None else q,
+        k,
+        v,
+        coefficients[0] if "k" in shifted else None,
+        coefficients[1] if "v" in shifted else None,
+        *table,
+        *(scales if norm else ()),
+        eps=0.25 if norm else 0.0,
+        k_state=states[0],
+        v_state=states[1],
+        q_state=states[2] if "q" in shifted else None,
+        gamma=normal(queries or 0, window, dtype=torch.float32) if "q" in shifted else None,
+        cu_seqlens=None if lengths is None else boundaries(lengths),
+        seq_idx=None if seq_idx is None else torch.tensor(seq_idx, dtype=torch.long),
+        mask=None if mask is None else torch.tensor(mask, dtype=torch.bool),
+        grads=tuple(grads),
+    )
+
+
+def launched(case: FusedCase) -> Outputs:
+    """By the kernels."""
+    q, k, v = turn_triton(
+        case.q,
+        case.k,
+        case.v,
+        case.alpha,
+        case.beta,
+        case.cos,
+        case.sin,
+        q_scale=case.q_scale,
+        k_scale=case.k_scale,
+        eps=case.eps,
+        k_past=case.k_state,
+        v_past=case.v_state,
+        boundaries=Boundaries.of(**case.where()),
+    )
+    return None if case.q is None else q, k, v
+
+
+def fused(
+    case: FusedCase,
+    backend: str,
+    *,
+    full_tables: bool = False,
+    kind: type[nn.Module] = nn.RMSNorm,
+    op: Callable[..., Results] = shift_norm_rope,
+    **options: Any,
+) -> Results:
+    """By `op`, with tables half as wide as a head or as wide, and norms of this kind."""
+    rotary = case.cos.unsqueeze(2), case.sin.unsqueeze(2)
+    if full_tables:
+        rotary = half_tables(case.cos.repeat(1, 1, 2), case.sin.repeat(1, 1, 2))
+    norms = None
+    if case.q_scale is not None and case.k_scale is not None:
+        norms = _norm(kind, case.q_scale, case.eps), _norm(kind, case.k_scale, case.eps)
+    state = None
+    if case.k_state is not None and case.v_state is not None:
+        state = ShiftState(case.k_state, case.v_state, case.k_state.shape[1], case.q_state)
+    return op(
+        case.q, case.k, case.v, case.alpha, case.beta, case.gamma, rotary=rotary, norms=norms, state=state,
+        **case.where(), backend=backend, **options,
+    )  # fmt: skip
+
+
+def _norm(kind: type[nn.Module], scale: Tensor, eps: float) -> nn.Module:
+    """With this very tensor as its gain."""
+    norm = kind(scale.shape[0], eps=eps)
+    del norm.weight
+    norm.weight = scale
+    return norm
+
+
+def by_loops(case: FusedCase) -> Results:
+    return fused(case, "reference")
+
+
+def without_state(case: FusedCase) -> Outputs:
+    """By loops."""
+    return by_loops(case)[:3]
+
+
+def unfused(case: FusedCase) -> Outputs:
+    """One operation of PyTorch after the other, in the dtype of the tensors, for rows without boundaries or history."""
+    table = half_tables(case.cos.repeat(1, 1, 2), case.sin.repeat(1, 1, 2))
+
+    def shift(x: Tensor, mix: Tensor | None) -> Tensor:
+        if mix is None:
+            return x
+        lags = (F.pad(x, (0, 0, 0, 0, lag, 0))[:, : x.shape[1]] for lag in range(mix.shape[1]))
+        weights = mix.to(x.dtype).unsqueeze(2).unbind(1)
+        return cast(Tensor, sum(weight * before for weight, before in zip(weights, lags, strict=True)))
+
+    def finish(x: Tensor, scale: Tensor | None) -> Tensor:
+        return rotate_half(x if scale is None else F.rms_norm(x, scale.shape, scale, case.eps), table)
+
+    q = None if case.q is None else finish(case.q, case.q_scale)
+    return q, finish(shift(case.k, case.alpha), case.k_scale), shift(case.v, case.beta)
+
+
+def outcome(
+    case: FusedCase, op: Callable[[FusedCase], tuple] = launched, *, gradients: bool | None = None
+) -> dict[str, Tensor]:
+    """Everything that a call gives, by name: results, new state, and the gradients of all inputs.
+
+    Args:
+        op: returns q, k, v, and a new state if it makes one.
+        gradients: whether to record them, those of the state too; by default where there is none.
+    """
+    case = case.map(lambda x: x.detach())
+    leaves = {name: x for name in _LEAVES if (x := getattr(case, name)) is not None}
+    record = case.k_state is None if gradients is None else gradients
+    for x in leaves.values() if record else ():
+        x.requires_grad_()
+    *outputs, state = (*op(case), None)[:4]
+    found = dict(zip("qkv", outputs, strict=True))
+    if state is not None:
+        found |= {"new state of k": state.k, "new state of v": state.v, "new state of q": state.q}
+    found = {name: x for name, x in found.items() if x is not None}
+    results = {name: x.detach() for name, x in found.items()}
+    if record:
+        generator = torch.Generator().manual_seed(1)
+        upstream = dict(zip("qkv", case.grads, strict=True))
+        upstream |= {
+            name: torch.randn(x.shape, generator=generator).to(x) for name, x in results.items() if "new" in name
+        }
+        ys, grads = zip(*((x, upstream[name]) for name, x in found.items() if x.requires_grad), strict=True)
+        given = torch.autograd.grad(ys, list(leaves.values()), grads, allow_unused=True, materialize_grads=True)
+        results |= {f"gradient of {name}": x for name, x in zip(leaves, given, strict=True)}
+    return results
+
+
+# How far rounding may take a result --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Exact numbers, and how far off they can be where every operation is rounded by `unit` of its result at most.
+
+    The rules are those of a running error analysis (Higham, Accuracy and Stability of Numerical Algorithms, section
+    3.3). The norm and the rotation make small numbers of large ones, so the bound of an element is a share of what it
+    was made of, not of itself.
+    """
+
+    value: Tensor
+    error: Tensor
+    unit: float
+
+    def __mul__(self, other: Rounded) -> Rounded:
+        error = self.error * other.size() + self.value.abs() * other.error
+        return self._rounded(self.value * other.value, error)
+
+    def __add__(self, other: Rounded) -> Rounded:
+        return self._rounded(self.value + other.value, self.error + other.error)
+
+    def __sub__(self, other: Rounded) -> Rounded:
+        return self + Rounded(-other.value, other.error, self.unit)
+
+    def sum(self, *dims: int) -> Rounded:
+        """In any order."""
+        terms = math.prod(self.value.shape[dim] for dim in dims)
+        error = (self.error + self.of_terms(terms) * self.size()).sum(dims, keepdim=True)
+        return Rounded(self.value.sum(dims, keepdim=True), error, self.unit)
+
+    def size(self) -> Tensor:
+        return self.value.abs() + self.error
+
+    def of_terms(self, n: int) -> float:
+        """The error of a sum of n terms, as a share of that of their absolute values."""
+        return n * self.unit / (1 - n * self.unit)
+
+    def _rounded(self, value: Tensor, error: Tensor) -> Rounded:
+        return Rounded(value, error + self.unit * (value.abs() + error), self.unit)
+
+
+def results_with_bounds(case: FusedCase, unit: float) -> dict[str, Rounded]:
+    """`outcome` of a call in fp64 by hand, with the bounds of arithmetic of that unit; no state gets a gradient."""
+
+    def given(x: Tensor) -> Rounded:
+        return Rounded(x, torch.zeros_like(x), unit)
+
+    cos, sin = given(case.cos.unsqueeze(2)), given(case.sin.unsqueeze(2))
+    one_in_d = given(case.k.new_tensor(1 / case.k.shape[3]))
+
+    def rotated(x: Rounded, sin: Rounded) -> Rounded:
+        halved = zip(x.value.chunk(2, -1), x.error.chunk(2, -1), strict=True)
+        low, high = (Rounded(value, error, unit) for value, error in halved)
+        parts = low * cos - high * sin, high * cos + low * sin
+        return Rounded(torch.cat([x.value for x in parts], -1), torch.cat([x.error for x in parts], -1), unit)
+
+    def inverse_norm(x: Rounded) -> Rounded:
+        mean = (x * x).sum(-1) * one_in_d + given(case.k.new_tensor(case.eps))
+        value = mean.value.rsqrt()
+        # The root of a GPU is right to two places, 4 units.
+        return Rounded(value, (1 + 4 * unit) * (mean.value - mean.error).rsqrt() - value, unit)
+
+    def finish(name: str, x: Rounded, scale: Tensor | None, upstream: Tensor) -> Rounded:
+        """Notes the result and the gradient of the scale; returns the gradient of x."""
+        gradient = rotated(given(upstream), Rounded(-sin.value, sin.error, unit))
+        if scale is None:
+            results[name] = rotated(x, sin)
+            return gradient
+        inverse = inverse_norm(x)
+        normed = x * inverse
+        results[name] = rotated(x * (inverse * given(scale)), sin)
+        results[f"gradient of {name}_scale"] = (gradient * normed).sum(0, 1, 2)
+        scaled = gradient * given(scale)
+        along = (scaled * normed).sum(-1) * one_in_d
+        return inverse * (scaled - normed * along)
+
+    def through_shift(x: Tensor, coefficients: Tensor, state: Tensor | None) -> Rounded:
+        size = _shift(x.abs(), coefficients.abs(), state if state is None else state.abs(), case)
+        return Rounded(_shift(x, coefficients, state, case), given(x).of_terms(coefficients.shape[1]) * size, unit)
+
+    def shifted(x: Tensor, coefficients: Tensor | None, state: Tensor | None) -> Rounded:
+        return given(x) if coefficients is None else through_shift(x, coefficients, state)
+
+    def back_through_shift(name: str, of_lags: str, gradient: Rounded) -> None:
+        x, coefficients, state = (getattr(case, part) for part in (name, of_lags, f"{name}_state"))
+        if coefficients is None:
+            results[f"gradient of {name}"] = gradient
+            return
+        value, of_coefficients = _shift_backward(x, coefficients, state, case, gradient.value)
+        sums = gradient.error + gradient.of_terms(coefficients.shape[1]) * gradient.size()
+        error, _ = _shift_backward(x, coefficients.abs(), state, case, sums)
+        sums = gradient.error + gradient.of_terms(max(1, x[:, :, 0].numel())) * gradient.size()
+        _, their_error = _shift_backward(x.abs(), coefficients, state if state is None else state.abs(), case, sums)
+        results[f"gradient of {name}"] = Rounded(value, error, unit)
+        results[f"gradient of {of_lags}"] = Rounded(of_coefficients, their_error, unit)
+
+    results: dict[str, Rounded] = {}
+    if case.q_scale is not None:
+        results["gradient of q_scale"] = given(torch.zeros_like(case.q_scale))
+    if case.q is not None:
+        q = shifted(case.q, case.gamma, case.q_state)
+        back_through_shift("q", "gamma", finish("q", q, case.q_scale, case.grads[0]))
+    k = shifted(case.k, case.alpha, case.k_state)
+    back_through_shift("k", "alpha", finish("k", k, case.k_scale, case.grads[1]))
+    results["v"] = shifted(case.v, case.beta, case.v_state)
+    back_through_shift("v", "beta", given(case.grads[2]))
+    return results
+
+
+def _shift(x: Tensor, coefficients: Tensor, state: Tensor | None, case: FusedCase) -> Tensor:
+    return shift_tokens(x, coefficients, history=state, **case.where(), backend="reference")[0]
+
+
+def _shift_backward(
+    x: Tensor, coefficients: Tensor, state: Tensor | None, case: FusedCase, gradient: Tensor
+) -> tuple[Tensor, ...]:
+    leaves = x.detach().clone().requires_grad_(), coefficients.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(_shift(*leaves, state, case), leaves, gradient, materialize_grads=True)
+
+
+def assert_within_rounding(
+    case: FusedCase, op: Callable[[FusedCase], tuple] = launched, *, unit: float | None = None
+) -> dict[str, Tensor]:
+    """Compare every element of every result with the reference: no farther off than rounding can take it.
+
+    Args:
+        op: returns q, k and v.
+        unit: what one operation may be off by; by default half a unit in the last place of the dtype of the arithmetic.
+    """
+    own = outcome(case, op)
+    compute = torch.float64 if case.k.dtype == torch.float64 else torch.float32
+    exact = case.map(lambda x: x.to(compute).double().contiguous())
+    expected = outcome(exact, without_state)
+    # The exact results are in fp64 too, and err as much as results in fp64.
+    places = torch.finfo(compute).eps * (1.0 if compute == torch.float64 else 0.5)
+    bounds = results_with_bounds(exact, unit or places)
+    assert own.keys() == expected.keys()
+    for name, result in own.items():
+        bound = bounds[name].error.reshape(result.shape)
+        if result.dtype not in (compute, torch.float64):
+            stored = torch.finfo(result.dtype)
+            bound = bound + stored.eps / 2 * (expected[name].abs() + bound) + stored.smallest_normal * stored.eps / 2
+        assert_close(name, result, expected[name], bound)
+    return own

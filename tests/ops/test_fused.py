@@ -1,0 +1,214 @@
+"""Every path of shift + QK-norm + RoPE gives what the loops give: results, new state, gradients of all inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from kvshift.ops import fused as fused_module
+from kvshift.ops.fused import Results, shift_norm_rope
+
+from .cases import DTYPES, LAYOUTS
+from .conftest import skip_unless_built
+from .fused_cases import (
+    HOLES,
+    LEAVES,
+    MODES,
+    NOTHING,
+    WITH_STATE,
+    FusedCase,
+    assert_within_rounding,
+    by_loops,
+    fused,
+    outcome,
+    random_fused,
+    without_state,
+)
+
+Call = Callable[..., Results]
+
+QUERIES_TOO: dict[str, dict] = {
+    "queries too": {"shifted": "qkv"},
+    "queries alone": {"shifted": "q", "window": 3},
+    "queries too, pack": {"shifted": "qkv", "lengths": [2, 0, 1, 3]},
+    "queries too, padding": {"shifted": "qkv", "mask": HOLES},
+}
+OF_THE_LAUNCH = {
+    "plain",
+    "heads of two",
+    "no queries",
+    "one token",
+    "documents, padding",
+}  # the rest: test_triton_fused
+BACKENDS = {"launch": "triton", "auto": "auto", "cpu": "cpu", "eager": "eager", "plain operations": "auto"}
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[str]:
+    """The paths of `shift_norm_rope` that were taken, the reference's left out."""
+    paths = []
+
+    def record(call: Any, real: Callable = fused_module.fused_path) -> str:
+        path = real(call)
+        paths.extend([path] if path != "reference" else [])
+        return path
+
+    monkeypatch.setattr(fused_module, "fused_path", record)
+    return paths
+
+
+@pytest.fixture(params=BACKENDS)
+def path(request: pytest.FixtureRequest) -> str:
+    skip_unless_built(BACKENDS[request.param])
+    return request.param
+
+
+def by(path: str, **options: Any) -> Call:
+    """A way to compute a case, with these options of `fused`."""
+
+    def call(case: FusedCase) -> Results:
+        if path == "plain operations":
+            with forward_ad.dual_level():  # somebody follows the call
+                return fused(case, BACKENDS[path], **options)
+        return fused(case, BACKENDS[path], **options)
+
+    return call
+
+
+def assert_like_the_loops(case: FusedCase, call: Call) -> None:
+    """Every element of every result and gradient; new states and their gradients in fp64, where the case has states."""
+    if case.k_state is None:
+        unit = torch.finfo(case.k.dtype).eps  # autograd derives norm and rotation in up to twice the operations
+        assert_within_rounding(case, lambda case: call(case)[:3], unit=unit)
+        return
+    gradients = "gradient of k_state" in (found := outcome(case, call, gradients=torch.is_grad_enabled()))
+    expected = outcome(case, by_loops, gradients=gradients)
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        if name.startswith("new state"):
+            assert torch.equal(x, expected[name]), name
+        rtol = 2.0**-23 if x.dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(x, expected[name], rtol=rtol, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
+@pytest.mark.parametrize("mode", [*MODES, *QUERIES_TOO])
+def test_results_and_gradients(mode, norm, path, taken):
+    """Tables as wide as a head and half as wide, in turn."""
+    shape = (MODES | QUERIES_TOO)[mode]
+    launches = path == "launch" and mode not in QUERIES_TOO
+    if launches and mode not in OF_THE_LAUNCH:
+        pytest.skip("test_triton_fused.py has it")
+    number = list(MODES | QUERIES_TOO).index(mode)
+    dtype = torch.float32 if "fp32" in mode else DTYPES[(number + norm) % 2]
+    case = random_fused(2, dtype=dtype, norm=norm, **shape)
+    assert_like_the_loops(case, by(path, full_tables=bool(number // 2 % 2)))
+    assert taken == ["launch" if launches else "apart"]
+
+
+@pytest.mark.parametrize("mode", [*WITH_STATE, "queries too"])
+def test_states(mode, path, taken):
+    """With gradients through old and new state, which are not for the launch; without gradients for it too."""
+    shape = (WITH_STATE | {"queries too": {"shifted": "qkv", "window": 3, "rows": 3}})[mode]
+    case = random_fused(3, dtype=torch.float64, **shape)
+    assert_like_the_loops(case, by(path))
+    with torch.no_grad():
+        assert_like_the_loops(case, by(path, full_tables=True))
+    assert taken == ["apart", "launch" if path == "launch" and mode != "queries too" else "apart"]
+
+
+@pytest.mark.parametrize("mode", NOTHING)
+@pytest.mark.parametrize("rows", [None, 2], ids=["fresh", "state"])
+def test_no_token(mode, rows, path):
+    assert_like_the_loops(random_fused(5, dtype=torch.float64, rows=rows, **NOTHING[mode]), by(path))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides(layout, path):
+    case = random_fused(7, 2, 4, dtype=torch.float64, layout=layout, grad_layout="expanded")
+    assert_like_the_loops(case, by(path, full_tables=True))
+
+
+@pytest.mark.parametrize("mode", [{}, {"mask": HOLES}], ids=["plain", "padding"])
+def test_norms_of_llama(mode, path, taken):
+    """They compute in fp32 whatever they are given."""
+    assert_like_the_loops(random_fused(11, **mode), by(path, kind=LlamaRMSNorm))
+    assert taken == ["launch" if path == "launch" else "apart"]
+
+
+@pytest.mark.parametrize("shifted", ["kv", "k", "v", ""])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@torch.no_grad()
+def test_one_token_of_decoding(dtype, shifted, taken):
+    """In one call of the CPU's kernel, which rounds after each operation."""
+    skip_unless_built("cpu")
+    case = random_fused(13, 3, 1, dtype=dtype, norm=False, shifted=shifted, rows=1, tables=3)
+    call = by("auto", full_tables=True)
+    assert_within_rounding(case, lambda case: call(case)[:3], unit=torch.finfo(dtype).eps / 2)
+    assert taken == ["one token"]
+    if shifted:
+        found, expected = call(case)[3], by_loops(case)[3]
+        assert found == expected
+
+
+def test_the_padding_of_the_last_token_is_no_state(path):
+    """The state is that of the last real token, whatever stands behind it, NaN too."""
+    case = random_fused(17, dtype=torch.float64, mask=HOLES, rows=1)
+    assert case.mask is not None
+    padding = ~case.mask[:, :, None, None]
+    case = replace(case, k=case.k.masked_fill(padding, torch.nan), v=case.v.masked_fill(padding, torch.nan))
+    with torch.no_grad():
+        assert_like_the_loops(case, by(path))
+
+
+# Compiled and batched
+
+
+@pytest.fixture
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+COMPILED = {"plain": {}, "documents, padding": MODES["documents, padding"], "pack, window 4": MODES["pack, window 4"]}
+COMPILED |= {"queries too": QUERIES_TOO["queries too"], "no queries": MODES["no queries"]}
+
+
+@pytest.mark.parametrize("path", ["launch", "auto"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(x, marks=() if x == "documents, padding" else pytest.mark.slow) for x in COMPILED]
+)
+@pytest.mark.filterwarnings(r"ignore:<class 'torch\.autograd\.function\.Function'>:DeprecationWarning")
+@pytest.mark.usefixtures("nothing_compiled_before")
+def test_compiled(mode, path):
+    skip_unless_built(BACKENDS[path])
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(shift_norm_rope, backend=counter, fullgraph=True)
+    case = random_fused(19, dtype=torch.float64, **COMPILED[mode])
+    assert_like_the_loops(case, by(path, op=compiled, keep_state=False))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
+@pytest.mark.parametrize("mode", ["plain", "pack, padding", "documents, padding", "values alone"])
+def test_batches_of_gradients(mode, norm, path):
+    """They reach the backward of what ran forward, which then computes by plain operations."""
+    case = random_fused(23, dtype=torch.float64, norm=norm, **MODES[mode])
+    leaves = {name: x.requires_grad_() for name in LEAVES if (x := getattr(case, name)) is not None}
+    expected = outcome(case, without_state)
+    batches = [torch.stack([grad, 2 * grad]) for grad in case.grads]
+    results = cast(tuple[Tensor, ...], by(path)(case)[:3])
+    found = torch.autograd.grad(results, list(leaves.values()), batches, is_grads_batched=True)
+    for name, batch in zip(leaves, found, strict=True):
+        exact = expected[f"gradient of {name}"]
+        rtol = 2.0**-22 if exact.dtype == torch.float32 else 1e-12
+        torch.testing.assert_close(batch, torch.stack([exact, 2 * exact]), rtol=rtol, atol=1e-12)
