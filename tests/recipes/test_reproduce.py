@@ -174,7 +174,8 @@ def test_bad_options_are_named(recipe: Recipe, tmp_path: Path, changes: dict, me
 def test_every_recipe_has_the_three_presets_and_jobs_with_names_of_their_own(name: str) -> None:
     recipe = find_recipe(name)
     assert recipe.name == name
-    assert [*recipe.presets] == ["smoke", "laptop", "paper"]
+    assert [*recipe.presets][:2] == ["smoke", "laptop"]
+    assert [*recipe.presets][-1] == "paper"
     for preset in recipe.presets:
         jobs = recipe.jobs(preset, range(2))
         folders = {module.folder_of(Path(), job) for job in jobs}

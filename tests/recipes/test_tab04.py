@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvshift.lab.tasks import IGSMConfig
+from kvshift.lab.tasks.igsm import IGSMTask
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.recipes import tab04
 from kvshift.recipes.recipe import Record
@@ -91,6 +93,37 @@ def test_each_setting_is_judged_by_its_own_interval(ours: list[float], theirs: l
     assert f"{50 * sum(ours) / len(ours):.1f} %" in second.ours
 
 
+def test_the_miniature_asks_for_nothing_that_training_lacks():
+    """All words of the questions, sums, differences and products of several quantities; and all of it fits a row."""
+    task = IGSMTask(tab04.LAPTOP.task)
+    uniform = random.Random(0).random
+    trained, asked = (
+        [task.draw(uniform, training=training) for _ in range(count)]
+        for training, count in ((True, 3000), (False, 500))
+    )
+    words = [
+        {word for problem in problems for word in " ".join([*problem.statements, *problem.solution]).split()}
+        for problems in (trained, asked)
+    ]
+    assert words[1] <= words[0]
+    kinds = {(rule.operation, len(rule.dependencies)) for problem in trained for rule in problem.definitions.values()}
+    assert {(operation, count) for operation in "+-*" for count in (1, 2, 3)} <= kinds
+    encoded = task.encoder.encode(asked)
+    assert max(len(one.prompt) + len(one.solution) for one in encoded) <= task.length
+    assert max(len(one.solution) for one in encoded) <= task.max_new_tokens
+
+
+def test_inside_the_range_of_training_is_a_question_of_ours():
+    given = records("Tr2-Te3", [0.3, 0.31], [0.2, 0.22])
+    for record, share in zip(given, (0.9, 0.91, 0.92, 0.9), strict=True):
+        record.result["inside"] = {measure: {"share": share} for measure in ("paper", "strict")}
+    outside, inside = RECIPE.claims(given)
+    assert (outside.own, inside.own) == (False, True)
+    assert outside.direction == "holds"
+    assert inside.direction == "not shown"
+    assert inside.ours.startswith("90.5 % ")
+
+
 def test_a_miniature_is_not_compared_with_print():
     (claim,) = RECIPE.claims(records("Tr2-Te3", [0.3, 0.31], [0.2, 0.22]))
     assert claim.paper.endswith("(Tr12-Te15)")
@@ -120,6 +153,12 @@ def test_a_run_of_smoke(tmp_path: Path):
     record = Record(label=job.label, seed=3, **job.record(tmp_path))
     assert record.curve["step"] == [2, 4]
     assert record.result["answers"]["paper"]["questions"] == 8
+    assert record.result["inside"]["paper"]["questions"] == 8
     claims = RECIPE.claims([record, replace(record, label="vanilla, Tr2-Te3")])
-    assert [claim.direction for claim in claims] == ["not shown"]
+    assert [claim.direction for claim in claims] == ["not shown"] * 2
+
+    (tmp_path / tab04.INSIDE).unlink()  # killed between training and asking
+    assert not job.is_finished(tmp_path)
+    job.run(tmp_path)
+    assert job.record(tmp_path)["result"]["inside"] == record.result["inside"]
     RECIPE.plot([record, replace(record, label="vanilla, Tr2-Te3")])

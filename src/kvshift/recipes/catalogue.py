@@ -136,7 +136,9 @@ _ENTRIES = (
         title="grade-school problems",
         presets={
             "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
-            "laptop": Preset(seeds=3, cost="5 minutes on two cores"),
+            "laptop": Preset(
+                seeds=3, cost="an hour on two cores", grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3), seeds=(1000,))
+            ),
             "paper": Preset(seeds=1, cost="4 runs of days each on one GPU; not measured"),
         },
     ),
@@ -148,6 +150,21 @@ _ENTRIES = (
             "laptop": Preset(seeds=3, cost="20 minutes on two cores", grid=_GRAMMAR),
             "long": Preset(seeds=3, cost="2.5 hours on two cores", grid=Grid(rates=(2e-3, 6e-3), seeds=(1000,))),
             "paper": Preset(seeds=3, cost="days on one GPU; not measured"),
+        },
+    ),
+    Entry(
+        name="depth",
+        title="whether the gain survives depth",
+        presets={
+            "smoke": Preset(seeds=1, cost="20 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))),
+            "laptop": Preset(
+                seeds=5, cost="an hour on two cores", grid=Grid(rates=(2e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,))
+            ),
+            "paper": Preset(
+                seeds=3,
+                cost="hours on one GPU; not measured",
+                grid=Grid(rates=(5e-4, 1e-3, 2e-3, 4e-3), seeds=(1000,)),
+            ),
         },
     ),
     Entry(

@@ -25,6 +25,7 @@ class Claim:
         ours: our numbers, with their interval over seeds.
         direction: "holds" and "fails" are said where our numbers decide the matter; "not shown" where they do not.
         size: how large ours is beside the paper's, or why the two cannot be compared.
+        own: whether the question is ours: the paper does not claim it.
     """
 
     statement: str
@@ -32,6 +33,7 @@ class Claim:
     ours: str
     direction: Direction
     size: str
+    own: bool = False
 
 
 def higher(ours: Sequence[float], theirs: Sequence[float]) -> Direction:

@@ -1,27 +1,33 @@
-"""The two kinds of jobs: train on a task, or work something out."""
+"""The kinds of jobs: train on a task, train on text, or work something out."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from kvshift.lab.analysis.runs import is_finished, read_json, read_run
+from kvshift.lab.errors import LabError
 from kvshift.lab.runs.beginning import enter, refuse_other_options
 from kvshift.lab.runs.folder import RunFolder, environment, write_json
 from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
-from kvshift.lab.training.train_config import config_hash, to_json
+from kvshift.lab.training.train import train
+from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_hash, to_json
 from kvshift.recipes.watching import last_step
 
-__all__ = ["Computation", "TrainingJob"]
+__all__ = ["SHARED", "Computation", "RunJob", "TextJob", "TrainingJob"]
+
+SHARED = "KVSHIFT_SHARED_DATA"
+"""The environment variable that names the folder of larger corpora, which the repository does not hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingJob:
-    """Train one model on one task; see `kvshift.lab.training.task_training`.
+class RunJob:
+    """Train one model.
 
     Attributes:
         label: which variant.
@@ -30,26 +36,19 @@ class TrainingJob:
     """
 
     label: str
-    config: TaskTrainConfig
+    config: RunConfig
     tunes: str | None = None
 
     @property
     def seed(self) -> int:
         return self.config.seed
 
-    def at_rate(self, rate: float, *, tuning: bool = False) -> TrainingJob:
+    def at_rate(self, rate: float, *, tuning: bool = False) -> Self:
         """The same run at another learning rate; with `tuning` one that helps to choose it, and is named by it."""
         config = replace(self.config, optimizer=replace(self.config.optimizer, learning_rate=rate))
         if not tuning:
             return replace(self, config=config)
         return replace(self, label=f"{self.label}, rate {rate:.2g}", config=config, tunes=self.label)
-
-    def is_finished(self, out: Path) -> bool:
-        """Raises a LabError where `out` holds a run with other options."""
-        return out.exists() and enter(RunFolder(out), task_options(self.config))
-
-    def run(self, out: Path) -> None:
-        train_task(replace(self.config, out=out))
 
     def progress(self, out: Path) -> tuple[int, int]:
         """By the last line of metrics."""
@@ -58,11 +57,12 @@ class TrainingJob:
     def record(self, out: Path) -> dict[str, Any]:
         """With the curves of loss and accuracies, and the last coefficients among the results."""
         run = read_run(out)
-        steps, losses, accuracies = run.series("eval", "step", "loss", "accuracy")
+        steps, losses = run.series("eval", "step", "loss")
         curve: dict[str, list[float | None]] = {"step": steps, "loss": losses}
-        for found in accuracies:
-            for name, accuracy in found.items():
-                curve.setdefault(name, []).append(accuracy)
+        for line in run.metrics:
+            if line["kind"] == "eval":
+                for name, accuracy in line.get("accuracy", {}).items():
+                    curve.setdefault(name, []).append(accuracy)
         return {
             "config_hash": run.config["config_hash"],
             "options": {name: value for name, value in run.config.items() if name not in _NO_OPTIONS},
@@ -70,6 +70,68 @@ class TrainingJob:
             "curve": curve,
             "result": {**run.result, "coefficients": run.coefficients()},
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob(RunJob):
+    """Train one model on one task; see `kvshift.lab.training.task_training`."""
+
+    config: TaskTrainConfig
+
+    def is_finished(self, out: Path) -> bool:
+        """Raises a LabError where `out` holds a run with other options."""
+        return out.exists() and enter(RunFolder(out), task_options(self.config))
+
+    def run(self, out: Path) -> None:
+        train_task(replace(self.config, out=out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextJob(RunJob):
+    """Train one language model on text; see `kvshift.lab.training.train`.
+
+    Attributes:
+        config: of the run; a corpus and its validation text are either bundled, or files under the folder that
+            the environment variable `SHARED` names. What is kept of a run says the same of them on every machine.
+    """
+
+    config: TrainConfig
+
+    def is_finished(self, out: Path) -> bool:
+        """Raises a LabError where `out` holds a run with other options, or where the text is not to be found."""
+        return out.exists() and enter(RunFolder(out), to_json(self._here()))
+
+    def run(self, out: Path) -> None:
+        train(replace(self._here(), out=out))
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """Without what only `kvshift compare` reads, the losses by row."""
+        found = super().record(out)
+        options = {**found["options"], "data": found["options"]["data"] | _text_of(self.config)}
+        facts = options.pop("data_facts")
+        result = {name: value for name, value in found["result"].items() if not name.endswith("_per_row")}
+        digits = config_hash(options)
+        return {**found, "options": {**options, "data_facts": facts}, "config_hash": digits, "result": result}
+
+    def _here(self) -> TrainConfig:
+        """With the text where it lies on this machine."""
+        found = {name: _find(value) for name, value in _text_of(self.config).items()}
+        return replace(self.config, data=replace(self.config.data, **found))
+
+
+def _text_of(config: TrainConfig) -> dict[str, str | None]:
+    return {"corpus": config.data.corpus, "validation": config.data.validation}
+
+
+def _find(name: str | None) -> str | None:
+    """Where a text lies; what has no slash is bundled."""
+    if name is None or "/" not in name:
+        return name
+    folder = os.environ.get(SHARED)
+    if not folder or not list(Path(folder).glob(name)):
+        was = f"{folder!r}, which has none" if folder else "not set"
+        raise LabError(f"the environment variable {SHARED} must name the folder that holds {name}; it is {was}")
+    return str(Path(folder) / name)
 
 
 _NO_OPTIONS = ("config_hash", "out", "progress", "report_to", "data_workers")  # the last four are of the machine

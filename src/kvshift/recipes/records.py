@@ -9,7 +9,7 @@ from pathlib import Path
 from kvshift.lab.analysis.runs import read_lines
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.folder import write_bytes
-from kvshift.recipes.jobs import TrainingJob
+from kvshift.recipes.jobs import RunJob
 from kvshift.recipes.recipe import Job, Record
 
 __all__ = ["read_records", "record_of", "write_records"]
@@ -25,7 +25,7 @@ def record_of(job: Job, out: Path) -> Record:
         environment["continued"] = [
             {name: part.get(name) for name in ("step", *_KEPT)} for part in found["environment"]["continued"]
         ]
-    tunes = job.tunes if isinstance(job, TrainingJob) else None
+    tunes = job.tunes if isinstance(job, RunJob) else None
     return Record(label=job.label, seed=job.seed, tunes=tunes, **{**found, "environment": environment})
 
 

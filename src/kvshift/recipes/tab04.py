@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares, share_position
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.runs import read_json
+from kvshift.lab.runs.folder import RunFolder, write_json
 from kvshift.lab.tasks import IGSMConfig
+from kvshift.lab.tasks.igsm import IGSMTask
+from kvshift.lab.training.answers import ask
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
@@ -18,6 +25,7 @@ from kvshift.recipes.claims import Claim, higher, percent, points
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import sized
 from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
+from kvshift.recipes.tuning import least_loss
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -25,6 +33,7 @@ if TYPE_CHECKING:  # takes a second to import
 __all__ = ["RECIPE"]
 
 MODELS = {"KV-shift": "kv-shift", "vanilla": "vanilla"}  # variants by label
+INSIDE = "inside.json"
 PAPER_SHARES = {
     "Tr12-Te15": {"vanilla": 0.8154, "KV-shift": 0.8909},
     "Tr21-Te24": {"vanilla": 0.8711, "KV-shift": 0.9062},
@@ -55,14 +64,14 @@ TR21 = replace(
 )
 LAPTOP = replace(
     TR12,
-    task=IGSMConfig(ops=2, test_ops=3, length=104, loss="solutions", max_new_tokens=72, letters="random", modulus=5),
+    task=IGSMConfig(ops=4, test_ops=5, length=256, loss="solutions", max_new_tokens=104, letters="random", modulus=5),
     optimizer=replace(_OPTIMIZER, learning_rate=4e-3, warmup_steps=200),
-    steps=2000,
-    batch_size=16,
+    steps=10_000,
+    batch_size=8,
     accumulation=1,
-    eval_every=200,
+    eval_every=500,
     eval_rows=512,
-    save_every=1000,
+    save_every=2000,
     data_workers=0,
     questions=1000,
 )
@@ -86,11 +95,39 @@ SIZES = {
 }
 
 
-def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
+@dataclass(frozen=True, kw_only=True)
+class ProblemJob(TrainingJob):
+    """Train one model, ask it problems of more operations than it was trained on, then of as many."""
+
+    def is_finished(self, out: Path) -> bool:
+        return super().is_finished(out) and (out / INSIDE).exists()
+
+    def run(self, out: Path) -> None:
+        super().run(out)
+        with RunFolder(out).locked():
+            if not self.is_finished(out):
+                write_json(out / INSIDE, self._ask_inside(out))
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """With the answers to problems of as many operations as in training among the results."""
+        found = super().record(out)
+        found["result"]["inside"] = read_json(out / INSIDE)
+        return found
+
+    def _ask_inside(self, out: Path) -> dict[str, Any]:
+        """Problems of the most operations of training, none of which occurs there."""
+        task, device = self.config.task, "cuda" if self.config.device != "cpu" and torch.cuda.is_available() else "cpu"
+        assert isinstance(task, IGSMConfig)
+        model: Any = AutoModelForCausalLM.from_pretrained(out / "model").to(device).eval()
+        size = self.config.eval_batch_size or self.config.batch_size
+        return ask(model, IGSMTask(replace(task, test_ops=task.ops)), self.config.questions, seed=0, batch_size=size)
+
+
+def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
     """Both models in each setting with each seed."""
     settings, width, layers, heads = SIZES[preset]
     return [
-        TrainingJob(
+        ProblemJob(
             label=f"{model}, {_setting(config.task)}",
             config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)),
         )
@@ -101,24 +138,47 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """KV shift has more right, in each setting, by the paper's rule."""
+    """KV shift has more right, in each setting, by the paper's rule; beside it, whether it has so in training's range.
+
+    Print says nothing of the second. It tells what does not compute from what does not reach further.
+    """
     models = by_label(records)
     found = []
     for setting in _settings(records):
-        ours, theirs = (_shares(models[f"{model}, {setting}"], "paper") for model in MODELS)
-        strict = [_shares(models[f"{model}, {setting}"], "strict") for model in MODELS]
+        runs = [models[f"{model}, {setting}"] for model in MODELS]
         printed = PAPER_SHARES.get(setting)
         found.append(
             Claim(
                 statement=f"KV shift answers more problems right, {setting}",
                 paper=_in_print(printed or PAPER_SHARES["Tr12-Te15"]) + ("" if printed else " (Tr12-Te15)"),
-                ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}; "
-                f"with every step right {percent(strict[0])} against {percent(strict[1])}",
-                direction=higher(ours, theirs),
+                ours=_found(runs, "answers"),
+                direction=higher(*(_shares(seeds, "paper") for seeds in runs)),
                 size="of the paper's setting, one seed in the paper" if printed else "a miniature; cannot be compared",
             )
         )
+        if all("inside" in record.result for seeds in runs for record in seeds.values()):
+            inside = [_shares(seeds, "paper", "inside") for seeds in runs]
+            found.append(
+                Claim(
+                    statement=f"KV shift answers more problems right of no more operations than in training, {setting}",
+                    paper="no number",
+                    ours=_found(runs, "inside"),
+                    direction=higher(*inside),
+                    size="other problems than those of training",
+                    own=True,
+                )
+            )
     return found
+
+
+def _found(runs: Sequence[dict[int, Record]], which: str) -> str:
+    """The shares of both models, by the paper's rule and strictly."""
+    ours, theirs = (_shares(seeds, "paper", which) for seeds in runs)
+    strict = [_shares(seeds, "strict", which) for seeds in runs]
+    return (
+        f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}; "
+        f"with every step right {percent(strict[0])} against {percent(strict[1])}"
+    )
 
 
 def plot(records: Sequence[Record]) -> Figure:
@@ -171,8 +231,8 @@ def _settings(records: Sequence[Record]) -> list[str]:
     return sorted(found, key=lambda setting: int(setting.split("-")[0].removeprefix("Tr")))
 
 
-def _shares(seeds: dict[int, Record], measure: str) -> list[float]:
-    return [record.result["answers"][measure]["share"] for record in seeds.values()]
+def _shares(seeds: dict[int, Record], measure: str, which: str = "answers") -> list[float]:
+    return [record.result[which][measure]["share"] for record in seeds.values()]
 
 
 def _in_print(shares: dict[str, float]) -> str:
@@ -186,6 +246,7 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
+    tuned_by=least_loss(),
     paper={**PAPER_SHARES, "Tr12-Te15, learning rate 2e-3": {"vanilla": 0.5, "KV-shift": 0.7}},
     notes=(
         'The paper says "similar hyper-parameters" to Ye et al. (2024), with a context of 1,024 and a learning rate of '
@@ -200,9 +261,14 @@ RECIPE = Recipe(
         "draw letters at random (letters=random); letters=in_order is the released form.",
         'The paper\'s rule asks only for one step with the right quantity and value. "Every step right" also asks for '
         "new letters, and a model that always writes the likeliest one may repeat itself.",
-        "The laptop trains up to 2 operations and asks for 3, modulo 5 instead of 23, with words for tokens and labels "
-        "on solutions only. A guess of the number is right once in 5. Of 2,000 questions 61 % asked for a constant, "
-        "which its statement gives: to copy those and guess the others would have 69 % right. Solutions stop at the "
-        "length of training: in a trial, KV shift wrote 297 lines where 450 were due.",
+        "The laptop trains on up to 4 operations and asks for 5, modulo 5 instead of 23, with words for tokens and "
+        "labels on solutions alone. A row holds the longest question with its solution, and no question has a word "
+        "that training lacks. A guess of the number is right once in 5; of the questions 48 % ask for a constant, "
+        "which its statement gives.",
+        "How the laptop was chosen: by one vanilla run (seed 1000, learning rate 4e-3, 3,000 steps), before any with "
+        "KV shift. It computed 97 % of the values of rows like those of training and answered 34 % of 200 questions "
+        "of 4 operations and 26 % of 5: there is something to learn, and room above it. An earlier miniature, of 2 "
+        "operations asked for 3, had no rule with two dependencies in training and words in 34 % of its questions "
+        "that training lacked; its records stand until those of this one come.",
     ),
 )

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.errors import LabError
 from kvshift.recipes.catalogue import Grid
-from kvshift.recipes.jobs import TrainingJob
+from kvshift.recipes.jobs import RunJob
 from kvshift.recipes.recipe import Job, Record, Score, accuracy_curve, last_mean
 
 __all__ = ["at_best_rates", "best_rates", "by_arm", "least_loss", "most_accurate", "reached_soonest", "tuning_jobs"]
 
 
-def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[TrainingJob]:
+def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[RunJob]:
     """Each of `jobs`, which have the seeds of the grid, at each rate of it."""
     return [_training(job).at_rate(rate, tuning=True) for job in jobs for rate in grid.rates]
 
 
-def at_best_rates(jobs: Sequence[Job], best: dict[str, float]) -> list[TrainingJob]:
+def at_best_rates(jobs: Sequence[Job], best: dict[str, float]) -> list[RunJob]:
     """Each of `jobs`, which are reported, at the best rate of its arm."""
     return [_training(job).at_rate(best[job.label]) for job in jobs]
 
@@ -80,7 +80,7 @@ def least_loss(*, last: int = 1) -> Score:
     return lambda record: (-last_mean(record, "loss", last),)
 
 
-def _training(job: Job) -> TrainingJob:
-    if not isinstance(job, TrainingJob):
+def _training(job: Job) -> RunJob:
+    if not isinstance(job, RunJob):
         raise LabError(f"{job.label}: only training runs have a learning rate, got a {type(job).__name__}")
     return job
