@@ -11,7 +11,7 @@ import torch
 from kvshift.lab.analysis.runs import read_json
 from kvshift.lab.tasks import HopConfig, HopTask, generator_of
 from kvshift.lab.training.train_config import to_json
-from kvshift.lab.variants.small_gpt2 import build_gpt2
+from kvshift.lab.variants.building import build_model, describe
 from kvshift.recipes import fig08
 from kvshift.recipes.fig08 import HOPS, PUBLISHED, errors_by_hops
 from kvshift.recipes.recipe import Record
@@ -78,7 +78,7 @@ def test_the_paper_preset_has_the_published_schedule():
     (job,) = [job for job in RECIPE.jobs("paper", [0]) if job.label == "vanilla, 5 layers"]
     task = HopTask(job.config.task)
     assert (task.length, task.vocab_size) == (100, 23)
-    model = build_gpt2(job.config.model, vocab_size=23, length=100, seed=0)
+    model = build_model(describe(job.config.model, vocab_size=23, length=100), seed=0)
     assert (model.config.n_embd, model.config.n_head, model.config.n_layer) == (128, 4, 5)
     assert {model.config.resid_pdrop, model.config.attn_pdrop, model.config.embd_pdrop} == {0.1}
 
@@ -126,7 +126,7 @@ def test_errors_are_those_of_defined_targets_at_each_k():
 
 def test_errors_repeat_and_leave_the_random_state():
     config = HopConfig(letters=9, max_hops=2)
-    model = build_gpt2(RECIPE.jobs("smoke", [0])[0].config.model, vocab_size=9, length=11, seed=0)
+    model = build_model(describe(RECIPE.jobs("smoke", [0])[0].config.model, vocab_size=9, length=11), seed=0)
     state = torch.get_rng_state()
     first, second = (errors_by_hops(model, config, 7, torch.device("cpu")) for _ in range(2))
     assert first == second

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.training.train_config import to_json
-from kvshift.lab.variants.small_gpt2 import build_gpt2
+from kvshift.lab.variants.building import build_model, describe
 from kvshift.recipes import mqar
 from kvshift.recipes.models import model_label
 from kvshift.recipes.recipe import Record
@@ -74,7 +74,7 @@ def test_the_paper_preset_is_figure_2_of_zoology():
         assert job.config.optimizer.weight_decay == 0.1
         epochs = job.config.steps * job.config.batch_size / 100_000
         assert 64 <= epochs < 64.3  # the last batch of each epoch is not full there
-    model = build_gpt2(jobs[-1].config.model, vocab_size=8192, length=64, seed=0)
+    model = build_model(describe(jobs[-1].config.model, vocab_size=8192, length=64), seed=0)
     names = {name.split(".")[-2] for name, _ in model.named_parameters()}
     assert names == {"wte", "wpe", "ln_1", "c_attn", "c_proj", "ln_f"}
     assert model.config.n_head == 1

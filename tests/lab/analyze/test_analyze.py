@@ -20,7 +20,8 @@ from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
 from kvshift.lab.training.train_config import ModelConfig
-from kvshift.lab.variants.small_gpt2 import GPT2Options, build_gpt2
+from kvshift.lab.variants.building import build_model, describe
+from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import add_kv_shift
 
@@ -203,7 +204,7 @@ def test_gpt2_with_shift(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_the_gpt2_of_the_lab_is_given_tokens_that_its_task_has(tmp_path: Path) -> None:
     options = GPT2Options(width=30, heads=3, layers=1, embedding_rows=41)
-    build_gpt2(options, vocab_size=23, length=60, seed=0).save_pretrained(tmp_path)
+    build_model(describe(options, vocab_size=23, length=60), seed=0).save_pretrained(tmp_path)
     analyze(AnalyzeConfig(run=tmp_path, rows=2, device="cpu"))
     files = found(tmp_path / "analysis")
     assert files["length"] == 23

@@ -13,7 +13,8 @@ from kvshift.lab.errors import LabError
 from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.tasks import HopConfig, HopTask, MQARConfig, MQARTask
 from kvshift.lab.training.train_config import from_json, to_json
-from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2, build_gpt2
+from kvshift.lab.variants.building import build_model, describe
+from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2
 
 from ...models.retrofit.reference import gpt2_hidden
 
@@ -29,8 +30,11 @@ VARIANTS: dict[str, GPT2Options] = {
 every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
 
-def built(options: GPT2Options, seed: int = 0) -> LabGPT2:
-    return build_gpt2(options, vocab_size=HOP.vocab_size, length=HOP.length, seed=seed)
+def built(
+    options: GPT2Options, seed: int = 0, *, vocab_size: int = HOP.vocab_size, length: int = HOP.length
+) -> LabGPT2:
+    size = describe(options, vocab_size=vocab_size, length=length)
+    return build_model(size, seed=seed, freeze_shift=options.freeze_shift)
 
 
 def batch(rows: int = 5):
@@ -89,7 +93,7 @@ def test_seeds_differ_and_repeat():
 
 def test_start_values_are_those_of_gpt2():
     """Standard deviation 0.02, and 0.02 / sqrt(2 layers) for what is added to the residual stream."""
-    model = build_gpt2(GPT2Options(layers=3, head="linear"), vocab_size=23, length=100, seed=0)
+    model = built(GPT2Options(layers=3, head="linear"), vocab_size=23, length=100)
     blocks = model.transformer.h
     spread = {
         0.02: [model.transformer.wte, model.transformer.wpe, blocks[0].attn.c_attn, blocks[2].mlp.c_fc, model.head],
@@ -106,7 +110,7 @@ def test_start_values_are_those_of_gpt2():
 
 
 def test_sizes_of_the_published_model():
-    model = build_gpt2(GPT2Options(layers=5), vocab_size=HopTask(HopConfig()).vocab_size, length=100, seed=0)
+    model = built(GPT2Options(layers=5), vocab_size=HopTask(HopConfig()).vocab_size, length=100)
     per_layer = 128 * 384 + 384 + 128 * 128 + 128 + 128 * 512 + 512 + 512 * 128 + 128 + 4 * 128
     coefficients = sum(p.numel() for m in model.modules() if isinstance(m, KVShift) for p in m.parameters())
     assert coefficients == 5 * 4 * 4
@@ -166,7 +170,7 @@ def test_every_parameter_learns():
 def test_a_task_with_a_large_vocabulary():
     task = MQARTask(MQARConfig(length=16, pairs=2, vocab_size=64))
     options = GPT2Options(width=8, heads=1, mlp=False, head="tied", embedding_rows=None)
-    model = build_gpt2(options, vocab_size=task.vocab_size, length=task.length, seed=0)
+    model = built(options, vocab_size=task.vocab_size, length=task.length)
     rows = task.batch(torch.Generator().manual_seed(0), 3)
     assert model(input_ids=rows.input_ids, labels=rows.labels).logits.shape == (3, 16, 64)
 

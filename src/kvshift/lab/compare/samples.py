@@ -52,7 +52,6 @@ def sample(
             max_new_tokens=tokens,
             pad_token_id=tokenizer.eos_token_id,
             eos_token_id=model.generation_config.eos_token_id,
-            use_cache=True,
         )
         written = continue_rows(model, [torch.tensor(ids)], how, seed=seed)[0]
         texts[run.name] = tokenizer.decode(written, skip_special_tokens=True)

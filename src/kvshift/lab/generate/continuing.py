@@ -6,6 +6,7 @@ Shapes: N prompts, P tokens of the longest, S continuations of each, L new token
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-__all__ = ["continue_rows"]
+__all__ = ["continue_rows", "decodes_with_cache"]
 
 
 def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, *, seed: int, **kwargs: Any) -> Tensor:
@@ -24,13 +25,15 @@ def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, 
     Args:
         model: from `input_ids` and `attention_mask`, with `generate`.
         prompts: (P,) int64 each, P >= 1.
-        how: all of it, its `pad_token_id` too.
+        how: all of it, its `pad_token_id` too; but for `use_cache`, which is as `decodes_with_cache` says.
         seed: of what is drawn.
         kwargs: for `model.generate`.
 
     Returns:
         (N S, L) int64, the S of one prompt one after the other; behind the end of a row stands padding.
     """
+    how = deepcopy(how)
+    how.use_cache = decodes_with_cache(model)
     pad = cast(int, how.pad_token_id)
     ids = pad_sequence(list(prompts), batch_first=True, padding_value=pad, padding_side="left")
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side="left")
@@ -38,6 +41,14 @@ def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, 
     with torch.random.fork_rng(accelerators, device_type=model.device.type if accelerators else "cuda"):
         torch.manual_seed(seed)
         written = model.generate(
-            ids.to(model.device), attention_mask=mask.to(model.device), generation_config=how, **kwargs
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=how,
+            **kwargs,
         )
     return written[:, ids.shape[1] :]
+
+
+def decodes_with_cache(model: Any) -> bool:
+    """Whether a model computes a token from a cache of those before it; models of variants that do not say so."""
+    return getattr(model, "decodes_with_cache", True)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
 from kvshift.lab.errors import LabError, require_unicode
-from kvshift.lab.generate.continuing import continue_rows
+from kvshift.lab.generate.continuing import continue_rows, decodes_with_cache
 from kvshift.lab.generate.generate_config import GenerateConfig
 from kvshift.lab.generate.prompts import Prompt, answers_in, read_prompts
 from kvshift.lab.messages import say
@@ -54,6 +54,8 @@ def generate(config: GenerateConfig) -> None:
     prompts = [prompt.text for prompt in given]
     logging.disable_progress_bar()
     model, tokenizer, source = load_model(config.model, dtype=config.dtype, device=config.device, say=_say)
+    if config.prompt_lookup and not decodes_with_cache(model):
+        raise LabError(f"prompt_lookup must be 0: {model.config.model_type} does not decode with a cache")
     encoded = [encode(tokenizer, *prompt) for prompt in given]
     config, encoded = _fitted(model, tokenizer, encoded, [prompt.name for prompt in given], config)
 
@@ -120,7 +122,6 @@ def _how(config: GenerateConfig, *, pad: int, ends: list[int]) -> GenerationConf
         prompt_lookup_num_tokens=config.prompt_lookup or None,
         pad_token_id=pad,
         eos_token_id=ends or None,
-        use_cache=True,
     )
 
 

@@ -26,6 +26,7 @@ from kvshift.lab.plan.cost import (
 )
 from kvshift.lab.plan.plan_config import DeviceName, PlanConfig, PlanData
 from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.by_name import settled
 from kvshift.lab.variants.model_fields import given_fields, size_fields
 from kvshift.models.paper_sizes import SIZES
 
@@ -105,7 +106,10 @@ def estimate(config: PlanConfig) -> list[CostEstimate]:
         LabError: an option is not what it should be, or there is no such model.
     """
     _check(config)
-    models = _models(config.model, config.data)
+    options = settled(config.model)
+    if options.variant is not None:
+        raise LabError(f"model.variant is {options.variant!r}, but kvshift plan prices vanilla and kv-shift alone")
+    models = _models(options, config.data)
     if config.tokens_per_second is not None and len(models) > 1:
         raise LabError(
             f"tokens_per_second ({config.tokens_per_second:g}) was measured on one model: say which, by model.size, "

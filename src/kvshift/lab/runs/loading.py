@@ -11,15 +11,14 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-# Imported for their model types, which they register with the Auto classes:
-import kvshift.lab.variants.small_gpt2
-import kvshift.models.llama
+# Imported for its model types, which it registers with the Auto classes:
 import kvshift.models.retrofit  # noqa: F401
 from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
 from kvshift.lab.training.train_config import DType
+from kvshift.lab.variants.by_name import VARIANTS, find_variant
 
 __all__ = [
     "UNREADABLE",
@@ -34,6 +33,9 @@ __all__ = [
 ]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+for _name in VARIANTS:  # whose model types they register likewise
+    find_variant(_name)
+
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 

@@ -55,7 +55,6 @@ def answer(model: Any, task: QuestionTask, questions: Sequence[Question], *, see
         max_new_tokens=task.max_new_tokens,
         eos_token_id=task.end_token,
         pad_token_id=task.end_token,
-        use_cache=True,
         **drawn,
     )
     written = continue_rows(model, [question.prompt for question in questions], how, seed=seed_for("answers", seed))

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.folder import Metrics
 from kvshift.lab.runs.processes import Processes
-from kvshift.lab.variants.building import shift_layers
+from kvshift.lab.variants.variant import shift_layers
 
 __all__ = [
     "Evaluation",

@@ -9,7 +9,7 @@ from torch import nn
 
 from kvshift import clamp_after_step, param_groups
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.lab.variants.building import shift_layers
+from kvshift.lab.variants.variant import shift_layers
 
 __all__ = ["adamw", "recompute_activations"]
 

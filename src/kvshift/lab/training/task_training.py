@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Subset
-from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from kvshift.lab.errors import LabError
@@ -52,8 +51,9 @@ from kvshift.lab.training.running import (
 )
 from kvshift.lab.training.task_trainer import EarlyStopping, TaskTrainer, score
 from kvshift.lab.training.train_config import ModelConfig, RunConfig, from_json, to_json
-from kvshift.lab.variants.building import build_model, count_parameters, llama_config
-from kvshift.lab.variants.small_gpt2 import GPT2Options, build_gpt2
+from kvshift.lab.variants.building import build_model, count_parameters, describe
+from kvshift.lab.variants.by_name import settled
+from kvshift.lab.variants.small_gpt2 import GPT2Options
 
 __all__ = ["TaskTrainConfig", "task_of", "task_options", "train_task"]
 
@@ -116,7 +116,7 @@ def task_options(config: TaskTrainConfig) -> dict[str, Any]:
     """The options as JSON; the kinds of task and model have names of their own there."""
     options = to_json(config)
     options["task"] = {"name": task_name(config.task), **options["task"]}
-    options["model"] = {"family": "gpt2" if isinstance(config.model, GPT2Options) else "llama", **options["model"]}
+    options["model"] = {"family": config.model.family, **options["model"]}
     return options
 
 
@@ -137,6 +137,7 @@ def train_task(config: TaskTrainConfig) -> dict[str, Any]:
         RunFailedError: a number is not finite, or the disk is full (3).
         InterruptedRunError: SIGINT or SIGTERM came (128 + its number).
     """
+    config = dataclasses.replace(config, model=settled(config.model))
     folder = RunFolder(config.out)
     disable_progress_bar()  # transformers' own, for every file that it writes
     smaller = (
@@ -155,7 +156,8 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     task = make_task(config.task)
     if config.questions and not isinstance(task, QuestionTask):
         raise LabError(f"questions is {config.questions}, but the task {task_name(config.task)} asks none; expected 0")
-    model = _build(config, task)
+    size = describe(config.model, vocab_size=task.vocab_size, length=task.length)
+    model = build_model(size, seed=config.seed, variant=config.model.variant, freeze_shift=config.model.freeze_shift)
     processes = Processes(cpu=on_cpu(config))
     start = begin(folder, task_options(config), processes, say)
     batches = TaskBatches(
@@ -216,13 +218,6 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
             **count_parameters(model),
         },
     )
-
-
-def _build(config: TaskTrainConfig, task: Task) -> PreTrainedModel:
-    if isinstance(config.model, GPT2Options):
-        return build_gpt2(config.model, vocab_size=task.vocab_size, length=task.length, seed=config.seed)
-    described = llama_config(config.model, vocab_size=task.vocab_size, sequence_length=task.length)
-    return build_model(described, seed=config.seed, freeze_shift=config.model.freeze_shift)
 
 
 def _evaluation_batches(task: Task, config: TaskTrainConfig, rows: int | None) -> list[Batch]:

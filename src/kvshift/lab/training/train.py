@@ -36,6 +36,7 @@ from kvshift.lab.training.running import (
 from kvshift.lab.training.train_config import TrainConfig, to_json
 from kvshift.lab.training.trainer import LanguageModelTrainer
 from kvshift.lab.variants.building import build_model, count_parameters, llama_config
+from kvshift.lab.variants.by_name import find_variant, label_of, settled, variant_of
 from kvshift.lab.variants.pretrained import (
     base_config,
     find_pretrained,
@@ -59,6 +60,7 @@ def train(config: TrainConfig) -> None:
         RunFailedError: a number is not finite, or the disk is full (3).
         InterruptedRunError: SIGINT or SIGTERM came (128 + its number).
     """
+    config = dataclasses.replace(config, model=settled(config.model))
     processes = Processes(cpu=on_cpu(config))
     folder = RunFolder(config.out)
     say = _say if processes.is_main else say_nothing
@@ -103,7 +105,7 @@ def _run(
     facts = data_facts(data)
     frozen = config.model.freeze_shift
     if source is None:
-        model = build_model(model_config, seed=config.seed, freeze_shift=frozen)
+        model = build_model(model_config, seed=config.seed, variant=config.model.variant, freeze_shift=frozen)
     else:
         model = load_pretrained(source, model_config, freeze_shift=frozen)
         facts["start_weights"] = weights_digest(model)
@@ -112,9 +114,10 @@ def _run(
         lambda: begin(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
     )
     model.config.use_cache = False  # no cache of keys and values beside every training step
-    sizes = count_parameters(model)
+    sizes, variant = count_parameters(model), find_variant(variant_of(options["model"]))
+    more = variant.added_parameters(model_config)
     say(
-        f"{sizes['parameters']:,} parameters, {sizes['shift_parameters']} of them of the shift; "
+        f"{label_of(options['model'])}: {sizes['parameters']:,} parameters, {more:+,} against vanilla; "
         f"{config.steps} steps of {tokens_per_step:,} tokens"
     )
     trainer = LanguageModelTrainer(
@@ -128,7 +131,7 @@ def _run(
     )
     recorder, leave = attach(stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step)
     seconds = fit(trainer, recorder, leave, start, processes)
-    model.config.use_cache = True
+    model.config.use_cache = variant.decodes_with_cache
     save_model(trainer, folder, processes, beside=partial(save_tokenizer, data.tokenizer))
     if processes.is_main:
         result = _result(trainer, folder, config, seconds) | sizes

@@ -10,10 +10,13 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
 
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError, require
+from kvshift.lab.variants.by_name import VARIANTS
 
 __all__ = [
     "DType",
@@ -41,8 +44,10 @@ _FREE = ("out", "report_to", "progress", "keep_checkpoints", "data_workers")
 class ModelConfig:
     """A Llama with KV shift. Fields left at None come from `size` or `config`, else from the value named last."""
 
-    variant: str | None = None
-    """What the model is, by a name of `kvshift.lab.variants.by_name`; kv-shift, which the options shift_* refine."""
+    family = "llama"
+    variant: Annotated[
+        str | None, tyro.conf.arg(help=f"{', '.join(VARIANTS)}; kv-shift, which the options shift_* refine.")
+    ] = None
 
     size: str | None = None
     """One of the paper's: 0.2B, 1.5B, 2.9B, 6.7B, 13B, 19B."""

@@ -1,39 +1,37 @@
-"""From the options of a run to its model: which Llama, and with which weights it starts."""
+"""From the options of a run to its model: which size, which variant, and with which weights it starts."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from copy import deepcopy
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 
 from kvshift.lab.analysis.runs import Run, read_json
 from kvshift.lab.errors import LabError, nearest, require
 from kvshift.lab.runs.folder import write_json
-from kvshift.lab.seeds import generator_for
 from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.by_name import find_variant, variant_of
 from kvshift.lab.variants.model_fields import given_fields, size_fields
-from kvshift.layers import KVShift
+from kvshift.lab.variants.small_gpt2 import GPT2Options, gpt2_config
+from kvshift.lab.variants.variant import Size, shift_layers
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 __all__ = [
     "build_model",
-    "build_twin",
     "count_parameters",
     "declare_plain_llama",
+    "describe",
     "llama_config",
     "load_trained",
     "shift_layers",
 ]
-
-_Model = TypeVar("_Model", bound=PreTrainedModel)
 
 _SIZES = (
     "hidden_size",
@@ -91,39 +89,31 @@ def llama_config(
     return config
 
 
-def build_model(config: KVShiftLlamaConfig, *, seed: int, freeze_shift: bool = False) -> KVShiftLlamaForCausalLM:
-    """The Llama of a configuration; see `build_twin`."""
-    return build_twin(KVShiftLlamaForCausalLM, config, seed=seed, freeze_shift=freeze_shift)
-
-
-def build_twin(model_class: type[_Model], config: Any, *, seed: int, freeze_shift: bool = False) -> _Model:
-    """A model with float32 start values, of which those that a vanilla twin has too do not depend on the shift.
-
-    The weights are drawn for the model without shift and then taken over; the coefficients have a generator of
-    their own. So twins that differ in `shift_*` alone start, for one seed, with the same bits.
+def describe(options: ModelConfig | GPT2Options, *, vocab_size: int, length: int) -> Size:
+    """The size that options of either family describe.
 
     Args:
-        model_class: what is built from `config`, which has the fields of a `ShiftConfig`.
-        config: of the model.
-        seed: of weights and coefficients.
-        freeze_shift: keep the coefficients at their start values.
+        options: of the model.
+        vocab_size: tokens of the tokenizer or the task.
+        length: of the training rows.
     """
-    vanilla = deepcopy(config)
-    vanilla.shift_targets = []
-    set_seed(seed)
-    model = model_class(vanilla)
-    if config.shift_targets:
-        weights = model.state_dict()
-        model = model_class(config)
-        load = model.load_state_dict(weights, strict=False, assign=True)
-        model.tie_weights()
-        unexpected = load.unexpected_keys + [name for name in load.missing_keys if ".shift." not in name]
-        if unexpected:
-            raise AssertionError(f"twins differ beyond the shift: {unexpected}")
-        generator = generator_for("shift coefficients", seed)
-        for layer in shift_layers(model):
-            layer.reset_parameters(generator)
-            layer.requires_grad_(not freeze_shift)
+    return _DESCRIBED[type(options)](options, vocab_size, length)
+
+
+def build_model(
+    size: Size, *, seed: int, variant: str | None = None, freeze_shift: bool = False
+) -> KVShiftLlamaForCausalLM:
+    """A model of some size.
+
+    Args:
+        size: of the model.
+        seed: of its weights.
+        variant: its name; None: what the size itself says, KV shift or vanilla. See `Variant.build`.
+        freeze_shift: keep the coefficients of a shift at their start values.
+    """
+    model: Any = find_variant(variant or "kv-shift", "model.variant").build(size, seed=seed)
+    for layer in shift_layers(model):
+        layer.requires_grad_(not freeze_shift)
     return model
 
 
@@ -146,17 +136,16 @@ def declare_plain_llama(folder: Path) -> None:
     write_json(path, {**plain, "model_type": LlamaConfig.model_type, "architectures": [LlamaForCausalLM.__name__]})
 
 
-def load_trained(run: Run) -> KVShiftLlamaForCausalLM:
+def load_trained(run: Run) -> Any:
     """The final model of a run of text in float32, as the class that it was trained as."""
     folder = run.folder / "model"
-    values = read_json(folder / "config.json") | {"shift_targets": run.config["model"]["shift_targets"]}
-    config = KVShiftLlamaConfig.from_dict(values | {"model_type": KVShiftLlamaConfig.model_type})
+    values = read_json(folder / "config.json")
+    if values["model_type"] not in (LlamaConfig.model_type, KVShiftLlamaConfig.model_type):
+        find_variant(variant_of(run.config["model"]))  # which tells transformers of its classes
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    values |= {"shift_targets": run.config["model"]["shift_targets"], "model_type": KVShiftLlamaConfig.model_type}
+    config = KVShiftLlamaConfig.from_dict(values)
     return KVShiftLlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
-
-
-def shift_layers(model: torch.nn.Module) -> list[KVShift]:
-    """The `KVShift` of each layer that shifts anything, in order."""
-    return [module for module in model.modules() if isinstance(module, KVShift) and module.targets]
 
 
 def count_parameters(model: torch.nn.Module) -> dict[str, int]:
@@ -211,3 +200,10 @@ def _read(path: Path) -> dict[str, Any]:
         if name not in (*known, "rope_theta", "rope_scaling", "layer_types", "output_attentions"):
             raise LabError(f"model.config: {path} has an unknown field {name!r}; {nearest(name, known)}")
     return values
+
+
+# By the options of a family: from them, the size of the vocabulary and the length of a row to its configuration.
+_DESCRIBED: dict[type, Callable[[Any, int, int], Size]] = {
+    ModelConfig: lambda options, tokens, length: llama_config(options, vocab_size=tokens, sequence_length=length),
+    GPT2Options: lambda options, tokens, length: gpt2_config(options, vocab_size=tokens, length=length),
+}

@@ -7,11 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvshift.lab.errors import LabError
 
-__all__ = ["VARIANTS", "Entry", "find_entry", "label_of", "settled", "shift_label", "variant_of", "with_variant"]
+if TYPE_CHECKING:
+    from kvshift.lab.variants.variant import Variant
+
+__all__ = [
+    "VARIANTS",
+    "Entry",
+    "find_entry",
+    "find_variant",
+    "label_of",
+    "settled",
+    "shift_label",
+    "variant_of",
+    "with_variant",
+]
 
 # Of a run with the options `ModelConfig` or `GPT2Options`.
 _Options = TypeVar("_Options")
@@ -24,7 +38,7 @@ class Entry:
     Attributes:
         name: what a user types.
         label: in tables and figures.
-        color: in all figures. The first five are of Okabe and Ito; the colour-blind can tell them apart.
+        color: in all figures. The colour-blind can tell them apart.
         shifts: whether the options `shift_*` say what its layers shift.
     """
 
@@ -39,6 +53,8 @@ VARIANTS: Mapping[str, Entry] = {
     for entry in (
         Entry("vanilla", "vanilla", "#0072b2"),
         Entry("kv-shift", "KV-shift", "#d55e00", shifts=True),
+        Entry("smear", "smear", "#56b4e9"),
+        Entry("key-offset", "key offset", "#882255"),
     )
 }
 
@@ -51,6 +67,11 @@ def find_entry(name: str, where: str = "variant") -> Entry:
     if name not in VARIANTS:
         raise LabError(f"{where} must be one of {', '.join(VARIANTS)}, got {name!r}")
     return VARIANTS[name]
+
+
+def find_variant(name: str, where: str = "variant") -> Variant:
+    """The variant of that name: `VARIANT` of `kvshift.lab.variants.NAME`, with _ for -, which is imported."""
+    return import_module(f"kvshift.lab.variants.{find_entry(name, where).name.replace('-', '_')}").VARIANT
 
 
 def with_variant(options: _Options, name: str) -> _Options:

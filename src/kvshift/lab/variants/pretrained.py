@@ -15,7 +15,7 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.loading import UNREADABLE, locate
 from kvshift.lab.training.train_config import ModelConfig
-from kvshift.lab.variants.building import shift_layers
+from kvshift.lab.variants.variant import shift_layers
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 __all__ = [
@@ -85,6 +85,8 @@ def base_config(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
                 f"model.{name} ({getattr(options, name)}) and init_from ({source.name}) cannot both be given: each "
                 "says what the whole model is"
             )
+    if options.variant is not None:
+        raise LabError(f"model.variant is {options.variant!r}, but init_from starts vanilla and kv-shift alone")
     config = source.config
     rope = cast(dict[str, Any], config.rope_parameters)
     shift = ("shift_targets", "shift_window", "shift_constraint", "shift_init")

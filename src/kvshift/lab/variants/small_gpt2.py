@@ -20,18 +20,18 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 
 from kvshift.lab.errors import LabError, require
 from kvshift.lab.tasks.option_checks import check_at_least, check_choices
-from kvshift.lab.variants.building import build_twin
 from kvshift.layers import check_shift_options
 from kvshift.models.decoder import ShiftedPreTrainedModel
 from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2Model
 
-__all__ = ["GPT2Options", "LabGPT2", "LabGPT2Config", "build_gpt2"]
+__all__ = ["GPT2Options", "LabGPT2", "LabGPT2Config", "gpt2_config"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Options:
     """A GPT-2 with KV shift; the defaults are those of Sanford et al."""
 
+    family = "gpt2"
     width: int = 128
     """Model width E."""
     layers: int = 2
@@ -106,10 +106,10 @@ class LabGPT2Config(KVShiftGPT2Config):
     classes: int = 23
 
 
-class LabGPT2(ShiftedPreTrainedModel, GPT2PreTrainedModel):  # pyright: ignore[reportIncompatibleVariableOverride]
+class LabGPT2(ShiftedPreTrainedModel, GPT2PreTrainedModel):
     """GPT-2 for a task: scores of tokens at every position, no cache and no `generate`."""
 
-    config: LabGPT2Config  # pyright: ignore[reportIncompatibleVariableOverride]
+    config: LabGPT2Config
     config_class = LabGPT2Config
 
     def __init__(self, config: LabGPT2Config) -> None:
@@ -169,17 +169,16 @@ class _NoMLP(nn.Module):
         return hidden_states.new_zeros(())
 
 
-def build_gpt2(options: GPT2Options, *, vocab_size: int, length: int, seed: int) -> LabGPT2:
-    """The GPT-2 that the options describe; see `build_twin` for its start values.
+def gpt2_config(options: GPT2Options, *, vocab_size: int, length: int) -> LabGPT2Config:
+    """The configuration of the GPT-2 that the options describe.
 
     Args:
         options: of the model.
         vocab_size: tokens of the task.
         length: T, of its rows.
-        seed: of weights and coefficients.
     """
     options.check(vocab_size=vocab_size)
-    config = LabGPT2Config(
+    return LabGPT2Config(
         vocab_size=options.embedding_rows or vocab_size,
         n_positions=length,
         n_embd=options.width,
@@ -200,7 +199,6 @@ def build_gpt2(options: GPT2Options, *, vocab_size: int, length: int, seed: int)
         shift_constraint=options.shift_constraint,
         shift_init=options.shift_init,
     )
-    return build_twin(LabGPT2, config, seed=seed, freeze_shift=options.freeze_shift)
 
 
 AutoConfig.register(LabGPT2Config.model_type, LabGPT2Config, exist_ok=True)

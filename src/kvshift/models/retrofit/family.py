@@ -79,10 +79,10 @@ def convert(model: PreTrainedModel, family: Family, config: Any) -> None:
         elif type(module) in family.models:
             module.__class__ = family.models[type(module)]
             assert isinstance(module, PreTrainedModel)
-            _note_class(module)
+            note_class(module)
 
 
-def _note_class(model: PreTrainedModel) -> None:
+def note_class(model: PreTrainedModel) -> None:
     """What a constructor of transformers notes about the class of its model."""
     model._keep_in_fp32_modules_strict = set(type(model)._keep_in_fp32_modules_strict or ())
     # By the name of the class; without it, output_hidden_states and output_attentions are not heeded.

@@ -1,0 +1,80 @@
+"""For variants whose models cannot decode with a cache: they generate without one, and refuse one by name."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvshift.models.llama import KVShiftLlamaModel
+from kvshift.models.retrofit import KVShiftGPT2Model
+from kvshift.models.retrofit.family import note_class
+
+__all__ = [
+    "UncachedConfig",
+    "UncachedDecoder",
+    "UncachedGPT2Model",
+    "UncachedGeneration",
+    "UncachedLlamaModel",
+    "become",
+]
+
+
+class UncachedConfig:
+    """Stands before the configuration of a family; `loaded_by` is named where another class is given its folder."""
+
+    loaded_by: ClassVar[str]
+    use_cache: bool | dict[str, bool]
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        self.use_cache = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Of transformers; what is saved. Classes of other models do not take a `use_cache` of this type."""
+        saved = super().to_dict()  # type: ignore[misc]
+        saved["use_cache"] = {f"kv_shift: load it with {self.loaded_by}": False}
+        return saved
+
+
+class UncachedDecoder:
+    """Stands before the decoder of a family."""
+
+    config: UncachedConfig
+
+    def forward(self, *args: Any, past_key_values: Any = None, use_cache: Any = None, **kwargs: Any) -> Any:
+        if use_cache or past_key_values is not None:
+            raise ValueError(f"use_cache must be False and past_key_values None: {_no_cache(self)}")
+        return super().forward(*args, use_cache=False, **kwargs)  # type: ignore[misc]
+
+
+class UncachedLlamaModel(UncachedDecoder, KVShiftLlamaModel):
+    """The decoder of the Llamas."""
+
+
+class UncachedGPT2Model(UncachedDecoder, KVShiftGPT2Model):
+    """The decoder of the lab's GPT-2."""
+
+
+class UncachedGeneration:
+    """Stands before a model with `generate`, which computes every token so far anew for each new one."""
+
+    decodes_with_cache = False
+    config: UncachedConfig
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any) -> None:
+        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is True:
+            raise ValueError(f"use_cache must be False and past_key_values None: {_no_cache(self)}")
+        generation_config.use_cache = model_kwargs["use_cache"] = False
+
+
+def become(module: nn.Module, subclass: type[nn.Module]) -> None:
+    """Make a module one of a subclass of its own class, in place: weights, names and hooks stay."""
+    module.__class__ = subclass
+    if isinstance(module, PreTrainedModel):
+        note_class(module)
+
+
+def _no_cache(model: Any) -> str:
+    return f"{model.config.model_type} does not decode with a cache"

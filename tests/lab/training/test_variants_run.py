@@ -1,0 +1,127 @@
+"""Runs of variants beside KV shift: trained, resumed, evaluated, continued as text, compared, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvshift.cli import main
+from kvshift.lab.analysis.runs import read_run
+from kvshift.lab.compare.samples import sample
+from kvshift.lab.errors import LabError
+from kvshift.lab.plan.planning import PlanConfig, estimate
+from kvshift.lab.tasks import MQARConfig
+from kvshift.lab.training.task_training import TaskTrainConfig, train_task
+from kvshift.lab.training.train import train
+from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.building import load_trained
+from kvshift.lab.variants.by_name import VARIANTS
+from kvshift.lab.variants.small_gpt2 import GPT2Options
+
+from .cases import assert_same_run, losses, result, tiny, weights
+
+OTHERS = [name for name in VARIANTS if name not in ("vanilla", "kv-shift")]
+
+
+@pytest.fixture(scope="module")
+def smeared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("smeared") / "run"
+    train(tiny(corpus, out, model={"variant": "smear"}, data={"packing": "documents"}))
+    return out
+
+
+@pytest.mark.parametrize("model", [{"variant": "vanilla"}, {"variant": "kv-shift"}], ids=str)
+def test_vanilla_and_kv_shift_by_name_are_the_runs_of_ever(
+    model: dict[str, str], corpus: Path, finished: Path, tmp_path: Path
+) -> None:
+    train(tiny(corpus, tmp_path / "named", model=model))
+    expected = finished
+    if model["variant"] == "vanilla":
+        expected = tmp_path / "expected"
+        train(tiny(corpus, expected, model={"shift_targets": ()}))
+    assert_same_run(tmp_path / "named", expected)
+    configs = [json.loads((run / "config.json").read_text()) for run in (tmp_path / "named", expected)]
+    assert {**configs[0], "out": ""} == {**configs[1], "out": ""}
+
+
+def test_a_smeared_run(smeared: Path, corpus: Path, tmp_path: Path) -> None:
+    run = read_run(smeared)
+    assert run.name == "smear"
+    assert run.config["model"]["variant"] == "smear"
+    assert run.config["model"]["shift_targets"] == []
+    train(tiny(corpus, tmp_path, model={"variant": "vanilla"}, data={"packing": "documents"}))
+    assert losses(smeared)[0] == losses(tmp_path)[0]  # the scale starts at 0
+    assert losses(smeared)[-1] != losses(tmp_path)[-1]
+    assert result(smeared)["parameters"] == result(tmp_path)["parameters"] + 13
+    assert weights(smeared)["model.smear.scale"].item() != 0
+
+
+def test_it_resumes_with_the_same_bits(smeared: Path, corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(smeared, run, ignore=shutil.ignore_patterns("model", "result.json", "*-12"))
+    train(tiny(corpus, run, model={"variant": "smear"}, data={"packing": "documents"}))
+    assert_same_run(run, smeared)
+    (run / "result.json").unlink()
+    with pytest.raises(LabError, match=r"model\.variant: 'smear' there, None here"):
+        train(tiny(corpus, run, data={"packing": "documents"}))
+
+
+def test_commands_take_it(smeared: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(smeared / "model")
+    assert type(load_trained(read_run(smeared))) is type(model)
+    assert main(["generate", str(smeared), "--prompt", "abc", "--max-new-tokens", "9", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("abc")
+    assert main(["generate", str(smeared), "--prompt", "abc", "--max-new-tokens", "9", "--prompt-lookup", "3"]) == 2
+    assert "kvshift_smear_llama does not decode with a cache" in capsys.readouterr().err
+    assert main(["eval", str(smeared), str(corpus), "--device", "cpu"]) == 0
+    texts = sample({"smear": smeared}, prompt="abc", tokens=5, temperature=0.0, seed=0)["texts"]
+    assert texts.keys() == {"smear"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "size", [ModelConfig(hidden_size=16, num_attention_heads=2), GPT2Options(width=24, heads=2, head="linear")]
+)
+def test_tasks_are_learned_with_it(name: str, size: ModelConfig | GPT2Options, tmp_path: Path) -> None:
+    task = MQARConfig(length=16, pairs=2, vocab_size=24)
+    config = TaskTrainConfig(
+        out=tmp_path, task=task, model=replace(size, variant=name), steps=3, batch_size=4, eval_rows=8, device="cpu"
+    )
+    train_task(config)
+    assert read_run(tmp_path).name == VARIANTS[name].label
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert name.replace("-", "_") in loaded.config.model_type
+    assert loaded(input_ids=torch.zeros(1, 16, dtype=torch.long)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"variant": "smeared"}, r"model\.variant must be one of vanilla, kv-shift, smear, .*, got 'smeared'"),
+        ({"variant": "smear", "shift_window": 3}, r"model\.shift_window is 3, but model\.variant is smear"),
+    ],
+)
+def test_options_that_cannot_be(model: dict, said: str, corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=said):
+        train(tiny(corpus, tmp_path / "run", model=model))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_take_it_says_so(corpus: Path, finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=r"model\.variant is 'smear', but init_from starts vanilla and kv-shift alone"):
+        train(tiny(corpus, tmp_path, model={"variant": "smear", "hidden_size": None}, init_from=str(finished)))
+    with pytest.raises(
+        LabError, match=r"model\.variant is 'smear', but kvshift plan prices vanilla and kv-shift alone"
+    ):
+        estimate(PlanConfig(model=ModelConfig(variant="smear")))
+    named, by_targets = (
+        estimate(PlanConfig(model=ModelConfig(hidden_size=64, **model)))
+        for model in ({"variant": "vanilla"}, {"shift_targets": ()})
+    )
+    assert named == by_targets

@@ -1,0 +1,30 @@
+"""Rows with padding and documents, and who is whose predecessor in them, by a loop."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# By row: the document of each position, None on padding.
+ROWS = [
+    [0, 0, 0, 0, 0, 0, 0],
+    [None, None, 0, 0, 1, 2, 2],
+    [0, 1, 1, None, 1, 1, None],
+    [None, None, None, None, None, None, 0],
+    [None] * 7,
+]
+LAYOUTS = {"whole": ROWS[:1] * 5, "documents": [[0, 0, 1, 2, 2, 2, 3]] * 5, "padding": ROWS}
+
+
+def given(rows: list[list[int | None]]) -> dict[str, Tensor]:
+    """`mask` and `seq_idx` of rows."""
+    mask = torch.tensor([[document is not None for document in row] for row in rows])
+    return {"mask": mask, "seq_idx": torch.tensor([[document or 0 for document in row] for row in rows])}
+
+
+def before(row: list[int | None], t: int) -> int | None:
+    """The position of the token before t in its document; None where there is none."""
+    if row[t] is None:
+        return None
+    earlier = [s for s in range(t) if row[s] is not None]
+    return earlier[-1] if earlier and row[earlier[-1]] == row[t] else None

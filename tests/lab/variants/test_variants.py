@@ -1,0 +1,177 @@
+"""What holds for every variant: twins, sizes, saving, documents and padding, caches, bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.building import build_model, describe
+from kvshift.lab.variants.by_name import VARIANTS, find_variant, with_variant
+from kvshift.lab.variants.small_gpt2 import GPT2Options
+from kvshift.lab.variants.variant import Variant
+
+SIZES = {
+    "llama": ModelConfig(hidden_size=24, num_attention_heads=6, num_key_value_heads=3, qk_norm=True),
+    "gpt2": GPT2Options(width=24, heads=3, head="linear", dropout=0.0, embedding_rows=None),
+}
+TOKENS = 31
+LENGTHS = (5, 1, 7, 2)
+
+every_variant = pytest.mark.parametrize("name", VARIANTS)
+both_families = pytest.mark.parametrize("family", SIZES)
+
+
+def built(name: str, family: str, seed: int = 5) -> Any:
+    options = with_variant(SIZES[family], name)
+    return build_model(describe(options, vocab_size=TOKENS, length=41), seed=seed, variant=options.variant)
+
+
+def shaken(name: str, family: str) -> Any:
+    """Weights so large that every part matters; some variants begin as vanilla does."""
+    model = built(name, family).eval()
+    chance = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=chance) * 0.4)
+    return model
+
+
+def documents() -> list[Tensor]:
+    chance = torch.Generator().manual_seed(1)
+    return [torch.randint(TOKENS, (length,), generator=chance) for length in LENGTHS]
+
+
+def alone(model: Any, ids: Tensor) -> Tensor:
+    return model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
+
+
+@both_families
+@every_variant
+def test_twins_start_with_the_same_bits(name: str, family: str) -> None:
+    ours, vanilla = (built(each, family).state_dict() for each in (name, "vanilla"))
+    for key, tensor in vanilla.items():
+        assert torch.equal(ours[key], tensor), key
+    again, other = (built(name, family, seed).state_dict() for seed in (5, 6))
+    assert all(torch.equal(ours[key], again[key]) for key in ours)
+    assert any(not torch.equal(ours[key], other[key]) for key in vanilla)
+
+
+@both_families
+@every_variant
+def test_it_says_how_many_parameters_it_adds(name: str, family: str) -> None:
+    count = [sum(p.numel() for p in built(each, family).parameters()) for each in (name, "vanilla")]
+    options = with_variant(SIZES[family], name)
+    size, before = describe(options, vocab_size=TOKENS, length=41), torch.get_rng_state()
+    variant: Variant = find_variant(name)
+    assert variant.added_parameters(size) == count[0] - count[1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@both_families
+@every_variant
+def test_only_vanilla_computes_what_vanilla_does(name: str, family: str) -> None:
+    ids = torch.cat(documents())
+    theirs = shaken("vanilla", family)
+    ours = shaken(name, family)
+    theirs.load_state_dict({key: ours.state_dict()[key] for key in theirs.state_dict()})
+    assert torch.equal(alone(ours, ids), alone(theirs, ids)) == (name == "vanilla")
+
+
+@both_families
+@every_variant
+def test_the_lab_and_transformers_load_what_is_saved(name: str, family: str, tmp_path: Path) -> None:
+    model, ids = shaken(name, family), torch.cat(documents())
+    model.save_pretrained(tmp_path)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is type(model)
+    assert not any(report.values())
+    assert torch.equal(alone(loaded, ids), alone(model, ids))
+
+
+@both_families
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "vanilla"])
+def test_llama_refuses_what_is_none(name: str, family: str, tmp_path: Path) -> None:
+    built(name, family).save_pretrained(tmp_path)
+    with pytest.raises(Exception, match=r"kv_shift: load it with kvshift\.[a-z0-9_.]+\.\w+"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+@both_families
+@every_variant
+def test_documents_in_a_row_are_each_as_alone(name: str, family: str) -> None:
+    model, texts = shaken(name, family).double(), documents()
+    positions = torch.cat([torch.arange(len(text)) for text in texts]).unsqueeze(0)
+    numbers = torch.cat([torch.full((len(text),), n) for n, text in enumerate(texts)]).unsqueeze(0)
+    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    for where in ({"position_ids": positions}, {"seq_idx": numbers}, {"cu_seq_lens_q": ends}):
+        packed = model(input_ids=torch.cat(texts).unsqueeze(0), use_cache=False, **where).logits[0]
+        for text, got in zip(texts, packed.split(LENGTHS), strict=True):
+            torch.testing.assert_close(got, alone(model, text), rtol=0, atol=1e-10)
+
+
+@both_families
+@pytest.mark.parametrize("side", ["left", "right"])
+@every_variant
+def test_padded_rows_are_each_as_alone(name: str, side: str, family: str) -> None:
+    model, texts = shaken(name, family).double(), documents()
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad(texts, batch_first=True, padding_value=7, padding_side=side)
+    mask = pad([torch.ones_like(text) for text in texts], batch_first=True, padding_side=side)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    for text, real, got in zip(texts, mask.bool(), logits, strict=True):
+        torch.testing.assert_close(got[real], alone(model, text), rtol=0, atol=1e-10)
+
+
+@every_variant
+def test_it_generates_with_a_cache_or_refuses_one(name: str) -> None:
+    model, ids = shaken(name, "llama").double(), documents()[0].unsqueeze(0)
+    expected = ids
+    for _ in range(6):
+        expected = torch.cat([expected, model(input_ids=expected, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **how), expected)
+    assert torch.equal(model.generate(ids, use_cache=False, **how), expected)
+    if find_variant(name).decodes_with_cache:
+        assert torch.equal(model.generate(ids, use_cache=True, **how), expected)
+        return
+    said = rf"use_cache must be False .*kvshift_{name.replace('-', '_')}_llama does not decode with a cache"
+    with pytest.raises(ValueError, match=said):
+        model.generate(ids, use_cache=True, **how)
+    with pytest.raises(ValueError, match=said):
+        model(input_ids=ids, use_cache=True)
+
+
+@both_families
+@every_variant
+def test_every_parameter_learns(name: str, family: str) -> None:
+    model, ids = shaken(name, family).train(), torch.cat(documents()).unsqueeze(0)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert [key for key, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+@both_families
+@every_variant
+def test_in_bfloat16(name: str, family: str) -> None:
+    """Against the same rounded weights in double precision, at the distance that vanilla has."""
+    ids, distances = torch.cat(documents()), {}
+    for each in (name, "vanilla"):
+        rounded = shaken(each, family).to(torch.bfloat16)
+        got = alone(rounded, ids)
+        assert got.dtype == torch.bfloat16
+        distances[each] = (got - alone(rounded.double(), ids)).abs().max().item()
+    assert distances[name] <= 1.5 * distances["vanilla"]
+
+
+def test_a_size_that_cannot_be_is_named() -> None:
+    options = with_variant(GPT2Options(width=24, heads=4), "key-offset")
+    size = describe(options, vocab_size=23, length=9)
+    with pytest.raises(LabError, match=r"key-offset cannot be built at this size: .*multiple of 4, got 6"):
+        build_model(size, seed=0, variant="key-offset")
