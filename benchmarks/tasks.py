@@ -73,7 +73,7 @@ def main() -> None:
                 seconds[name].append(time.process_time() - start)
 
     print(f"{platform.processor() or platform.machine()}, one core, torch {torch.__version__}, {rounds} rounds\n")
-    print("| | T | rows in a batch | ms a batch | rows a second |\n|---|---|---|---|---|")
+    print("| | T | sequences in a batch | ms per batch | sequences per second |\n|---|---|---|---|---|")
     for name, times in seconds.items():
         task, rows = TASKS.get(name, LAPTOP)
         median = statistics.median(times)
