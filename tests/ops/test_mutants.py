@@ -1,92 +1,301 @@
-"""Negative controls: for each way to get the operator wrong, a named check that notices.
+"""Negative controls: ways to get the operator wrong, most of them faults that a neighbour of it has had.
 
-The checks are those that the tests call. That they pass on the real implementation is what all other tests say.
+For each a named check notices, on the default path of a CPU, which is the compiled kernel, and on plain PyTorch. The
+checks are those that the tests call; that they pass on the real implementation is what all other tests say.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from . import checks, mutants
+from . import checks
 from .cases import random_case
+from .conftest import skip_unless_built
+from .fused_cases import assert_within_rounding, fused, random_fused
+from .mutants import Mutant
 from .rounding import assert_within_one_rounding
 
 PACK = random_case(2, lengths=checks.LENGTHS, rows=1)
-ROWS = random_case(3, rows=1)
+SEQUENCES = random_case(3, rows=1)
+HOLES = ((1, 0, 1, 1), (1, 1, 0, 1))
+
+Check = Callable[[str], None]
 
 
-def check_parity(case: Any = ROWS) -> None:
-    assert_within_one_rounding(case, "eager", through_state=True)
+def check_parity(backend: str, case: Any = SEQUENCES) -> None:
+    assert_within_one_rounding(case, backend, through_state=True)
 
 
-def check_packs() -> None:
-    checks.check_pack_is_its_sequences(PACK, "eager", checks.LENGTHS)
+def check_packs(backend: str) -> None:
+    checks.check_pack_is_its_sequences(PACK, backend, checks.LENGTHS)
 
 
-def check_pieces() -> None:
-    checks.check_pieces_are_the_whole(ROWS, "eager", [3, 7])
+def check_as_many_sequences_as_tokens(backend: str) -> None:
+    checks.check_pack_is_its_sequences(random_case(7, lengths=[3, 0, 0], rows=1), backend, [3, 0, 0])
 
 
-def check_padding(masks: tuple = ((0, 1, 1, 1), (1, 1, 1, 1), (1, 1, 0, 0)), pad: float = 31.0) -> None:
-    checks.check_padding_is_as_if_absent("eager", masks, 1, pad)
+def check_pieces(backend: str) -> None:
+    checks.check_pieces_are_the_whole(SEQUENCES, backend, [3, 7])
 
 
-def check_numbered_documents() -> None:
+def check_padding(backend: str, masks: tuple = ((0, 1, 1, 1), (1, 1, 1, 1), (1, 1, 0, 0)), pad: float = 31.0) -> None:
+    checks.check_padding_is_as_if_absent(backend, masks, 1, pad)
+
+
+def check_numbered_documents(backend: str) -> None:
     case = random_case(5, 1, 5, seq_idx=[[0, 0, 1, 1, 1]])
-    checks.check_documents_do_not_touch(case, "eager", [slice(0, 2), slice(2, 5)], -29.0)
+    checks.check_documents_do_not_touch(case, backend, [slice(0, 2), slice(2, 5)], -29.0)
 
 
-def check_identity() -> None:
+def check_identity(backend: str) -> None:
     keys = torch.tensor([torch.inf, -0.0, 3.0]).reshape(1, 3, 1, 1).expand(2, 3, 3, 5)
-    checks.check_identity_returns_every_bit(replace(random_case(5, 2, 3), k=keys, v=keys), "eager")
+    checks.check_identity_returns_every_bit(replace(random_case(5, 2, 3), k=keys, v=keys), backend)
 
 
-def check_crop() -> None:
-    checks.check_cropped_tokens_were_never_seen("eager", 2, 2)
+def check_crop(backend: str) -> None:
+    checks.check_cropped_tokens_were_never_seen(backend, 2, 2)
 
 
-CAUGHT_BY: dict[Callable[[pytest.MonkeyPatch], None], Callable[[], None]] = {
-    mutants.state_forgotten: check_pieces,
-    mutants.prefill_from_zeros: check_pieces,
-    mutants.boundaries_ignored: check_packs,
-    mutants.numbers_ignored: check_numbered_documents,
-    mutants.decoding_by_coincidence: lambda: checks.check_pack_is_its_sequences(
-        random_case(7, lengths=[3, 0, 0], rows=1), "eager", [3, 0, 0]
+def check_inputs(backend: str) -> None:
+    checks.check_inputs_are_left_alone(random_case(13, rows=1), backend)
+
+
+def check_blocks(backend: str) -> None:
+    """A sequence longer than a block, in pieces shorter than one."""
+    case = random_case(17, 1, 2**14, heads=1, k_dim=33, v_dim=1)
+    checks.check_pieces_are_the_whole(case, backend, [2**13])
+
+
+@torch.no_grad()
+def check_one_token(backend: str) -> None:
+    case = random_fused(13, 3, 1, norm=False, rows=1, tables=3)
+    assert_within_rounding(case, lambda case: fused(case, backend, full_tables=True)[:3])
+
+
+check_holes = partial(check_padding, masks=HOLES)
+check_pads_of_nan = partial(check_padding, pad=torch.nan)
+check_bfloat16 = partial(check_parity, case=random_case(11, dtype=torch.bfloat16))
+check_documents_with_a_state = partial(check_parity, case=random_case(31, 1, 5, seq_idx=[[0, 0, 1, 1, 1]], rows=1))
+check_sums = partial(check_parity, case=random_case(17, 1, 150, heads=1, k_dim=1, v_dim=2))
+check_strides = partial(check_parity, case=random_case(29, layout="heads first"))
+check_wide_heads = partial(check_parity, case=random_case(19, 1, 3, k_dim=67, v_dim=33))
+check_wide_window = partial(check_parity, case=random_case(23, 1, 6, window=4, rows=4))
+
+
+# The mutants: file, right text, wrong text, check.
+
+Change = tuple[str, str, str, Check]
+SHIFT, PLAN, STATE, EAGER, KERNEL = "shift.py", "boundaries.py", "state.py", "eager.py", "cpu/kernel.cpp"
+CALL = "shift(x, mix, history, plan, max_rows)"  # of the backend, for each tensor
+FIRST = "first_BT = bound_rank[:, sequence_T]"
+RETURN = "    return ShiftPlan(sources, readers[:, :-1], tail_BSR.flatten(1))"
+CROP = "return self._map(lambda x: x[:, :left].clone())"
+
+OF_BOTH: dict[str, Change] = {
+    "state forgotten": (SHIFT, CALL, "shift(x, mix, torch.zeros_like(history), plan, max_rows)", check_pieces),
+    "prefill from zeros": (
+        SHIFT,
+        CALL,
+        "shift(x, mix, history if positions == 1 else torch.zeros_like(history), plan, max_rows)",
+        check_pieces,
     ),
-    mutants.no_pad_mask: check_padding,
-    mutants.pads_multiplied_by_zero: lambda: check_padding(pad=torch.nan),
-    mutants.pads_zeroed_but_not_skipped: lambda: check_padding(((1, 0, 1, 1), (1, 1, 0, 1))),
-    mutants.state_at_the_padded_end: check_padding,
-    mutants.one_token_emits_no_state: check_packs,
-    mutants.no_token_loses_its_state: check_packs,
-    mutants.state_not_reordered: lambda: checks.check_reordered_rows_go_on("eager"),
-    mutants.state_reordered_backwards: lambda: checks.check_reordered_rows_go_on("eager"),
-    mutants.crop_keeps_the_wrong_row: check_crop,
-    mutants.crop_does_nothing: check_crop,
-    mutants.lags_swapped: lambda: checks.check_hand_worked_values("eager"),
-    mutants.heads_swapped: lambda: checks.check_hand_worked_values("eager"),
-    mutants.keys_and_values_swap_coefficients: lambda: checks.check_hand_worked_values("eager"),
-    mutants.coefficients_in_bf16: check_parity,
-    mutants.products_rounded_too: lambda: check_parity(random_case(11, dtype=torch.bfloat16)),
-    mutants.zero_times_infinity: check_identity,
-    mutants.gradient_of_history_missing: check_parity,
-    mutants.coefficients_gradient_without_history: check_parity,
-    mutants.gradient_not_looking_ahead: check_parity,
-    mutants.gradient_across_boundaries: check_packs,
-    mutants.blocks_forget_their_neighbours: check_parity,
-    mutants.state_is_a_view: lambda: checks.check_inputs_are_left_alone(random_case(13, rows=1), "eager"),
-    mutants.keys_edited_in_place: lambda: checks.check_inputs_are_left_alone(random_case(13, rows=1), "eager"),
+    "lags swapped": (SHIFT, CALL, "shift(x, mix.flip(1), history, plan, max_rows)", checks.check_hand_worked_values),
+    "heads swapped": (SHIFT, CALL, "shift(x, mix.flip(0), history, plan, max_rows)", checks.check_hand_worked_values),
+    "keys and values swap coefficients": (
+        SHIFT,
+        "zip(inputs, mixes, histories, strict=True)",
+        "zip(inputs, mixes[::-1], histories, strict=True)",
+        checks.check_hand_worked_values,
+    ),
+    "coefficients in bf16": (SHIFT, CALL, "shift(x, mix.bfloat16(), history, plan, max_rows)", check_parity),
+    "gradient of the state missing": (SHIFT, CALL, "shift(x, mix, history.detach(), plan, max_rows)", check_parity),
+    "state is a view": (SHIFT, CALL, f"({CALL}[0], x[:, -max_rows:])", check_inputs),
+    "keys edited in place": (SHIFT, CALL, f"{CALL}; x.data.copy_(y)", check_inputs),
+    "state at the padded end": (SHIFT, CALL, f"({CALL}[0], x[:, -rows:].clone())", check_padding),
+    "no pad mask": (SHIFT, "seq_idx=seq_idx, mask=mask\n        )", "seq_idx=seq_idx\n        )", check_padding),
+    "pads counted as tokens": (
+        PLAN,
+        "rank_BT = real_BT.cumsum(1) - 1",
+        "rank_BT = position_T.expand(batch, -1)",
+        check_holes,
+    ),
+    "boundaries ignored": (PLAN, FIRST, "first_BT = bound_rank[:, sequence_T * 0]", check_packs),
+    "decoding by coincidence": (  # a pack of as many tokens as sequences
+        PLAN,
+        FIRST,
+        f"{FIRST} if positions != cu_seqlens.shape[0] - 1 else rank_BT",
+        check_as_many_sequences_as_tokens,
+    ),
+    "numbers of documents ignored": (
+        PLAN,
+        "torch.where(document_starts(seq_idx, real_BT), rank_BT, 0).cummax(1).values",
+        "torch.zeros_like(rank_BT)",
+        check_numbered_documents,
+    ),
+    "one token emits no state": (
+        PLAN,
+        RETURN,
+        f"    tail_BSR[end_BS - first_BS == 1] = -1\n{RETURN}",
+        check_packs,
+    ),
+    "no token loses its state": (
+        PLAN,
+        RETURN,
+        f"    tail_BSR[end_BS == first_BS] = -1\n{RETURN}",
+        check_packs,
+    ),
+    "gradient across boundaries": (
+        PLAN,
+        RETURN,
+        f"    readers[:, slots : slots + positions - 1, 1] = position_T[1:]\n{RETURN}",
+        check_packs,
+    ),
+    "state not reordered": (STATE, "return self.select(order)", "return self", checks.check_reordered_rows_go_on),
+    "state reordered backwards": (
+        STATE,
+        "return self.select(order)",
+        "return self.select(order.argsort())",
+        checks.check_reordered_rows_go_on,
+    ),
+    "crop keeps the wrong row": (STATE, CROP, "return self._map(lambda x: x[:, tokens:].clone())", check_crop),
+    "crop does nothing": (STATE, CROP, "return self", check_crop),
 }
+OF_EAGER: dict[str, Change] = {
+    "pads multiplied by zero": (
+        "plain.py",
+        "return torch.where(index[..., None, None] >= 0, x[batch, index.clamp(min=0)], 0)",
+        "return x[batch, index.clamp(min=0)] * (index >= 0)[..., None, None]",
+        check_pads_of_nan,
+    ),
+    "products rounded too": (
+        EAGER,
+        "    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32\n    mix_GW1",
+        "    dtype = x.dtype\n    mix_GW1",
+        check_bfloat16,
+    ),
+    "zero times infinity": (
+        EAGER,
+        "if eager_on_cpu and not zero_GW1.any() else zero_GW1.unbind(1)",
+        "",
+        check_identity,
+    ),
+    "coefficients' gradient without the state": (
+        EAGER,
+        "partial_sums[lag].append(product.sum((0, 1)))",
+        "partial_sums[lag].append(product.sum((0, 1)) * (start + span.start >= lag))",
+        check_parity,
+    ),
+    "gradient not looking ahead": (
+        EAGER,
+        "lag.add_to(grad_block[:, : later.shape[1]], later)",
+        "pass",
+        check_parity,
+    ),
+    "blocks forget their neighbours": (
+        EAGER,
+        "x_window = x[:, max(0, start - lags) : end].to(dtype)\n        y = now",
+        "x_window = x[:, max(0, start - lags) : end].to(dtype).clone()\n"
+        "        x_window[:, : start - end] = 0\n        y = now",
+        check_blocks,
+    ),
+}
+OF_THE_KERNEL: dict[str, Change] = {
+    "lags swapped": (KERNEL, ": n.Q + t - j;", ": n.Q + t - (n.W - 1 - j);", check_parity),
+    "the oldest row of the state": (
+        KERNEL,
+        "row.add(past.at(b, r), past.head, j)",
+        "row.add(past.at(b, 0), past.head, j)",
+        check_wide_window,
+    ),
+    "state read for nothing": (
+        KERNEL,
+        "else if (r >= 0) row.add(past.at(b, r), past.head, j)",
+        "else row.add(past.at(b, r < 0 ? 0 : r), past.head, j)",
+        check_documents_with_a_state,
+    ),
+    "strides of heads ignored": (KERNEL, "x.at(b, r - n.Q), x.head, j)", "x.at(b, r - n.Q), n.D, j)", check_strides),
+    "zero times infinity": (KERNEL, "return weights[lags[i]] != 0;", "return true;", check_identity),
+    "cut off, not rounded": (
+        KERNEL,
+        "return bits + 0x7fff + ((bits >> 16) & 1);\n    }\n    static double",
+        "return bits;\n    }\n    static double",
+        check_bfloat16,
+    ),
+    "rest of a head left out": (KERNEL, "if (d < D) body(", "if (d < 0) body(", check_wide_heads),
+    "gradient not looking ahead": (KERNEL, ": r - n.Q + j;", ": r - n.Q;", check_parity),
+    "gradient of the first row of the state": (
+        KERNEL,
+        "grad_past + (b * n.Q + r) * size",
+        "grad_past + b * n.Q * size",
+        check_wide_window,
+    ),
+    "coefficients' gradient without the state": (
+        KERNEL,
+        "mix, past.at(b, r), past.head, sums, n);",
+        "mix, x.at(b, 0), x.head, sums, n);",
+        check_parity,
+    ),
+    "gradients of the coefficients swapped": (
+        KERNEL,
+        "with_p = sums[lags[0]], with_q = sums[lags[1]]",
+        "with_p = sums[lags[1]], with_q = sums[lags[0]]",
+        check_sums,
+    ),
+    "sums of the span before counted twice": (
+        KERNEL,
+        "std::memset(sums, 0,",
+        "if (s == 0) std::memset(sums, 0,",
+        check_sums,
+    ),
+    "sums of the first span alone": ("cpu/kernel.py", "sums.sum(0)", "sums[0]", check_sums),
+    "rotation the other way": (
+        KERNEL,
+        "low * widen(cos[i])) + round_to(kind, high",
+        "low * widen(cos[i])) - round_to(kind, high",
+        check_one_token,
+    ),
+    "one token with the state of the first head": (KERNEL, "k + at, k_past + at,", "k + at, k_past,", check_one_token),
+    "tables of the first sequence": (KERNEL, "++b, cos += angles, sin += angles)", "++b)", check_one_token),
+}
+MUTANTS = {f"{name}, {backend}": (change, backend) for name, change in OF_BOTH.items() for backend in ("auto", "eager")}
+MUTANTS |= {f"{name}, eager": (change, "eager") for name, change in OF_EAGER.items()}
+MUTANTS |= {f"{name}, kernel": (change, "auto") for name, change in OF_THE_KERNEL.items()}
 
 
-@pytest.mark.parametrize(("mutant", "check"), CAUGHT_BY.items(), ids=[mutant.__name__ for mutant in CAUGHT_BY])
-def test_a_mutant_is_caught(mutant, check, monkeypatch):
-    check()
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError):
-        check()
+def parameters() -> list[Any]:
+    """Those for which the kernel is built anew are slow."""
+    return [
+        pytest.param(*mutant, id=name, marks=pytest.mark.slow if mutant[0][0] == KERNEL else ())
+        for name, mutant in MUTANTS.items()
+    ]
+
+
+@pytest.mark.parametrize(("change", "backend"), parameters())
+def test_a_mutant_is_caught(change, backend, tmp_path):
+    *texts, check = change
+    if backend == "auto":
+        skip_unless_built("cpu")
+    if texts[0] == KERNEL and shutil.which("g++") is None:
+        pytest.skip("no compiler")
+    check(backend)
+    with Mutant(*texts).in_place(tmp_path), pytest.raises(AssertionError):
+        check(backend)
+    check(backend)
+
+
+@pytest.mark.slow
+def test_a_kernel_that_is_built_from_the_same_text_passes(tmp_path):
+    """It is the changed text that is caught, not that the kernel was built anew."""
+    skip_unless_built("cpu")
+    if shutil.which("g++") is None:
+        pytest.skip("no compiler")
+    with Mutant(KERNEL, "// The operator on a CPU", "// The operator on a CPU").in_place(tmp_path):
+        for check in {change[-1] for change, backend in MUTANTS.values() if backend == "auto"}:
+            check("auto")

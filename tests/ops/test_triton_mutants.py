@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from kvshift.ops.triton import launch as triton_launch
-from kvshift.ops.triton import next_state as triton_state
-from kvshift.ops.triton import step as triton_step
 from kvshift.ops.triton.launch import Tiling
 
 from . import checks, test_triton_step
 from .cases import random_case
 from .conftest import skip_unless_built
 from .fused_cases import assert_within_rounding, random_fused
+from .mutants import ROOT, Mutant
 from .rounding import assert_within_one_rounding
 
 pytestmark = pytest.mark.slow
 
-SOURCES = Path(triton_launch.__file__).parent
 FILES = ("forward", "backward", "decoding")  # later ones import from the first
 HOLES = [[0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
 DOCUMENTS = [[0, 0, 1, 1, 1, 1], [7, -1, -1, -1, -1, 7]]
@@ -101,7 +98,7 @@ def check_step_elsewhere() -> None:
 
 
 @dataclass(frozen=True)
-class Mutant:
+class KernelMutant:
     """The files of the kernels with one text in place of another."""
 
     file: str
@@ -109,199 +106,198 @@ class Mutant:
     wrong: str
     check: Callable[[], None]
 
-    def kernels(self, folder: Path) -> SimpleNamespace:
-        real = triton_launch.kernels()
-        modules = {file: self._load(file, folder) for file in FILES}
-        names = {"forward": 0, "links": 0, "tails": 0, "backward": 1, "backward_past": 1, "step": 2}
-        assert names.keys() == vars(real).keys()
-        return SimpleNamespace(**{name: getattr(modules[FILES[i]], name) for name, i in names.items()})
-
-    def _load(self, file: str, folder: Path) -> ModuleType:
-        source = (SOURCES / f"{file}.py").read_text()
-        if file == self.file:
-            assert source.count(self.right) == 1, f"{self.right!r} stands {source.count(self.right)} times in {file}"
-            source = source.replace(self.right, self.wrong)
-        path = folder / f"mutant_{file}.py"
-        path.write_text(source.replace("from kvshift.ops.triton.forward", "from mutant_forward"))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+    @contextmanager
+    def in_place(self, folder: Path) -> Iterator[None]:
+        """While it lasts, these are launched in place of the real ones."""
+        texts = {file: (ROOT / "triton" / f"{file}.py").read_text() for file in FILES}
+        texts[self.file] = Mutant(f"triton/{self.file}.py", self.right, self.wrong).source()
+        for file, text in texts.items():
+            (folder / f"mutant_{file}.py").write_text(
+                text.replace("from kvshift.ops.triton.forward", "from mutant_forward")
+            )
+        imported = "from kvshift.ops.triton import backward, decoding, forward"
+        copies = "import mutant_backward as backward, mutant_decoding as decoding, mutant_forward as forward"
+        sys.path.insert(0, str(folder))
+        try:
+            with Mutant("triton/launch.py", imported, copies).in_place(folder):
+                yield
+        finally:
+            sys.path.remove(str(folder))
+            for file in FILES:
+                sys.modules.pop(f"mutant_{file}", None)
 
 
 KERNELS, BACKWARD, DECODING = FILES
 MUTANTS = {
-    "links from a position to itself": Mutant(
+    "links from a position to itself": KernelMutant(
         KERNELS,
         "tl.store(out + (at + here + 1) * 2, found, mask=here + 1 < T)",
         "tl.store(out + (at + here) * 2, found, mask=here < T)",
         check_padding,
     ),
-    "links to padding behind": Mutant(
+    "links to padding behind": KernelMutant(
         KERNELS,
         "found = tl.where(tl.load(mask + at + here, mask=here < T, other=0) != 0, here, T)",
         "found = tl.where(here < T, here, T)",
         check_padding_backward,
     ),
-    "lags swapped": Mutant(
+    "lags swapped": KernelMutant(
         KERNELS,
         "_add(total, term, tl.load(weights + lag).to(ACC))",
         "_add(total, term, tl.load(weights + W - lag).to(ACC))",
         check_rows,
     ),
-    "history off by one": Mutant(
+    "history off by one": KernelMutant(
         KERNELS,
         "_load_rows(past, past_stride, newest - depth, of_past, past_column, in_head, ACC)",
         "_load_rows(past, past_stride, newest - depth - 1, of_past, past_column, in_head, ACC)",
         check_rows,
     ),
-    "history of the neighbour": Mutant(
+    "history of the neighbour": KernelMutant(
         KERNELS,
         "    newest = (sequence + 1) * R\n    k_real = real",
         "    newest = tl.maximum(sequence, 1) * R\n    k_real = real",
         check_pack,
     ),
-    "rounded twice": Mutant(
+    "rounded twice": KernelMutant(
         KERNELS,
         "            total = _add(total, term, tl.load(weights + lag).to(ACC))\n",
         "            total = _add(total, term, tl.load(weights + lag).to(ACC)).to(x.dtype.element_ty).to(ACC)\n",
         check_rounding,
     ),
-    "empty sequences not passed over": Mutant(
+    "empty sequences not passed over": KernelMutant(
         KERNELS,
         "tl.load(cu_seqlens + middle + 1) <= t",
         "tl.load(cu_seqlens + middle + 1) < t",
         check_pack,
     ),
-    "numbers of documents ignored": Mutant(
+    "numbers of documents ignored": KernelMutant(
         KERNELS,
         "        alive = alive & (same | (stays == 0))\n        stays = stays & same\n",
         "",
         check_documents,
     ),
-    "history read behind a document boundary": Mutant(
+    "history read behind a document boundary": KernelMutant(
         KERNELS,
         "        alive = alive & (same | (stays == 0))\n",
         "",
         check_documents,
     ),
-    "holes stepped into": Mutant(
+    "holes stepped into": KernelMutant(
         KERNELS,
         "        before = tl.load(links + (at + row) * 2, mask=inside, other=-1)\n",
         "        before = row - 1\n",
         check_padding,
     ),
-    "padding written": Mutant(
+    "padding written": KernelMutant(
         KERNELS,
         "        inside = tl.load(mask + b * T + t, mask=inside, other=0) != 0\n",
         "        inside = inside\n",
         check_padding,
     ),
-    "state from the padded end": Mutant(
+    "state from the padded end": KernelMutant(
         KERNELS,
         "        row = tl.where(real, row, tl.load(links + (b * T + row) * 2, mask=has_any, other=-1))\n",
         "",
         check_padding,
     ),
-    "state in wrong order": Mutant(
+    "state in wrong order": KernelMutant(
         KERNELS,
         "at = (sequence + 1) * N - 1 - i",
         "at = sequence * N + i",
         check_rows,
     ),
-    "mean over half a head": Mutant(
+    "mean over half a head": KernelMutant(
         KERNELS,
         "tl.sum(high * high, 1)) / D + EPS)",
         "tl.sum(high * high, 1)) / (D // 2) + EPS)",
         check_norm,
     ),
-    "tables of the first row": Mutant(
+    "tables of the first row": KernelMutant(
         KERNELS,
         "at = b * table_b + row.to(tl.int64)[:, None] * table_t",
         "at = row.to(tl.int64)[:, None] * table_t",
         check_turn,
     ),
-    "rotation the other way": Mutant(
+    "rotation the other way": KernelMutant(
         KERNELS,
         "low * c - high * s)",
         "low * c + high * s)",
         check_turn,
     ),
-    "walk forward across the end": Mutant(
+    "walk forward across the end": KernelMutant(
         BACKWARD,
         "stays = inside & (after < end)",
         "stays = inside & (after < T)",
         check_pack,
     ),
-    "walk forward across documents": Mutant(
+    "walk forward across documents": KernelMutant(
         BACKWARD,
         "        stays = stays & same\n",
         "",
         check_turned_documents,
     ),
-    "walk forward into holes": Mutant(
+    "walk forward into holes": KernelMutant(
         BACKWARD,
         "        after = tl.load(links + (at + row) * 2 + 1, mask=inside, other=0)\n",
         "        after = row + 1\n",
         check_turned_padding,
     ),
-    "sums of one tile lost": Mutant(
+    "sums of one tile lost": KernelMutant(
         BACKWARD,
         "tl.store(partials + head * W + lag, tl.sum(tl.sum(here * g, 1), 0))",
         "tl.store(partials + head * W + lag, tl.sum(tl.sum(tl.where((t < 4)[:, None], here * g, 0.0), 1), 0))",
         check_sums,
     ),
-    "gradient turned the other way": Mutant(
+    "gradient turned the other way": KernelMutant(
         BACKWARD,
         "low = g_low * c + g_high * s",
         "low = g_low * c - g_high * s",
         check_turn,
     ),
-    "norm's gradient without its mean": Mutant(
+    "norm's gradient without its mean": KernelMutant(
         BACKWARD,
         "low = inverse * (low - x_low * along)",
         "low = inverse * low",
         check_norm,
     ),
-    "norm's gradient of the raw keys": Mutant(
+    "norm's gradient of the raw keys": KernelMutant(
         BACKWARD,
         "        x_high = _shifted(\n            x, x_t, column + (b * 0 + half) * x_d, None, 0, d, in_half, weights,",
         "        x_high = _shifted(\n            x, x_t, column + (b * 0 + half) * x_d, None, 0, d, in_half, None,",
         check_norm_of_a_wide_window,
     ),
-    "gain's gradient of the last head": Mutant(
+    "gain's gradient of the last head": KernelMutant(
         BACKWARD,
         "                low += s_low\n                high += s_high\n            if q_scale is not None:",
         "                low = s_low\n                high = s_high\n            if q_scale is not None:",
         check_norm,
     ),
-    "lag of a later token given to the history": Mutant(
+    "lag of a later token given to the history": KernelMutant(
         BACKWARD,
         "inside & (lag >= back), d.to(tl.int64) * y_d",
         "inside & (lag > 0), d.to(tl.int64) * y_d",
         check_rows,
     ),
-    "sums of the last sequence added twice": Mutant(
+    "sums of the last sequence added twice": KernelMutant(
         BACKWARD,
         "    there = sequence < sequences\n",
         "    there = sequence >= 0\n",
         check_three_sequences,
     ),
-    "history not moved on": Mutant(
+    "history not moved on": KernelMutant(
         DECODING,
         "    for i in range(R - 1):\n",
         "    for i in range(R - 2):\n",
         check_step,
     ),
-    "state after the token read": Mutant(
+    "state after the token read": KernelMutant(
         DECODING,
         "    newest = row + (slot + 1) * R\n",
         "    newest = row + (slot + 1) * R - 1\n",
         check_step,
     ),
-    "rows that fill up a batch written": Mutant(
+    "rows that fill up a batch written": KernelMutant(
         DECODING,
         "    written = real & (at >= 0)\n",
         "    written = here & (at >= 0)\n",
@@ -317,23 +313,16 @@ def two_tiles(monkeypatch) -> None:
         monkeypatch.setitem(triton_launch.TILING, name, Tiling(positions=4, heads=4))
 
 
-def launch(kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let these be launched in place of the real ones."""
-    for module in (triton_launch, triton_state, triton_step):
-        monkeypatch.setattr(module, "kernels", lambda: kernels)
-
-
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
-def test_a_mutant_is_caught(mutant: Mutant, monkeypatch, tmp_path):
+def test_a_mutant_is_caught(mutant: KernelMutant, tmp_path):
     mutant.check()
-    launch(mutant.kernels(tmp_path), monkeypatch)
-    with pytest.raises(AssertionError):
+    with mutant.in_place(tmp_path), pytest.raises(AssertionError):
         mutant.check()
 
 
-def test_the_copies_that_are_not_changed_pass(monkeypatch, tmp_path):
+def test_the_copies_that_are_not_changed_pass(tmp_path):
     """It is the changed text that is caught, not that the kernels are copies."""
     same = '"""The operator on a GPU'
-    launch(Mutant(KERNELS, same, same, check_rows).kernels(tmp_path), monkeypatch)
-    for check in {mutant.check for mutant in MUTANTS.values()}:
-        check()
+    with KernelMutant(KERNELS, same, same, check_rows).in_place(tmp_path):
+        for check in {mutant.check for mutant in MUTANTS.values()}:
+            check()
