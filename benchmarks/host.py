@@ -23,7 +23,7 @@ from torch.utils import benchmark
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaModel, StaticCache
 
-from kvshift.lab.records import environment
+from kvshift.lab.runs.folder import environment
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaModel
 
 SIZE = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,6 @@ from torch import Tensor
 from kvshift import KVShift, ShiftState
 from kvshift.layers.positions import half_tables, rotate_half
 from kvshift.ops import fused
-from kvshift.ops.cpu import kernel as cpu_kernel
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 H, G, D, DV = 6, 3, 10, 7
@@ -32,21 +33,16 @@ def past(batch: int, dtype: torch.dtype, rows: int = 1) -> ShiftState:
 
 @pytest.fixture
 def counted(monkeypatch) -> list:
-    """The calls that the kernel for one token took."""
+    """The calls that were taken as the next token of generation."""
     calls = []
 
-    def count(*args, real=cpu_kernel.next_token_cpu):
+    def count(*args, real=fused._one_token):
         result = real(*args)
         calls.extend([result] if result is not None else [])
         return result
 
-    monkeypatch.setattr(fused, "next_token_cpu", count)
+    monkeypatch.setattr(fused, "_one_token", count)
     return calls
-
-
-needs_kernel = pytest.mark.skipif(
-    cpu_kernel.cpu_refusal(torch.empty(0), 2) is not None, reason="the CPU kernel is not built here"
-)
 
 
 @dtypes
@@ -72,12 +68,11 @@ def test_shift_then_turn(targets, positions):
         assert torch.equal(result, expected)
 
 
-@needs_kernel
 @dtypes
 @pytest.mark.parametrize("targets", [(), ("k",), ("v",), ("k", "v")], ids=str)
 @pytest.mark.parametrize(("batch", "angles"), [(1, 1), (3, 3), (3, 1)])
 @torch.no_grad()
-def test_one_token_in_one_call_has_the_bits_of_many(dtype, targets, batch, angles, counted):
+def test_the_next_token_has_the_bits_of_one_step_after_the_other(dtype, targets, batch, angles, counted):
     layer = KVShift(G, num_heads=H, targets=targets).to(torch.promote_types(dtype, torch.float32))
     q, k, v = inputs(batch, 1, dtype)
     rotary, state = tables(angles, 1, dtype), past(batch, dtype) if targets else None
@@ -92,20 +87,20 @@ def test_one_token_in_one_call_has_the_bits_of_many(dtype, targets, batch, angle
         assert torch.equal(results[3].v, expected[3].v)
 
 
-@needs_kernel
 @pytest.mark.parametrize(
-    "case",
-    ["strides of q", "strides of the state", "history of two rows", "window 3", "queries too", "gradients",
-     "bfloat16 values", "double tables"],
+    ("case", "is_next"),
+    [("strides of q", True), ("strides of the state", True), ("double tables", True), ("a zero", True),
+     ("state of two rows", False), ("window 3", False), ("queries too", False), ("gradients", False),
+     ("no state", False), ("bfloat16 values", False)],
 )  # fmt: skip
-def test_what_the_one_call_cannot_take_goes_through_many(case, counted):
+def test_what_is_taken_as_the_next_token(case, is_next, counted):
     q, k, v = inputs(2, 1, torch.float32)
     rotary, state, options = tables(2, 1, torch.float32), past(2, torch.float32), {}
     if case == "strides of q":
         q = q.transpose(2, 3).contiguous().transpose(2, 3)
     elif case == "strides of the state":
         state = ShiftState(state.k.transpose(2, 3).contiguous().transpose(2, 3), state.v, 1)
-    elif case == "history of two rows":
+    elif case == "state of two rows":
         state = past(2, torch.float32, rows=2)
     elif case == "window 3":
         state, options = past(2, torch.float32, rows=2), {"window": 3}
@@ -114,7 +109,12 @@ def test_what_the_one_call_cannot_take_goes_through_many(case, counted):
         options = {"targets": ("q", "k", "v"), "num_heads": H}
     elif case == "double tables":
         rotary = tables(2, 1, torch.float64)
+    elif case == "no state":
+        state = None
     layer = KVShift(G, **options)
+    if case == "a zero":
+        layer.alpha.data[1, 1] = layer.beta.data[0, 0] = 0
+        state.k[0, 0, 1] = v[1, 0, 0] = torch.inf
     with torch.set_grad_enabled(case == "gradients"):
         if case == "bfloat16 values":
             with pytest.raises(ValueError, match="v must match k"):
@@ -124,10 +124,38 @@ def test_what_the_one_call_cannot_take_goes_through_many(case, counted):
             expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
             for result, other in zip(results[:3], expected[:3], strict=True):
                 assert torch.equal(result, other)
-    assert not counted
+                assert result.isfinite().all()
+    assert bool(counted) is is_next
 
 
-@needs_kernel
+@pytest.mark.parametrize("change", ["in place", "by .data", "another parameter", "another dtype", "a copy", "loaded"])
+@torch.no_grad()
+def test_the_next_token_takes_the_coefficients_as_they_are_now(change, counted):
+    """What is kept from token to token are views."""
+    layer, given = KVShift(G), inputs(2, 1, torch.float32)
+    arguments = {"state": past(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
+    first = layer(*given, **arguments)
+    if change == "in place":
+        layer.alpha.mul_(3)
+    elif change == "by .data":
+        layer.alpha.data.mul_(3)
+    elif change == "another parameter":
+        layer.alpha = torch.nn.Parameter(layer.alpha * 3)
+    elif change == "another dtype":
+        layer.double().alpha.mul_(3)
+    elif change == "a copy":
+        layer = copy.deepcopy(layer)
+        layer.alpha.mul_(3)
+    elif change == "loaded":
+        layer.load_state_dict({"alpha": layer.alpha * 3, "beta": layer.beta.clone()}, assign=True)
+    second = layer(*given, **arguments)
+    assert len(counted) == 2
+    expected = layer(*given, **arguments, backend="eager")
+    assert not torch.equal(second[1], first[1])
+    for result, other in zip(second[:3], expected[:3], strict=True):
+        assert torch.equal(result, other)
+
+
 @pytest.mark.parametrize("constraint", ["gate", "clamp"])
 @torch.no_grad()
 def test_coefficients_under_a_constraint_go_in_one_call_too(constraint, counted):
@@ -141,7 +169,6 @@ def test_coefficients_under_a_constraint_go_in_one_call_too(constraint, counted)
 
 
 @pytest.mark.parametrize("turned", [True, False], ids=["turned", "not turned"])
-@pytest.mark.parametrize("kernel", [pytest.param(True, marks=needs_kernel), False], ids=["kernel", "no kernel"])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -159,9 +186,7 @@ def test_coefficients_under_a_constraint_go_in_one_call_too(constraint, counted)
     ],
 )
 @torch.no_grad()
-def test_decoding_names_what_disagrees(change, error, message, kernel, turned, monkeypatch):
-    if not kernel:
-        monkeypatch.setattr(fused, "next_token_cpu", lambda *_: None)
+def test_decoding_names_what_disagrees(change, error, message, turned):
     q, k, v = inputs(2, 1, torch.float32)
     state = past(2, torch.float32)
     if change == "k of fewer rows":
@@ -190,7 +215,6 @@ def test_decoding_names_what_disagrees(change, error, message, kernel, turned, m
         KVShift(G)(q, k, v, state=state, rotary=tables(2, 1, torch.float32) if turned else None)
 
 
-@needs_kernel
 @pytest.mark.parametrize("targets", [(), ("k", "v")], ids=str)
 @torch.no_grad()
 def test_queries_of_other_rows_are_turned_as_in_many_calls(targets, counted):
@@ -203,23 +227,6 @@ def test_queries_of_other_rows_are_turned_as_in_many_calls(targets, counted):
     for result, other in zip(results[:3], expected[:3], strict=True):
         assert torch.equal(result, other)
     assert not counted
-
-
-@torch.no_grad()
-def test_decoding_without_the_kernel(monkeypatch, tmp_path, counted):
-    layer, (q, k, v) = KVShift(G), inputs(2, 1, torch.float32)
-    rotary, state = tables(2, 1, torch.float32), past(2, torch.float32)
-    expected = layer(q, k, v, state=state, rotary=rotary)
-    counted.clear()
-    monkeypatch.setattr(cpu_kernel, "__file__", str(tmp_path / "kernel.py"))
-    cpu_kernel._kernels.cache_clear()
-    try:
-        results = layer(q, k, v, state=state, rotary=rotary)
-    finally:
-        cpu_kernel._kernels.cache_clear()
-    assert not counted
-    for result, other in zip(results[:3], expected[:3], strict=True):
-        assert torch.equal(result, other)
 
 
 def test_the_gradient_goes_through_the_turn():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -160,69 +159,6 @@ def test_every_tensor_of_a_call_must_be_plain(argument, kernel):
     (k_hat, v_hat, _), (k_expected, v_expected, _) = odd.call("auto"), case.call("eager")
     assert torch.equal(k_hat, k_expected)
     assert torch.equal(v_hat, v_expected)
-
-
-def one_token() -> dict[str, Any]:
-    """A call that the kernel for one token takes; sizes B, 1, H or G, D or Dv."""
-    shapes = {"q": (2, 1, 6, 10), "k": (2, 1, 3, 10), "v": (2, 1, 3, 7)}
-    past = (torch.randn(shapes["k"]), torch.randn(shapes["v"]))
-    tables = {name: torch.randn(2, 1, 1, 10) for name in ("cos", "sin")}
-    mixes = {name: torch.randn(3, 2) for name in ("alpha", "beta")}
-    return {name: torch.randn(shape) for name, shape in shapes.items()} | {"past": past} | mixes | tables
-
-
-def with_changed(call: dict[str, Any], names: str, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """`names`, apart by a blank, are those of arguments, or `past.0` and `past.1`."""
-    for name in names.split():
-        if name.startswith("past."):
-            past = list(call["past"])
-            past[int(name[-1])] = change(past[int(name[-1])])
-            call = call | {"past": tuple(past)}
-        else:
-            call = call | {name: change(call[name])}
-    return call
-
-
-UNFIT: dict[str, Callable[[Any], Any]] = {
-    "of fewer rows": lambda x: x[:1],
-    "of one number less": lambda x: x[..., :-1].contiguous(),
-    "with a dimension before": lambda x: x.unsqueeze(0),
-    "with a dimension less": lambda x: x[..., 0].contiguous(),
-    "with other strides": lambda x: torch.stack([x, x], dim=-1)[..., 0],
-    "in double precision": lambda x: x.double(),
-    "on another device": lambda x: x.to("meta"),
-    "of a subclass": lambda x: x.as_subclass(Subclass),
-    "as a list": lambda x: x.tolist(),
-}
-
-
-@pytest.mark.parametrize("change", UNFIT)
-@pytest.mark.parametrize("name", ["q", "k", "v", "past.0", "past.1", "alpha", "beta", "cos", "sin"])
-def test_one_token_is_left_to_the_general_path_where_a_tensor_does_not_fit(name, change, kernel):
-    """The kernel reads by address: what disagrees would be read beyond its end."""
-    call = one_token()
-    assert cpu_kernel.next_token_cpu(**call) is not None
-    assert cpu_kernel.next_token_cpu(**with_changed(call, name, UNFIT[change])) is None
-
-
-DISAGREEING: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "rows of keys": ("k past.0", lambda x: x[:1]),
-    "rows of values": ("v past.1", lambda x: x[:1]),
-    "heads of keys": ("k past.0", lambda x: x[:, :, :2].contiguous()),
-    "heads of values": ("v past.1", lambda x: x[:, :, :2].contiguous()),
-    "head size of keys": ("k past.0", lambda x: x[..., :8].contiguous()),
-    "head size of queries and tables": ("q cos sin", lambda x: x[..., :8].contiguous()),
-    "two tokens": ("q k v past.0 past.1", lambda x: x.repeat(1, 2, 1, 1)),
-    "rows of tables": ("cos sin", lambda x: x.repeat(2, 1, 1, 1)),
-    "heads of tables": ("cos sin", lambda x: x.repeat(1, 1, 6, 1)),
-    "window": ("alpha beta", lambda x: x[:, :1].contiguous()),
-    "no past": ("past", lambda _: None),
-}
-
-
-@pytest.mark.parametrize("what", DISAGREEING)
-def test_one_token_is_left_to_the_general_path_where_tensors_disagree(what, kernel):
-    assert cpu_kernel.next_token_cpu(**with_changed(one_token(), *DISAGREEING[what])) is None
 
 
 def test_auto_takes_the_kernel(kernel, monkeypatch):

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from kvshift.layers.recompute import KEEP_ALL, is_worth_it, may_recompute, recomputed
 from kvshift.ops import ShiftState
-from kvshift.ops.dispatch import Norms, may_step
+from kvshift.ops.dispatch import Columns, Norms, may_step
+from kvshift.ops.eager import columns_of
 from kvshift.ops.fused import CacheSlot, recomputation, shift_norm_rope, step_norm_rope
 from kvshift.ops.rope import Rotary
 
@@ -60,6 +61,8 @@ class KVShift(nn.Module):
     Source:
         Equation 5; QKV-shift: appendix G; gate and clamp ("0 to 1"): appendix F.1; windows: footnote 10.
     """
+
+    _kept_columns: tuple[tuple[int | None, ...], Columns] | None = None
 
     def __init__(
         self,
@@ -139,11 +142,11 @@ class KVShift(nn.Module):
             q, k, v and the new state (None if `targets` is empty or it is not kept). The state may share memory with k
             and v as they came in: do not fill the same tensors with the next token.
         """
-        results = shift_norm_rope(
-            q, k, v, self._mix("k"), self._mix("v"), self._mix("q"), rotary=rotary, norms=norms, state=state,
-            cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, keep_state=keep_state, backend=backend,
-        )  # fmt: skip
-        return cast(tuple[Tensor, Tensor, Tensor, ShiftState | None], results)  # queries were given
+        alpha, beta = self._mix("k"), self._mix("v")
+        return shift_norm_rope(
+            q, k, v, alpha, beta, self._mix("q"), rotary=rotary, norms=norms, state=state, cu_seqlens=cu_seqlens,
+            seq_idx=seq_idx, mask=mask, keep_state=keep_state, backend=backend, columns=self._columns(alpha, beta),
+        )  # fmt: skip  # type: ignore[return-value]  # queries were given
 
     def step(
         self,
@@ -225,7 +228,9 @@ class KVShift(nn.Module):
 
     def _mix(self, target: Target) -> Tensor | None:
         """The coefficients in force for one target, (heads, W)."""
-        parameter = getattr(self, _COEFFICIENT[target])
+        name = _COEFFICIENT[target]
+        # Module.__getattr__ takes long, at every token; a parametrized one is an attribute alone.
+        parameter = self._parameters[name] if name in self._parameters else getattr(self, name)
         if parameter is None or (self.constraint == "free" and type(parameter) is nn.Parameter):
             return parameter
         if hasattr(parameter, "to_local"):  # sharded like the heads by tensor parallelism: this rank's part
@@ -234,6 +239,16 @@ class KVShift(nn.Module):
             now = torch.sigmoid(parameter)
             return torch.cat([now, 1 - now], dim=1)
         return parameter.clamp(0, 1) if self.constraint == "clamp" else parameter
+
+    def _columns(self, alpha: Tensor | None, beta: Tensor | None) -> Columns | None:
+        """Views of both, kept from token to token of generation: making them takes half as long as the shift itself."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        addresses = tuple(x.data_ptr() if type(x) is nn.Parameter else None for x in (alpha, beta))
+        if self._kept_columns is None or self._kept_columns[0] != addresses:
+            views = tuple(columns_of(x) if type(x) is nn.Parameter else None for x in (alpha, beta))
+            self._kept_columns = addresses, views
+        return self._kept_columns[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVShift:
         """Follow every move and cast of the model except one to a dtype smaller than float32."""

@@ -197,8 +197,9 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
         if self.shift_state is None:
             self.shift_state = state.clone()
             if not torch.compiler.is_compiling():
-                for _, rows in _tensors(self.shift_state):
-                    torch._dynamo.mark_static_address(rows)
+                for rows in (self.shift_state.k, self.shift_state.v, self.shift_state.q):
+                    if rows is not None:
+                        torch._dynamo.mark_static_address(rows)
         else:
             self._overwrite(state)
 
@@ -227,9 +228,12 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
         self._select_document_start(indices)
 
     def _overwrite(self, state: ShiftState) -> None:
-        new = dict(_tensors(state))
-        for name, rows in _tensors(self.shift_state):
-            rows.copy_(new[name])
+        kept = self.shift_state
+        assert kept is not None
+        kept.k.copy_(state.k)
+        kept.v.copy_(state.v)
+        if kept.q is not None:
+            kept.q.copy_(state.q)
 
 
 class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
@@ -379,10 +383,3 @@ def _with_shift(layer: Any, window: int) -> ShiftCacheLayer:
     new = _KINDS[type(layer)](window, **sizes)
     new.record_past = getattr(layer, "record_past", False)
     return new
-
-
-def _tensors(state: ShiftState | None) -> list[tuple[str, Tensor]]:
-    if state is None:
-        return []
-    named = [("k", state.k), ("v", state.v), ("q", state.q)]
-    return [(name, rows) for name, rows in named if rows is not None]

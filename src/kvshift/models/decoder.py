@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ from kvshift.models.boundaries import (
     same_document,
 )
 from kvshift.models.cache import (
-    ShiftCacheLayer,
     adopt_cache,
     check_recording,
     keep_document_start,
@@ -186,7 +185,7 @@ def shift_into(
     check_is_shift(shift)
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     if cache is not None and shift.targets:
-        layer = cast(ShiftCacheLayer, cache.layers[layer_idx])
+        layer: Any = cache.layers[layer_idx]
         return *layer.shift_into(shift, q, k, v, **where), KEEP_ALL
     raw = k, v
     q, k, v, _ = shift(q, k, v, keep_state=False, **where)

@@ -8,8 +8,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,40 +25,44 @@ _REFUSALS = {"cpu": cpu_refusal, "triton": triton_refusal}
 Norms = tuple[nn.Module, nn.Module]
 """Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
 
+Columns = tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]
+"""Of alpha and beta."""
+
 ShiftPath = Literal["reference", "plain", "eager", "cpu", "triton"]
 FusedPath = Literal["reference", "launch", "one token", "apart"]
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of the operator, its arguments checked.
+class Call(NamedTuple):
+    """A call of the operator. (A tuple: a dataclass takes three times as long to make, at every token.)
 
     Attributes:
         inputs: what is shifted or passes through, all of the same batch and positions; keys, or the only one, first.
-        mixes: the coefficients of each, or None.
-        pasts: the rows of state of each, or None.
-        bounds: cu_seqlens, seq_idx and mask, or None each.
+        coefficients: those of each, or None.
+        states: the state of each, or None.
+        boundaries: cu_seqlens, seq_idx and mask, or None each.
         backend: as the caller named it.
         q: queries beside them; shifts_queries: whether they are shifted too, by a call of their own.
         rotary, norms: what follows the shift, if anything does.
+        columns: of the coefficients, each as `eager.columns_of` has them, where the caller has kept these.
     """
 
     inputs: tuple[Tensor, ...]
-    mixes: tuple[Tensor | None, ...]
-    pasts: tuple[Tensor | None, ...]
-    bounds: tuple[Tensor | None, Tensor | None, Tensor | None]
+    coefficients: tuple[Tensor | None, ...]
+    states: tuple[Tensor | None, ...]
+    boundaries: tuple[Tensor | None, Tensor | None, Tensor | None]
     backend: str
     q: Tensor | None = None
     shifts_queries: bool = False
     rotary: Rotary | None = None
     norms: Norms | None = None
+    columns: Columns | None = None
 
     @property
     def window(self) -> int:
         """W; 1 where nothing is shifted."""
-        for mix in self.mixes:
-            if mix is not None:
-                return mix.shape[1]
+        for coefficients in self.coefficients:
+            if coefficients is not None:
+                return coefficients.shape[1]
         return 1
 
 
@@ -69,8 +72,6 @@ def choose_backend(backend: str) -> str:
     Raises:
         ValueError: there is no such backend.
     """
-    if backend == _AUTO == "auto":
-        return backend
     for name, value in (("backend", backend), ("the environment variable KVSHIFT_BACKEND", _AUTO)):
         if value not in BACKENDS:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, BACKENDS))}; got {value!r}")
@@ -88,7 +89,7 @@ def shift_path(call: Call) -> ShiftPath:
         return backend
     if is_watched():
         return "plain"
-    x, others = call.inputs[0], (*call.inputs[1:], *call.mixes, *call.pasts, *call.bounds)
+    x, others = call.inputs[0], (*call.inputs[1:], *call.coefficients, *call.states, *call.boundaries)
     if backend == "auto":
         if torch.compiler.is_compiling():  # which fuses eager's few operations with their neighbours
             return "eager"
@@ -102,28 +103,26 @@ def shift_path(call: Call) -> ShiftPath:
 
 
 def fused_path(call: Call) -> FusedPath:
-    """How shift, QK-norm and rotary embedding are done: in one launch, as one token on a CPU, or one after the other.
+    """How shift, QK-norm and rotary embedding are done: in one launch, as one token, or one after the other.
 
     One launch is for CUDA devices, or where the backend "triton" is asked for; never where gradients are to flow
-    through a state or to the tables, nor with norms that compute anything else or whose calls somebody watches.
+    through a state or to the tables, nor with norms that compute anything else or whose calls somebody watches. The
+    next token of generation takes a few plain operations on every device: preparing a launch keeps the host longer
+    (docs/findings.md).
     """
-    k = call.inputs[0]
-    backend = choose_backend(call.backend)
-    if backend == "reference" and (call.norms is None or all(map(_is_plain, call.norms))):
-        return "reference"
+    k, backend, (cu_seqlens, seq_idx, mask) = call.inputs[0], call.backend, call.boundaries
+    if backend != "auto" or _AUTO != "auto":
+        backend = choose_backend(backend)
+        if backend == "reference" and (call.norms is None or all(map(_is_plain, call.norms))):
+            return "reference"
     if call.rotary is None or call.shifts_queries or not isinstance(k, Tensor) or is_watched():
         return "apart"
-    if backend == "auto" and not k.is_cuda:
-        is_one_token = (
-            call.norms is None
-            and call.bounds[0] is call.bounds[1] is call.bounds[2] is None
-            and not torch.is_grad_enabled()
-            and k.ndim == 4
-            and k.shape[1] == 1
-            and not torch.compiler.is_compiling()
-        )
-        return "one token" if is_one_token else "apart"
-    shifts = any(mix is not None for mix in call.mixes)
+    may_be_next = cu_seqlens is seq_idx is mask is None and not torch.is_grad_enabled() and k.ndim == 4
+    if backend == "auto" and may_be_next and k.shape[1] == 1 and not torch.compiler.is_compiling():
+        return "one token"
+    if backend != "triton" and not (backend == "auto" and k.is_cuda):
+        return "apart"
+    shifts = any(coefficients is not None for coefficients in call.coefficients)
     return "launch" if takes_launch(backend, k.is_cuda, shifts=shifts) and _fits_launch(call) else "apart"
 
 
@@ -170,8 +169,8 @@ def _fits_launch(call: Call) -> bool:
     assert rotary is not None
     if not (isinstance(v, Tensor) and (q is None or isinstance(q, Tensor)) and k.ndim == v.ndim == 4):
         return False
-    pasts = tuple(past for past in call.pasts if past is not None)
-    if torch.is_grad_enabled() and (pasts or any(table.requires_grad for table in rotary)):
+    states = tuple(state for state in call.states if state is not None)
+    if torch.is_grad_enabled() and (states or any(table.requires_grad for table in rotary)):
         return False
     size, width = k.shape[3], rotary[0].shape[-1]
     if (
@@ -189,7 +188,7 @@ def _fits_launch(call: Call) -> bool:
         if any(norm.weight.shape != (size,) for norm in call.norms):
             return False
     q_scale, k_scale, _ = norm_scales(call.norms)
-    return triton_refusal(k, call.window, q, v, *call.mixes, *pasts, *rotary, q_scale, k_scale) is None
+    return triton_refusal(k, call.window, q, v, *call.coefficients, *states, *rotary, q_scale, k_scale) is None
 
 
 def _is_plain(norm: nn.Module) -> bool:

@@ -115,13 +115,42 @@ class _Slices(torch.autograd.Function):
         return grad_x, grad_mix.to(mix.dtype), grad_history.to(history.dtype)
 
 
+def shift_next_token(x: Tensor, mix: Tensor, history: Tensor, columns: tuple[Tensor, ...] | None = None) -> Tensor:
+    """What `shift_eager` makes of one token, without gradients; every lag is a row of history.
+
+    Args:
+        columns: `columns_of(mix)`, where the caller has kept them.
+    """
+    dtype, rows = torch.float64 if x.dtype is torch.float64 else torch.float32, history.shape[1]
+    # A CPU sees in a microsecond that no coefficient is zero; elsewhere that would wait for the device.
+    looks = mix.is_cpu and (columns is not None or not torch.compiler.is_compiling())
+    if columns is None or mix.dtype is not dtype:
+        columns = columns_of(mix.to(dtype))
+    y = x * columns[0]  # in the dtype of the arithmetic
+    zeros = None if looks and all(map(all, mix.tolist())) else columns_of(mix == 0)
+    if zeros is not None:
+        y.masked_fill_(zeros[0], 0)
+    for lag in range(1, len(columns)):
+        row = history if rows == 1 else history[:, rows - lag : rows - lag + 1]
+        if row.dtype is not dtype:
+            row = row.to(dtype)
+        if zeros is None:
+            y.addcmul_(row, columns[lag])
+        else:
+            y = torch.where(zeros[lag], y, torch.addcmul(y, row, columns[lag]))
+    return y if x.dtype is dtype else y.to(x.dtype)
+
+
+def columns_of(mix: Tensor) -> tuple[Tensor, ...]:
+    """The coefficients of each lag, (G, 1): views."""
+    return mix.unsqueeze(2).unbind(1)
+
+
 def _slices_forward(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
+    if x.shape[1] == 1:
+        return shift_next_token(x, mix, history)
     now, *earlier = _lags(mix, x)
-    dtype, lags, rows = now.weight.dtype, len(earlier), history.shape[1]
-    if x.shape[1] == 1:  # one token: every lag is a row of history
-        past = [history if rows == 1 else history[:, rows - lag : rows - lag + 1] for lag in range(1, lags + 1)]
-        y = _mix_terms([x, *past], [now, *earlier])
-        return y if y.dtype == x.dtype else y.to(x.dtype)
+    dtype, lags = now.weight.dtype, len(earlier)
     if torch.compiler.is_compiling():
         return _mix_terms([_earlier(x, history, lag) for lag in range(lags + 1)], [now, *earlier]).to(x.dtype)
 

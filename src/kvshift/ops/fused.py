@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from kvshift.ops.cpu.kernel import next_token_cpu
-from kvshift.ops.dispatch import Call, FusedPath, Norms, compiles_training, fused_path, norm_scales, takes_step
+from kvshift.ops.dispatch import Call, Columns, FusedPath, Norms, compiles_training, fused_path, norm_scales, takes_step
+from kvshift.ops.eager import shift_next_token
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, apply_rotary
 from kvshift.ops.shift import (
@@ -69,6 +69,7 @@ def shift_norm_rope(
     mask: Tensor | None = None,
     keep_state: bool = True,
     backend: str = "auto",
+    columns: Columns | None = None,
 ) -> Results:
     """Shift, then normalise queries and keys, then rotate them.
 
@@ -85,12 +86,14 @@ def shift_norm_rope(
         state: as in `kv_shift`, with queries where there is gamma. Looked at only if something is shifted.
         cu_seqlens, seq_idx, mask, backend: as in `kv_shift`.
         keep_state: False where no later call needs the new state.
+        columns: of alpha and beta, where the caller has kept them for the tokens of generation.
 
     Returns:
         q, k, v and the new state; None where it is not kept or nothing is shifted.
     """
-    where = (cu_seqlens, seq_idx, mask)
-    call = _call(q, k, v, alpha, beta, state, where, rotary, norms, backend, shifts_queries=gamma is not None)
+    states = (state.k, state.v) if isinstance(state, ShiftState) else (None, None)
+    boundaries = (cu_seqlens, seq_idx, mask)
+    call = Call((k, v), (alpha, beta), states, boundaries, backend, q, gamma is not None, rotary, norms, columns)
     return _run(fused_path(call), call, gamma, state, keep_state=keep_state)
 
 
@@ -110,8 +113,9 @@ def recomputation(
     backend: str,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """A function that computes keys and values once more, on the path that `shift_norm_rope` takes now."""
-    where = (cu_seqlens, seq_idx, mask)
-    call = _call(None, k, v, alpha, beta, state, where, rotary, norms, backend, shifts_queries=shifts_queries)
+    states = (None, None) if state is None else (state.k, state.v)
+    boundaries = (cu_seqlens, seq_idx, mask)
+    call = Call((k, v), (alpha, beta), states, boundaries, backend, None, shifts_queries, rotary, norms)
     path = fused_path(call)
     if path == "apart" and alpha is None:  # keys are kept: nobody asks for them
         call = replace(call, rotary=None, norms=None)
@@ -141,8 +145,8 @@ def step_norm_rope(
     Returns:
         q, normalised and rotated; None where the kernels cannot do it, and nothing was done.
     """
-    where = (None, None, None)
-    call = _call(q, k, v, alpha, beta, slot.state, where, rotary, norms, backend, shifts_queries=shifts_queries)
+    states, boundaries = (slot.state.k, slot.state.v), (None, None, None)
+    call = Call((k, v), (alpha, beta), states, boundaries, backend, q, shifts_queries, rotary, norms)
     if not takes_step(call):
         return None
     q_scale, k_scale, eps = norm_scales(norms)
@@ -153,47 +157,25 @@ def step_norm_rope(
     )  # fmt: skip
 
 
-def _call(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    state: ShiftState | None,
-    where: tuple[Tensor | None, Tensor | None, Tensor | None],
-    rotary: Rotary | None,
-    norms: Norms | None,
-    backend: str,
-    *,
-    shifts_queries: bool,
-) -> Call:
-    pasts = (state.k, state.v) if isinstance(state, ShiftState) else (None, None)
-    return Call((k, v), (alpha, beta), pasts, where, backend, q, shifts_queries, rotary, norms)
-
-
 def _run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | None, *, keep_state: bool) -> Results:
-    results = None
     if path == "launch":
         results = _launch(call, state, keep_state)
-    elif path == "one token":
-        results = _one_token(call, state)
-    elif path == "reference":
-        results = _apart(call, gamma, state, _finish_by_loops)
-    if results is None:
-        results = _apart(call, gamma, state)
-    return *results[:3], results[3] if keep_state else None
+    else:
+        results = _one_token(call, state) if path == "one token" else None
+        results = results or _apart(call, gamma, state, _finish_by_loops if path == "reference" else _finish)
+    return results if keep_state else (*results[:3], None)
 
 
 def _launch(call: Call, state: ShiftState | None, keep_state: bool) -> Results:
-    (k, v), (alpha, beta), (k_past, v_past) = call.inputs, call.mixes, call.pasts
+    (k, v), (alpha, beta), (k_past, v_past) = call.inputs, call.coefficients, call.states
     _check(call.q, k, v)
-    sequences = check_boundaries(k, *call.bounds)
+    sequences = check_boundaries(k, *call.boundaries)
     for name, mix in (("alpha", alpha), ("beta", beta)):
         if mix is not None:
             check_mix(name, mix, k)
     if state is not None:
         check_state(state, k, v, sequences, call.window)
-    boundaries = Boundaries.of(*call.bounds)
+    boundaries = Boundaries.of(*call.boundaries)
     rotary, norms = cast(Rotary, call.rotary), call.norms
     q_scale, k_scale, eps = norm_scales(norms)
 
@@ -228,32 +210,55 @@ def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) ->
 
 
 def _one_token(call: Call, state: ShiftState | None) -> Results | None:
-    """Shift and rotary embedding of decoding in one call of the CPU's kernel; None where it cannot be made."""
-    (k, v), (alpha, beta), rotary, window = call.inputs, call.mixes, call.rotary, call.window
-    if call.q is None or rotary is None or window > 2:
+    """The next token of every sequence at a window of 2; None where `_apart` must do it, or say what is wrong."""
+    (k, v), (alpha, beta), q, rotary, new = call.inputs, call.coefficients, call.q, call.rotary, None
+    if not (_is_token_beside(k, k) and _is_token_beside(k, v) and _is_token_beside(k, q) and q.shape[3] == k.shape[3]):
         return None
-    if window == 1:
-        rotated = next_token_cpu(call.q, k, v, None, None, None, *rotary)
-        return None if rotated is None else (*rotated, None)
-    if not (isinstance(state, ShiftState) and state.max_rows == 1):
-        return None
-    rotated = next_token_cpu(call.q, k, v, (state.k, state.v), alpha, beta, *rotary)
-    return None if rotated is None else (*rotated, ShiftState(k, v, 1))
+    if alpha is not None or beta is not None:
+        if not (isinstance(state, ShiftState) and state.max_rows == 1):
+            return None
+        if not (_continues(k, alpha, state.k) and _continues(v, beta, state.v)):
+            return None
+        new = ShiftState(k, v, 1)
+        columns = call.columns or (None, None)
+        k = k if alpha is None else shift_next_token(k, alpha, state.k, columns[0])
+        v = v if beta is None else shift_next_token(v, beta, state.v, columns[1])
+    if call.norms is not None:
+        q, k = call.norms[0](q), call.norms[1](k)
+    # Rotated together: four operations less.
+    q, k = torch.split_with_sizes(apply_rotary(torch.cat((q, k), 2), rotary), (q.shape[2], k.shape[2]), 2)
+    return q, k, v, new
 
 
-def _apart(
-    call: Call, gamma: Tensor | None, state: ShiftState | None, finish: Callable[..., Tensor] | None = None
-) -> Results:
+def _is_token_beside(k: Tensor, x: Any) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and x.layout is torch.strided
+        and x.ndim == 4
+        and x.shape[:2] == (k.shape[0], 1)
+        and x.dtype is k.dtype
+    )
+
+
+def _continues(x: Tensor, coefficients: Tensor | None, state: Tensor) -> bool:
+    return (
+        state.shape == x.shape
+        and state.dtype is x.dtype
+        and state.device == x.device
+        and (coefficients is None or coefficients.shape == (x.shape[2], 2))
+    )
+
+
+def _apart(call: Call, gamma: Tensor | None, state: ShiftState | None, finish: Callable[..., Tensor]) -> Results:
     """One after the other; `finish` is norm and rotation."""
-    finish = finish or _finish
-    q, (k, v), (alpha, beta) = call.q, call.inputs, call.mixes
+    q, (k, v), (alpha, beta) = call.q, call.inputs, call.coefficients
     _check(q, k, v)
     q_norm, k_norm = call.norms or (None, None)
     k_hat, v_hat, new = k, v, None
     if alpha is None and beta is None and gamma is None:
-        check_boundaries(k, *call.bounds)
+        check_boundaries(k, *call.boundaries)
     else:
-        cu_seqlens, seq_idx, mask = call.bounds
+        cu_seqlens, seq_idx, mask = call.boundaries
         where: dict[str, Any] = {
             "cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": call.backend,
         }  # fmt: skip

@@ -170,7 +170,7 @@ struct Rows {  // (B, rows, G, D)
     T* at(int64_t b, int64_t r) const { return data + b * batch + r * row; }
 };
 
-constexpr int64_t max_window = 16, max_head = 1024;
+constexpr int64_t max_window = 16;
 constexpr int64_t cache_line = 64, streamed_bytes = 1 << 21;  // smaller results are still in the cache when read
 
 // One row of the output, (G, D): the sum of weight times term over the lags that have a term.
@@ -314,73 +314,6 @@ void backward(const Shape& n, T* grad_x, T* grad_past, double* grad_mix, void* s
     }
 }
 
-// One number at a time, for the few of a single token.
-inline float widen(float x) { return x; }
-inline double widen(double x) { return x; }
-inline float widen(_Float16 x) { return x; }
-inline float widen(bfloat16 x) { return __builtin_bit_cast(float, uint32_t(x.bits) << 16); }
-
-inline float round_to(float, float x) { return x; }
-inline double round_to(double, double x) { return x; }
-inline float round_to(_Float16, float x) { return _Float16(x); }
-inline float round_to(bfloat16, float x) {
-    const uint32_t bits = __builtin_bit_cast(uint32_t, x);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
-    return __builtin_bit_cast(float, x == x ? rounded : bits | 0x400000);
-}
-
-inline float multiply_add(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
-inline double multiply_add(double x, double y, double z) { return __builtin_fma(x, y, z); }
-
-inline void narrow(float x, float& y) { y = x; }
-inline void narrow(double x, double& y) { y = x; }
-inline void narrow(float x, _Float16& y) { y = _Float16(x); }
-inline void narrow(float x, bfloat16& y) { y.bits = __builtin_bit_cast(uint32_t, round_to(y, x)) >> 16; }
-
-// y = w0 x + w1 z without the terms whose weight is zero, or x if there are no weights.
-template <class T, class A>
-inline void shift_head(T* y, const T* x, const T* z, const A* weights, int64_t D) {
-    for (int64_t d = 0; d < D; ++d) {
-        if (weights) {
-            A total = weights[0] != 0 ? weights[0] * widen(x[d]) : A(0);
-            if (weights[1] != 0) total = multiply_add(weights[1], widen(z[d]), total);
-            narrow(total, y[d]);
-        } else {
-            y[d] = x[d];
-        }
-    }
-}
-
-// x cos + (x[D/2:], x[:D/2]) sin, each product rounded, as PyTorch operations do it.
-template <class T>
-inline void rotate_head(T* y, const T* x, const T* cos, const T* sin, int64_t D) {
-    const int64_t half = D / 2;
-    for (int64_t i = 0; i < half; ++i) {
-        const auto low = widen(x[i]), high = widen(x[i + half]);
-        const T kind{};
-        narrow(round_to(kind, low * widen(cos[i])) + round_to(kind, high * widen(sin[i])), y[i]);
-        narrow(round_to(kind, high * widen(cos[i + half])) + round_to(kind, low * widen(sin[i + half])), y[i + half]);
-    }
-}
-
-// Decoding: shifts the key and the value of one token in each row, and turns key and query by the rotary angles.
-// q (B, H, D), k and its past (B, G, D), v and its past (B, G, E), cos and sin (B, D) with the stride `angles`.
-template <class T, class A>
-void next_token(int64_t B, int64_t H, int64_t G, int64_t D, int64_t E, T* q_out, T* k_out, T* v_out, const T* q,
-                const T* k, const T* v, const T* k_past, const T* v_past, const A* alpha, const A* beta, const T* cos,
-                const T* sin, int64_t angles) {
-    for (int64_t b = 0; b < B; ++b, cos += angles, sin += angles) {
-        for (int64_t h = 0; h < H; ++h, q += D, q_out += D) rotate_head(q_out, q, cos, sin, D);
-        for (int64_t g = 0; g < G; ++g) {
-            T shifted[max_head];
-            const int64_t at = (b * G + g) * D, v_at = (b * G + g) * E;
-            shift_head(shifted, k + at, k_past + at, alpha ? alpha + 2 * g : nullptr, D);
-            rotate_head(k_out + at, shifted, cos, sin, D);
-            shift_head(v_out + v_at, v + v_at, v_past + v_at, beta ? beta + 2 * g : nullptr, E);
-        }
-    }
-}
-
 }  // namespace
 
 #define KVSHIFT_KERNELS(NAME, T, A)                                                                                  \
@@ -402,12 +335,6 @@ void next_token(int64_t B, int64_t H, int64_t G, int64_t D, int64_t E, T* q_out,
         const auto run = streams ? backward<T, A, true> : backward<T, A, false>;                                     \
         run(n, grad_x, grad_past, grad_mix, scratch, spans, {grad_y, gb, gr, gh}, {x, xb, xr, xh},                   \
             {past, pb, pr, ph}, mix, readers, threads);                                                              \
-    }                                                                                                                \
-    extern "C" void kvshift_next_token_##NAME(int64_t B, int64_t H, int64_t G, int64_t D, int64_t E, T* q_out,       \
-                                              T* k_out, T* v_out, const T* q, const T* k, const T* v,                \
-                                              const T* k_past, const T* v_past, const A* alpha, const A* beta,       \
-                                              const T* cos, const T* sin, int64_t angles) {                          \
-        next_token<T, A>(B, H, G, D, E, q_out, k_out, v_out, q, k, v, k_past, v_past, alpha, beta, cos, sin, angles);\
     }
 
 KVSHIFT_KERNELS(float32, float, float)

@@ -28,7 +28,6 @@ _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "
 _BUILDS = {"AVX512": ("x86-64-v4", 32), "AVX2": ("x86-64-v3", 16)}
 _PLAIN = (Tensor, torch.nn.Parameter)
 _MAX_WINDOW = 16
-_MAX_HEAD = 1024
 _PARALLEL = 2**15  # elements from which a second thread pays
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _ROWS = (_POINTER, _INT, _INT, _INT)  # a tensor (B, rows, G, D) and its first three strides
@@ -44,82 +43,6 @@ def shift_cpu(
         tracked = torch.is_grad_enabled() and (x.requires_grad or mix.requires_grad or history.requires_grad)
         y = (_Shift.apply if tracked else _forward)(x, mix, history, sources, readers)
     return y, next_history(x, history, plan, max_rows)
-
-
-def next_token_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: tuple[Tensor, Tensor] | None,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Shift one token of every row by a window of 2, and turn its query and key, in one call: for decoding.
-
-    A small model decodes as fast as it can make calls; the arithmetic takes no time beside them.
-
-    Args:
-        q: (B, 1, H, D), k: (B, 1, G, D), v: (B, 1, G, Dv).
-        past: the raw key and value of the token before, like k and v; None if alpha and beta are.
-        alpha, beta: (G, 2) in float32 (float64 for float64), or None: not shifted.
-        cos, sin: tables of `kvshift.layers.positions.rotate_half`, (B, 1, 1, D) or (1, 1, 1, D), in the dtype of q.
-
-    Returns:
-        q turned, k shifted and turned, v shifted: the bits of `shift_eager` and `rotate_half`.
-        None where the kernel cannot take the tensors: what disagrees is for the general path to take, or to name.
-    """
-    if not (type(q) is type(k) is type(v) is type(cos) is type(sin) is Tensor and q.ndim == k.ndim == v.ndim == 4):
-        return None
-    (batch, tokens, heads, size), k_shape, v_shape, angles = q.shape, k.shape, v.shape, cos.shape
-    groups, v_size, dtype = k_shape[2], v_shape[3], k.dtype
-    kernel = _kernels().next_token.get(dtype)
-    if (
-        kernel is None
-        or tokens != 1
-        or size > _MAX_HEAD
-        or size % 2
-        or k_shape != (batch, 1, groups, size)
-        or v_shape != (batch, 1, groups, v_size)
-        or angles not in ((1, 1, 1, size), (batch, 1, 1, size))
-        or sin.shape != angles
-        or not (q.dtype is v.dtype is cos.dtype is sin.dtype is dtype)
-        or not (q.is_cpu and k.is_cpu and v.is_cpu and cos.is_cpu and sin.is_cpu)
-        or not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
-        or not (cos.is_contiguous() and sin.is_contiguous())
-        or cpu_refusal(k, 2) is not None
-    ):
-        return None
-    k_past = v_past = alpha_at = beta_at = None
-    if past is not None:
-        if not (_may_read(past[0], k_shape, dtype) and _may_read(past[1], v_shape, dtype)):
-            return None
-        k_past, v_past = past[0].data_ptr(), past[1].data_ptr()
-    elif alpha is not None or beta is not None:
-        return None
-    compute = torch.float64 if dtype is torch.float64 else torch.float32
-    if alpha is not None:
-        if not _may_read(alpha, (groups, 2), compute):
-            return None
-        alpha_at = alpha.data_ptr()
-    if beta is not None:
-        if not _may_read(beta, (groups, 2), compute):
-            return None
-        beta_at = beta.data_ptr()
-    q_hat, k_hat, v_hat = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    kernel(
-        batch, heads, groups, size, v_size,
-        q_hat.data_ptr(), k_hat.data_ptr(), v_hat.data_ptr(),
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), k_past, v_past, alpha_at, beta_at,
-        cos.data_ptr(), sin.data_ptr(), size if angles[0] == batch else 0,
-    )  # fmt: skip
-    return q_hat, k_hat, v_hat
-
-
-def _may_read(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether these elements lie one after the other at the address of x."""
-    return type(x) in _PLAIN and x.is_cpu and x.dtype is dtype and x.shape == shape and x.is_contiguous()
 
 
 def cpu_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:
@@ -238,7 +161,6 @@ class _Kernels:
         self.refusal: str | None = None
         self.forward: dict[torch.dtype, Any] = {}
         self.backward: dict[torch.dtype, Any] = {}
-        self.next_token: dict[torch.dtype, Any] = {}
         capability = torch.backends.cpu.get_cpu_capability()
         build, self.rows_per_sum = _BUILDS.get(capability, (capability, 0))
         path = Path(__file__).with_name(f"_kernel.{build}.so")
@@ -258,9 +180,7 @@ class _Kernels:
             backward.argtypes = (
                 *sizes, *(_POINTER,) * 4, _INT, *_ROWS, *_ROWS, *_ROWS, _POINTER, _POINTER, ctypes.c_int
             )  # fmt: skip
-            next_token = self.next_token[dtype] = library[f"kvshift_next_token_{name}"]
-            next_token.argtypes = (*(_INT,) * 5, *(_POINTER,) * 12, _INT)
-            forward.restype = backward.restype = next_token.restype = None
+            forward.restype = backward.restype = None
 
 
 @functools.cache
