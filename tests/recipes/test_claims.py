@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvshift.recipes.claims import higher, no_difference, percent, points
+from kvshift.lab.analysis.learning import Reach
+from kvshift.lab.analysis.statistics import verdict
+from kvshift.recipes.claims import higher, percent, points, reached, within
 
 pytestmark = pytest.mark.no_models
 
@@ -16,12 +18,20 @@ pytestmark = pytest.mark.no_models
         ([0.5, 0.53, 0.5], [0.9, 0.92, 0.91], "fails"),
         ([0.9, 0.4, 0.6], [0.5, 0.53, 0.5], "not shown"),
         ([0.9], [0.1], "not shown"),
-        ([1.0, 1.0], [0.25, 0.25], "holds"),
+        ([1.0, 1.0], [0.25, 0.25], "not shown"),  # no spread, no interval
         ([0.5, 0.5], [0.5, 0.5], "not shown"),
     ],
 )
 def test_higher(ours, theirs, found):
     assert higher(ours, theirs) == found
+
+
+@pytest.mark.parametrize("difference", [-0.25, 0.0, 0.25])
+@pytest.mark.parametrize("seeds", [1, 2, 5])
+def test_without_spread_shares_and_losses_are_judged_alike(difference: float, seeds: int):
+    ours, theirs = [0.5 + difference] * seeds, [0.5] * seeds
+    assert higher(ours, theirs) == "not shown"
+    assert verdict([difference] * seeds).outcome in ("undecided", "no difference shown")
 
 
 @pytest.mark.parametrize(
@@ -31,21 +41,46 @@ def test_higher(ours, theirs, found):
         ([0.9, 0.92, 0.91], [0.5, 0.53, 0.5], "fails"),
         ([0.5, 0.53, 0.5], [0.9, 0.92, 0.91], "fails"),
         ([0.9, 0.4, 0.6], [0.5, 0.53, 0.5], "not shown"),
+        ([0.56, 0.57, 0.53], [0.5, 0.5, 0.5], "not shown"),  # other than 0, and on both sides of the margin
         ([0.5], [0.5], "not shown"),
         ([0.513, 0.5121, 0.5125], [0.5, 0.5, 0.5], "holds"),  # other than 0, and within the margin
+        ([1.0] * 3, [1.0] * 3, "not shown"),  # three of three decide nothing
+        ([1.0] * 5, [1.0] * 5, "holds"),
+        ([0.7] * 5, [0.5] * 5, "not shown"),
     ],
 )
-def test_no_difference_is_shown_by_an_interval_within_the_margin(ours, theirs, found):
-    assert no_difference(ours, theirs, margin=0.05) == found
+def test_within_a_margin_is_what_an_interval_inside_it_shows(ours, theirs, found):
+    assert within(ours, theirs, margin=0.05) == found
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        ([100, 110, 120], "holds"),
+        ([100, 200, 390], "not shown"),  # to within 1,100 steps
+        ([100, 110, None], "not shown"),
+        ([None] * 3, "not shown"),
+        ([None] * 5, "fails"),
+        ([100] * 3, "not shown"),
+        ([100] * 5, "holds"),
+    ],
+)
+def test_a_level_is_reached_within_the_steps_that_there_were(steps: list, found: str):
+    reach = Reach(level=0.99, steps=dict(enumerate(steps)), within=dict.fromkeys(range(len(steps)), 400.0))
+    assert reached(reach, 400) == found
 
 
 def test_percent():
     # mean 0.5, standard error 0.1 / sqrt(3), and 4.3027 of them on each side
     assert percent([0.4, 0.5, 0.6]) == "50.0 % (95 % interval 25.2 to 74.8, 3 seeds)"
-    assert percent([0.9, 1.0, 1.0]) == "96.7 % (95 % interval 82.3 to 100.0, 3 seeds)"
+    assert percent([0.9, 1.0, 1.0]) == "96.7 % (95 % interval 82.3 to 100.0, cut at 100, 3 seeds)"
+    assert percent([0.0, 0.9, 1.0]).endswith("(95 % interval 0.0 to 100.0, cut at 0 and 100, 3 seeds)")
+    assert percent([1.0, 1.0, 1.0]) == "100.0 % in each of 3 seeds"
     assert percent([0.123456], digits=2) == "12.35 % (1 seed)"
 
 
 def test_points():
     assert points([0.6, 0.8, 1.0], [0.2, 0.3, 0.4]) == "+50.0 points (95 % interval +25.2 to +74.8)"
     assert points([0.25], [0.5]) == "-25.0 points (1 seed)"
+    assert points([1.0, 1.0], [1.0, 1.0]) == "no difference in any of 2 seeds"
+    assert points([0.75, 0.75], [0.5, 0.5]) == "+25.0 points in each of 2 seeds, which gives no interval"

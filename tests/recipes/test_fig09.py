@@ -26,7 +26,7 @@ def records(size: str, ours: list[float], theirs: list[float]) -> list[Record]:
         made_up(
             f"{kind}, {size}",
             seed,
-            curve={"step": [2, 4], "loss": [2.0, 1.0], "new": [0.1, value], "repeated": [None, None]},
+            curve={"step": [*range(2, 44, 2)], "loss": [1.0] * 21, "new": [0.1, *[value] * 20]},
             options=options,
             evaluation={"accuracy": {"new": value, "repeated": None}},
         )
@@ -68,7 +68,8 @@ def test_both_models_of_a_size_see_the_same(preset: str):
 @pytest.mark.parametrize(
     ("ours", "theirs", "direction"),
     [
-        ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], "holds"),
+        ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], "not shown"),  # three of three
+        ([1.0] * 5, [1.0] * 5, "holds"),
         ([0.50, 0.506, 0.50], [0.50, 0.50, 0.506], "holds"),
         ([0.9, 0.92, 0.91], [0.5, 0.53, 0.5], "fails"),
         ([0.5, 0.53, 0.5], [0.9, 0.92, 0.91], "fails"),
@@ -80,7 +81,7 @@ def test_each_size_is_judged_by_its_own_interval(ours: list[float], theirs: list
     other = records("0.8K", [0.1] * len(ours), [0.1] * len(ours))
     much, soon, much_more, _ = RECIPE.claims([*records("0.4M", ours, theirs), *other][::-1])
     assert "0.8K" in much.statement
-    assert much.direction == ("not shown" if len(ours) == 1 else "holds")
+    assert much.direction == ("holds" if len(ours) == 5 else "not shown")
     assert soon.direction == "not shown"
     assert "0.4M" in much_more.statement
     assert much_more.direction == direction
@@ -120,6 +121,25 @@ def test_a_spike_at_the_last_step_is_not_what_was_memorized():
     much, _ = RECIPE.claims(given)
     assert much.direction == "holds"
     assert fig09._final({record.seed: record for record in given[:5]}) == pytest.approx([1, 1, 1, 0.9965, 1])
+
+
+def test_all_against_all_is_said_as_what_it_is():
+    much, _ = RECIPE.claims(records("0.4M", [1.0] * 5, [1.0] * 5))
+    assert much.ours == "both memorize all, in each of 5 seeds"
+    assert "interval" in RECIPE.claims(records("0.4M", [1.0, 1.0, 0.9], [1.0] * 3))[0].ours
+
+
+def test_a_ratio_that_is_not_1_may_be_near_enough():
+    """Five seeds of 1.06, whose interval leaves 1 out: by less than a factor of 1.25, and not "nothing"."""
+    given = []
+    for kind, factor in (("KV-shift", 1.06), ("vanilla", 1)):
+        for record in records("3.2M", [1.0] * 5, [1.0] * 5)[:5]:
+            steps = [1, (100 + record.seed**2) * factor + 0.1 * record.seed, 400]
+            given.append(replace(record, label=f"{kind}, 3.2M", curve={"step": steps, "new": [0.1, 0.99, 1.0]}))
+    _, soon = RECIPE.claims(given)
+    assert soon.direction == "holds"
+    assert soon.statement == "At 3.2M parameters KV shift changes how soon it is by less than a factor of 1.25"
+    assert soon.ours.startswith("KV-shift needs 1.06 of the steps of vanilla (95 % interval 1.06 to 1.06")
 
 
 def test_the_figure_has_a_panel_for_each_size():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,39 @@ def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(resu
     )
     assert "![one layer learns induction](figures/fig01a-laptop.svg)" in text
     assert "8 runs on abacus, commit c0ffee12, 2026-01-02; 12 minutes of CPU time." in text
+
+
+def test_what_runs_at_one_rate_decide_is_decided_at_one_rate(results: Path) -> None:
+    lines = page.results_page(results).splitlines()
+    decided = [line for line in lines if line.startswith("| [fig01a]") and "**not shown**" not in line]
+    assert decided
+    assert all("| one for all | **" in line and line.endswith("** at one rate |") for line in decided)
+
+
+def test_each_arms_own_rate_is_said_and_the_ends_of_the_grid(results: Path) -> None:
+    path = results / "fig01a" / "laptop.jsonl"
+    records = read_records(path)
+    for rate in (1e-3, 2e-3, 4e-3):
+        for label, best in (("vanilla, 2 layers", 4e-3), ("KV-shift, 1 layer", 2e-3)):
+            options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
+            final = 0.99 if rate == best else 0.5
+            records.append(replace(made_up(label, 1000, curve=curve(0.1, final), options=options), tunes=label))
+    write_records(path, records)
+    text = page.results_page(results)
+    assert "| own best of 3 | **" in text
+    assert "at one rate |" not in text
+    assert "At an end of the grid, so that a better one may lie beyond: vanilla, 2 layers (0.004)." in text
+
+
+def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = find_recipe("fig01a")
+    first, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))
+    changed = replace(recipe, claims=lambda records: [replace(first, own=True), *others])
+    monkeypatch.setattr(page, "find_recipe", lambda name: changed)
+    paper, _, own = page.results_page(results).partition("\n## Questions of ours\n")
+    assert first.statement not in paper
+    assert all(claim.statement in paper for claim in others)
+    assert first.statement in own.partition("\n## ")[0]
 
 
 def test_steps_to_both_levels_stand_by_model(results: Path) -> None:

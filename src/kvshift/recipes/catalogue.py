@@ -81,7 +81,7 @@ _ENTRIES = (
         title="one layer learns induction",
         presets={
             "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
-            "laptop": Preset(seeds=3, cost="17 minutes on two idle cores"),
+            "laptop": Preset(seeds=5, cost="an hour on two cores", grid=Grid(rates=_BY_TWO, seeds=(1000,))),
             "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
         },
     ),
@@ -90,7 +90,9 @@ _ENTRIES = (
         title="induction at width 8",
         presets={
             "smoke": Preset(seeds=1, cost="10 seconds on two cores"),
-            "laptop": Preset(seeds=3, cost="3 minutes on two cores"),
+            "laptop": Preset(
+                seeds=5, cost="10 minutes on two cores", grid=Grid(rates=(2.5e-3, 5e-3, 1e-2, 2e-2), seeds=(1000,))
+            ),
             "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
         },
     ),

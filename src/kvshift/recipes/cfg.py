@@ -17,7 +17,7 @@ from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
 from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
-from kvshift.recipes.claims import Claim, no_difference, percent, points
+from kvshift.recipes.claims import Claim, percent, points, within
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import sized
 from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
@@ -103,21 +103,22 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         )
         found.append(
             Claim(
-                statement=f"{after}, KV shift changes nothing in how often what a model writes {words} is a sentence",
+                statement=f"{after}, KV shift changes how often what a model writes {words} is a sentence by less than "
+                f"{100 * SHARE_MARGIN:g} points",
                 paper="does not improve; final performance the same",
                 ours=f"{percent(shifted)} against {percent(vanilla)}: {points(shifted, vanilla)}",
-                direction=no_difference(shifted, vanilla, margin=SHARE_MARGIN),
-                size=f"the same is within {100 * SHARE_MARGIN:g} points; print gives no number",
+                direction=within(shifted, vanilla, margin=SHARE_MARGIN),
+                size="print gives no number",
             )
         )
     shifted, vanilla = ([record.result["evaluation"]["loss"] for record in seeds.values()] for seeds in (ours, theirs))
     found.append(
         Claim(
-            statement=f"{after}, KV shift changes nothing in the validation loss",
+            statement=f"{after}, KV shift changes the validation loss by less than {LOSS_MARGIN:g} nats per token",
             paper="does not improve; final performance the same",
             ours=verdict([one - other for one, other in zip(shifted, vanilla, strict=True)]).text,
-            direction=no_difference(shifted, vanilla, margin=LOSS_MARGIN),
-            size=f"the same is within {LOSS_MARGIN:g} nats per token; with shift {statistics.fmean(shifted):.3f}, "
+            direction=within(shifted, vanilla, margin=LOSS_MARGIN),
+            size=f"with shift {statistics.fmean(shifted):.3f}, "
             f"without {statistics.fmean(vanilla):.3f}, least possible {_floor(records):.3f}; print gives no number",
         )
     )
@@ -170,7 +171,10 @@ RECIPE = Recipe(
     notes=(
         "The rebuttal names neither grammar nor model. Here: cfg3f, 12 layers of width 768 in the Llama form for both "
         "models, 4.9 billion tokens, learning rate 3e-4 with linear decay after 1,000 steps of warm-up.",
-        "The laptop has a grammar of its own, of the same shape with three levels of rules instead of six.",
+        "The laptop and long have a grammar of their own, of the same shape with three levels of rules instead of six: "
+        "2,400 steps, after which no model is at the entropy of the grammar, and 24,000.",
+        "How they were chosen: the grammar so that a model learns some of it within minutes, at a rate of 6e-3 by "
+        "trials that were not written down; long and the grids of rates before any run of them.",
         "The rebuttal also finds the speed unchanged; `kvshift bench` measures that.",
     ),
 )

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvshift.lab.analysis.learning import ReachComparison
-from kvshift.lab.analysis.statistics import t_interval
+from kvshift.lab.analysis.learning import Reach, ReachComparison
+from kvshift.lab.analysis.statistics import difference_interval, t_interval
 
-__all__ = ["Claim", "Direction", "higher", "in_every_seed", "no_difference", "percent", "points", "sooner"]
+__all__ = ["Claim", "Direction", "higher", "in_every_seed", "percent", "points", "reached", "sooner", "within"]
 
 Direction = Literal["holds", "fails", "not shown"]
 
@@ -37,24 +37,28 @@ class Claim:
 
 
 def higher(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
-    """Whether ours are higher, paired by seed: by the 95 % t-interval of the differences, which one seed has not."""
-    interval = _interval(ours, theirs)
+    """Whether ours are higher, paired by seed: by the 95 % t-interval of the differences; see `difference_interval`."""
+    interval = difference_interval(_differences(ours, theirs))
     if interval is None or interval[0] <= 0 <= interval[1]:
         return "not shown"
     return "holds" if interval[0] > 0 else "fails"
 
 
-def no_difference(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> Direction:
-    """Whether the two are the same to within `margin`: the interval of the differences must lie inside it.
+def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> Direction:
+    """Whether the two differ by less than `margin`: the 95 % interval of the differences must lie inside it.
 
-    One that leaves 0 out and goes beyond the margin fails the claim; any other shows nothing.
+    That is two one-sided tests at 2.5 % each. An interval that lies outside on one side fails the claim; any other
+    shows nothing. Where no seed differs at all there is no spread to make an interval of: then by the sign test.
     """
-    interval = _interval(ours, theirs)
+    differences = _differences(ours, theirs)
+    if not any(differences):
+        return in_every_seed(len(differences), len(differences))
+    interval = difference_interval(differences)
     if interval is None:
         return "not shown"
-    if -margin <= interval[0] and interval[1] <= margin:
+    if -margin < interval[0] and interval[1] < margin:
         return "holds"
-    return "fails" if interval[0] > 0 or interval[1] < 0 else "not shown"
+    return "fails" if interval[0] >= margin or interval[1] <= -margin else "not shown"
 
 
 def in_every_seed(right: int, seeds: int) -> Direction:
@@ -81,26 +85,45 @@ def sooner(found: ReachComparison) -> Direction:
     return "fails" if found.outcome == "later" else "not shown"
 
 
+def reached(found: Reach, within: float) -> Direction:
+    """Whether a model comes to its level within so many steps: by the interval of the mean steps.
+
+    Where some seed has not come so far, or there is no interval, by the sign test, `in_every_seed`.
+    """
+    interval = found.interval()
+    if interval is None:
+        return in_every_seed(len(found.reached), len(found.steps))
+    return "holds" if interval[1] < within else "not shown"
+
+
 def percent(values: Sequence[float], digits: int = 1) -> str:
-    """The mean of shares in per cent, with what of its interval lies between 0 and 100."""
-    mean = 100 * statistics.fmean(values)
+    """The mean of shares in per cent, with what of its interval lies between 0 and 100; it says where it was cut."""
+    mean = f"{100 * statistics.fmean(values):.{digits}f} %"
     if len(values) == 1:
-        return f"{mean:.{digits}f} % (1 seed)"
-    low, high = (100 * min(1, max(0, end)) for end in t_interval(values))
-    return f"{mean:.{digits}f} % (95 % interval {low:.{digits}f} to {high:.{digits}f}, {len(values)} seeds)"
+        return f"{mean} (1 seed)"
+    if len(set(values)) == 1:
+        return f"{mean} in each of {len(values)} seeds"
+    low, high = t_interval(values)
+    cuts = " and ".join(end for end, cut in (("0", low < 0), ("100", high > 1)) if cut)
+    low, high = (100 * min(1, max(0, end)) for end in (low, high))
+    cut = f", cut at {cuts}" if cuts else ""
+    return f"{mean} (95 % interval {low:.{digits}f} to {high:.{digits}f}{cut}, {len(values)} seeds)"
 
 
 def points(ours: Sequence[float], theirs: Sequence[float], digits: int = 1) -> str:
     """The difference of shares in points of a hundred, paired by seed, with its interval."""
-    mean = 100 * statistics.fmean(one - other for one, other in zip(ours, theirs, strict=True))
-    interval = _interval(ours, theirs)
+    differences = _differences(ours, theirs)
+    mean = f"{100 * statistics.fmean(differences):+.{digits}f} points"
+    if len(differences) == 1:
+        return f"{mean} (1 seed)"
+    if not any(differences):
+        return f"no difference in any of {len(differences)} seeds"
+    interval = difference_interval(differences)
     if interval is None:
-        return f"{mean:+.{digits}f} points (1 seed)"
+        return f"{mean} in each of {len(differences)} seeds, which gives no interval"
     low, high = (100 * end for end in interval)
-    return f"{mean:+.{digits}f} points (95 % interval {low:+.{digits}f} to {high:+.{digits}f})"
+    return f"{mean} (95 % interval {low:+.{digits}f} to {high:+.{digits}f})"
 
 
-def _interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
-    """Of the mean difference; None for one seed. Equal differences have an interval without width."""
-    differences = [one - other for one, other in zip(ours, theirs, strict=True)]
-    return None if len(differences) == 1 else t_interval(differences)
+def _differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [one - other for one, other in zip(ours, theirs, strict=True)]

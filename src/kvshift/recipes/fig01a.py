@@ -12,7 +12,7 @@ from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
-from kvshift.recipes.claims import Claim, Direction, percent, sooner
+from kvshift.recipes.claims import Claim, Direction, higher, in_every_seed, percent, reached, sooner
 from kvshift.recipes.fig01 import (
     SCORED,
     final_accuracy,
@@ -23,6 +23,7 @@ from kvshift.recipes.fig01 import (
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import model_label, sized
 from kvshift.recipes.recipe import Recipe, Record, by_label
+from kvshift.recipes.tuning import reached_soonest
 
 __all__ = ["RECIPE"]
 
@@ -83,20 +84,22 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     alone = final_accuracy(models[one])
     against_two = compare_reach(at_90[ours], at_90[two], names=(ours, two))
     deeper = compare_reach(at_90[four], at_90[two], names=(four, two))
+    steps = max(record.options["steps"] for record in records)
     return [
         Claim(
-            statement="One layer with KV shift learns induction",
+            statement=f"One layer with KV shift learns induction within {steps:,} steps",
             paper="about 100 %",
             ours=f"{percent(final_accuracy(models[ours]))}; {reach[ours].text}",
-            direction="fails" if reach[ours].missing else "holds",
-            size="as in the paper" if not reach[ours].missing else "below",
+            direction=reached(reach[ours], steps),
+            size="learns means 99 %",
         ),
         Claim(
-            statement="One layer without does not",
+            statement=f"One layer without does not within {steps:,} steps",
             paper="fails",
             ours=percent(alone),
-            direction="holds" if max(alone) < 0.9 else "fails" if min(alone) >= 0.99 else "not shown",
-            size=f"highest of all seeds {100 * max(alone):.1f} %; chance is {100 * guess(records):.1f} %",
+            direction=higher([0.9] * len(alone), alone),
+            size=f"does not means less than 90 %; highest of all seeds {100 * max(alone):.1f} %, chance is "
+            f"{100 * guess(records):.1f} %",
         ),
         Claim(
             statement="One layer with KV shift reaches 90 % in at most half the steps of two layers without",
@@ -116,16 +119,14 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _at_most(found: ReachComparison, ratio: float) -> Direction:
-    """Whether the ratio of steps is at most `ratio`: by its interval, else by the bounds of each seed.
-
-    One seed decides nothing.
-    """
-    if found.seeds == 1:
-        return "not shown"
-    low, high = (found.at_least, found.at_most) if found.high is None else (found.low, found.high)
-    if high is not None and high <= ratio:
-        return "holds"
-    return "fails" if low is not None and low > ratio else "not shown"
+    """Whether the ratio of steps is at most `ratio`: by its interval, else by each seed's bounds and the sign test."""
+    if found.high is not None and found.low is not None:
+        return "holds" if found.high <= ratio else "fails" if found.low > ratio else "not shown"
+    if found.at_most is not None and found.at_most <= ratio:
+        return in_every_seed(found.seeds, found.seeds)
+    if found.at_least is not None and found.at_least > ratio:
+        return in_every_seed(0, found.seeds)
+    return "not shown"
 
 
 RECIPE = Recipe(
@@ -134,11 +135,15 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=partial(plot_induction, title="Induction, one layer and more"),
     claims=claims,
+    tuned_by=reached_soonest(SCORED, 0.9),
     scored=SCORED,
     notes=(
         "The paper does not state the width of the MLP, the heads, the number of steps, or which tokens are trained "
         "on. Here: F = 8 E / 3 (rounded up to a multiple of 8), heads of 128, 5,000 steps (preset paper), every token.",
         "The printed script cannot feed training as it stands; the mode `script` fixes it (docs/tasks.md).",
         "A run ends once 99.9 % were reached in three evaluations in a row.",
+        "How the laptop was chosen: so that two layers without shift learn it, too, while one waits. With rows of 48 "
+        "out of 48 tokens they were at 15 % after 3,000 steps, and there was nothing to compare steps with. The rate "
+        "of 2e-3 came with it, for all models; the grid of rates is younger.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Figure 1b: at width 8, one layer with KV shift learns what two layers without do not."""
+"""Figure 1b: at width 8, one layer with KV shift is ahead of two layers without."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvshift.recipes.fig01 import SCORED, final_accuracy, guess, plot_induction,
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import model_label, sized
 from kvshift.recipes.recipe import Recipe, Record, by_label
+from kvshift.recipes.tuning import reached_soonest
 
 __all__ = ["RECIPE"]
 
@@ -48,9 +49,10 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     shifted, vanilla = (model_label(*model) for model in MODELS[::-1])
     ours, theirs = (final_accuracy(models[label]) for label in (shifted, vanilla))
     reach = reach_by_label(records, 0.9)
+    steps = max(record.options["steps"] for record in records)
     return [
         Claim(
-            statement="At width 8, one layer with KV shift is ahead of two layers without",
+            statement=f"At width 8, one layer with KV shift is ahead of two layers without after {steps:,} steps",
             paper="near 100 % against very poor",
             ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}; KV-shift {reach[shifted].text}",
             direction=higher(ours, theirs),
@@ -65,9 +67,13 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=partial(plot_induction, title="Induction at width 8"),
     claims=claims,
+    tuned_by=reached_soonest(SCORED, 0.9),
     scored=SCORED,
     notes=(
         "One head of 8, F = 24, 20,000 steps: the paper does not state them.",
-        *fig01a.RECIPE.notes[1:],
+        *fig01a.RECIPE.notes[1:3],
+        "How the laptop was chosen: the task is that of Figure 1a. On what grounds 3,000 steps and a rate of 1e-2 "
+        "were taken was not written down, so that what was found at this one rate is no more than that; the grid is "
+        "younger.",
     ),
 )

@@ -185,6 +185,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             direction=_verdict(all(_sharpens(flow) for flow in flows)),
             size=f"attention grows ever sharper and the loss goes towards 0; the square has {middle['square']:.2f} "
             "at least",
+            own=True,
         ),
     ]
 

@@ -16,7 +16,7 @@ from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.catalogue import CATALOGUE
-from kvshift.recipes.claims import Claim, Direction, no_difference, percent, points
+from kvshift.recipes.claims import Claim, Direction, percent, points, within
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import PAIR, sized
 from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label, last_mean
@@ -97,20 +97,25 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         pair = [models[_label(size, variant)] for variant in PAIR]
         ours, theirs = map(_final, pair)
         soon, late = (reach_of(accuracy_curves(seeds, SCORED), LEVEL) for seeds in pair)
+        both = all(share == 1 for share in (*ours, *theirs))
         found += [
             Claim(
-                statement=f"At {size} parameters KV shift changes nothing in how much is memorized",
+                statement=f"At {size} parameters KV shift changes how much is memorized by less than "
+                f"{100 * MARGIN:g} points",
                 paper="no difference",
-                ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}",
-                direction=no_difference(ours, theirs, margin=MARGIN),
-                size=f"the same is within {100 * MARGIN:g} points; print gives curves without legible axes",
+                ours=f"both memorize all, in each of {len(ours)} seeds"
+                if both
+                else f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}",
+                direction=within(ours, theirs, margin=MARGIN),
+                size=f"the mean of the last {LAST} evaluations; print gives curves without legible axes",
             ),
             Claim(
-                statement=f"At {size} parameters KV shift changes nothing in how soon it is",
+                statement=f"At {size} parameters KV shift changes how soon it is by less than a factor of "
+                f"{RATIO_MARGIN:g}",
                 paper="no difference",
                 ours=compare_reach(soon, late).text,
                 direction=_as_soon(soon, late),
-                size=f"the same is within a factor of {RATIO_MARGIN:g}; print gives curves without legible axes",
+                size=f"steps to {100 * LEVEL:g} %; print gives curves without legible axes",
             ),
         ]
     return found
@@ -147,7 +152,7 @@ def _as_soon(ours: Reach, theirs: Reach) -> Direction:
     if ours.missing or theirs.missing:
         return "not shown"
     logs = [[math.log(step) for step in reach.reached] for reach in (ours, theirs)]
-    return no_difference(*logs, margin=math.log(RATIO_MARGIN))
+    return within(*logs, margin=math.log(RATIO_MARGIN))
 
 
 RECIPE = Recipe(
@@ -163,6 +168,10 @@ RECIPE = Recipe(
         "up to a multiple of 8), which makes the sizes come out; 5,000 steps at a learning rate of 2e-4, for the "
         "smallest of 1e-2.",
         "Accuracy is that over the whole table, of which training draws rows: to learn from memory is the task.",
-        "The laptop has 3.2 million parameters in four layers where the paper has 50 million.",
+        "The laptop has 3.2 million parameters in four layers where the paper has 50 million. A run ends once it has "
+        "known the whole table in 20 evaluations in a row.",
+        "How the laptop was chosen: the smaller sizes are the paper's; steps and rates by trials that were not "
+        "written down, so that every size has learned the table within its steps. The grid of rates, the same for all"
+        " sizes, was set before any run of it.",
     ),
 )

@@ -112,6 +112,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     direction=in_every_seed(right, len(accuracies)),
                     size=f"answers means {100 * LEVEL:g} %, here in {right if answers else len(runs) - right} of "
                     f"{len(runs)} seeds, at the best learning rate",
+                    own=True,
                 )
             )
         names = model_label(2, PAIR[0]), model_label(2, PAIR[1])
@@ -126,6 +127,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 ours=compared.text,
                 direction=sooner(compared),
                 size=f"steps to {100 * LEVEL:g} %, each at its best learning rate",
+                own=True,
             )
         )
     return found
@@ -188,5 +190,8 @@ RECIPE = Recipe(
         "Zoology chooses the rate by the accuracy that it reports; here other seeds choose it.",
         "The laptop has 32 tokens with 4 pairs, a vocabulary of 128, width 64, 10,000 steps of 64 sequences; a run "
         "ends once 99.9 % were reached in three evaluations in a row.",
+        "How the laptop was chosen: at 2,000 steps and one rate of 5e-3 two plain layers stayed near chance, while at"
+        " 1e-3 one seed of them was at 90 % after 1,887 and 98.8 % after 4,000. So the grid spans 5e-4 to 1e-2, and "
+        "there is time to finish.",
     ),
 )

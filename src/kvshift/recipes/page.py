@@ -30,14 +30,24 @@ SMOKE = "The preset smoke only shows that everything runs: its verdicts mean not
 
 LEVELS = (0.9, 0.99)
 
+_ONE, _ONE_EACH = "one for all", "one for each size"
+
 _HEAD = """# Results
 
 The paper's claims beside what we measured. This page is made from `results/` by `make results`; nothing in it is
 written by hand. `kvshift reproduce RECIPE --preset PRESET` runs any of it again.
 
-"holds" and "fails" are said where our numbers decide the matter, "not shown" where they do not. A *laptop* preset is a
-miniature of ours, never a setting of the paper: of it only the direction of a claim can hold or fail. Intervals are
-95 % t-intervals over seeds.
+"holds" and "fails" are said where our numbers decide the matter, "not shown" where they do not: a 95 % t-interval over
+seeds decides it, or, where there is none, the exact sign test at 5 %, for which five of five seeds are enough and three
+of three are not. What a model has not learned it has not learned within the steps that it was given, at the learning
+rate that stands beside it: each arm's own best of an equal grid, chosen by runs of their own. What runs with one rate
+for all decide, they decide "at one rate": another may serve the other arm better. Everything but *paper* is a miniature
+of ours, never a setting of the paper: of it only the direction of a claim can hold or fail.
+"""
+
+_OWN = """## Questions of ours
+
+What the paper does not claim, asked of the same runs or of others.
 """
 
 
@@ -53,7 +63,8 @@ def results_page(results: Path, figures: Path | None = None) -> str:
         results: folder with RECIPE/PRESET.jsonl.
         figures: where each recipe's figure is drawn, as RECIPE-PRESET.svg; None: nowhere.
     """
-    rows, sections = [("recipe", "claim", "paper", "ours", "preset", "seeds", "verdict")], []
+    head = ("recipe", "claim", "paper", "ours", "preset", "seeds", "learning rate", "verdict")
+    claimed, asked, sections = [head], [(head[0], "question", *head[2:])], []
     for name in CATALOGUE:
         recipe = find_recipe(name)
         for preset in recipe.presets:
@@ -63,15 +74,20 @@ def results_page(results: Path, figures: Path | None = None) -> str:
             records = read_records(path)
             shown = reported(records)
             claims = recipe.claims(shown)
-            seeds = str(len({record.seed for record in shown}))
+            seeds, rates = str(len({record.seed for record in shown})), _rates_of(records)
             link = f"[{name}](#{_anchor(recipe, preset)})"
-            rows += [(link, c.statement, c.paper, c.ours, preset, seeds, _bold(c)) for c in claims]
+            for claim in claims:
+                row = (link, claim.statement, claim.paper, claim.ours, preset, seeds, rates, _verdict(claim, rates))
+                (asked if claim.own else claimed).append(row)
             if figures is not None:
                 figures.mkdir(parents=True, exist_ok=True)
                 save_figure(recipe.plot(shown), figures / f"{name}-{preset}", kinds=["svg"])
             section = _section(recipe, preset, records, claims, f"figures/{name}-{preset}.svg")
             sections.append(f"## {_heading(recipe, preset)}\n\n{section}")
-    return "\n".join([_HEAD, as_markdown(rows, left=None), "", *sections])
+    parts = [_HEAD, as_markdown(claimed, left=None), ""]
+    if len(asked) > 1:
+        parts += [_OWN, as_markdown(asked, left=None), ""]
+    return "\n".join([*parts, *sections])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -92,8 +108,10 @@ def main(arguments: Sequence[str]) -> int:
     return 1
 
 
-def _bold(claim: Claim) -> str:
-    return f"**{claim.direction}**"
+def _verdict(claim: Claim, rates: str) -> str:
+    """In bold; what was decided without giving each arm its own learning rate says so."""
+    at_one = claim.direction != "not shown" and rates in (_ONE, _ONE_EACH)
+    return f"**{claim.direction}**{' at one rate' if at_one else ''}"
 
 
 def _heading(recipe: Recipe, preset: str) -> str:
@@ -108,7 +126,7 @@ def _anchor(recipe: Recipe, preset: str) -> str:
 
 def _section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequence[Claim], figure: str) -> str:
     rows = [("claim", "paper", "ours", "size", "verdict")]
-    rows += [(c.statement, c.paper, c.ours, c.size, _bold(c)) for c in claims]
+    rows += [(c.statement, c.paper, c.ours, c.size, _verdict(c, _rates_of(records))) for c in claims]
     parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})", as_markdown(rows, left=None)]
     if preset == "smoke":
         parts.insert(1, f"**{SMOKE}.**")
@@ -135,6 +153,16 @@ def _learning(records: Sequence[Record], name: str) -> str:
     return as_markdown(rows, left=None)
 
 
+def _rates_of(records: Sequence[Record]) -> str:
+    """Which learning rates the arms of a preset had, for the overview."""
+    chose = [record for record in records if record.tunes is not None]
+    if chose:
+        grid = {rate for by_rate in by_arm(chose).values() for rate in by_rate}
+        return f"own best of {len(grid)}"
+    rates = {r.options["optimizer"]["learning_rate"] for r in records if "optimizer" in r.options}
+    return "-" if not rates else _ONE if len(rates) == 1 else _ONE_EACH
+
+
 def _rates(records: Sequence[Record], score: Score | None) -> str:
     """The grid of learning rates: what each arm's runs came to, in bold where its own rate was chosen."""
     arms, best = by_arm(records), best_rates(records, score)
@@ -147,10 +175,12 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
             cells.append(f"**{losses}**" if rate == best[arm] else losses)
         rows.append((arm, *cells))
     seeds = sorted({record.seed for record in records})
+    ends = [f"{arm} ({best[arm]:.2g})" for arm in arms if best[arm] in (rates[0], rates[-1])]
+    beyond = f"\n\nAt an end of the grid, so that a better one may lie beyond: {'; '.join(ends)}." if ends else ""
     return (
         f"Each arm has the learning rate that served it best of one grid, chosen by runs of their own (seeds "
         f"{', '.join(map(str, seeds))}), which nothing else here is made of. The last validation loss of each:\n\n"
-        f"{as_markdown(rows)}"
+        f"{as_markdown(rows)}{beyond}"
     )
 
 

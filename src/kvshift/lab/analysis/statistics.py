@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Estimate", "Verdict", "first_reached", "mean_of", "paired_difference", "t_interval", "verdict"]
+__all__ = [
+    "Estimate",
+    "Verdict",
+    "difference_interval",
+    "first_reached",
+    "mean_of",
+    "paired_difference",
+    "t_interval",
+    "verdict",
+]
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,18 @@ def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float
     return estimate.mean - half, estimate.mean + half
 
 
+def difference_interval(differences: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % t-interval of the mean of differences between two models, one for each seed.
+
+    None where there is none: of one seed, and of seeds that all differ by exactly the same other than 0; equal to the
+    last bit, they are not separate runs.
+    """
+    _check(differences)
+    if len(differences) == 1 or (len(set(differences)) == 1 and differences[0] != 0):
+        return None
+    return t_interval(differences)
+
+
 def verdict(
     differences: Sequence[float], *, rows: Estimate | None = None, names: tuple[str, str] = ("KV-shift", "vanilla")
 ) -> Verdict:
@@ -99,13 +120,14 @@ def verdict(
     ours, theirs = names
     if seeds == 1:
         return Verdict("undecided", _one_seed(mean, rows, ours, theirs), mean, None, None, 1)
-    if len(set(differences)) == 1 and mean != 0:
+    interval = difference_interval(differences)
+    if interval is None:
         text = (
             f"undecided: all {seeds} seeds differ by exactly {_number(abs(mean))} ({ours if mean < 0 else theirs} "
             "lower); equal to the last bit, they are not separate runs, and no interval can be made of them"
         )
         return Verdict("undecided", text, mean, None, None, seeds)
-    low, high = t_interval(differences)
+    low, high = interval
     if low <= 0 <= high:
         signed, start, end = (_number(value, low, high, signed=True) for value in (mean, low, high))
         text = f"no difference shown: {ours} minus {theirs} is {signed} (95 % interval {start} to {end}, {seeds} seeds)"
