@@ -63,8 +63,10 @@ def results_page(results: Path, figures: Path | None = None) -> str:
         results: folder with RECIPE/PRESET.jsonl.
         figures: where each recipe's figure is drawn, as RECIPE-PRESET.svg; None: nowhere.
     """
-    head = ("recipe", "claim", "paper", "ours", "preset", "seeds", "learning rate", "verdict")
-    claimed, asked, sections = [head], [(head[0], "question", *head[2:])], []
+    head = ("paper", "ours", "preset", "seeds", "learning rate", "verdict")
+    claimed: list[tuple[str, ...]] = [("recipe", "claim", *head)]
+    asked: list[tuple[str, ...]] = [("recipe", "question", *head)]
+    sections: list[str] = []
     for name in CATALOGUE:
         recipe = find_recipe(name)
         for preset in recipe.presets:

@@ -118,7 +118,8 @@ class ProblemJob(TrainingJob):
         """Problems of the most operations of training, none of which occurs there."""
         task, device = self.config.task, "cuda" if self.config.device != "cpu" and torch.cuda.is_available() else "cpu"
         assert isinstance(task, IGSMConfig)
-        model: Any = AutoModelForCausalLM.from_pretrained(out / "model").to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(out / "model")
+        model.to(device).eval()
         size = self.config.eval_batch_size or self.config.batch_size
         return ask(model, IGSMTask(replace(task, test_ops=task.ops)), self.config.questions, seed=0, batch_size=size)
 
