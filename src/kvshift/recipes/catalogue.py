@@ -155,6 +155,15 @@ _ENTRIES = (
         },
     ),
     Entry(
+        name="alternatives",
+        title="what the paper leaves open, both ways",
+        presets={
+            "smoke": Preset(seeds=1, cost="a minute on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))),
+            "laptop": Preset(seeds=3, cost="an hour on two cores", grid=Grid(rates=_BY_TWO, seeds=(1000,))),
+            "paper": Preset(seeds=3, cost="a day on one GPU; not measured"),
+        },
+    ),
+    Entry(
         name="depth",
         title="whether the gain survives depth",
         presets={

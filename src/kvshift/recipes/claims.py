@@ -10,7 +10,18 @@ from typing import Literal
 from kvshift.lab.analysis.learning import Reach, ReachComparison
 from kvshift.lab.analysis.statistics import difference_interval, t_interval
 
-__all__ = ["Claim", "Direction", "higher", "in_every_seed", "percent", "points", "reached", "sooner", "within"]
+__all__ = [
+    "Claim",
+    "Direction",
+    "at_most",
+    "higher",
+    "in_every_seed",
+    "percent",
+    "points",
+    "reached",
+    "sooner",
+    "within",
+]
 
 Direction = Literal["holds", "fails", "not shown"]
 
@@ -83,6 +94,17 @@ def sooner(found: ReachComparison) -> Direction:
     if found.outcome == "sooner":
         return "holds"
     return "fails" if found.outcome == "later" else "not shown"
+
+
+def at_most(found: ReachComparison, ratio: float) -> Direction:
+    """Whether the ratio of steps is at most `ratio`: by its interval, else by each seed's bounds and the sign test."""
+    if found.high is not None and found.low is not None:
+        return "holds" if found.high <= ratio else "fails" if found.low > ratio else "not shown"
+    if found.at_most is not None and found.at_most <= ratio:
+        return in_every_seed(found.seeds, found.seeds)
+    if found.at_least is not None and found.at_least > ratio:
+        return in_every_seed(0, found.seeds)
+    return "not shown"
 
 
 def reached(found: Reach, within: float) -> Direction:

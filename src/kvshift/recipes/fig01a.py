@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvshift.lab.analysis.learning import ReachComparison, compare_reach
+from kvshift.lab.analysis.learning import compare_reach
 from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
-from kvshift.recipes.claims import Claim, Direction, higher, in_every_seed, percent, reached, sooner
+from kvshift.recipes.claims import Claim, at_most, higher, percent, reached, sooner
 from kvshift.recipes.fig01 import (
     SCORED,
     final_accuracy,
@@ -105,7 +105,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             statement="One layer with KV shift reaches 90 % in at most half the steps of two layers without",
             paper="much earlier (the axis is not legible in the paper)",
             ours=against_two.text,
-            direction=_at_most(against_two, 0.5),
+            direction=at_most(against_two, 0.5),
             size="the paper gives no ratio",
         ),
         Claim(
@@ -116,17 +116,6 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             size="the paper gives no ratio",
         ),
     ]
-
-
-def _at_most(found: ReachComparison, ratio: float) -> Direction:
-    """Whether the ratio of steps is at most `ratio`: by its interval, else by each seed's bounds and the sign test."""
-    if found.high is not None and found.low is not None:
-        return "holds" if found.high <= ratio else "fails" if found.low > ratio else "not shown"
-    if found.at_most is not None and found.at_most <= ratio:
-        return in_every_seed(found.seeds, found.seeds)
-    if found.at_least is not None and found.at_least > ratio:
-        return in_every_seed(0, found.seeds)
-    return "not shown"
 
 
 RECIPE = Recipe(

@@ -1,0 +1,84 @@
+"""What the paper leaves open, both ways: what is run, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvshift.recipes import alternatives, fig01a
+from kvshift.recipes.alternatives import MODELS, OURS, READINGS
+from kvshift.recipes.recipe import Record
+
+from .cases import made_up
+
+pytestmark = pytest.mark.no_models
+RECIPE = alternatives.RECIPE
+OPTIONS = {"task": {"name": "induction", "length": 16, "vocab_size": 64}, "steps": 400}
+
+
+def records(ratios: dict[str, list[float]]) -> list[Record]:
+    """Two plain layers reach 90 % at step 200 and a little, one with shift at the given ratio of that."""
+    found = []
+    for reading in READINGS:
+        for seed, ratio in enumerate(ratios.get(reading.words, [0.25, 0.26, 0.27])):
+            for model in MODELS:
+                at = (200 + 7 * seed) * (ratio if model[1] == "kv-shift" else 1)
+                curve = {"step": [1, at, 400], "first_repeat": [0.1, 0.9, 1.0], "loss": [3.0, 1.0, 0.5]}
+                found.append(made_up(alternatives._label(model, reading), seed, curve=curve, options=OPTIONS))
+    return found
+
+
+def verdicts(ratios: dict[str, list[float]]) -> dict[str, str]:
+    return {claim.statement: claim.direction for claim in RECIPE.claims(records(ratios))}
+
+
+@pytest.mark.parametrize("preset", RECIPE.presets)
+def test_readings_differ_from_ours_in_one_thing(preset: str):
+    jobs = {job.label: job.config for job in RECIPE.jobs(preset, [7])}
+    assert len(jobs) == 8
+    config, width, _ = fig01a.SIZES[preset]
+    for model in MODELS:
+        ours = jobs[alternatives._label(model, OURS)]
+        twin = next(job.config for job in fig01a.RECIPE.jobs(preset, [7]) if job.config.model == ours.model)
+        assert ours == twin
+        loss, latest, mlp = (jobs[alternatives._label(model, reading)] for reading in READINGS[1:])
+        assert loss == replace(ours, task=replace(config.task, loss="repeats"))
+        assert latest == replace(ours, task=replace(config.task, mode="latest"))
+        assert mlp == replace(ours, model=replace(ours.model, intermediate_size=5 * width))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "half", "alike"),
+    [
+        ([0.25, 0.24, 0.28], "holds", "holds"),
+        ([0.05, 0.052, 0.053], "holds", "fails"),
+        ([0.9, 0.95, 0.92], "fails", "fails"),
+        ([0.1, 0.4, 0.3], "not shown", "not shown"),
+    ],
+)
+def test_each_reading_has_its_verdict_and_whether_it_matters(ratios: list[float], half: str, alike: str):
+    found = verdicts({"mode latest": ratios})
+    assert len(found) == 7
+    for statement, direction in found.items():
+        if "half" in statement:
+            assert direction == (half if statement.startswith("Mode latest") else "holds")
+        elif statement.startswith("Mode latest"):
+            assert direction == alike
+
+
+def test_a_reading_by_which_some_run_does_not_learn_has_no_ratio():
+    given = records({})
+    slow = alternatives._label((2, "vanilla"), READINGS[1])
+    curve = {"step": [1, 400], "first_repeat": [0.1, 0.5]}
+    given = [replace(one, curve=curve) if one.label == slow else one for one in given]
+    claims = [claim for claim in RECIPE.claims(given) if claim.statement.startswith("Loss on repeats alone")]
+    assert [claim.direction for claim in claims] == ["not shown"]  # three of three
+    assert "not reached within 400 steps by 3 of 3 seeds" in claims[0].ours
+
+
+def test_the_figure_has_a_panel_for_each_reading():
+    panels = RECIPE.plot(records({})).axes
+    assert [axes.get_title() for axes in panels] == [reading.words for reading in READINGS]
+    for axes in panels:
+        assert axes.get_legend_handles_labels()[1] == ["vanilla, 2 layers", "KV-shift, 1 layer", "chance"]
