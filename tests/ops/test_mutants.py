@@ -73,10 +73,20 @@ def check_blocks(backend: str) -> None:
     checks.check_pieces_are_the_whole(case, backend, [2**13])
 
 
+def check_a_token_after_three(backend: str) -> None:
+    check_parity(backend, random_case(37, 2, 1, window=3, rows=3))
+
+
+@torch.no_grad()
+def check_identity_of_one_token(backend: str) -> None:
+    case = random_case(41, 2, 1, rows=1).map(lambda x: torch.full_like(x, torch.inf))
+    checks.check_identity_returns_every_bit(case, backend)
+
+
 @torch.no_grad()
 def check_one_token(backend: str) -> None:
-    case = random_fused(13, 3, 1, norm=False, rows=1, tables=3)
-    assert_within_rounding(case, lambda case: fused(case, backend, full_tables=True)[:3])
+    case = random_fused(13, 3, 1, rows=1, tables=3)
+    assert_within_rounding(case, lambda case: fused(case, backend)[:3], unit=torch.finfo(case.k.dtype).eps)
 
 
 check_holes = partial(check_padding, masks=HOLES)
@@ -198,6 +208,18 @@ OF_EAGER: dict[str, Change] = {
         "pass",
         check_parity,
     ),
+    "one token with the oldest row of the state": (
+        EAGER,
+        "history[:, rows - lag : rows - lag + 1]",
+        "history[:, lag - 1 : lag]",
+        check_a_token_after_three,
+    ),
+    "zero times infinity, one token": (
+        EAGER,
+        "zeros = None if looks and all(map(all, mix.tolist())) else columns_of(mix == 0)",
+        "zeros = None",
+        check_identity_of_one_token,
+    ),
     "blocks forget their neighbours": (
         EAGER,
         "x_window = x[:, max(0, start - lags) : end].to(dtype)\n        y = now",
@@ -206,7 +228,7 @@ OF_EAGER: dict[str, Change] = {
         check_blocks,
     ),
 }
-OF_THE_KERNEL: dict[str, Change] = {
+OF_AUTO: dict[str, Change] = {
     "lags swapped": (KERNEL, ": n.Q + t - j;", ": n.Q + t - (n.W - 1 - j);", check_parity),
     "the oldest row of the state": (
         KERNEL,
@@ -255,18 +277,28 @@ OF_THE_KERNEL: dict[str, Change] = {
         check_sums,
     ),
     "sums of the first span alone": ("cpu/kernel.py", "sums.sum(0)", "sums[0]", check_sums),
-    "rotation the other way": (
-        KERNEL,
-        "low * widen(cos[i])) + round_to(kind, high",
-        "low * widen(cos[i])) - round_to(kind, high",
+    "one token without its state": (
+        "fused.py",
+        "shift_next_token(k, alpha, state.k, columns[0])",
+        "shift_next_token(k, alpha, torch.zeros_like(k), columns[0])",
         check_one_token,
     ),
-    "one token with the state of the first head": (KERNEL, "k + at, k_past + at,", "k + at, k_past,", check_one_token),
-    "tables of the first sequence": (KERNEL, "++b, cos += angles, sin += angles)", "++b)", check_one_token),
+    "one token with the state of the values": (
+        "fused.py",
+        "shift_next_token(v, beta, state.v, columns[1])",
+        "shift_next_token(v, beta, v, columns[1])",
+        check_one_token,
+    ),
+    "one token without norm": (
+        "fused.py",
+        "q, k = call.norms[0](q), call.norms[1](k)",
+        "q, k = call.norms[1](q), k",
+        check_one_token,
+    ),
 }
 MUTANTS = {f"{name}, {backend}": (change, backend) for name, change in OF_BOTH.items() for backend in ("auto", "eager")}
 MUTANTS |= {f"{name}, eager": (change, "eager") for name, change in OF_EAGER.items()}
-MUTANTS |= {f"{name}, kernel": (change, "auto") for name, change in OF_THE_KERNEL.items()}
+MUTANTS |= {f"{name}, auto": (change, "auto") for name, change in OF_AUTO.items()}
 
 
 def parameters() -> list[Any]:

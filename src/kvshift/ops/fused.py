@@ -6,7 +6,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -118,7 +118,7 @@ def recomputation(
     call = Call((k, v), (alpha, beta), states, boundaries, backend, None, shifts_queries, rotary, norms)
     path = fused_path(call)
     if path == "apart" and alpha is None:  # keys are kept: nobody asks for them
-        call = replace(call, rotary=None, norms=None)
+        call = call._replace(rotary=None, norms=None)
 
     def again() -> tuple[Tensor, Tensor]:
         _, k_hat, v_hat, _ = _run(path, call, None, state, keep_state=False)
