@@ -108,7 +108,7 @@ def environment() -> dict[str, str]:
 
 
 def run(step: Step, seconds: float, log: TextIO) -> str:
-    """Run a step for so many seconds at the most; what came of it, in a word or two."""
+    """Run a step for so many seconds at the most; returns its outcome in a word or two."""
     log.write(f"\n===== {step.name}\n")
     log.flush()
     if step.results is not None:

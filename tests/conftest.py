@@ -11,7 +11,7 @@ import torch
 from . import interpreter
 from .models_refused import models_refused
 
-interpreter.mend()
+interpreter.fix()
 
 # The same examples on every run. To hunt for new ones: pytest --hypothesis-profile=search
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, max_examples=300)

@@ -6,7 +6,7 @@ interpreter's. It changes six things there:
 - infinities and NaN, which some tests put in on purpose, are no reason for numpy to warn;
 - a comparison that is spread over a tile stays one of booleans, and a number made by a kernel can count a loop, where
   the oldest or the newest Triton trip over today's numpy;
-- functions called by a kernel do not replace the whole language anew: it has been replaced for the kernel;
+- functions called by a kernel do not replace the whole language again: it has been replaced for the kernel;
 - what is looked up again and again is kept, and integers are not checked for overflow, which would double the time;
 - what follows from a shape alone is worked out once for each, which halves what is left of it.
 """
@@ -27,8 +27,8 @@ if not torch.cuda.is_available():
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def mend() -> None:
-    """Make the changes; does nothing where kernels are compiled, or were mended before."""
+def fix() -> None:
+    """Make the changes; does nothing where kernels are compiled, or has been fixed before."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     try:

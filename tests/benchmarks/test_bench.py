@@ -105,7 +105,7 @@ def test_a_second_call_measures_what_is_missing_and_nothing_else(preset, without
 
 def test_a_path_that_is_wrong_is_not_reported_and_the_others_are(preset, without_plot, tmp_path, monkeypatch, capsys):
     wrong = formulations.pad_multiply_add
-    monkeypatch.setattr(formulations, "pad_multiply_add", lambda x, mix: wrong(x, mix) * 1.001)
+    monkeypatch.setattr(formulations, "pad_multiply_add", lambda x, coefficients: wrong(x, coefficients) * 1.001)
     with pytest.raises(RunFailedError, match="pad, multiply, add: parity failed: k_hat") as raised:
         bench(config(tmp_path, "op"))
     assert raised.value.exit_code == 3
@@ -121,7 +121,7 @@ def test_a_path_that_is_wrong_is_not_reported_and_the_others_are(preset, without
 
 
 def test_a_path_that_cannot_run_is_said_to_fail(preset, without_plot, tmp_path, monkeypatch):
-    def too_large(x, mix):
+    def too_large(x, coefficients):
         raise MemoryError("does not fit")
 
     monkeypatch.setattr(formulations, "appendix_m", too_large)
@@ -156,7 +156,7 @@ def test_memory_of_a_layer_is_what_two_layers_take_beyond_one(preset, without_pl
     rows = read(tmp_path)
     saved = {row["contestant"]: row["saved_bytes"] for row in rows}
     assert list(saved) == ["transformers' Llama", "without shift", "kv shift"]
-    raw = 2 * 37 * 2 * 8 * 2  # k and v, (37, 2, 8) in bfloat16: too small for them to be made again
+    raw = 2 * 37 * 2 * 8 * 2  # k and v, (37, 2, 8) in bfloat16: too small for them to be recomputed
     assert saved["kv shift"] - saved["without shift"] in range(raw, raw + 200)
     assert [row["saved_more"] for row in rows] == [size / saved["transformers' Llama"] - 1 for size in saved.values()]
     for row in rows:

@@ -42,17 +42,17 @@ def test_what_is_planned_is_what_must_be_moved_and_kept():
     without, plain, kept, auto = json.loads(run.stdout)
     k = B * T * G * D * 2  # bytes; v has as many
     tables = 2 * T * D * 2  # of which the kernels read half
-    mixes = 2 * G * 2 * 4
+    coefficients = 2 * G * 2 * 4
 
     def launches(row: dict, way: str, kernel: str) -> list[int]:
         planned = row["kernels_of_one_layer"][way]
         return [one["bytes"] for one in planned if one["kernel"] == f"torch.ops.kvshift.{kernel}.default"]
 
     for row in (kept, auto):
-        assert launches(row, "forward", "shift") == [4 * k + tables + mixes], "k and v in and out"
-        assert launches(row, "backward", "shift_backward") == [6 * k + tables + 2 * mixes], "with gradients in and out"
+        assert launches(row, "forward", "shift") == [4 * k + tables + coefficients], "k and v in and out"
+        assert launches(row, "backward", "shift_backward") == [6 * k + tables + 2 * coefficients], "and gradients"
     assert launches(kept, "backward", "shift") == []
-    assert launches(auto, "backward", "shift") == [4 * k + tables + mixes]
+    assert launches(auto, "backward", "shift") == [4 * k + tables + coefficients]
     assert kept["saved_bytes"] - without["saved_bytes"] == 2 * k
     assert auto["saved_bytes"] == without["saved_bytes"]
     assert plain["saved_bytes"] - without["saved_bytes"] > 2 * k

@@ -140,7 +140,7 @@ def test_a_model_trains(padded, launches):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=needs_cuda)])
 def test_a_compiled_model_trains(mode, monkeypatch):
-    """What `auto` is under torch.compile: the kernels, for keys and values, and those made again in backward."""
+    """What `auto` is under torch.compile: the kernels, for keys and values, and those recomputed in backward."""
     here: Any = tiny_model()
     there = deepcopy(here).to(DEVICE)
     compiled = torch.compile(there, mode=mode, fullgraph=True)

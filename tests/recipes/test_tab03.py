@@ -53,9 +53,9 @@ def evaluate(formula: str, coefficients: tuple[float, ...], tokens: int) -> floa
 @pytest.mark.parametrize("kind", PAPER)
 def test_the_quoted_formulas_are_those_that_are_computed(kind: str, coefficients: tuple[float, ...]) -> None:
     _, printed, derived = PAPER[kind]
-    mix = torch.tensor(coefficients, dtype=torch.float64)
+    point = torch.tensor(coefficients, dtype=torch.float64)
     for formula, form in ((printed, PRINTED), (printed if derived == "the same" else derived, exact(8))):
-        found = getattr(token_logits(mix, form), kind).item()
+        found = getattr(token_logits(point, form), kind).item()
         assert evaluate(formula, coefficients, 8) == pytest.approx(found, rel=1e-14)
 
 

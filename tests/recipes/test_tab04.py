@@ -142,8 +142,8 @@ def test_the_figure_has_both_models_and_what_is_in_print():
     small = RECIPE.plot(records("Tr2-Te3", [0.3], [0.2])).axes
     assert not any(line.get_marker() == "x" for line in small[0].lines)
     for axes, chance in ((right[0], 1 / 23), (small[1], 1 / 5)):
-        (guess,) = [line for line in axes.lines if line.get_label() == "chance"]
-        assert np.asarray(guess.get_ydata()).tolist() == [chance, chance]
+        (line,) = [one for one in axes.lines if one.get_label() == "chance"]
+        assert np.asarray(line.get_ydata()).tolist() == [chance, chance]
 
 
 def test_a_run_of_smoke(tmp_path: Path):

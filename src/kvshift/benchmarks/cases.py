@@ -1,4 +1,4 @@
-"""A case: implementations that are measured side by side, and the rows that come of it."""
+"""A case: implementations that are measured side by side, and the records that they give."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _TARGETS: dict[str, tuple[Any, ...]] = {"without shift": (), "kv shift": ("k", "
 def layer_cases(session: Session) -> Iterator[Case]:
     """Every layer of the preset, forward alone and with backward; on CUDA under torch.compile, too."""
     ways = (False, True) if session.compiled and session.device.type == "cuda" else (False,)
-    whats = ("forward", "forward and backward")
-    for size, what, compiled in itertools.product(session.preset.layers, whats, ways):
+    passes = ("forward", "forward and backward")
+    for size, what, compiled in itertools.product(session.preset.layers, passes, ways):
         yield _case(session, size, what, compiled)
 
 

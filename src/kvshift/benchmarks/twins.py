@@ -25,7 +25,7 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 0.02, tor
 
 
 def exactly(module: Any) -> Any:
-    """Turn a module into float64, and every shift in it into the reference; in place."""
+    """Convert a module to float64, and every shift in it into the reference; in place."""
     return shifting_by("reference", module.double())
 
 

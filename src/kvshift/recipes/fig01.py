@@ -14,7 +14,7 @@ from kvshift.recipes.recipe import Record, accuracy_curves, by_label
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SCORED", "final_accuracy", "guess", "plot_induction", "reach_by_label"]
+__all__ = ["SCORED", "chance", "final_accuracy", "plot_induction", "reach_by_label"]
 
 SCORED = "first_repeat"
 """The paper's metric: the target of the first repeat of each row."""
@@ -37,11 +37,11 @@ def plot_induction(records: Sequence[Record], title: str) -> Figure:
     figure = Figure(figsize=(6.4, 4.6), layout="constrained")
     curves = {label: accuracy_curves(seeds, SCORED) for label, seeds in by_label(records).items()}
     axes = figure.add_subplot()
-    draw_accuracy(axes, curves, title=title, ylabel="accuracy at the first repeat", chance=guess(records))
+    draw_accuracy(axes, curves, title=title, ylabel="accuracy at the first repeat", chance=chance(records))
     legend_below(figure)
     return figure
 
 
-def guess(records: Sequence[Record]) -> float:
+def chance(records: Sequence[Record]) -> float:
     """The accuracy of one who knows which tokens have come, and not in which order."""
     return task_of(records[0].options).chance[SCORED]

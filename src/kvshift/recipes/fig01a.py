@@ -15,8 +15,8 @@ from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, at_most, higher, percent, reached, sooner
 from kvshift.recipes.fig01 import (
     SCORED,
+    chance,
     final_accuracy,
-    guess,
     plot_induction,
     reach_by_label,
 )
@@ -99,7 +99,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             ours=percent(alone),
             direction=higher([0.9] * len(alone), alone),
             size=f"does not means less than 90 %; highest of all seeds {100 * max(alone):.1f} %, chance is "
-            f"{100 * guess(records):.1f} %",
+            f"{100 * chance(records):.1f} %",
         ),
         Claim(
             statement="One layer with KV shift reaches 90 % in at most half the steps of two layers without",

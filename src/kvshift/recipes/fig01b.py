@@ -10,7 +10,7 @@ from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes import fig01a
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher, percent, points
-from kvshift.recipes.fig01 import SCORED, final_accuracy, guess, plot_induction, reach_by_label
+from kvshift.recipes.fig01 import SCORED, chance, final_accuracy, plot_induction, reach_by_label
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import model_label, sized
 from kvshift.recipes.recipe import Recipe, Record, by_label
@@ -56,7 +56,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="near 100 % against very poor",
             ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}; KV-shift {reach[shifted].text}",
             direction=higher(ours, theirs),
-            size=f"the paper's axes are not legible; chance among a sequence's tokens is {100 * guess(records):.1f} %",
+            size=f"the paper's axes are not legible; chance among a sequence's tokens is {100 * chance(records):.1f} %",
         ),
     ]
 

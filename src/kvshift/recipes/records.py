@@ -30,7 +30,7 @@ def record_of(job: Job, out: Path) -> Record:
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
-    """Write all lines anew; the file is whole or as it was."""
+    """Write all lines again; the file is whole or as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(vars(record), allow_nan=False, ensure_ascii=False) for record in records)
     write_bytes(path, "".join(f"{line}\n" for line in lines).encode())

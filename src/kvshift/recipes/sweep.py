@@ -54,10 +54,10 @@ def sweep(
         threads = max(1, cores // workers)
         workers = max(1, min(workers, len(jobs)))
         tasks = [joblib.delayed(_work)(number, job, out, threads) for number, (job, out) in enumerate(jobs)]
-        turns = [tasks]
+        batches = [tasks]
         if cluster == "ray":
             # For one worker joblib would leave the cluster and work here: a pool of two takes one job at a time.
-            turns = [[task] for task in tasks] if workers == 1 else turns
+            batches = [[task] for task in tasks] if workers == 1 else batches
             pool = min(max(2, workers), cores)
             each = {"num_gpus": _gpu_share(pool, gpus)}
             stack.enter_context(joblib.parallel_config(backend="ray", n_jobs=pool, ray_remote_args=each))
@@ -70,9 +70,9 @@ def sweep(
         as_they_end = "list" if cluster == "ray" else "generator_unordered"  # Ray's backend gives no generator
         parallel: Any = joblib.Parallel(batch_size=1, return_as=as_they_end)  # type: ignore[arg-type]  # declared str
         if cluster == "ray":
-            stack.enter_context(parallel)  # one pool for all turns
+            stack.enter_context(parallel)  # one pool for all batches
         problems = []
-        for number, problem in (ended for turn in turns for ended in parallel(turn)):
+        for number, problem in (ended for batch in batches for ended in parallel(batch)):
             done(number, problem)
             if problem is not None:
                 problems.append(f"{jobs[number][0].label}, seed {jobs[number][0].seed}: {problem}")

@@ -73,14 +73,17 @@ def compute_limit(config: LimitConfig) -> dict[str, Any]:
         "settings": [
             {
                 "tokens": tokens,
-                "coefficients": mix,
-                "logits": check_logits(tokens, mix),
-                **check_orthonormal(tokens, mix),
+                "coefficients": coefficients,
+                "logits": check_logits(tokens, coefficients),
+                **check_orthonormal(tokens, coefficients),
             }
             for tokens in config.tokens
-            for mix in config.coefficients
+            for coefficients in config.coefficients
         ],
-        "places": [{"coefficients": mix, "loss": check_places(config.edge, mix)} for mix in config.coefficients],
+        "places": [
+            {"coefficients": coefficients, "loss": check_places(config.edge, coefficients)}
+            for coefficients in config.coefficients
+        ],
     }
 
 
@@ -191,11 +194,11 @@ def _theorem(settings: Sequence[Mapping[str, Any]]) -> Claim:
 def _places(rows: Sequence[Mapping[str, Any]]) -> Claim:
     *_, row = rows
     (*inner, last), tokens = row["loss"][1:], len(row["loss"]) + 1
-    mix = ", ".join(f"{value:g}" for value in row["coefficients"])
+    listed = ", ".join(f"{value:g}" for value in row["coefficients"])
     return Claim(
         statement="The loss is the same for all 1 < i < T",
         paper="i > 1 and i < T",
-        ours=f"T = {tokens}, ({mix}): {inner[0]:.3f} for i = 2 ... {tokens - 2}, {last:.3f} for i = {tokens - 1}",
+        ours=f"T = {tokens}, ({listed}): {inner[0]:.3f} for i = 2 ... {tokens - 2}, {last:.3f} for i = {tokens - 1}",
         direction=_verdict(all(_same([*row["loss"][1:]]) for row in rows)),
         size=f"holds for 2 <= i <= T - 2: {'yes' if all(_same(row['loss'][1:-1]) for row in rows) else 'no'}",
     )

@@ -33,7 +33,7 @@ def test_one_seed(tmp_path):
     mean = sum(spread) / 7
     stderr = math.sqrt(sum((value - mean) ** 2 for value in spread) / 6 / 7)
     assert summary["seeds"][0]["difference"]["stderr"] == pytest.approx(stderr, rel=1e-6)
-    # Between steps 50 and 60 the line is straight: 2 + 3 left - 0.1 (1 - left) comes down to 2 + 3 exp(-3).
+    # Between steps 50 and 60 the line is straight: 2 + 3 left - 0.1 (1 - left) reaches 2 + 3 exp(-3).
     at_50, at_60 = (3 * math.exp(-step / 20) - 0.1 * (1 - math.exp(-step / 20)) for step in (50, 60))
     crossing = 50 + 10 * (at_50 - 3 * left) / (at_50 - at_60)
     assert summary["seeds"][0]["reach"]["step"] == {"vanilla": 60, "shifted": pytest.approx(crossing, rel=1e-12)}

@@ -33,8 +33,8 @@ def look_back(back):
     return attention
 
 
-def only(attention, **mix):
-    (score,) = attention_scores(attention, length=N, **mix)
+def only(attention, **coefficients):
+    (score,) = attention_scores(attention, length=N, **coefficients)
     return score
 
 
@@ -113,9 +113,9 @@ def test_moved_is_the_weight_of_each_raw_value_in_the_output():
 
 
 def test_shares():
-    mix = [[2.0, -2.0], [0.0, 0.0], [0.0, 5.0]]
+    coefficients = [[2.0, -2.0], [0.0, 0.0], [0.0, 5.0]]
     expected = [[0.5, 0.5]] * 2 + [[0.0, 0.0]] * 2 + [[0.0, 1.0]] * 2
-    assert shares(mix, 6).tolist() == expected
+    assert shares(coefficients, 6).tolist() == expected
     assert shares(None, 3).tolist() == [[1.0]] * 3
 
 

@@ -176,25 +176,25 @@ LINE = b'{"index": 0}\n'
 
 
 class Disk(io.BytesIO):
-    """A file without a buffer on a disk that has room for so many bytes: it takes what fits, and says how much."""
+    """A file without a buffer on a disk that has size for so many bytes: it takes what fits, and says how much."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.room = room
+        self.size = size
 
     def write(self, content: Any) -> int:
-        if self.room == self.tell():
+        if self.size == self.tell():
             raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(bytes(content)[: self.room - self.tell()])
+        return super().write(bytes(content)[: self.size - self.tell()])
 
 
 def test_a_disk_that_fills_up_within_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system then writes a part of the line, and only the next write fails."""
     monkeypatch.setattr("kvshift.lab.generate.prompts.os.fsync", lambda number: None)
     monkeypatch.setattr(Disk, "fileno", lambda disk: 0)
-    for room in range(3 * len(LINE)):
-        answers = Answers(tmp_path / "answers", disk := Disk(room), 0)
-        fit = room // len(LINE)
+    for size in range(3 * len(LINE)):
+        answers = Answers(tmp_path / "answers", disk := Disk(size), 0)
+        fit = size // len(LINE)
         for _ in range(fit):
             answers.append([{"index": 0}])
         with pytest.raises(LabError, match=rf"No space left on device; its {fit} lines are whole") as error:

@@ -14,7 +14,7 @@ SETTINGS = [(0.3, 0.7, 0.2, 0.8), (2.0, -1.0, -1.0, 3.0), (3.0, 0.0, 0.0, 4.0)]
 INDUCTION = torch.tensor([0, 1, 1, 0], dtype=torch.float64)
 
 
-def mix(values):
+def tensor(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -33,7 +33,7 @@ def logits_by_loops(tokens, repeated, a1, a2, b1, b2):
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("tokens", [4, 5, 11])
 def test_the_derived_logits_are_those_of_a_count_by_hand(tokens, setting):
-    found = token_logits(mix(setting), exact(tokens))
+    found = token_logits(tensor(setting), exact(tokens))
     for i in range(2, tokens - 1):
         kinds = {i + 1: found.target, i: found.repeated, i - 1: found.side, tokens: found.side}
         expected = [kinds.get(token, found.other).item() for token in range(1, tokens + 1)]
@@ -42,7 +42,7 @@ def test_the_derived_logits_are_those_of_a_count_by_hand(tokens, setting):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_table_3_differs_in_two_tokens_alone(setting):
-    derived, printed = (token_logits(mix(setting), form) for form in (exact(8), replace(exact(8), side="A2")))
+    derived, printed = (token_logits(tensor(setting), form) for form in (exact(8), replace(exact(8), side="A2")))
     assert derived._replace(side=printed.side) == printed
     a1, a2, _, b2 = setting
     total = 2 * math.exp(a1) + math.exp(a2) + 6
@@ -50,7 +50,7 @@ def test_table_3_differs_in_two_tokens_alone(setting):
 
 
 def test_equal_logits_cost_the_logarithm_of_their_number():
-    nothing = mix([0.0] * 4)
+    nothing = tensor([0.0] * 4)
     assert loss(nothing, exact(11)).item() == pytest.approx(math.log(11), rel=1e-14, abs=0)
     assert loss(nothing, paper(10)).item() == pytest.approx(math.log(14), rel=1e-14, abs=0)
 
@@ -65,7 +65,7 @@ def test_script_is_the_formula_of_appendix_l(constant):
         repeated = 2 * a1 * beta + a2 + (1 - beta)
         below = math.exp(target) + 2 * math.exp(side) + math.exp(repeated) + math.exp(constant)
         expected = -math.log(math.exp(target) / below)
-        assert loss(mix([alpha, 1 - alpha, beta, 1 - beta]), script(constant)).item() == pytest.approx(expected)
+        assert loss(tensor([alpha, 1 - alpha, beta, 1 - beta]), script(constant)).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_script_is_the_formula_of_appendix_l(constant):
 )
 def test_losses_known_to_five_places(setting, values):
     forms = (exact(8), replace(exact(8), side="A2"), replace(exact(8), repeated="sum"))
-    assert [loss(mix(setting), form).item() for form in forms] == pytest.approx(list(values), abs=5e-6)
+    assert [loss(tensor(setting), form).item() for form in forms] == pytest.approx(list(values), abs=5e-6)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_loss_of_induction_known_to_five_places(form, value):
 
 
 def test_shapes_follow_the_coefficients():
-    many = mix(SETTINGS).expand(5, 3, 4)
+    many = tensor(SETTINGS).expand(5, 3, 4)
     found = loss(many, exact(8))
     assert found.shape == (5, 3)
-    torch.testing.assert_close(found[2, 1], loss(mix(SETTINGS[1]), exact(8)), rtol=0, atol=1e-15)
+    torch.testing.assert_close(found[2, 1], loss(tensor(SETTINGS[1]), exact(8)), rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize(

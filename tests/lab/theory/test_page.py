@@ -55,9 +55,9 @@ def test_what_needs_no_draws_is_as_recorded(computed, recorded):
 
 def test_the_page_quotes_the_draws(page, recorded):
     for row in recorded["monte_carlo"]:
-        mix = ", ".join(f"{value:g}" for value in row["coefficients"])
+        coefficients = ", ".join(f"{value:g}" for value in row["coefficients"])
         closed = " | ".join(f"{row[name]:.5f}" for name in ("exact", "table3", "script"))
-        assert f"| {mix} | {row['mean']:.5f} ± {row['stderr']:.5f} | {closed} |" in page
+        assert f"| {coefficients} | {row['mean']:.5f} ± {row['stderr']:.5f} | {closed} |" in page
     slopes = recorded["two_layers"]["slopes"].values()
     for name in ("copy", "printed", "derived", "sharp"):
         assert " | ".join(f"{row[name]:.3f}" for row in slopes) in page

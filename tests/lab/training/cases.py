@@ -97,7 +97,7 @@ def copied(finished: Path, tmp_path: Path, *, without: tuple[str, ...] = ("resul
 
 
 @contextmanager
-def room_for(size: int) -> Iterator[None]:
+def disk_of(size: int) -> Iterator[None]:
     """Writes beyond so many bytes of a file fail, as they do on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

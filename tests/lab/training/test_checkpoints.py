@@ -54,7 +54,7 @@ def test_all_checkpoints_corrupt(finished, corpus, tmp_path, capfd):
     err = capfd.readouterr().err
     assert "checkpoint-12 is incomplete" in err
     assert "checkpoint-8 is corrupt" in err
-    assert "beginning anew" in err
+    assert "starting from the beginning" in err
     assert_same_run(out, finished)
 
 
@@ -142,7 +142,7 @@ def test_a_corrupt_checkpoint_that_cannot_be_renamed_is_skipped(tmp_path, monkey
 def test_old_checkpoints_that_cannot_be_removed_do_not_cost_the_new_one(
     finished, corpus, tmp_path, capfd, monkeypatch, kind
 ):
-    """The defect: the new, whole checkpoint was removed, and with one to be kept the run began anew."""
+    """The defect: the new, whole checkpoint was removed, and with one to be kept the run started from the beginning."""
     out, elsewhere = copied(finished, tmp_path), tmp_path / "elsewhere"
     shutil.rmtree(out / "checkpoint-12")
     if kind == "symbolic link":

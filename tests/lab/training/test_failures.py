@@ -18,7 +18,7 @@ from kvshift.lab.training.train import train
 from kvshift.lab.training.trainer import LanguageModelTrainer
 from kvshift.lab.variants.building import build_model
 
-from .cases import LENGTH, assert_same_run, copied, metrics, room_for, tiny, write_corpus
+from .cases import LENGTH, assert_same_run, copied, disk_of, metrics, tiny, write_corpus
 
 
 def test_finished_run_is_left_as_it_is(finished, corpus, capfd):
@@ -143,7 +143,7 @@ def test_full_disk(finished, corpus, tmp_path, size):
     """The last checkpoint cannot be written: the one before stays, and once there is room the run resumes from it."""
     out = copied(finished, tmp_path)
     shutil.rmtree(out / "checkpoint-12")
-    with room_for(size), pytest.raises(RunFailedError) as caught:
+    with disk_of(size), pytest.raises(RunFailedError) as caught:
         train(tiny(corpus, out))
     assert caught.value.exit_code == 3
     said = r"checkpoint-12 could not be written \(\d+ MiB are free in .*\): .*; checkpoint-8 is kept"
@@ -155,7 +155,7 @@ def test_full_disk(finished, corpus, tmp_path, size):
 
 def test_final_model_that_does_not_fit(finished, corpus, tmp_path):
     out = copied(finished, tmp_path)
-    with room_for(50_000), pytest.raises(RunFailedError, match=r"model could not be written: .*checkpoint is kept"):
+    with disk_of(50_000), pytest.raises(RunFailedError, match=r"model could not be written: .*checkpoint is kept"):
         train(tiny(corpus, out))
     assert not (out / "result.json").exists()
     train(tiny(corpus, out))
@@ -167,7 +167,7 @@ def test_line_that_does_not_fit_is_taken_back(tmp_path):
     with closing(Metrics(path, up_to_step=0, say=pytest.fail)) as lines:
         lines.write(kind="train", step=1)
         before = path.read_text()
-        with room_for(len(before) + 7), pytest.raises(RunFailedError, match=r"jsonl could not be written: .*kept"):
+        with disk_of(len(before) + 7), pytest.raises(RunFailedError, match=r"jsonl could not be written: .*kept"):
             lines.write(kind="train", step=2)
         assert path.read_text() == before
         lines.write(kind="train", step=2)  # there is room again
@@ -175,7 +175,7 @@ def test_line_that_does_not_fit_is_taken_back(tmp_path):
 
 
 def test_config_that_does_not_fit(corpus, tmp_path):
-    with room_for(20), pytest.raises(LabError):
+    with disk_of(20), pytest.raises(LabError):
         train(tiny(corpus, tmp_path / "run"))
     assert not (tmp_path / "run" / "config.json").exists()
 

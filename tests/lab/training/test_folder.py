@@ -11,7 +11,7 @@ from kvshift.lab.runs.checkpoints import find_checkpoint
 from kvshift.lab.runs.folder import Metrics, RunFailedError, read_metrics
 from kvshift.lab.training.train import train
 
-from .cases import assert_same_run, copied, metrics, room_for, tiny
+from .cases import assert_same_run, copied, disk_of, metrics, tiny
 
 
 def test_a_run_killed_before_it_had_begun_begins_again(finished, corpus, tmp_path):
@@ -145,7 +145,7 @@ def test_lines_beyond_the_checkpoint_go_without_a_word(tmp_path):
 
 
 def test_tokenizer_that_does_not_fit(corpus, tmp_path):
-    with room_for(200), pytest.raises(LabError, match=r"cannot save the tokenizer in .*tokenizer") as caught:
+    with disk_of(200), pytest.raises(LabError, match=r"cannot save the tokenizer in .*tokenizer") as caught:
         train(tiny(corpus, tmp_path / "run"))
     assert caught.value.exit_code == 3
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]

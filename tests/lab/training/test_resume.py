@@ -25,8 +25,8 @@ CONTEXT.set_forkserver_preload(["kvshift.lab.training.train"])
 def kill_when(state: Callable[[Path], bool], config: TrainConfig) -> None:
     """Train in a child until the files in the folder are in this state; then kill -9.
 
-    The child is stopped first, and what it has written looked at while it cannot write: where it went on beyond the
-    state in between, it goes on until the state comes again.
+    The child is stopped first, and what it has written looked at while it cannot write: if it went beyond the
+    state in between, it continues until that state returns.
     """
     child = CONTEXT.Process(target=train, args=(config,))
     child.start()
@@ -126,7 +126,7 @@ def test_kill_9(kind, moment, corpus, tmp_path, uninterrupted, capfd):
     capfd.readouterr()
     train(config)
     said = capfd.readouterr().err
-    assert (f"resuming from checkpoint-{found[-1]}" if found else "beginning anew") in said
+    assert (f"resuming from checkpoint-{found[-1]}" if found else "starting from the beginning") in said
     assert ("is incomplete" in said) == (moment is during_a_checkpoint)
     assert_same_run(config.out, uninterrupted(kind))
     continued = json.loads((config.out / "environment.json").read_text())["continued"]
@@ -143,7 +143,7 @@ def test_kill_9_twice(corpus, tmp_path, uninterrupted):
 
 
 def test_killed_after_the_last_checkpoint(corpus, tmp_path, finished):
-    """Training is over but nothing says so yet: the losses of each row are computed anew, from the same weights."""
+    """Training is over but nothing says so yet: the losses of each sequence are recomputed from the same weights."""
     out = copied(finished, tmp_path, without=("result.json", "model/model.safetensors"))
     train(tiny(corpus, out))
     assert_same_run(out, finished)

@@ -198,9 +198,9 @@ def test_mastery_counts_evaluations_on_end() -> None:
     from transformers import TrainerControl, TrainerState
 
     def stops(values: list[float | None], before: list[float | None]) -> bool:
-        mastery, control = EarlyStopping("first", 0.9, 3, before), TrainerControl()
+        early_stopping, control = EarlyStopping("first", 0.9, 3, before), TrainerControl()
         for value in values:
-            mastery.on_evaluate(None, TrainerState(), control, metrics={"accuracy": {"first": value}})
+            early_stopping.on_evaluate(None, TrainerState(), control, metrics={"accuracy": {"first": value}})
         return control.should_training_stop
 
     assert stops([0.9, 0.95, 1.0], [])

@@ -104,9 +104,9 @@ def test_start_values_are_those_of_gpt2():
             # standard error of a standard deviation: 1 / sqrt(2 n); here n is 2944 or more
             assert module.weight.std().item() == pytest.approx(expected, rel=0.06)
     for block in blocks:
-        mix = block.attn.shift
-        torch.testing.assert_close(mix.alpha.sum(1), torch.ones(4))
-        assert ((mix.beta > 0) & (mix.beta < 1)).all()
+        shift = block.attn.shift
+        torch.testing.assert_close(shift.alpha.sum(1), torch.ones(4))
+        assert ((shift.beta > 0) & (shift.beta < 1)).all()
 
 
 def test_sizes_of_the_published_model():

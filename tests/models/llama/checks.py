@@ -82,7 +82,7 @@ def check_padding_without_positions(model: PreTrainedModel) -> None:
 
 
 def check_right_padding(model: PreTrainedModel, cache: Cache | None = None) -> None:
-    """Padding behind a row does not reach the tokens that go on from it."""
+    """Padding behind a sequence does not affect the tokens that continue it."""
     rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
     ids, mask = right_padded(rows)
     cache = DynamicCache(config=model.config) if cache is None else cache

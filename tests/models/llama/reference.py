@@ -83,7 +83,7 @@ def _coefficients(layer: Mapping[str, Tensor], config: Any, name: str) -> Tensor
 
 
 def _shift(x_TGD: Tensor, mix_GW: Tensor | None) -> Tensor:
-    """y[t] = mix[0] * x[t] + mix[1] * x[t-1] + ..., and nothing before the first."""
+    """y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ..., and nothing before the first."""
     if mix_GW is None:
         return x_TGD
     mix_WG1 = mix_GW.T.unsqueeze(2)
@@ -96,7 +96,7 @@ def _shift(x_TGD: Tensor, mix_GW: Tensor | None) -> Tensor:
 
 
 def _rotate(x_TGD: Tensor, base: float) -> Tensor:
-    """Position t turns element i of the first half and of the second by the angle t / base^(2i / D)."""
+    """Position t rotates element i of the first half and of the second by the angle t / base^(2i / D)."""
     length, _, size = x_TGD.shape
     frequency = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     angle = torch.arange(length, dtype=torch.float64)[:, None, None] * frequency

@@ -159,7 +159,7 @@ def test_a_pack_in_pieces_and_on_with_its_last_document(name: str, static: bool,
     total = sum(LENGTHS)
     for cut in range(1, total):
         if inputs["position_ids"][0, cut] == 0:
-            continue  # the first document of a call goes on with the last one before it
+            continue  # the first document of a call continues the last one before it
         cache = DynamicCache(config=model.config)
         if static:
             cache = StaticCache(config=model.config, max_cache_len=total + len(more) + 2)

@@ -37,7 +37,7 @@ def kernels_that_run(monkeypatch) -> None:
 
 @pytest.fixture
 def launches(monkeypatch) -> dict[str, int]:
-    """How often many tokens, and one, were shifted and turned in one launch."""
+    """How often many tokens, and one, were shifted and rotated in one launch."""
     counted = {"many": 0, "step": 0}
 
     def counting(name: str, real: Any) -> Any:

@@ -109,7 +109,7 @@ def test_the_id_of_the_padding_does_not_matter(model, pad: int):
 
 
 def test_rows_that_end_early_are_padded_and_leave_the_others_alone(model):
-    """After its end-of-sequence token a row goes on with padding that the mask counts as real: its own affair."""
+    """After its end-of-sequence token, a sequence continues with padding that the mask counts as real."""
     rows = [random_tokens(length, seed=length) for length in (3, 9, 5)]
     free = [reference_greedy(model.state_dict(), model.config, row.tolist(), 9) for row in rows]
     eos = free[0][2]
@@ -148,11 +148,11 @@ def test_a_neighbour_padded_on_the_right_does_no_harm(model):
 @every_variant
 def test_a_conversation_continues_in_one_cache(options: dict):
     model = tiny_model(torch.float64, **options)
-    cache, history = DynamicCache(config=model.config), random_tokens(1, 5)
+    cache, tokens = DynamicCache(config=model.config), random_tokens(1, 5)
     for turn in range(3):
-        answer = new_tokens_of(model, history, past_key_values=cache, max_new_tokens=4)
-        assert_greedy(model, history, answer)
-        history = torch.cat([history, answer, random_tokens(1, 3, seed=turn)], dim=1)
+        answer = new_tokens_of(model, tokens, past_key_values=cache, max_new_tokens=4)
+        assert_greedy(model, tokens, answer)
+        tokens = torch.cat([tokens, answer, random_tokens(1, 3, seed=turn)], dim=1)
 
 
 def test_a_batch_continues_with_padding_between_its_turns(model):

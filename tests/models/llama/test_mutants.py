@@ -43,7 +43,7 @@ def no_stored_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def prefill_from_zeros(patch: pytest.MonkeyPatch) -> None:
-    """A call of several tokens begins a sequence; only single tokens go on from the state."""
+    """A call of several tokens begins a sequence; only single tokens continue from the state."""
 
     def read(self: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> ShiftState | None:
         state = read_shift(self, q, k, v, **options)

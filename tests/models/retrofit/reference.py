@@ -64,7 +64,7 @@ def _coefficients(layer: Mapping[str, Tensor], config: Any, name: str) -> Tensor
 
 
 def _shift(x_THD: Tensor, mix_HW: Tensor | None) -> Tensor:
-    """y[t] = mix[0] * x[t] + mix[1] * x[t-1] + ..., and nothing before the first."""
+    """y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ..., and nothing before the first."""
     if mix_HW is None:
         return x_THD
     rows = []

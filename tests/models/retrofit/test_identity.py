@@ -167,9 +167,9 @@ def test_uniform_starts_as_in_the_paper():
     torch.manual_seed(5)
     model = add_kv_shift(tiny_gpt2(), init="uniform")
     for block in model.transformer.h:
-        for mix in (block.attn.shift.alpha, block.attn.shift.beta):
-            torch.testing.assert_close(mix.sum(1), torch.ones(3))
-            assert ((mix > 0) & (mix < 1)).all()
+        for coefficients in (block.attn.shift.alpha, block.attn.shift.beta):
+            torch.testing.assert_close(coefficients.sum(1), torch.ones(3))
+            assert ((coefficients > 0) & (coefficients < 1)).all()
 
 
 def test_a_model_from_scratch_draws_gpt2s_weights_first():

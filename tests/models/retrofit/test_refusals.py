@@ -93,7 +93,7 @@ def test_options(options: dict, message: str):
 
 
 def test_a_forward_that_a_hook_has_replaced():
-    """As accelerate does for a device_map: it would go on calling the forward of the class before."""
+    """As accelerate does for a device_map: it would keep calling the forward of the class before."""
     model = tiny_gpt2()
     attention = model.transformer.h[0].attn
     attention.forward = attention.forward

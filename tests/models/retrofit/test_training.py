@@ -57,7 +57,7 @@ def test_gradient_checkpointing_changes_no_bit(reentrant: bool, batch: dict):
 
 
 def test_a_cache_that_nobody_asked_for_does_not_change_training():
-    """`use_cache` is on by default in a configuration. (A cache lays keys out anew, and stock GPT-2 rounds by that.)"""
+    """`use_cache` is on by default in a configuration. (A cache changes the layout of keys, which changes rounding.)"""
     model, batch = shifted_gpt2(torch.float64).train(), batches()["padded rows"]
     expected = gradients_of(model, batch, use_cache=False)
     for name, gradient in gradients_of(model, batch).items():

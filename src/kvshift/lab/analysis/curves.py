@@ -59,7 +59,7 @@ def _draw_losses(axes: Axes, by_name: Mapping[str, Mapping[int, Run]]) -> None:
             axes.plot(tokens, loss, "o-", color=color, markersize=2.5, linewidth=1.2, label="" if number else name)
             lowest.append(min(loss))
             highest.append(max(loss))
-    # Every evaluation is in sight; of the training loss that comes before the first of them, what there is room for.
+    # Every evaluation is in sight; of the training loss that comes before the first of them, what fits.
     space = max(0.05 * (max(highest) - min(lowest)), 0.02)
     axes.set_ylim(min(lowest) - space, max(highest) + space)
     axes.set(ylabel="loss (nats per token)", title="Validation loss (pale: training loss)")
@@ -156,5 +156,5 @@ def save_figure(figure: Figure, stem: Path, kinds: Sequence[str] = ("png", "svg"
     with matplotlib.rc_context({"svg.hashsalt": "kvshift"}):
         for kind, path in zip(kinds, paths, strict=True):
             figure.savefig(path, dpi=150, metadata={"Software" if kind == "png" else "Date": None})
-            figure.set_layout_engine("none")  # it stands; worked out anew, it takes as long as the drawing
+            figure.set_layout_engine("none")  # it is fixed; computing it again takes as long as the drawing
     return paths

@@ -39,7 +39,7 @@ def best_heads(heads: Sequence[Mapping[str, Any]], score: str) -> list[Mapping[s
 
 
 def write_head_report(out: Path, metrics: Path | None = None) -> Path:
-    """Draw everything anew from the files in the folder of an analysis.
+    """Draw everything again from the files in the folder of an analysis.
 
     Reads heads.json and attention.safetensors, and `metrics`, the metrics.jsonl of a run, for its learning curve.
     Writes head-scores, attention and, where there is something to draw, coefficients and learning, each as PNG and

@@ -67,7 +67,7 @@ def count_coefficients(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[st
         for layer in layers
         for key, value in zip(layer.get("alpha", ()), layer.get("beta", ()), strict=False)
     ]
-    if not pairs or any(len(mix) != 2 for pair in pairs for mix in pair):
+    if not pairs or any(len(lags) != 2 for pair in pairs for lags in pair):
         return None
     counts = {f"alpha1 {a} alpha2": {f"beta1 {b} beta2": 0 for b in (">", "<=")} for a in (">", "<=")}
     for key, value in pairs:
@@ -186,8 +186,8 @@ def _grid(heads: Sequence[Mapping[str, Any]], read: Any) -> list[list[float]]:
     return [rows[layer] for layer in sorted(rows)]
 
 
-def _sign(mix: Sequence[float]) -> str:
-    return ">" if mix[0] > mix[1] else "<="
+def _sign(lags: Sequence[float]) -> str:
+    return ">" if lags[0] > lags[1] else "<="
 
 
 def _lag(lag: int) -> str:

@@ -26,7 +26,7 @@ def read_pair(out: Path, seed: int) -> Pair:
 
 
 def write_report(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """Draw everything anew from the files in the folder of a comparison.
+    """Draw everything again from the files in the folder of a comparison.
 
     Reads the runs of `seeds`, and step_time.json and samples.json where they are there. Writes summary.json, table.md,
     curves.png and .svg, coefficients-seed-S.png and .svg, and report.html.

@@ -152,7 +152,7 @@ def _one_seed(mean: float, rows: Estimate | None, ours: str, theirs: str) -> str
 
 
 def first_reached(steps: Sequence[float], losses: Sequence[float], target: float) -> float | None:
-    """Where a curve first comes down to `target`, by straight lines between its points; None where it never does.
+    """Where a curve first reaches `target` from above, interpolated linearly between its points; None if never.
 
     A curve that begins at or below the target is given its first point: it may have been there earlier.
     """

@@ -13,7 +13,7 @@ def as_text(rows: Rows, *, left: int | None = 1, rule: bool = False) -> str:
     """Aligned columns.
 
     Args:
-        rows: of cells; a row may be shorter than others, and what stands in its last cell takes no room in a column.
+        rows: of cells; a row may be shorter than others, and what stands in its last cell does not widen a column.
         left: how many columns are words, set to the left; the others are numbers. None: all.
         rule: a line below the heading.
     """

@@ -94,7 +94,7 @@ def _row(model: Any, config: AnalyzeConfig, measured: Measured, tokenizer: Any) 
     """The row that attention is drawn on, and what is said of it."""
     if tokenizer is None:
         ids = rows_for(model, config, measured.window)[0]
-        caption = "On the first of the rows that repeat themselves, which begin anew at the lines."
+        caption = "On the first of the repeated sequences; the lines mark where the repetition begins."
         return ids, {
             "caption": caption,
             "repeat": len(ids) - measured.length,

@@ -153,14 +153,14 @@ def repeated_rows(config: RepeatConfig, *, vocab_size: int, positions: int | Non
     return torch.cat([*begin, once, once], dim=1)
 
 
-def shares(mix: Any, heads: int) -> Tensor:
+def shares(coefficients: Any, heads: int) -> Tensor:
     """Share of each lag in what a head reads, (H, W), from coefficients (G, W); without any, (H, 1) ones.
 
     share_i = |c_i| / sum_j |c_j|,    0 where all are 0
     """
-    if mix is None:
+    if coefficients is None:
         return torch.ones(heads, 1)
-    size_GW = torch.as_tensor(mix, dtype=torch.float32).abs()
+    size_GW = torch.as_tensor(coefficients, dtype=torch.float32).abs()
     share_GW = size_GW / size_GW.sum(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return share_GW.repeat_interleave(heads // len(share_GW), dim=0)
 
@@ -231,15 +231,15 @@ def measure_heads(model: Any, config: RepeatConfig) -> Measured:
     Layers without shift count as vanilla ones, whatever the model. Its training or evaluation mode is left as it is.
     """
     _check_eager(model)
-    mixes = coefficients(model)
-    window = max((len(heads[0]) for layer in mixes for heads in layer.values()), default=1)
+    shifts = coefficients(model)
+    window = max((len(heads[0]) for layer in shifts for heads in layer.values()), default=1)
     ids = rows_for(model, config, window)
     length = (ids.shape[1] - (config.begin is not None)) // 2
     batches: list[list[HeadScores]] = []
     losses, hits, sizes = [], [], []
     for part in ids.split(config.batch_size):
         logits, attentions = _run(model, part)
-        batches.append([score for layer in _by_layer(attentions, mixes, length) for score in layer])
+        batches.append([score for layer in _by_layer(attentions, shifts, length) for score in layer])
         targets = part[:, 1:].to(logits.device)
         losses.append(F.cross_entropy(logits[:, :-1].transpose(1, 2).float(), targets, reduction="none").cpu())
         hits.append((logits[:, :-1].argmax(-1) == targets).float().cpu())
@@ -249,7 +249,7 @@ def measure_heads(model: Any, config: RepeatConfig) -> Measured:
     positions = ids.shape[1]
     return Measured(
         heads=[_mean(scores, sizes) for scores in zip(*batches, strict=True)],
-        coefficients=mixes,
+        coefficients=shifts,
         window=window,
         length=length,
         rows=config.rows,
@@ -287,16 +287,16 @@ def _run(model: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     return output.logits, output.attentions
 
 
-def _by_layer(attentions: Sequence[Tensor], mixes: Sequence[Mapping[str, Any]], length: int) -> list[list[HeadScores]]:
-    if mixes and len(mixes) != len(attentions):
+def _by_layer(attentions: Sequence[Tensor], shifts: Sequence[Mapping[str, Any]], length: int) -> list[list[HeadScores]]:
+    if shifts and len(shifts) != len(attentions):
         raise LabError(
-            f"model: {len(mixes)} of its {len(attentions)} layers with attention shift their keys or values, and which "
+            f"model: {len(shifts)} of its {len(attentions)} layers with attention shift keys or values, and which "
             "is not known; expected all or none"
         )
-    by_layer = mixes or [{}] * len(attentions)
+    by_layer = shifts or [{}] * len(attentions)
     return [
-        attention_scores(attention, length=length, alpha=mix.get("alpha"), beta=mix.get("beta"), layer=number)
-        for number, (attention, mix) in enumerate(zip(attentions, by_layer, strict=True))
+        attention_scores(attention, length=length, alpha=shift.get("alpha"), beta=shift.get("beta"), layer=number)
+        for number, (attention, shift) in enumerate(zip(attentions, by_layer, strict=True))
     ]
 
 

@@ -203,7 +203,7 @@ def _measure_step_time(config: CompareConfig, folders: dict[str, Path]) -> None:
         return
     from kvshift.lab.compare.step_time import measure_step_time
 
-    say(f"\ntime of a step, both in turns ({config.step_time_seconds:g} s)")
+    say(f"\ntime of a step, alternating between both ({config.step_time_seconds:g} s)")
     write_json(path, measure_step_time(folders["vanilla"], folders["kvshift"], config.step_time_seconds))
 
 

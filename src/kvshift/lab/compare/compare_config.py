@@ -27,7 +27,7 @@ class CompareConfig:
     seeds: int = 1
     """Pairs of runs, with seeds `seed`, `seed` + 1, ...; 3 or more say what seeds change (95 % interval)."""
     step_time_seconds: float = 15.0
-    """Seconds spent at the end on the time of a step of each twin, in turns, in one process; 0: not measured."""
+    """Seconds spent at the end on measuring the time of a step of both twins, alternately; 0: not measured."""
     prompt: str | None = None
     """Text that the samples continue; None: the first 16 tokens of the validation text."""
     sample_tokens: int = 120

@@ -16,7 +16,7 @@ SMALLEST_VOCABULARY = 257
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Text, the tokenizer that turns it into tokens, and the rows that these are packed into."""
+    """Text, the tokenizer that encodes it, and the sequences that its tokens are packed into."""
 
     corpus: str = "tinyshakespeare"
     """The text: a bundled corpus by name (tinyshakespeare); a file, a folder or a quoted glob of .txt, .jsonl and

@@ -17,7 +17,7 @@ __all__ = ["EndlessStream", "ShuffledEpochs"]
 class ShuffledEpochs(Sampler[int]):
     """The first `count` numbers of one permutation of range(rows) after another.
 
-    Trainer sees a single epoch, so that no batch is cut short where the data begin anew, and all devices together
+    Trainer sees a single epoch, so that no batch is cut short where an epoch ends, and all devices together
     take the same rows in each step, however many they are.
     """
 
@@ -43,7 +43,7 @@ class EndlessStream(IterableDataset):
         epoch = 0
         while True:
             if hasattr(self._rows, "set_epoch"):
-                self._rows.set_epoch(epoch)  # type: ignore[attr-defined]  # datasets shuffle anew for each
+                self._rows.set_epoch(epoch)  # type: ignore[attr-defined]  # datasets shuffle again for each
             row = None
             for row in self._rows:
                 yield row

@@ -32,7 +32,7 @@ __all__ = ["collate", "count_tokens", "encoder", "pack", "pack_documents", "pack
 # Characters handed to the tokenizer at once, to work on with all its threads.
 _BATCH_CHARACTERS = 2**20
 
-# Rows of a stream that wait to be drawn from, to mix documents.
+# Rows of a stream that wait to be drawn from, to shuffle documents.
 _SHUFFLE_ROWS = 1024
 
 

@@ -186,7 +186,7 @@ def _tail_held_out(documents: datasets.Dataset, fraction: float) -> tuple[datase
 
 
 def _place(documents: datasets.Dataset, fraction: float) -> tuple[int, int]:
-    """Document and character at which `fraction` of all characters are past, moved on to the start of a line."""
+    """Document and character behind `fraction` of all characters, moved to the start of the next line."""
     left = int(sum(map(len, _column(documents))) * fraction)
     for number, text in enumerate(_column(documents)):
         if left < len(text):

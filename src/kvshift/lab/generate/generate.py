@@ -239,7 +239,7 @@ def _fitted(
         if longest < 1:
             raise LabError(f"max_new_tokens must be less than the {context} that the model is made for, got {new}")
         if cropped := sum(len(ids) > longest for ids in prompts):
-            _say(f"the last {longest} tokens are used of {cropped} prompt(s), to leave room for new ones")
+            _say(f"the last {longest} tokens are used of {cropped} prompt(s), so that new ones fit")
         prompts = [_cropped(ids, longest, tokenizer.bos_token_id) for ids in prompts]
     for ids, name in zip(prompts, names, strict=True):
         _check_length(len(ids), new or 1, context, name)
@@ -258,10 +258,10 @@ def _cropped(ids: list[int], longest: int, begin: int | None) -> list[int]:
 
 def _check_length(prompt: int, new: int, context: int, name: str) -> None:
     if prompt + new > context:
-        room = f"at most {context - prompt}" if prompt < context else "a shorter prompt, or crop_prompts"
+        allowed = f"at most {context - prompt}" if prompt < context else "a shorter prompt, or crop_prompts"
         raise LabError(
             f"{name} has {prompt} token(s); with max_new_tokens {new} that is more than the {context} that the model "
-            f"is made for: it takes {room}"
+            f"is made for: it takes {allowed}"
         )
 
 

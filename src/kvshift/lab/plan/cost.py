@@ -208,7 +208,7 @@ def training_memory(
     Activations that a layer keeps for each token, in bytes; h(x) is HD for x a query, GD for a key or value:
 
         16E           what its two norms are given and what they normalized, in float32 like the residual stream
-        n E c         what the matrices are fed: n = 2; 5 under autocast, which casts anew for each matrix
+        n E c         what the matrices are fed: n = 2; 5 under autocast, which casts again for each matrix
         (2HD + 2GD) c rotated queries and keys, mixed values, the output
         h(x) c        raw rows of every target of the shift
         4H            the logarithms of attention's sums

@@ -50,7 +50,7 @@ class PlanConfig:
     """none: one device. ddp: a whole model on each. fsdp: weights, gradients and optimizer spread over all. None: none
     with one device, ddp with several."""
     gradient_checkpointing: bool = False
-    """Compute the activations of a layer anew in its backward pass."""
+    """Recompute the activations of a layer in its backward pass."""
     bf16: Literal["auto", "yes", "no"] = "auto"
     """Matrix products in bfloat16, weights in float32; no: everything in float32; auto: yes, as every GPU below can."""
     gpu: DeviceName = "H100"

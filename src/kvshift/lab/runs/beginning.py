@@ -126,7 +126,7 @@ def begin(
     if longer:
         refuse_extension(folder, old, options, extend=bool(extend))
         record_extension(folder, old, options, done=step)
-    say(f"resuming from {checkpoint.name}" if checkpoint else "no whole checkpoint yet: beginning anew")
+    say(f"resuming from {checkpoint.name}" if checkpoint else "no complete checkpoint yet: starting from the beginning")
     first = folder.read(folder.environment) or {}
     again = {"step": step, **here}
     before = first.get("continued")

@@ -69,10 +69,10 @@ def refuse_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping
 
 def record_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping[str, Any], *, done: int) -> None:
     """Let the folder be that of the longer run, which is not finished; `done` steps are those of its checkpoint."""
-    history = old.get("extended", [])
+    extensions = old.get("extended", [])
     if not same_past(old["optimizer"], old["steps"], done):
-        history = [*history, {"after_step": done, "begun_with_steps": old["steps"]}]
-    decisive = {**options, "extended": history} if history else dict(options)
+        extensions = [*extensions, {"after_step": done, "begun_with_steps": old["steps"]}]
+    decisive = {**options, "extended": extensions} if extensions else dict(options)
     facts = {"data_facts": old["data_facts"]} if "data_facts" in old else {}
     folder.result.unlink(missing_ok=True)  # first: a run of more steps is not finished
     write_json(folder.config, {**decisive, "config_hash": config_hash(decisive), **facts})

@@ -124,7 +124,7 @@ def model_folder(name: str | Path, say: Callable[[str], Any]) -> Path:
     """The folder of the model that `name`, a run folder or a model folder, stands for; no tokenizer is asked for.
 
     A run that has ended stands for its final model, another for its newest whole checkpoint, which `say` is told.
-    Nothing is changed: the run may be going on.
+    Nothing is changed: the run may still be active.
 
     Raises:
         LabError: there is no such folder, or no whole model in it.

@@ -3,7 +3,7 @@
 Labels stand where Hugging Face wants them: labels[t] is what the model is to say after it has read input_ids[:t], so
 the output at t - 1 is compared with labels[t]. `model(input_ids=..., labels=...).loss` of any causal language model
 in transformers is therefore the loss of the task. Column 0 follows nothing and is always -100; a task that scores the
-output at its last token ends in a column that only makes room for the label.
+output at its last token ends in a column that only holds the label.
 
     input_ids    7  4  9  7  4      the output at column 3, after 7 4 9 7, is compared with labels[4] = 4
     labels       -  -  -  -  4      - is -100: not trained on

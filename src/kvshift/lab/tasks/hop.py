@@ -60,7 +60,7 @@ class HopTask:
         input_ids    k  w_1  ...         w_N        _
         labels       -   _   target(1)  ...   target(N)
 
-    The last input makes room for the last label; in Sanford et al., inputs are the first N + 1 and outputs the last.
+    The last input gives the last label a column; in Sanford et al., inputs are the first N + 1 and outputs the last.
 
     Slices: "hops_k" are the defined targets of the rows with that k, the published metric (there as an error, one
     minus accuracy); "undefined" are those that are ~. The label _ is trained on and counts in neither.

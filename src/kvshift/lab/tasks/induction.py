@@ -87,7 +87,7 @@ class InductionTask:
         x = last(a)     ignore the draw
         x is new        succ[last(a)] = x; succ[x] = unknown; append x
         x was seen      a repeat: append x, then append succ[x]
-        no repeat       start anew
+        no repeat       start again
 
     `raw` is that, faults included: succ[x] may be unknown when it is appended (-1 in the paper, here the padding 0,
     which is no label), and a repeat in the last slot is cut off before its target. In `script`, a draw whose successor
@@ -135,7 +135,7 @@ class InductionTask:
         if config.mode == "single":
             return _single(rows, config.length, generator)
         order_BT, target_BT = _walk(rows, config, generator)
-        while len(missing := np.flatnonzero(~target_BT.any(axis=1))):  # rows without a repeat start anew
+        while len(missing := np.flatnonzero(~target_BT.any(axis=1))):  # rows without a repeat start again
             order_BT[missing], target_BT[missing] = _walk(len(missing), config, generator)
         return order_BT, target_BT
 
@@ -148,7 +148,7 @@ def _walk(rows: int, config: InductionConfig, generator: torch.Generator) -> tup
     """
     length, pool, mode = config.length, config.tokens_in_pool, config.mode
     # Whatever a round does not keep is written as well and written over later, which costs less than to pick the rows
-    # that are kept. The columns past the row take what finished rows write, and a target for which there is no slot;
+    # that are kept. The columns behind the row take what finished rows write, and a target for which there is no slot;
     # the first column of succ, that of the unknown token, takes what follows none.
     width = length + 3
     order = np.zeros(rows * width, np.int32)

@@ -89,7 +89,7 @@ class NGramTask:
         return self._rows(torch.arange(len(self.pairs)).unsqueeze(1))
 
     def best_guess(self, known: Literal["nothing", "x1", "x2"]) -> float:
-        """Accuracy over the table of the best guess of x3 from one token of the pair, or from none.
+        """Accuracy over the table of the best constant answer for x3, given one token of the pair or none.
 
         sum_c max_x #{pairs with known token c and target x} / N
         """

@@ -33,7 +33,7 @@ def distinct_rows(rows: int, count: int, population: int, generator: torch.Gener
     for start in range(0, rows, step):
         missing = np.arange(start, min(start + step, rows))
         while len(missing):
-            # A row that falls short is drawn anew as a whole. How many numbers differed tells nothing of which.
+            # A row that falls short is drawn again as a whole. How many numbers differed tells nothing of which.
             found, enough = _first_distinct(len(missing), draws, count, population, generator)
             chosen[missing[enough]] = found
             missing = missing[~enough]

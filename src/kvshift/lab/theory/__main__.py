@@ -40,11 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "match": checks.check_match((1.0, 0.3, 0.1, 0.03, 0.01, 0.003), options.seed),
         "two_layers": checks.check_two_layers(options.draws, seed=options.seed),
         "orthonormal": [
-            {"tokens": tokens, "coefficients": mix, **checks.check_orthonormal(tokens, mix)}
+            {"tokens": tokens, "coefficients": coefficients, **checks.check_orthonormal(tokens, coefficients)}
             for tokens in (4, 5, 8, 12, 32)
-            for mix in checks.COEFFICIENTS
+            for coefficients in checks.COEFFICIENTS
         ],
-        "places": [{"coefficients": mix, "loss": checks.check_places(8, mix)} for mix in checks.COEFFICIENTS],
+        "places": [
+            {"coefficients": coefficients, "loss": checks.check_places(8, coefficients)}
+            for coefficients in checks.COEFFICIENTS
+        ],
         "monte_carlo": checks.check_monte_carlo(options.monte_carlo_draws, options.width, seed=options.seed),
         "figure2": checks.check_figure2(),
         "flow": checks.check_flow(),

@@ -163,21 +163,21 @@ def check_orthonormal(tokens: int, coefficients: Sequence[float]) -> dict[str, f
     """
     worst: dict[str, float] = {}
     embeddings = torch.eye(tokens, dtype=torch.float64).unsqueeze(0)
-    mix = torch.tensor(coefficients, dtype=torch.float64, requires_grad=True)
+    point = torch.tensor(coefficients, dtype=torch.float64, requires_grad=True)
     derived, printed = (
-        _with_gradient(loss(mix, form), mix) for form in (exact(tokens), replace(exact(tokens), side="A2"))
+        _with_gradient(loss(point, form), point) for form in (exact(tokens), replace(exact(tokens), side="A2"))
     )
     layer = finite_model.build_layer(tokens)
     alpha, beta = layer.shift.get_parameter("alpha"), layer.shift.get_parameter("beta")
     with torch.no_grad():
-        alpha.copy_(mix[None, :2])
-        beta.copy_(mix[None, 2:])
+        alpha.copy_(point[None, :2])
+        beta.copy_(point[None, 2:])
     for repeated in range(2, tokens - 1):
         value = finite_model.layer_loss(layer, embeddings, repeated).squeeze(0)
         gradients = torch.autograd.grad(value, (alpha, beta))
         by_layer = torch.cat([value.detach().reshape(1), *(gradient.flatten() for gradient in gradients)])
-        operator = finite_model.model_loss(embeddings, repeated, mix[:2], mix[2:]).squeeze(0)
-        by_operator = _with_gradient(operator, mix)
+        operator = finite_model.model_loss(embeddings, repeated, point[:2], point[2:]).squeeze(0)
+        by_operator = _with_gradient(operator, point)
         _raise(
             worst,
             exact=torch.maximum((by_layer - derived).abs().max(), (by_operator - derived).abs().max()),
@@ -195,14 +195,14 @@ def check_logits(tokens: int, coefficients: Sequence[float]) -> dict[str, dict[s
         derived, printed: by the form as derived, and by Table 3 (A2 for A1).
     """
     embeddings = torch.eye(tokens, dtype=torch.float64).unsqueeze(0)
-    mix = torch.tensor(coefficients, dtype=torch.float64)
+    point = torch.tensor(coefficients, dtype=torch.float64)
     found: dict[str, list[float]] = {}
     for repeated in range(2, tokens - 1):
-        logits = finite_model.model_logits(embeddings, repeated, mix[:2], mix[2:])[0].tolist()
+        logits = finite_model.model_logits(embeddings, repeated, point[:2], point[2:])[0].tolist()
         kinds = {repeated + 1: "target", repeated: "repeated", repeated - 1: "side", tokens: "side"}
         for token, logit in enumerate(logits, start=1):
             found.setdefault(kinds.get(token, "other"), []).append(logit)
-    derived, printed = (token_logits(mix, form) for form in (exact(tokens), replace(exact(tokens), side="A2")))
+    derived, printed = (token_logits(point, form) for form in (exact(tokens), replace(exact(tokens), side="A2")))
     return {
         kind: {
             "model": values[0],
@@ -217,8 +217,8 @@ def check_logits(tokens: int, coefficients: Sequence[float]) -> dict[str, dict[s
 def check_places(tokens: int, coefficients: Sequence[float]) -> list[float]:
     """The loss with U = I for each i = 1 .. T - 1. The closed form holds from 2 to T - 2; the paper says T - 1."""
     embeddings = torch.eye(tokens, dtype=torch.float64).unsqueeze(0)
-    mix = torch.tensor(coefficients, dtype=torch.float64)
-    return [finite_model.model_loss(embeddings, repeated, mix[:2], mix[2:]).item() for repeated in range(1, tokens)]
+    point = torch.tensor(coefficients, dtype=torch.float64)
+    return [finite_model.model_loss(embeddings, repeated, point[:2], point[2:]).item() for repeated in range(1, tokens)]
 
 
 def check_monte_carlo(
@@ -241,8 +241,8 @@ def check_monte_carlo(
                 coefficients, tokens=tokens, repeated=repeated, width=width, draws=draws, generator=generator
             )
         )
-        mix = torch.tensor(coefficients, dtype=torch.float64)
-        closed = {name: loss(mix, form).item() for name, form in forms.items()}
+        point = torch.tensor(coefficients, dtype=torch.float64)
+        closed = {name: loss(point, form).item() for name, form in forms.items()}
         rows.append({"coefficients": coefficients, "mean": estimate.mean, "stderr": estimate.stderr, **closed})
     return rows
 
@@ -321,9 +321,9 @@ def _error(x: Tensor, sigma: float, first_slope: float, slope: float, target: Te
     return (out - target).abs().max()
 
 
-def _with_gradient(value: Tensor, mix: Tensor) -> Tensor:
+def _with_gradient(value: Tensor, point: Tensor) -> Tensor:
     """(5,): the value and its four derivatives."""
-    (gradient,) = torch.autograd.grad(value, mix)
+    (gradient,) = torch.autograd.grad(value, point)
     return torch.cat([value.detach().reshape(1), gradient])
 
 

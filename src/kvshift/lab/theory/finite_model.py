@@ -91,11 +91,11 @@ def draw_losses(
         draws: how many.
         generator: of the embeddings.
     """
-    mix = torch.tensor(coefficients, dtype=torch.float64)
+    point = torch.tensor(coefficients, dtype=torch.float64)
     losses: list[float] = []
     for batch in _batches(draws, tokens * width):
         embeddings = random_embeddings(batch, tokens, width, generator)
-        losses += model_loss(embeddings, repeated, mix[:2], mix[2:]).tolist()
+        losses += model_loss(embeddings, repeated, point[:2], point[2:]).tolist()
     return losses
 
 

@@ -1,4 +1,4 @@
-"""What a training run does, whatever it learns from: open its folder, train until told to leave, save its model."""
+"""What a training run does, whatever it learns from: open its folder, train until told to stop, save its model."""
 
 from __future__ import annotations
 
@@ -195,11 +195,11 @@ def attach(
     `narrated`: each evaluation is told on stderr.
     """
     metrics = Metrics(folder.metrics, up_to_step=start.step, say=say) if processes.is_main else None
-    recorder, leave = Recorder(metrics, tokens_per_step, trainer.evaluation), GracefulStop(processes)
+    recorder, graceful_stop = Recorder(metrics, tokens_per_step, trainer.evaluation), GracefulStop(processes)
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Schedule())
-    trainer.add_callback(leave)
+    trainer.add_callback(graceful_stop)
     trainer.add_callback(recorder)
     if metrics is not None:
         stack.callback(metrics.close)
@@ -210,7 +210,7 @@ def attach(
             trainer.add_callback(progress)
         if "tensorboard" in config.report_to:
             trainer.add_callback(TensorBoardCallback(_event_writer(stack, folder, start)))
-    return recorder, leave
+    return recorder, graceful_stop
 
 
 def _event_writer(stack: ExitStack, folder: RunFolder, start: Start) -> Any:
@@ -233,7 +233,9 @@ def _event_writer(stack: ExitStack, folder: RunFolder, start: Start) -> Any:
     return writer
 
 
-def fit(trainer: RunTrainer, recorder: Recorder, leave: GracefulStop, start: Start, processes: Processes) -> float:
+def fit(
+    trainer: RunTrainer, recorder: Recorder, graceful_stop: GracefulStop, start: Start, processes: Processes
+) -> float:
     """Train to the last step; returns the seconds that this took, pauses between continuations not counted.
 
     Raises:
@@ -241,14 +243,14 @@ def fit(trainer: RunTrainer, recorder: Recorder, leave: GracefulStop, start: Sta
     """
     if start.checkpoint is not None:
         trainer.continue_mean(start.checkpoint)
-    with leave.listening():
+    with graceful_stop.listening():
         trainer.train(resume_from_checkpoint=start.checkpoint)
     step = trainer.state.global_step
-    if leave.number and step < trainer.args.max_steps:
+    if graceful_stop.number and step < trainer.args.max_steps:
         if not processes.is_main:
-            raise SystemExit(128 + leave.number)
+            raise SystemExit(128 + graceful_stop.number)
         raise InterruptedRunError(
-            f"left after step {step}; checkpoint-{step} is whole: the same command resumes", leave.number
+            f"left after step {step}; checkpoint-{step} is whole: the same command resumes", graceful_stop.number
         )
     seconds = recorder.seconds
     if not trainer.evaluated:  # interrupted between the last checkpoint and the end

@@ -152,7 +152,7 @@ def train_task(config: TaskTrainConfig) -> dict[str, Any]:
 
 
 def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
-    processor = time.process_time()
+    cpu_time = time.process_time()
     task = make_task(config.task)
     if config.questions and not isinstance(task, QuestionTask):
         raise LabError(f"questions is {config.questions}, but the task {task_name(config.task)} asks none; expected 0")
@@ -178,17 +178,17 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
         dropout_at_eval=config.dropout_at_eval,
     )
     tokens = config.accumulation * config.batch_size * task.length
-    recorder, leave = attach(
+    recorder, graceful_stop = attach(
         stack, trainer, config, folder, processes, start, tokens_per_step=tokens, narrated=config.progress
     )
     if config.stop_at is not None:
         before = [line["accuracy"][task.slice_names[0]] for line in read_metrics(folder.metrics, "eval")]
-        mastery = EarlyStopping(task.slice_names[0], config.stop_at, config.stop_after, before)
-        trainer.add_callback(mastery)
-        if mastery.reached:  # at the step of the checkpoint: training had ended there
+        early_stopping = EarlyStopping(task.slice_names[0], config.stop_at, config.stop_after, before)
+        trainer.add_callback(early_stopping)
+        if early_stopping.reached:  # at the step of the checkpoint: training had ended there
             trainer.args.max_steps = start.step
             trainer.train_dataset = Subset(batches, range(start.step * config.accumulation))
-    seconds = fit(trainer, recorder, leave, start, processes)
+    seconds = fit(trainer, recorder, graceful_stop, start, processes)
 
     scores = trainer.scores
     if config.final_eval_rows is not None:
@@ -213,7 +213,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
             "answers": answers,
             "seconds": seconds,
             # None where a part of the run was another process's
-            "processor_seconds": time.process_time() - processor if start.step == 0 else None,
+            "processor_seconds": time.process_time() - cpu_time if start.step == 0 else None,
             "peak_memory_bytes": peak_memory(trainer.args.device),
             **count_parameters(model),
         },

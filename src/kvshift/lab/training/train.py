@@ -129,8 +129,8 @@ def _run(
         validation=data.validation.select(range(min(config.eval_rows or len(data.validation), len(data.validation)))),
         collate=collate,
     )
-    recorder, leave = attach(stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step)
-    seconds = fit(trainer, recorder, leave, start, processes)
+    recorder, graceful_stop = attach(stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step)
+    seconds = fit(trainer, recorder, graceful_stop, start, processes)
     model.config.use_cache = variant.decodes_with_cache
     save_model(trainer, folder, processes, beside=partial(save_tokenizer, data.tokenizer))
     if processes.is_main:

@@ -128,9 +128,9 @@ class OptimizerConfig:
         warmup = self.warmup_steps
         require(warmup is None or warmup >= 0, "optimizer.warmup_steps", warmup, "0 or more, or None")
         if self.schedule == "wsd":
-            room = steps - round(steps * self.decay_fraction)
+            most = steps - round(steps * self.decay_fraction)
             require(
-                warmup is None or warmup <= room, "optimizer.warmup_steps", warmup, f"{room} at most, before the decay"
+                warmup is None or warmup <= most, "optimizer.warmup_steps", warmup, f"{most} at most, before the decay"
             )
 
 
@@ -162,7 +162,7 @@ class RunConfig:
     compile: bool = False
     """Run the model through torch.compile."""
     gradient_checkpointing: bool = False
-    """Compute the activations of a layer anew in its backward pass: less memory, about a third more time."""
+    """Recompute the activations of a layer in its backward pass: less memory, about a third more time."""
     bf16: Literal["auto", "yes", "no"] = "auto"
     """Matrix products in bfloat16, weights in float32; auto: on GPUs that have it, and never on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -201,7 +201,7 @@ class TrainConfig(RunConfig):
     """Tokens in one optimizer step over all devices; where that is more than batch_size x sequence_length x devices,
     gradients are accumulated. None: exactly that product."""
     extend: bool = False
-    """Resume a run with more steps than it was begun with also where its past learning rates would have been others."""
+    """Extend a run with more steps even if its learning rates so far would have been different."""
     overwrite: bool = False
     """Replace the run that `out` holds, without asking; a folder that holds anything else is left as it is."""
 

@@ -55,7 +55,7 @@ class RunTrainer(Trainer):
 
     @abstractmethod
     def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
-        """What the metrics of an evaluation come to, for files and for readers."""
+        """The metrics of an evaluation, for files and for readers."""
 
     def before_save(self, function: Callable[[], None]) -> None:
         """Have `function` called in the first process before a checkpoint is declared whole."""

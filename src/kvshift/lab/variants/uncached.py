@@ -58,7 +58,7 @@ class UncachedGPT2Model(UncachedDecoder, KVShiftGPT2Model):
 
 
 class UncachedGeneration:
-    """Stands before a model with `generate`, which computes every token so far anew for each new one."""
+    """Stands before a model with `generate`, which recomputes every token so far for each new one."""
 
     decodes_with_cache = False
     config: UncachedConfig

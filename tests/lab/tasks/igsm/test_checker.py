@@ -62,7 +62,7 @@ def test_what_follows_the_answer_counts_in_neither(generator: str):
 @pytest.mark.parametrize(("modulus", "change"), [(23, 1), (7, 1), (7, 7)])
 @pytest.mark.parametrize("generator", ["kamino", "igsm"])
 def test_a_wrong_number_anywhere_is_caught(generator: str, modulus: int, change: int):
-    """Each number in turn is made another, or not reduced: in the line of the answer's value nobody accepts it."""
+    """One number at a time is replaced by another, or not reduced: no judge accepts it in the line of the answer."""
     for problem in drawn(generator, 6, 31, modulus):
         last = asked_line(problem)
         for at, sentence in enumerate(problem.solution[: last + 1]):

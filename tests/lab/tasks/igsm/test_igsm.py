@@ -1,4 +1,4 @@
-"""Problems after Ye et al.: structure, operations counted anew from the text, and implied quantities."""
+"""Problems after Ye et al.: structure, operations counted again from the text, and implied quantities."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class CFGTask:
 
     Chance, for each slice: the guesser always names the token that is most frequent in it. Exact.
 
-    *Questions*, in turns: "from_start" gives BOS; "from_prefix" gives BOS and the first `prefix` tokens of a sentence.
+    *Questions*, alternately: "from_start" gives BOS; "from_prefix" BOS and the first `prefix` tokens of a sentence.
     An answer is right if all together, up to the next BOS, is a sentence. The answer may be as long as the longest
     sentence and its end; what is cut off there is never right.
 

@@ -93,13 +93,13 @@ def draw_structure(uniform: Uniform, max_edges: int) -> Structure:
 
 
 def _widths(uniform: Uniform, depth: int, narrow: int, wide: int, edges: int) -> list[int]:
-    """Items of each layer, such that there is room for all edges and each item can be held."""
+    """Items of each layer, such that all edges are possible and each item can be held."""
     widths = [narrow] * depth
     growing = uniform()
     while True:
-        room = sum(above * below for above, below in pairwise(widths))
+        possible = sum(above * below for above, below in pairwise(widths))
         open_to = [at for at, width in enumerate(widths) if width < wide]
-        if room >= edges:
+        if possible >= edges:
             # an item of the first layer needs no edge, each of the others one
             open_to = [at for at in open_to if at == 0 or sum(widths[1:]) < edges]
             if not open_to or uniform() >= growing:

@@ -1,6 +1,6 @@
 """Problems after kaminocode/iGSM, the code that the paper started from.
 
-Every item drawn is a quantity, "item in each category". Each in turn is made a constant, or a sum, difference or
+Every item drawn is a quantity, "item in each category". One after the other becomes a constant, or a sum, difference or
 product of up to three of those that are still left; so what comes later never depends on what came before.
 
     The number of Gel Pen in each Stationery is the difference between the number of Trail Pack in each Backpack and the
@@ -165,11 +165,11 @@ def problem_of(rules: Mapping[str, Rule], uniform: Uniform, letters: Letters = "
 
 
 def _items(uniform: Uniform, ops: int) -> list[str]:
-    """`ops` quantities: an equal share to begin with, the others wherever there is room."""
-    rooms = [len(category.items) for category in _CATEGORIES]
-    counts = [1 if ops >= len(rooms) else 0] * len(rooms)
+    """`ops` quantities: an equal share to begin with, the others wherever there is a free item."""
+    free = [len(category.items) for category in _CATEGORIES]
+    counts = [1 if ops >= len(free) else 0] * len(free)
     while sum(counts) < ops:
-        open_to = [at for at, room in enumerate(rooms) if counts[at] < room]
+        open_to = [at for at, most in enumerate(free) if counts[at] < most]
         counts[open_to[int(uniform() * len(open_to))]] += 1
     quantities: list[str] = []
     for category, count in zip(_CATEGORIES, counts, strict=True):

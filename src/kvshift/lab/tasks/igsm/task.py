@@ -128,13 +128,13 @@ class IGSMTask:
     key of kamino is the sorted statements, that of igsm the sketch of the solution: which steps combine which, by what
     sign, without names and numbers. So no question occurs in training, whatever `ops` and `test_ops`. Of few igsm
     operations there are few sketches: 1 of one operation, kept for questions, and 3 of two. Where a problem falls on
-    the wrong side, its number of operations is drawn anew as well.
+    the wrong side, its number of operations is drawn again as well.
 
     A question's prompt is its statements and question; `judge` is `checker.is_right`.
 
     Slices: "values" are the results of computations in the solutions, "solution" the other tokens of solutions, the
-    end token with them. They are of rows as in training, drawn anew. What precedes a token is always right there, which
-    it is not when a model answers by itself.
+    end token with them. They are counted in new sequences of the training kind, where what precedes a token is
+    always right, which it is not when a model answers by itself.
 
     Chance, for values: the guesser names any of the values, 1 / modulus. There is none where the tokenizer writes some
     value in several tokens.

@@ -16,7 +16,7 @@ from kvshift.lab.tasks.igsm.names import SYSTEMS
 __all__ = ["LETTERS", "MODULUS", "VOCABULARY", "spaced", "written"]
 
 MODULUS = 23
-"""In print, and the largest: the vocabulary has the numbers below it."""
+"""The value in the paper, and the largest: the vocabulary has the numbers below it."""
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 
 _WORD = re.compile(r"\n|'s|[A-Za-z]+|[0-9]+|[^\sA-Za-z0-9]")
