@@ -141,6 +141,9 @@ _ENTRIES = (
             "laptop": Preset(
                 seeds=3, cost="an hour on two cores", grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3), seeds=(1000,))
             ),
+            "ye": Preset(
+                seeds=3, cost="two hours on two cores", grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3), seeds=(1000,))
+            ),
             "paper": Preset(seeds=1, cost="4 runs of days each on one GPU; not measured"),
         },
     ),
