@@ -18,7 +18,13 @@ from kvshift.recipes.catalogue import Grid
 from kvshift.recipes.jobs import Computation, TrainingJob
 from kvshift.recipes.recipe import Recipe, Record, reported
 from kvshift.recipes.records import read_records
-from kvshift.recipes.tuning import at_best_rates, best_rates, reached_soonest, tuning_jobs
+from kvshift.recipes.tuning import (
+    at_best_rates,
+    best_rates,
+    least_loss,
+    reached_soonest,
+    tuning_jobs,
+)
 
 from .cases import made_up
 
@@ -57,6 +63,21 @@ def test_the_mean_over_seeds_decides():
 def test_a_run_that_ends_before_it_reaches_the_level_counts_as_later_than_any():
     assert SCORE(run("a", 1e-3, 0.98)) == (0.98, -400.0)
     assert SCORE(run("a", 1e-3, 1.0, reached=51)) > (0.99, -51.0)
+
+
+def test_a_spike_at_the_last_step_costs_no_arm_its_rate():
+    good, bad = run("a", 1e-3, 1.0), run("a", 1e-2, 0.95)
+    curve = {**good.curve, "step": [1, 199, 200, 380, 390, 400], "queries": [0.1, 0.1, 1.0, 1.0, 1.0, 0.9]}
+    spiked = replace(good, curve=curve)
+    assert best_rates([spiked, bad], SCORE) == {"a": 1e-2}
+    assert best_rates([spiked, bad], reached_soonest("queries", 0.99, last=3)) == {"a": 1e-3}
+
+
+def test_a_score_by_loss():
+    one, other = run("a", 1e-3, 0.9), run("a", 1e-2, 0.8)
+    other = replace(other, curve={**other.curve, "loss": [3.0, 3.0, 1.0, 0.5]})
+    assert best_rates([one, other], least_loss()) == {"a": 1e-2}
+    assert least_loss(last=2)(other) == (-0.75,)
 
 
 def test_tuning_runs_differ_in_the_rate_alone_and_share_no_seed_with_the_reported():

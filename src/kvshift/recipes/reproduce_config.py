@@ -25,7 +25,7 @@ class ReproduceConfig:
     recipe: tyro.conf.Positional[str | None] = None
     """Such as fig01a."""
     preset: str = "laptop"
-    """smoke: seconds. laptop: minutes or hours on two cores. paper: the paper's own sizes, for a GPU. Some have more."""
+    """smoke: seconds. laptop: minutes or hours on two cores. paper: the paper's own sizes, for a GPU."""
     seeds: int | None = None
     """How many seeds, 0 and up; None: the preset's."""
     jobs: int | None = None

@@ -11,7 +11,7 @@ from kvshift.recipes.catalogue import Grid
 from kvshift.recipes.jobs import RunJob
 from kvshift.recipes.recipe import Job, Record, Score, accuracy_curve, last_mean
 
-__all__ = ["at_best_rates", "best_rates", "by_arm", "least_loss", "most_accurate", "reached_soonest", "tuning_jobs"]
+__all__ = ["at_best_rates", "best_rates", "by_arm", "least_loss", "reached_soonest", "tuning_jobs"]
 
 
 def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[RunJob]:
@@ -68,11 +68,6 @@ def reached_soonest(name: str, level: float, *, last: int = 1) -> Score:
         return final, -float(record.options["steps"] if reached is None else reached)
 
     return score
-
-
-def most_accurate(name: str, *, last: int = 1) -> Score:
-    """Score by accuracy `name`, the mean of the `last` evaluations."""
-    return lambda record: (last_mean(record, name, last),)
 
 
 def least_loss(*, last: int = 1) -> Score:
