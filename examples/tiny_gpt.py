@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from kvshift import KVShiftAttention, param_groups
+from kvshift import KVShiftAttention, ShiftOptions, param_groups
 
 
 class TinyGPT(nn.Module):
@@ -22,7 +22,7 @@ class TinyGPT(nn.Module):
 
 for targets in ((), ("k", "v")):  # plain attention, then KV shift
     torch.manual_seed(0)
-    model = TinyGPT(shift_targets=targets)
+    model = TinyGPT(shift_options=ShiftOptions(targets=targets))
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2))
     for step in range(1, 101):
         period = torch.randint(8, 25, (64, 1))  # each row repeats random tokens, with a period of its own

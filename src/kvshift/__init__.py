@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvshift.layers import AttentionState, KVShift, KVShiftAttention, clamp_after_step, param_groups
+    from kvshift.layers import AttentionState, KVShift, KVShiftAttention, ShiftOptions, clamp_after_step, param_groups
     from kvshift.ops import ShiftState, kv_shift
 
 __version__ = "0.1.0"
@@ -17,6 +17,7 @@ __all__ = [
     "AttentionState",
     "KVShift",
     "KVShiftAttention",
+    "ShiftOptions",
     "ShiftState",
     "__version__",
     "clamp_after_step",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift import KVShiftAttention
+from kvshift import KVShiftAttention, ShiftOptions
 
 B, T, E, D = 3, 11, 37, 10
 MHA, GQA = (5, 5), (6, 2)
@@ -36,13 +36,20 @@ VARIED = {
 
 def make(heads: tuple[int, int] = MHA, *, seed: int = 0, dtype: torch.dtype = torch.float64, **options):
     """A layer in eval mode whose every parameter is random, gains and biases included."""
-    layer = KVShiftAttention(E, *heads, head_dim=D, dtype=dtype, **options).eval()
+    layer = KVShiftAttention(E, *heads, head_dim=D, dtype=dtype, **with_shift_options(options)).eval()
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             start = torch.randn(parameter.shape, generator=rng, dtype=torch.float64)
             parameter.copy_(start / E**0.5 if name.endswith("proj.weight") else 1 + start / 4)
     return layer
+
+
+def with_shift_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a layer in which `shift_window` and the like stand for fields of `shift_options`."""
+    shift = {name.removeprefix("shift_"): value for name, value in options.items() if name.startswith("shift_")}
+    rest = {name: value for name, value in options.items() if not name.startswith("shift_")}
+    return {**rest, "shift_options": ShiftOptions(**shift)}
 
 
 def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

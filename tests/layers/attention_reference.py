@@ -57,9 +57,9 @@ def project(linear: torch.nn.Linear, x: Tensor, heads: int) -> Rows:
 
 def mix(module: KVShift, name: str) -> Tensor | None:
     parameter = getattr(module, name)
-    if parameter is None or module.constraint == "free":
+    if parameter is None or module.options.constraint == "free":
         return parameter
-    if module.constraint == "clamp":
+    if module.options.constraint == "clamp":
         return parameter.clamp(0, 1)
     now = 1 / (1 + (-parameter).exp())
     return torch.cat([now, 1 - now], dim=1)

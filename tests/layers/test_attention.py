@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from kvshift import KVShiftAttention
+from kvshift import KVShiftAttention, ShiftOptions
 from kvshift.layers.positions import alibi_slopes, cached_places, count_tokens, rotary_table, rotate, visible
-from tests.layers.attention_cases import GQA, MHA, VARIED, B, D, E, T, close, make, tokens
+from tests.layers.attention_cases import GQA, MHA, VARIED, B, D, E, T, close, make, tokens, with_shift_options
 from tests.layers.attention_reference import reference_attention
 
 DOCUMENTS = [3, 0, 1, 5, 2]
@@ -84,12 +84,9 @@ def test_identity_start_is_plain_attention_bit_for_bit(window, targets, constrai
     shifted = KVShiftAttention(
         E,
         *GQA,
+        shift_options=ShiftOptions(targets=targets, window=window, constraint=constraint, init="identity"),
         head_dim=D,
         dtype=dtype,
-        shift_targets=targets,
-        shift_window=window,
-        shift_constraint=constraint,
-        shift_init="identity",
         **options,
     )
     shifted.load_state_dict({**shifted.state_dict(), **plain.state_dict()})
@@ -108,7 +105,7 @@ def test_causality_by_gradient(options):
     x = tokens(1, T).requires_grad_()
     out, _ = layer(x)
     targets = layer.shift.targets
-    reach = layer.shift.window - 1 if "k" in targets or "v" in targets else 0
+    reach = layer.shift.options.window - 1 if "k" in targets or "v" in targets else 0
     for t in range(T):
         (grad,) = torch.autograd.grad((out[0, t] * tokens(seed=t)).sum(), x, retain_graph=True)
         first = 0 if layer.sliding_window is None else max(0, t - layer.sliding_window + 1 - reach)
@@ -388,7 +385,7 @@ def test_exported_prefill_and_decoding(options):
     ids=["default", "plain", "all"],
 )
 def test_state_dict_keys_are_frozen(options, extra):
-    layer = KVShiftAttention(E, *GQA, head_dim=D, **options)
+    layer = KVShiftAttention(E, *GQA, head_dim=D, **with_shift_options(options))
     assert {name: tuple(x.shape) for name, x in layer.state_dict().items()} == {
         "q_proj.weight": (6 * D, E),
         "k_proj.weight": (2 * D, E),
@@ -415,7 +412,7 @@ def test_dtype_and_device():
 
 
 def test_meta_device_and_same_seed_same_bits():
-    options = {"head_dim": D, "qk_norm": True, "bias": True, "shift_targets": ("q", "k", "v")}
+    options = {"head_dim": D, "qk_norm": True, "bias": True, "shift_options": ShiftOptions(targets=("q", "k", "v"))}
     torch.manual_seed(0)
     expected = KVShiftAttention(E, *GQA, **options)
     expected.reset_parameters()
@@ -448,10 +445,6 @@ def test_meta_device_and_same_seed_same_bits():
         ({"dropout": 1.0}, r"dropout must be at least 0 and below 1, got 1\.0"),
         ({"dropout": -0.1}, r"dropout must be at least 0 and below 1, got -0\.1"),
         ({"max_rollback": -1}, "max_rollback must be 0 or more, got -1"),
-        ({"shift_targets": ("kv",)}, "shift_targets must be a sequence"),
-        ({"shift_window": 1}, "shift_window must be an integer of at least 2, got 1"),
-        ({"shift_constraint": "tanh"}, "shift_constraint must be"),
-        ({"shift_init": "zeros"}, "shift_init must be"),
     ],
 )
 def test_bad_options(options, message):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kvshift import KVShift, ShiftState
+from kvshift import KVShift, ShiftOptions, ShiftState
 from kvshift.layers import recompute, shift
 from kvshift.layers.attention import HeadNorm
 from kvshift.layers.positions import half_tables
@@ -73,7 +73,7 @@ def normal(*size: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def layer_of(options: dict[str, Any]) -> KVShift:
-    layer: KVShift = KVShift(G, num_heads=H, **options)
+    layer: KVShift = KVShift(G, ShiftOptions(**options), num_heads=H)
     with torch.no_grad():
         for i, parameter in enumerate(layer.parameters()):
             parameter.copy_(normal(*parameter.shape, seed=100 + i))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvshift import KVShift, KVShiftAttention, clamp_after_step, param_groups
+from kvshift import KVShift, KVShiftAttention, ShiftOptions, clamp_after_step, param_groups
+from tests.layers.attention_cases import with_shift_options
 
 E, V = 12, 17
 
@@ -17,6 +18,7 @@ class Tied(nn.Module):
     def __init__(self, **options) -> None:
         super().__init__()
         self.embed = nn.Embedding(V, E)
+        options = with_shift_options(options)
         self.layers = nn.ModuleList(KVShiftAttention(E, 3, head_dim=2, bias=True, **options) for _ in range(2))
         self.norm = nn.LayerNorm(E)
         self.head = nn.Linear(E, V, bias=False)
@@ -77,7 +79,7 @@ def test_frozen_parameters_and_empty_groups_are_left_out():
 
 
 def test_a_layer_alone_and_a_gate():
-    shift = KVShift(3, constraint="gate")
+    shift = KVShift(3, ShiftOptions(constraint="gate"))
     assert names(shift, param_groups(shift, lr=1.0)) == {"shift": {"alpha", "beta"}}
 
 

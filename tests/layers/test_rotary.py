@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift import KVShift, ShiftState
+from kvshift import KVShift, ShiftOptions, ShiftState
 from kvshift.layers.positions import half_tables, rotate_half
 from kvshift.ops import fused
 
@@ -59,7 +59,7 @@ def test_the_turn_has_the_bits_of_transformers(dtype):
 @pytest.mark.parametrize("targets", [(), ("k",), ("v",), ("k", "v"), ("q", "k", "v")], ids=str)
 @pytest.mark.parametrize("positions", [1, 4])
 def test_shift_then_turn(targets, positions):
-    layer = KVShift(G, num_heads=H, targets=targets)
+    layer = KVShift(G, ShiftOptions(targets=targets), num_heads=H)
     q, k, v = inputs(2, positions, torch.float32)
     rotary = tables(2, positions, torch.float32)
     q_hat, k_hat, v_hat, _ = layer(q, k, v)
@@ -73,7 +73,7 @@ def test_shift_then_turn(targets, positions):
 @pytest.mark.parametrize(("batch", "angles"), [(1, 1), (3, 3), (3, 1)])
 @torch.no_grad()
 def test_the_next_token_has_the_bits_of_one_step_after_the_other(dtype, targets, batch, angles, counted):
-    layer = KVShift(G, num_heads=H, targets=targets).to(torch.promote_types(dtype, torch.float32))
+    layer = KVShift(G, ShiftOptions(targets=targets), num_heads=H).to(torch.promote_types(dtype, torch.float32))
     q, k, v = inputs(batch, 1, dtype)
     rotary, state = tables(angles, 1, dtype), past(batch, dtype) if targets else None
     expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
@@ -111,7 +111,8 @@ def test_what_is_taken_as_the_next_token(case, is_next, counted):
         rotary = tables(2, 1, torch.float64)
     elif case == "no state":
         state = None
-    layer = KVShift(G, **options)
+    heads = options.pop("num_heads", None)
+    layer = KVShift(G, ShiftOptions(**options), num_heads=heads)
     if case == "a zero":
         layer.alpha.data[1, 1] = layer.beta.data[0, 0] = 0
         state.k[0, 0, 1] = v[1, 0, 0] = torch.inf
@@ -159,7 +160,7 @@ def test_the_next_token_takes_the_coefficients_as_they_are_now(change, counted):
 @pytest.mark.parametrize("constraint", ["gate", "clamp"])
 @torch.no_grad()
 def test_coefficients_under_a_constraint_go_in_one_call_too(constraint, counted):
-    layer = KVShift(G, constraint=constraint)
+    layer = KVShift(G, ShiftOptions(constraint=constraint))
     arguments = {"state": past(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
     given = inputs(2, 1, torch.float32)
     results = layer(*given, **arguments)
@@ -219,7 +220,7 @@ def test_decoding_names_what_disagrees(change, error, message, turned):
 @torch.no_grad()
 def test_queries_of_other_rows_are_turned_as_in_many_calls(targets, counted):
     """Not a case of attention, but of memory: nothing is read that is not there."""
-    layer, rotary = KVShift(G, targets=targets), tables(1, 1, torch.float32)
+    layer, rotary = KVShift(G, ShiftOptions(targets=targets)), tables(1, 1, torch.float32)
     (_, k, v), (q, *_) = inputs(5, 1, torch.float32), inputs(2, 1, torch.float32)
     state = past(5, torch.float32) if targets else None
     results = layer(q, k, v, state=state, rotary=rotary)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvshift import KVShift, ShiftState, clamp_after_step, kv_shift, param_groups
+from kvshift import KVShift, ShiftOptions, ShiftState, clamp_after_step, kv_shift, param_groups
 from kvshift.ops import shift_tokens
 
 B, T, G, H, D, DV = 2, 11, 3, 5, 7, 13
@@ -29,7 +29,7 @@ def qkv(length: int = T, seed: int = 0, dtype: torch.dtype = torch.float32) -> t
 
 
 def layer(seed: int = 0, **options) -> KVShift:
-    shift = KVShift(G, num_heads=H, **options)
+    shift = KVShift(G, ShiftOptions(**options), num_heads=H)
     shift.reset_parameters(generator(seed))
     return shift
 
@@ -37,7 +37,7 @@ def layer(seed: int = 0, **options) -> KVShift:
 @pytest.mark.parametrize("window", [2, 3, 4])
 def test_uniform_start_draws_all_but_the_last_and_sums_to_one(window):
     heads = 4999
-    shift = KVShift(heads, targets=("k", "v"), window=window)
+    shift = KVShift(heads, ShiftOptions(targets=("k", "v"), window=window))
     shift.reset_parameters(generator(0))
     for parameter in (shift.alpha, shift.beta):
         assert parameter.shape == (heads, window)
@@ -54,7 +54,7 @@ def test_uniform_start_draws_all_but_the_last_and_sums_to_one(window):
 
 def test_gate_starts_with_the_law_of_uniform():
     heads = 4999
-    shift = KVShift(heads, constraint="gate")
+    shift = KVShift(heads, ShiftOptions(constraint="gate"))
     shift.reset_parameters(generator(0))
     assert shift.alpha.shape == (heads, 1)
     now = shift.coefficients()["k"][:, 0]
@@ -166,7 +166,7 @@ def test_deepcopy_loads_into_itself():
 
 def test_meta_device():
     with torch.device("meta"):
-        shift = KVShift(G, num_heads=H, targets=("q", "k", "v"))
+        shift = KVShift(G, ShiftOptions(targets=("q", "k", "v")), num_heads=H)
     assert {x.device.type for x in shift.parameters()} == {"meta"}
     shift.bfloat16().to_empty(device="cpu").reset_parameters(generator(0))
     assert {x.dtype for x in shift.parameters()} == {torch.float32}
@@ -229,7 +229,7 @@ def test_targets_are_shifted_and_the_others_come_back_as_they_are(targets, const
 
 
 def test_targets_come_in_any_order_and_container():
-    assert KVShift(G, num_heads=H, targets=["v", "q"]).targets == ("q", "v")
+    assert KVShift(G, ShiftOptions(targets=["v", "q"]), num_heads=H).targets == ("q", "v")
 
 
 def test_key_and_value_shift_is_the_operator():
@@ -359,7 +359,7 @@ def test_gate_learns():
 
 
 def clamp_layer(values: list[list[float]]) -> KVShift:
-    shift = KVShift(len(values), constraint="clamp")
+    shift = KVShift(len(values), ShiftOptions(constraint="clamp"))
     with torch.no_grad():
         shift.alpha.copy_(torch.tensor(values))
         shift.beta.copy_(torch.tensor(values))
@@ -449,13 +449,17 @@ def test_repr_names_the_options():
     ],
 )
 def test_bad_options(options, message):
+    heads = {name: options[name] for name in ("num_kv_heads", "num_heads") if name in options}
+    shift = {name: value for name, value in options.items() if name not in heads}
     with pytest.raises(ValueError, match=message):
-        KVShift(**{"num_kv_heads": G, **options})
+        KVShift(**{"num_kv_heads": G, **heads}, options=ShiftOptions(**shift))
 
 
 def test_unknown_option():
     with pytest.raises(TypeError, match="widow"):
-        KVShift(G, widow=3)
+        ShiftOptions(widow=3)
+    with pytest.raises(TypeError, match="options must be ShiftOptions, got tuple"):
+        KVShift(G, ("k", "v"))
 
 
 def test_a_state_without_queries_is_refused():

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvshift.layers import KVShift, KVShiftAttention
 from kvshift.layers.positions import rotary_table
 from kvshift.ops import ShiftState, dispatch
+from tests.layers.attention_cases import with_shift_options
 
 BACKENDS = ("auto", "cpu", "eager", "triton")
 B, T, H, G, D = 2, 3, 4, 2, 4
@@ -31,7 +32,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def make(seed: int = 3, **options: Any) -> KVShiftAttention:
-    layer = KVShiftAttention(8, H, G, head_dim=D, dtype=torch.float64, **options)
+    layer = KVShiftAttention(8, H, G, head_dim=D, dtype=torch.float64, **with_shift_options(options))
     for parameter in layer.parameters():
         parameter.data = normal(seed, *parameter.shape)
     return layer

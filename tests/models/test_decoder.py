@@ -15,7 +15,7 @@ from transformers.models.mistral.modeling_mistral import (
     eager_attention_forward,
 )
 
-from kvshift import KVShift
+from kvshift import KVShift, ShiftOptions
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.decoder import RotaryDecoder, ShiftedAttention, ShiftedPreTrainedModel
 from kvshift.models.generation import ShiftedGeneration
@@ -47,10 +47,8 @@ class ToyAttention(ShiftedAttention, MistralAttention):
         self.sliding_window = config.sliding_window
         self.shift = KVShift(
             config.num_key_value_heads,
+            ShiftOptions.of(config),
             num_heads=config.num_attention_heads,
-            targets=config.shift_targets,
-            window=config.shift_window,
-            init=config.shift_init,
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kvshift import ShiftOptions
 from kvshift.layers import KVShift, KVShiftAttention
 from kvshift.ops import ShiftState, kv_shift
 
@@ -47,7 +48,9 @@ def test_another_default_device_changes_no_bit(case, backend, request):
 @pytest.mark.parametrize("position_encoding", ["rope", "alibi"])
 def test_layers_follow_their_arguments(targets, position_encoding, request):
     generator = torch.Generator().manual_seed(3)
-    layer = KVShiftAttention(12, 6, 3, position_encoding=position_encoding, shift_targets=targets, max_rollback=2)
+    layer = KVShiftAttention(
+        12, 6, 3, shift_options=ShiftOptions(targets=targets), position_encoding=position_encoding, max_rollback=2
+    )
     x = torch.randn(2, 7, 12, generator=generator)
     calls = {
         "whole": {},

@@ -15,7 +15,7 @@ from kvshift.benchmarks.cases import Case, Implementation, Session
 from kvshift.benchmarks.presets import LayerSize
 from kvshift.benchmarks.saved import bytes_saved
 from kvshift.benchmarks.twins import SLICE, exactly, far_off
-from kvshift.layers import KVShiftAttention
+from kvshift.layers import KVShiftAttention, ShiftOptions
 
 __all__ = ["layer_cases"]
 
@@ -44,7 +44,7 @@ def _case(session: Session, size: LayerSize, what: str, compiled: bool) -> Case:
                 size.heads,
                 size.kv_heads,
                 qk_norm=True,
-                shift_targets=targets,
+                shift_options=ShiftOptions(targets=targets),
                 device=session.device,
                 dtype=size.dtype,
             )

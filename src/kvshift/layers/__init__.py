@@ -3,13 +3,14 @@
 from kvshift.layers.attention import KVShiftAttention
 from kvshift.layers.attention_state import AttentionState
 from kvshift.layers.optim import clamp_after_step, param_groups
-from kvshift.layers.shift import KVShift, check_shift_options
+from kvshift.layers.options import ShiftOptions
+from kvshift.layers.shift import KVShift
 
 __all__ = [
     "AttentionState",
     "KVShift",
     "KVShiftAttention",
-    "check_shift_options",
+    "ShiftOptions",
     "clamp_after_step",
     "param_groups",
 ]

@@ -6,7 +6,6 @@ E model width. L is B, or 1 where all rows are alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -15,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvshift.layers.attention_state import AttentionState, flush_right
+from kvshift.layers.options import ShiftOptions
 from kvshift.layers.positions import Places, alibi_slopes, cached_places, count_tokens, rotary_table, visible
 from kvshift.layers.recompute import KEEP_ALL
-from kvshift.layers.shift import Constraint, Init, KVShift, Target, check_is_shift, check_shift_options
+from kvshift.layers.shift import KVShift, check_is_shift
 from kvshift.ops import ShiftState
 from kvshift.ops.shift import check_boundaries, check_tensor
 
@@ -53,8 +53,7 @@ class KVShiftAttention(nn.Module):
         sliding_window: each token attends to this many tokens, itself included; None for all before it.
         bias: of the four projections.
         dropout: of the attention weights, while training.
-        shift_targets, shift_window, shift_constraint, shift_init: as `targets`, `window`, `constraint` and `init` of
-            `kvshift.KVShift`; targets () is plain attention.
+        shift_options: what is shifted, and how; `ShiftOptions(targets=())` is plain attention.
         max_rollback: how many tokens `AttentionState.crop` can take back, for drafts that are rejected: that many
             more raw keys and values are kept.
         device, dtype: of the parameters; the shift's coefficients are float32 all the same.
@@ -76,10 +75,7 @@ class KVShiftAttention(nn.Module):
         sliding_window: int | None = None,
         bias: bool = False,
         dropout: float = 0.0,
-        shift_targets: Sequence[Target] = ("k", "v"),
-        shift_window: int = 2,
-        shift_constraint: Constraint = "free",
-        shift_init: Init = "uniform",
+        shift_options: ShiftOptions = ShiftOptions(),
         max_rollback: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -107,7 +103,6 @@ class KVShiftAttention(nn.Module):
             raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
         if max_rollback < 0:
             raise ValueError(f"max_rollback must be 0 or more, got {max_rollback}")
-        check_shift_options(shift_targets, shift_window, shift_constraint, shift_init, prefix="shift_")
 
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
         self.position_encoding = position_encoding
@@ -124,15 +119,7 @@ class KVShiftAttention(nn.Module):
         if qk_norm:
             self.q_norm = HeadNorm(head_dim, eps=1e-5, **where)
             self.k_norm = HeadNorm(head_dim, eps=1e-5, **where)
-        self.shift = KVShift(
-            num_kv_heads,
-            num_heads=num_heads,
-            targets=shift_targets,
-            window=shift_window,
-            constraint=shift_constraint,
-            init=shift_init,
-            device=device,
-        )
+        self.shift = KVShift(num_kv_heads, shift_options, num_heads=num_heads, device=device)
 
     def reset_parameters(self) -> None:
         """Draw the start values anew: PyTorch's own for the linear maps, `KVShift`'s for the coefficients."""
@@ -232,7 +219,7 @@ class KVShiftAttention(nn.Module):
         """The raw rows of sequences that have not begun, where more are kept than the shift by itself would."""
         if not (self.shift.targets and self.max_rollback):
             return None
-        rows = self.shift.window - 1 + self.max_rollback
+        rows = self.shift.options.window - 1 + self.max_rollback
         start = ShiftState.zeros(sequences, self.num_kv_heads, self.head_dim, rows=rows, dtype=k.dtype, device=k.device)
         if "q" not in self.shift.targets:
             return start

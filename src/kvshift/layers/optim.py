@@ -67,7 +67,9 @@ def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remo
     Returns:
         A handle whose `remove()` ends it.
     """
-    layers = [module for module in model.modules() if isinstance(module, KVShift) and module.constraint == "clamp"]
+    layers = [
+        module for module in model.modules() if isinstance(module, KVShift) and module.options.constraint == "clamp"
+    ]
     if not layers:
         raise ValueError('model has no KVShift layer with constraint="clamp"')
 

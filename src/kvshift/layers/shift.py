@@ -5,23 +5,20 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from kvshift.layers.options import ShiftOptions, Target
 from kvshift.layers.recompute import KEEP_ALL, is_worth_it, may_recompute, recomputed
 from kvshift.ops import ShiftState
 from kvshift.ops.dispatch import Columns, Norms, may_step
 from kvshift.ops.eager import columns_of
 from kvshift.ops.fused import CacheSlot, recomputation, shift_norm_rope, step_norm_rope
 from kvshift.ops.rope import Rotary
-
-Target = Literal["q", "k", "v"]
-Constraint = Literal["free", "gate", "clamp"]
-Init = Literal["uniform", "identity"]
 
 # The paper's letters: alpha mixes keys, beta values; queries are the variant of its appendix G.
 _COEFFICIENT = {"q": "gamma", "k": "alpha", "v": "beta"}
@@ -43,15 +40,8 @@ class KVShift(nn.Module):
 
     Args:
         num_kv_heads: G.
+        options: what is shifted, and how; see `ShiftOptions`.
         num_heads: H; needed only if queries are shifted.
-        targets: which of "q", "k", "v" to shift; ("k", "v") is the paper's method, ("k",) and ("v",) its
-            ablations, () vanilla attention.
-        window: W, how many tokens are mixed, the current one included; 2 or more. (The paper's "KV shifting 1, 2, 3"
-            are W = 2, 3, 4.)
-        constraint: "free": the parameters are the coefficients. "gate": a1 = sigmoid(parameter), a2 = 1 - a1; window
-            2 only. "clamp": the parameters clamped to [0, 1]; see `kvshift.clamp_after_step`.
-        init: "uniform": all but the last coefficient ~ U(0, 1), the last is 1 minus their sum (the paper's).
-            "identity": (1, 0, ...): at first the layer changes nothing.
         device: of the parameters.
 
     Attributes:
@@ -59,7 +49,7 @@ class KVShift(nn.Module):
             and (H, 1) with "gate", the argument of the sigmoid.
 
     Source:
-        Equation 5; QKV-shift: appendix G; gate and clamp ("0 to 1"): appendix F.1; windows: footnote 10.
+        Equation 5; QKV-shift: appendix G.
     """
 
     _kept_columns: tuple[tuple[int | None, ...], Columns] | None = None
@@ -67,30 +57,25 @@ class KVShift(nn.Module):
     def __init__(
         self,
         num_kv_heads: int,
+        options: ShiftOptions = ShiftOptions(),
         *,
         num_heads: int | None = None,
-        targets: Sequence[Target] = ("k", "v"),
-        window: int = 2,
-        constraint: Constraint = "free",
-        init: Init = "uniform",
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_shift_options(targets, window, constraint, init)
+        if not isinstance(options, ShiftOptions):
+            raise TypeError(f"options must be ShiftOptions, got {type(options).__name__}")
         if num_kv_heads < 1:
             raise ValueError(f"num_kv_heads must be at least 1, got {num_kv_heads}")
-        if "q" in targets and (num_heads is None or num_heads < 1):
+        if "q" in options.targets and (num_heads is None or num_heads < 1):
             raise ValueError(f'num_heads must be at least 1 when "q" is in targets, got {num_heads}')
-        order: tuple[Target, ...] = ("q", "k", "v")
-        self.targets: tuple[Target, ...] = tuple(target for target in order if target in targets)
-        self.window = window
-        self.constraint = constraint
-        self.init = init
+        self.options = options
+        self.targets = options.targets  # beside them, as every token asks for it
         for target, name in _COEFFICIENT.items():
             heads = num_heads if target == "q" else num_kv_heads
-            width = 1 if constraint == "gate" else window
+            width = 1 if options.constraint == "gate" else options.window
             parameter = None
-            if target in targets:
+            if target in options.targets:
                 parameter = nn.Parameter(torch.empty(cast(int, heads), width, dtype=torch.float32, device=device))
             self.register_parameter(name, parameter)
         self.register_load_state_dict_pre_hook(_load_in_float32)
@@ -105,7 +90,7 @@ class KVShift(nn.Module):
     def start_values(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Start values of the parameters, by name; drawn anew at each call."""
         return {
-            name: _start_values(parameter, self.window, self.constraint, self.init, generator)
+            name: _start_values(parameter, self.options, generator)
             for name, parameter in self.named_parameters(recurse=False)
         }
 
@@ -224,21 +209,21 @@ class KVShift(nn.Module):
         return recomputed(outputs, again, [tensor for tensor in inputs if tensor is not None])
 
     def extra_repr(self) -> str:
-        return f"targets={self.targets}, window={self.window}, constraint={self.constraint!r}, init={self.init!r}"
+        return repr(self.options).removeprefix("ShiftOptions(").removesuffix(")")
 
     def _mix(self, target: Target) -> Tensor | None:
         """The coefficients in force for one target, (heads, W)."""
         name = _COEFFICIENT[target]
         # Module.__getattr__ takes long, at every token; a parametrized one is an attribute alone.
         parameter = self._parameters[name] if name in self._parameters else getattr(self, name)
-        if parameter is None or (self.constraint == "free" and type(parameter) is nn.Parameter):
+        if parameter is None or (self.options.constraint == "free" and type(parameter) is nn.Parameter):
             return parameter
         if hasattr(parameter, "to_local"):  # sharded like the heads by tensor parallelism: this rank's part
             parameter = parameter.to_local()
-        if self.constraint == "gate":
+        if self.options.constraint == "gate":
             now = torch.sigmoid(parameter)
             return torch.cat([now, 1 - now], dim=1)
-        return parameter.clamp(0, 1) if self.constraint == "clamp" else parameter
+        return parameter.clamp(0, 1) if self.options.constraint == "clamp" else parameter
 
     def _columns(self, alpha: Tensor | None, beta: Tensor | None) -> Columns | None:
         """Views of both, kept from token to token of generation: making them takes half as long as the shift itself."""
@@ -271,31 +256,12 @@ def check_is_shift(module: nn.Module) -> None:
         )
 
 
-def check_shift_options(targets: Sequence[str], window: int, constraint: str, init: str, prefix: str = "") -> None:
-    """Raise a ValueError that names the option with its `prefix`, its value, and what it may be."""
-    names = list(_COEFFICIENT)
-    if not isinstance(targets, Sequence) or isinstance(targets, str) or any(t not in names for t in targets):
-        raise ValueError(f'{prefix}targets must be a sequence of "q", "k", "v" (empty: none), got {targets!r}')
-    if len(set(targets)) != len(targets):
-        raise ValueError(f"{prefix}targets must not name a target twice, got {targets!r}")
-    if isinstance(window, bool) or not isinstance(window, int) or window < 2:
-        raise ValueError(f"{prefix}window must be an integer of at least 2, got {window!r}")
-    if constraint not in ("free", "gate", "clamp"):
-        raise ValueError(f'{prefix}constraint must be "free", "gate" or "clamp", got {constraint!r}')
-    if init not in ("uniform", "identity"):
-        raise ValueError(f'{prefix}init must be "uniform" or "identity", got {init!r}')
-    if constraint == "gate" and window != 2:
-        raise ValueError(f'{prefix}window must be 2 with {prefix}constraint="gate", got {window}')
-    if constraint == "gate" and init == "identity":
-        raise ValueError(f'{prefix}init must be "uniform" with {prefix}constraint="gate": no sigmoid is exactly 1')
-
-
-def _start_values(like: Tensor, window: int, constraint: str, init: str, generator: torch.Generator | None) -> Tensor:
-    heads = like.shape[0]
-    if init == "identity":
+def _start_values(like: Tensor, options: ShiftOptions, generator: torch.Generator | None) -> Tensor:
+    heads, window = like.shape[0], options.window
+    if options.init == "identity":
         return torch.eye(1, window, device=like.device).expand(heads, -1)
     drawn = torch.rand(heads, window - 1, dtype=torch.float32, device=like.device, generator=generator)
-    if constraint == "gate":
+    if options.constraint == "gate":
         return torch.logit(drawn, eps=1e-6)
     return torch.cat([drawn, 1 - drawn.sum(1, keepdim=True)], dim=1)
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
-from kvshift.layers import check_shift_options
+from kvshift.layers import ShiftOptions
 
 
 class ShiftConfig:
@@ -35,9 +35,7 @@ class ShiftConfig:
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
-        check_shift_options(
-            self.shift_targets, self.shift_window, self.shift_constraint, self.shift_init, prefix="shift_"
-        )
+        ShiftOptions.of(self)  # checks them
         self.shift_targets = list(self.shift_targets)
         if isinstance(self.use_cache, dict):
             (self.use_cache,) = self.use_cache.values()

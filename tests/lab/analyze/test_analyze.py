@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from kvshift import ShiftOptions
 from kvshift.lab.analyze import analyze as module
 from kvshift.lab.analyze.analyze import AnalyzeConfig, analyze
 from kvshift.lab.analyze.head_scores import RepeatConfig, measure_heads
@@ -187,7 +188,7 @@ def test_gpt2_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_gpt2_with_shift(tmp_path: Path) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=26, n_embd=15, n_layer=2, n_head=3))
-    model = add_kv_shift(model, init="uniform")
+    model = add_kv_shift(model, ShiftOptions(init="uniform"))
     model.save_pretrained(tmp_path)
     analyze(AnalyzeConfig(run=tmp_path, rows=2, device="cpu"))
     files = found(tmp_path / "analysis")

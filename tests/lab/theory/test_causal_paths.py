@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvshift import KVShiftAttention
+from kvshift import KVShiftAttention, ShiftOptions
 from kvshift.lab.seeds import generator_for
 from kvshift.lab.theory.causal_paths import path_weights
 
@@ -15,7 +15,7 @@ N = 7
 def token_map(shift_targets, seed):
     """M with out = M x, read off a layer with random queries and keys: attention is linear in its values."""
     generator = generator_for("test paths", seed)
-    layer = KVShiftAttention(N, 1, position_encoding="none", shift_targets=shift_targets).double()
+    layer = KVShiftAttention(N, 1, shift_options=ShiftOptions(targets=shift_targets), position_encoding="none").double()
     with torch.no_grad():
         for projection in (layer.q_proj, layer.k_proj):
             projection.weight.normal_(generator=generator)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
-from kvshift import KVShift
+from kvshift import KVShift, ShiftOptions
 from kvshift.models.retrofit import KVShiftGPT2LMHeadModel, KVShiftGPT2Model, add_kv_shift
 
 from ..llama.tiny import left_padded, random_tokens, right_padded
@@ -20,6 +20,10 @@ SHIFTS: dict[str, dict[str, Any]] = {
     "nothing": {"targets": ()},
 }
 every_shift = pytest.mark.parametrize("shift", SHIFTS.values(), ids=SHIFTS.keys())
+
+
+def options_of(shift: dict[str, Any]) -> ShiftOptions:
+    return ShiftOptions(**{"init": "identity", **shift})
 
 
 def inputs() -> dict[str, dict[str, Any]]:
@@ -62,7 +66,7 @@ def test_outputs_and_gradients(shift: dict, attention: str, dtype: torch.dtype, 
 
     before = outputs()
     assert len(before) == 2 + 3 + len(list(model.parameters()))
-    add_kv_shift(model, **shift)
+    add_kv_shift(model, options_of(shift))
     after = outputs()
     assert after.keys() == before.keys()
     for name in before:
@@ -80,7 +84,7 @@ def test_generation(shift: dict, cache: dict):
     ids, mask = left_padded([random_tokens(4), random_tokens(9)])
     options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "output_scores": True, **cache}
     before = model.generate(ids, return_dict_in_generate=True, **options)
-    after = add_kv_shift(model, **shift).generate(ids, return_dict_in_generate=True, **options)
+    after = add_kv_shift(model, options_of(shift)).generate(ids, return_dict_in_generate=True, **options)
     torch.testing.assert_close(after.sequences, before.sequences, rtol=0, atol=0)
     for new, old in zip(after.scores, before.scores, strict=True):
         torch.testing.assert_close(new, old, rtol=0, atol=0)
@@ -149,12 +153,12 @@ def test_a_decoder_without_a_head():
 
 @every_shift
 def test_the_options_reach_layers_and_configuration(shift: dict):
-    model = add_kv_shift(tiny_gpt2(), **shift)
+    model = add_kv_shift(tiny_gpt2(), options_of(shift))
     layers = [module for module in model.modules() if isinstance(module, KVShift)]
     assert len(layers) == SIZES["n_layer"]
     expected = {"targets": ("k", "v"), "window": 2, "constraint": "free", "init": "identity", **shift}
     for layer in layers:
-        assert {name: getattr(layer, name) for name in expected} == expected
+        assert layer.options == ShiftOptions(**expected)
         for parameter in layer.parameters():
             assert parameter.shape == (SIZES["n_head"], expected["window"])
     assert {name: getattr(model.config, f"shift_{name}") for name in expected} == {
@@ -165,7 +169,7 @@ def test_the_options_reach_layers_and_configuration(shift: dict):
 
 def test_uniform_starts_as_in_the_paper():
     torch.manual_seed(5)
-    model = add_kv_shift(tiny_gpt2(), init="uniform")
+    model = add_kv_shift(tiny_gpt2(), ShiftOptions(init="uniform"))
     for block in model.transformer.h:
         for coefficients in (block.attn.shift.alpha, block.attn.shift.beta):
             torch.testing.assert_close(coefficients.sum(1), torch.ones(3))

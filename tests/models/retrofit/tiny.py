@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from kvshift import ShiftOptions
 from kvshift.models.retrofit import KVShiftGPT2LMHeadModel, add_kv_shift
 
 from ..llama.tiny import PAD, randomize
@@ -41,6 +42,6 @@ def shifted_gpt2(
 ) -> KVShiftGPT2LMHeadModel:
     """The same after `add_kv_shift`, with coefficients ~ U(-1, 1): unequal in every head."""
     sizes = {name: shift.pop(name) for name in list(shift) if name in SIZES}
-    model = add_kv_shift(tiny_gpt2(dtype, seed, attention, **sizes), **shift)
+    model = add_kv_shift(tiny_gpt2(dtype, seed, attention, **sizes), ShiftOptions(**{"init": "identity", **shift}))
     randomize(model, seed)
     return model

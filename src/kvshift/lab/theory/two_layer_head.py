@@ -25,7 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvshift import KVShiftAttention
+from kvshift import KVShiftAttention, ShiftOptions
 from kvshift.lab.theory.induction_head import check_head, softmax_between
 
 __all__ = ["build_layers", "copy_bound", "error_bound", "previous_tokens", "run_layers", "two_layer_head"]
@@ -176,7 +176,13 @@ def run_layers(layers: tuple[KVShiftAttention, KVShiftAttention], x: Tensor) -> 
 
 def _vanilla(width: int, heads: int, head: int, query: Tensor, key: Tensor, value: Tensor) -> KVShiftAttention:
     layer = KVShiftAttention(
-        width, heads, 1, head_dim=width, position_encoding="alibi", shift_targets=(), dtype=torch.float64
+        width,
+        heads,
+        1,
+        head_dim=width,
+        position_encoding="alibi",
+        shift_options=ShiftOptions(targets=()),
+        dtype=torch.float64,
     )
     with torch.no_grad():
         layer.q_proj.weight.copy_(query.repeat(heads, 1))

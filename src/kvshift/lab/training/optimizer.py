@@ -29,7 +29,7 @@ def adamw(model: nn.Module, options: OptimizerConfig, device: torch.device) -> t
         eps=options.epsilon,
         fused=device.type == "cuda",
     )
-    if any(layer.constraint == "clamp" for layer in shift_layers(model)):
+    if any(layer.options.constraint == "clamp" for layer in shift_layers(model)):
         clamp_after_step(optimizer, model)
     return optimizer
 

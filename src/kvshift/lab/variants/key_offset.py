@@ -28,7 +28,7 @@ from kvshift.lab.variants.uncached import (
     become,
 )
 from kvshift.lab.variants.variant import ModelVariant
-from kvshift.layers import KVShift
+from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.ops import shift_tokens
 
@@ -57,7 +57,7 @@ class KeyOffset(KVShift):
     """Stands where an attention has its shift; `forward` is that of `KVShift`, after `offset_keys`."""
 
     def __init__(self, num_kv_heads: int) -> None:
-        super().__init__(num_kv_heads, targets=())
+        super().__init__(num_kv_heads, ShiftOptions(targets=()))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Any:
         return super().forward(q, offset_keys(k, mask=where.get("mask"), seq_idx=where.get("seq_idx")), v, **where)

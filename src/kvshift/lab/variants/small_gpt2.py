@@ -20,7 +20,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 
 from kvshift.lab.errors import LabError, require
 from kvshift.lab.tasks.option_checks import check_at_least, check_choices
-from kvshift.layers import check_shift_options
+from kvshift.layers import ShiftOptions
 from kvshift.models.decoder import ShiftedPreTrainedModel
 from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2Model
 
@@ -80,9 +80,7 @@ class GPT2Options:
             f'{vocab_size} or more with head="norm": each token has its logit there',
         )
         try:
-            check_shift_options(
-                self.shift_targets, self.shift_window, self.shift_constraint, self.shift_init, prefix="model.shift_"
-            )
+            ShiftOptions.of(self, name="model.shift_")
         except ValueError as error:
             raise LabError(str(error)) from error
 
@@ -194,10 +192,7 @@ def gpt2_config(options: GPT2Options, *, vocab_size: int, length: int) -> LabGPT
         head=options.head,
         mlp=options.mlp,
         classes=vocab_size,
-        shift_targets=list(options.shift_targets),
-        shift_window=options.shift_window,
-        shift_constraint=options.shift_constraint,
-        shift_init=options.shift_init,
+        **ShiftOptions.of(options).as_fields(),
     )
 
 

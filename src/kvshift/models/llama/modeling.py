@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from kvshift.layers import KVShift
+from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.decoder import RotaryDecoder, ShiftedAttention, ShiftedPreTrainedModel
 from kvshift.models.generation import ShiftedGeneration
 from kvshift.models.llama.configuration import KVShiftLlamaConfig
@@ -31,14 +31,8 @@ class KVShiftLlamaAttention(ShiftedAttention, LlamaAttention):
         super().__init__(config, layer_idx)
         self.sliding_window = config.sliding_window
         self.qk_norm = config.qk_norm
-        self.shift = KVShift(
-            config.num_key_value_heads,
-            num_heads=config.num_attention_heads,
-            targets=config.shift_targets,
-            window=config.shift_window,
-            constraint=config.shift_constraint,
-            init=config.shift_init,
-        )
+        options = ShiftOptions.of(config)
+        self.shift = KVShift(config.num_key_value_heads, options, num_heads=config.num_attention_heads)
         if config.qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)

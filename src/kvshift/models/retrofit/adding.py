@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
-from kvshift.layers import KVShift, check_shift_options
-from kvshift.layers.shift import Constraint, Init, Target
+from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.retrofit.family import Family, RetrofitConfig, convert, shifted_config
 from kvshift.models.retrofit.gpt2 import GPT2
 
@@ -19,14 +17,7 @@ FAMILIES: tuple[Family, ...] = (GPT2,)
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def add_kv_shift(
-    model: Model,
-    *,
-    targets: Sequence[Target] = ("k", "v"),
-    window: int = 2,
-    constraint: Constraint = "free",
-    init: Init = "identity",
-) -> Model:
+def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identity")) -> Model:
     """Give every self-attention of a model of transformers a shift of its keys and values, in place.
 
     With init="identity" the model computes what it did before, bit for bit, until its coefficients are trained (on a
@@ -39,17 +30,18 @@ def add_kv_shift(
     Args:
         model: of a class in `FAMILIES`: as `from_pretrained` or its constructor made it, before `torch.compile`, PEFT,
             FSDP or a `device_map`.
-        targets, window, constraint, init: see `kvshift.KVShift`; the global random generator draws "uniform".
+        options: what is shifted, and how; the global random generator draws `init="uniform"`.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: it is no model.
-        ValueError: an option is not one of `KVShift`'s, the model has a shift or cross-attention, or its class is
+        ValueError: the model has a shift or cross-attention, or its class is
             unknown here. The model is then as it was.
     """
-    check_shift_options(targets, window, constraint, init)
+    if not isinstance(options, ShiftOptions):
+        raise TypeError(f"options must be ShiftOptions, got {type(options).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
     if any(isinstance(module, KVShift) for module in model.modules()):
@@ -62,7 +54,7 @@ def add_kv_shift(
                 f"model has a hook in the place of {name or 'its own'}.forward, as a device_map of several devices "
                 "leaves there: add the shift before the model is spread over devices"
             )
-    config = shifted_config(model.config, family, targets=targets, window=window, constraint=constraint, init=init)
+    config = shifted_config(model.config, family, options)
     convert(model, family, config)
     return model
 

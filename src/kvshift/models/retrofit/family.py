@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from kvshift.layers import KVShift
+from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.configuration import ShiftConfig
 
 
@@ -41,13 +41,12 @@ class Family:
     """Raises a ValueError for a configuration of which the family has no counterpart with shift."""
 
 
-def shifted_config(
-    config: PreTrainedConfig, family: Family, *, targets: Any, window: int, constraint: str, init: str
-) -> Any:
+def shifted_config(config: PreTrainedConfig, family: Family, options: ShiftOptions) -> Any:
     """A configuration like `config`, with shift. `config` may belong to other models too and stays as it is."""
     new: Any = deepcopy(config)
     new.__class__ = family.config
-    new.shift_targets, new.shift_window, new.shift_constraint, new.shift_init = list(targets), window, constraint, init
+    for name, value in options.as_fields().items():
+        setattr(new, name, value)
     return new
 
 
@@ -67,15 +66,9 @@ def convert(model: PreTrainedModel, family: Family, config: Any) -> None:
             module.config = config  # type: ignore[assignment]
         if type(module) is plain_attention:
             module.__class__ = attention
-            module.shift = KVShift(
-                kv_heads,
-                num_heads=heads,
-                targets=config.shift_targets,
-                window=config.shift_window,
-                constraint=config.shift_constraint,
-                init=config.shift_init,
-                device=next(module.parameters()).device,
-            ).train(module.training)
+            device = next(module.parameters()).device
+            shift = KVShift(kv_heads, ShiftOptions.of(config), num_heads=heads, device=device)
+            module.shift = shift.train(module.training)
         elif type(module) in family.models:
             module.__class__ = family.models[type(module)]
             assert isinstance(module, PreTrainedModel)
