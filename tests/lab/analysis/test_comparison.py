@@ -63,7 +63,7 @@ def test_table_of_one_seed(tmp_path):
     assert cells(rows, "time of a step") == ("31.0 ms", "37.0 ms", "× 1.190 (quartiles 1.170 to 1.230)")
     assert cells(rows, "peak memory") == ("500 MiB", "505 MiB", "× 1.010")
     assert cells(rows, "parameters") == ("5,003", "5,027", "+24")
-    assert "7 rows" in explanation(summary)
+    assert "7 sequences" in explanation(summary)
     assert "median of the ratios of single rounds" in explanation(summary), "31.0 to 37.0 ms is not × 1.190"
     assert "rounds" not in explanation({**summary, "step_time": None})
 
@@ -116,7 +116,7 @@ def test_steps_are_counted_to_the_end_of_vanilla_even_if_it_dipped_before(tmp_pa
 def test_runs_on_other_rows_are_not_compared(tmp_path):
     write_run(tmp_path / "seed-0" / "vanilla", shift_targets=(), rows=5)
     write_run(tmp_path / "seed-0" / "kvshift", rows=7)
-    with pytest.raises(LabError, match="7 validation rows, but 5"):
+    with pytest.raises(LabError, match="7 validation sequences, but 5"):
         summarize([read_pair(tmp_path, 0)])
 
 

@@ -236,13 +236,13 @@ def test_corpus_too_small_for_a_row_says_how_small(tmp_path, folder):
     (folder / "b.txt").write_text("b" * 100)
     options = {"vocab_size": 257, "sequence_length": 6}
 
-    with pytest.raises(LabError, match=r"a\.txt: the 5 tokens for training do not fill one row of 6"):
+    with pytest.raises(LabError, match=r"a\.txt: the 5 tokens for training do not fill one sequence of 6"):
         load(tmp_path, corpus=str(folder / "a.txt"), validation=str(folder / "b.txt"), **options)
-    with pytest.raises(LabError, match=r"a\.txt: the 5 tokens for training do not fill one row of 6"):
+    with pytest.raises(LabError, match=r"a\.txt: the 5 tokens for training do not fill one sequence of 6"):
         load(tmp_path / "s", corpus=str(folder / "a.txt"), validation=str(folder / "b.txt"), streaming=True, **options)
-    with pytest.raises(LabError, match=r"a\.txt: the 5 tokens for validation do not fill one row of 6"):
+    with pytest.raises(LabError, match=r"a\.txt: the 5 tokens for validation do not fill one sequence of 6"):
         load(tmp_path / "v", corpus=str(folder / "b.txt"), validation=str(folder / "a.txt"), **options)
-    with pytest.raises(LabError, match=r"b\.txt: the 2 tokens for validation do not fill one row of 6"):
+    with pytest.raises(LabError, match=r"b\.txt: the 2 tokens for validation do not fill one sequence of 6"):
         load(tmp_path / "f", corpus=str(folder / "b.txt"), validation_fraction=0.01, **options)
 
 
@@ -274,7 +274,7 @@ def test_options_come_from_the_command_line(capsys):
     with pytest.raises(SystemExit):
         tyro.cli(DataConfig, args=["--help"])
     shown = capsys.readouterr().out
-    for name in ("Tokens in a row", "as in the paper", "Share of the corpus", "<|endoftext|>", "sample-10BT"):
+    for name in ("Tokens in a sequence", "as in the paper", "Share of the corpus", "<|endoftext|>", "sample-10BT"):
         assert name in " ".join(shown.replace("│", " ").split())
 
 

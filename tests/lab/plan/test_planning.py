@@ -267,7 +267,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert units.split() == ["millions", "per", "step", "steps", "TFLOP", "thousands", "minutes", "minutes", "cost"]
     assert values.split() == ["as", "given", "1.23", "4,096", "300", "4.41", "20.5", "1.00", "1.00", "0.50"]
     assert {line[-4:] for line in (units, values)} == {"cost", "0.50"}
-    assert memory.splitlines()[1].split() == ["rows", *["GiB"] * 7, "fits", "rows"]
+    assert memory.splitlines()[1].split() == ["sequences", *["GiB"] * 7, "fits", "sequences"]
 
 
 def test_no_size_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:

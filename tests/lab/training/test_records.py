@@ -164,7 +164,7 @@ def test_command_line(corpus, finished, tmp_path, capfd):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["train", "--help"])
     said = " ".join(capfd.readouterr().out.replace("│", " ").split())
-    for words in ("Optimizer steps in all.", "--model.shift-targets", "Rows (sequences)", "(default: 300)", "WSD"):
+    for words in ("Optimizer steps in all.", "--model.shift-targets", "Sequences in one", "(default: 300)", "WSD"):
         assert words.lower() in said.lower()
 
 

@@ -79,12 +79,12 @@ def _of_one_seed(pair: Pair) -> dict[str, Any]:
     rows = {side: run.result["eval_losses_per_row"] for side, run in pair.sides.items()}
     if len(rows["vanilla"]) != len(rows["shifted"]):
         raise LabError(
-            f"{pair.shifted.folder}: {len(rows['shifted'])} validation rows, but {len(rows['vanilla'])} in "
-            f"{pair.vanilla.folder}; runs are compared on the same rows"
+            f"{pair.shifted.folder}: {len(rows['shifted'])} validation sequences, but {len(rows['vanilla'])} in "
+            f"{pair.vanilla.folder}; runs are compared on the same sequences"
         )
     loss = {side: _final_loss(run) for side, run in pair.sides.items()}
     by_row = paired_difference(rows["shifted"], rows["vanilla"], pair.vanilla.result["eval_tokens_per_row"])
-    # The difference of the two reported losses, so that the numbers of a line add up; its error is that of the rows.
+    # The difference of the two reported losses, so that the numbers of a line add up; its error is over sequences.
     difference = Estimate(loss["shifted"].mean - loss["vanilla"].mean, by_row.stderr, by_row.n)
     target = loss["vanilla"].mean
     reach = {
@@ -104,7 +104,7 @@ def _of_one_seed(pair: Pair) -> dict[str, Any]:
 
 
 def _over_seeds(losses: list[dict[str, Any]]) -> Estimate:
-    """Mean over seeds, with their error; of a single seed, its own, which is over rows."""
+    """Mean over seeds, with their error; of a single seed, its own, which is over sequences."""
     return Estimate(**losses[0]) if len(losses) == 1 else mean_of([loss["mean"] for loss in losses])
 
 
@@ -188,12 +188,12 @@ def _mean(values: Any) -> float:
 
 def explanation(summary: dict[str, Any]) -> str:
     """What the signs in the table stand for."""
-    rows = f"± is one standard error over the {summary['validation_rows']} rows of the validation set"
+    rows = f"± is one standard error over the {summary['validation_rows']} sequences of the validation set"
     if len(summary["seeds"]) == 1:
-        text = f"{rows}; of the difference, paired by row."
+        text = f"{rows}; of the difference, paired by sequence."
     else:
         text = (
-            f"In the lines of single seeds {rows} (of the difference, paired by row); "
+            f"In the lines of single seeds {rows} (of the difference, paired by sequence); "
             "in those of the mean, over seeds. Steps and tokens are means over seeds."
         )
     if summary["step_time"] is not None:

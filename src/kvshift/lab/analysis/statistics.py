@@ -58,7 +58,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def paired_difference(ours: Sequence[float], theirs: Sequence[float], weights: Sequence[float]) -> Estimate:
-    """Weighted mean of `ours[i] - theirs[i]`, such as the loss of rows by their tokens, with its standard error.
+    """Weighted mean of `ours[i] - theirs[i]`, such as the loss of sequences by their tokens, with its standard error.
 
         d = sum(w_i d_i) / sum(w_i),  stderr = std(w_i (d_i - d)) / (mean(w) sqrt(n))
 
@@ -108,7 +108,7 @@ def verdict(
 
     Args:
         differences: final loss of the first model minus that of the second, one for each seed.
-        rows: of a single seed: the same difference paired by validation row, for its standard error.
+        rows: of a single seed: the same difference paired by validation sequence, for its standard error.
         names: of the two models.
 
     Returns:
@@ -144,7 +144,7 @@ def _one_seed(mean: float, rows: Estimate | None, ours: str, theirs: str) -> str
     size = _number(mean, signed=True)
     error = ""
     if rows is not None and rows.stderr is not None:
-        error = f" (standard error over {rows.n} validation rows {_number(rows.stderr)})"
+        error = f" (standard error over {rows.n} validation sequences {_number(rows.stderr)})"
     return (
         f"{ours} minus {theirs} is {size} in this one pair of runs{error}; "
         "how much another seed changes that is unknown, and --seeds 3 or more measures it"

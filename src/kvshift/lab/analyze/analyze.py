@@ -1,6 +1,6 @@
 """`kvshift analyze`: what the heads of a trained model do: scores, coefficients, attention, on one page.
 
-OUT/heads.json               head scores, coefficients, loss and accuracy on repeated rows; see `head_scores`
+OUT/heads.json               head scores, coefficients, loss and accuracy on repeated sequences; see `head_scores`
 OUT/attention.safetensors    attention of the heads that are drawn, (T, T) each, by "layer.head"
 OUT/analysis.html, ...       drawn from these files and the run's metrics; see `analysis.head_report`
 """
@@ -91,7 +91,7 @@ def _shown(heads: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 
 def _row(model: Any, config: AnalyzeConfig, measured: Measured, tokenizer: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The row that attention is drawn on, and what is said of it."""
+    """The sequence that attention is drawn on, and what is said of it."""
     if tokenizer is None:
         ids = rows_for(model, config, measured.window)[0]
         caption = "On the first of the repeated sequences; the lines mark where the repetition begins."

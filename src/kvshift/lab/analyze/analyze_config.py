@@ -16,14 +16,14 @@ __all__ = ["AnalyzeConfig", "RepeatConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatConfig:
-    """Rows of different random tokens that come twice."""
+    """Sequences of different random tokens that come twice."""
 
     length: int | None = None
     """Tokens before the repeat. None: 64, or fewer where the model has fewer tokens or positions."""
     rows: int = 32
-    """Rows to average over."""
+    """Sequences to average over."""
     batch_size: int = 4
-    """Rows at once; the attention of all layers is held for them."""
+    """Sequences at once; the attention of all layers is held for them."""
     seed: int = 0
     """Of the tokens."""
     lowest_token: int | None = None
@@ -31,7 +31,7 @@ class RepeatConfig:
     highest_token: int | None = None
     """And up to this one. None: the last of the vocabulary."""
     begin: int | None = None
-    """Token that each row begins with, outside of what is repeated, such as the one that begins texts. None: none."""
+    """Token before each sequence that is not repeated, such as the one that begins texts. None: none."""
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""
@@ -41,14 +41,14 @@ class RepeatConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeConfig(RepeatConfig):
-    """Which model to analyze, and on which rows."""
+    """Which model to analyze, and on which sequences."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """A run folder, of text or of a task, or the folder of a model."""
     out: Path | None = None
     """Folder for what is found. None: RUN/analysis."""
     lowest_token: int | None = None
-    """Rows are made of tokens from this number on. None: from the lowest that the run's task uses, or 0."""
+    """Sequences are made of tokens from this number on. None: from the lowest that the run's task uses, or 0."""
     maps: int = 1
     """Heads whose attention is drawn, for each score those with the highest."""
     text: str | None = None

@@ -1,9 +1,9 @@
-"""What each attention head does on rows that repeat themselves: previous-token, duplicate-token, induction scores.
+"""What each attention head does on sequences that repeat themselves: previous-token, duplicate-token, induction scores.
 
-Shapes: B rows, T positions, H query heads, G KV heads, W window of the shift.
+Shapes: B sequences, T positions, H query heads, G KV heads, W window of the shift.
 
-A row is `length` different random tokens, and then the same again. For the token at t in the second half let e be its
-earlier occurrence. A head without shift is a previous-token head where it attends to t - 1, a duplicate-token head
+A sequence is `length` different random tokens, and then the same again. For the token at t in the second half let e be
+its earlier occurrence. A head without shift is a previous-token head where it attends to t - 1, a duplicate-token head
 where it attends to e, and an induction head where it attends to e + 1, the token that should now follow (Olsson et al.
 2022, section "Head activation evaluators").
 
@@ -69,7 +69,7 @@ _LENGTH = 64  # by default, where vocabulary and positions allow it
 
 @dataclass(frozen=True, kw_only=True)
 class HeadScores:
-    """Scores of one head, means over rows and positions.
+    """Scores of one head, means over sequences and positions.
 
     Attributes:
         layer, head: from 0; `head` counts query heads.
@@ -102,7 +102,7 @@ class Measured:
         heads: every head, layer by layer.
         coefficients: by layer, {"alpha": (G, W), "beta": (G, W)} as lists, of what the model shifts; empty: nothing.
         window: W of its shift; 1: nothing is shifted.
-        length, rows: of the rows.
+        length, rows: of the sequences.
         uniform: "previous" and "earlier": the scores of a head that attends to all it sees alike.
         behaviour: "first" and "second" half: the loss (nats) and accuracy of the model on all but the first token of
             each. Only the second can be foretold.
@@ -118,12 +118,12 @@ class Measured:
 
 
 def repeated_rows(config: RepeatConfig, *, vocab_size: int, positions: int | None, window: int = 1) -> Tensor:
-    """The rows, (rows, 2 length) or one longer with `begin`; the same bits for the same options.
+    """The sequences, (rows, 2 length) or one longer with `begin`; the same bits for the same options.
 
     Args:
         vocab_size: tokens that the model knows.
         positions: that it can take, or None.
-        window: of its shift: rows must be long enough to tell the places apart that it reads.
+        window: of its shift: sequences must be long enough to tell the positions apart that it reads.
     """
     config.check()
     first = config.lowest_token or 0
@@ -171,7 +171,7 @@ def attention_scores(
     """Scores of the heads of one layer.
 
     Args:
-        attention: (B, H, T, T) probabilities on rows whose last `length` tokens are those before them.
+        attention: (B, H, T, T) probabilities on sequences whose last `length` tokens are those before them.
         length: N, tokens in the part that is repeated.
         alpha, beta: (G, W) coefficients of keys and values; None: not shifted.
         layer: its number.
@@ -184,7 +184,7 @@ def attention_scores(
             f"attention must be of at least 2 * length positions, and length at least {2 * window + 2}; "
             f"got {positions} positions and length {length}"
         )
-    second = positions - length + 1  # not `positions - length`, whose e - 1 may lie before the row
+    second = positions - length + 1  # not `positions - length`, whose e - 1 may lie before the sequence
     places = {"previous": (1, 1)}  # how far back, from which t on
     for offset in range(-1, max(window, 2) + 1):
         places[f"earlier{offset:+d}" if offset else "earlier"] = (length - offset, second)
@@ -217,7 +217,7 @@ def attention_scores(
 
 
 def _mean_back(attention: Tensor, back: int, first: int) -> Tensor:
-    """Mean over rows and t >= first of A[t, t - back], (H,); what lies ahead of t gets nothing."""
+    """Mean over sequences and t >= first of A[t, t - back], (H,); what lies ahead of t gets nothing."""
     if back < 0:
         return torch.zeros(attention.shape[1])
     values_BHt = attention.diagonal(-back, dim1=-2, dim2=-1)[..., first - back :]
@@ -274,7 +274,7 @@ def rows_for(model: Any, config: RepeatConfig, window: int = 1) -> Tensor:
 
 @torch.no_grad()
 def attention_maps(model: Any, ids: Sequence[int] | Tensor, heads: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """What some heads, given as (layer, head), attend to on one row: probabilities (T, T), query down, key across."""
+    """What heads, given as (layer, head), attend to on one sequence: probabilities (T, T), query down, key across."""
     _check_eager(model)
     _, attentions = _run(model, torch.as_tensor(ids).reshape(1, -1))
     return [attentions[layer][0, head].float().cpu() for layer, head in heads]
@@ -301,7 +301,7 @@ def _by_layer(attentions: Sequence[Tensor], shifts: Sequence[Mapping[str, Any]],
 
 
 def _mean(scores: Sequence[HeadScores], rows: Sequence[int]) -> HeadScores:
-    """Of one head over batches of so many rows."""
+    """Of one head over batches of so many sequences."""
     one = scores[0]
 
     def over(kind: str) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""Text for language models: bundled corpus, local files, hub datasets; tokenizer; rows of tokens."""
+"""Text for language models: bundled corpus, local files, hub datasets; tokenizer; sequences of tokens."""

@@ -1,4 +1,4 @@
-"""What a run reads: the options of its text, its tokenizer and its rows."""
+"""What a run reads: the options of its text, its tokenizer and its sequences."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ class DataConfig:
     """Tokens in the vocabulary of the BPE to be trained, the 256 bytes and <|endoftext|> included."""
 
     sequence_length: int = 256
-    """Tokens in a row."""
+    """Tokens in a sequence."""
 
     packing: Literal["concat", "documents"] = "concat"
-    """How documents share a row. concat: shift and attention cross from one to the next, as in the paper; documents:
+    """How documents share a sequence. concat: shift and attention cross from one to the next, as in the paper;
+    documents:
     each sees itself alone."""
 
 

@@ -1,4 +1,4 @@
-"""In which order a run reads its rows: for a seed always the same, whatever the model and the number of devices."""
+"""The order in which a run reads its sequences: the same for a seed, whatever the model and the number of devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ShuffledEpochs(Sampler[int]):
     """The first `count` numbers of one permutation of range(rows) after another.
 
     Trainer sees a single epoch, so that no batch is cut short where an epoch ends, and all devices together
-    take the same rows in each step, however many they are.
+    take the same sequences in each step, however many they are.
     """
 
     def __init__(self, rows: int, count: int, seed: int) -> None:
@@ -34,7 +34,7 @@ class ShuffledEpochs(Sampler[int]):
 
 
 class EndlessStream(IterableDataset):
-    """The rows of a stream, from its start again whenever it ends."""
+    """The sequences of a stream, from its start again whenever it ends."""
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
         self._rows = rows
@@ -48,5 +48,5 @@ class EndlessStream(IterableDataset):
             for row in self._rows:
                 yield row
             if row is None:
-                raise LabError("data.corpus: the stream holds no whole row of data.sequence_length tokens")
+                raise LabError("data.corpus: the stream holds no whole sequence of data.sequence_length tokens")
             epoch += 1

@@ -1,13 +1,13 @@
-"""Documents to rows of tokens.
+"""Documents to sequences of tokens.
 
 The documents are one stream of tokens, each document followed by the end-of-text token, cut every T tokens; what is
 left at the end is dropped. With documents A = a1 a2 a3, B = b1 and C = c1 c2, end of text $, T = 4:
 
-    input_ids     a1 a2 a3  $ | b1  $ c1 c2      (the last $ does not fill a row)
+    input_ids     a1 a2 a3  $ | b1  $ c1 c2      (the last $ does not fill a sequence)
     position_ids   0  1  2  3 |  0  1  0  1      packing "documents" only
     labels         -  2  3  $ |  -  $  -  c2     - is -100: not predicted
 
-Shapes: B rows, T positions in a row.
+Shapes: B sequences, T positions in a sequence.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = ["collate", "count_tokens", "encoder", "pack", "pack_documents", "pack
 # Characters handed to the tokenizer at once, to work on with all its threads.
 _BATCH_CHARACTERS = 2**20
 
-# Rows of a stream that wait to be drawn from, to shuffle documents.
+# Sequences of a stream that wait to be drawn from, to shuffle documents.
 _SHUFFLE_ROWS = 1024
 
 
 def pack_documents(
     documents: datasets.Dataset, tokenizer: PreTrainedTokenizerFast, sequence_length: int, packing: str
 ) -> datasets.Dataset:
-    """The rows of `documents`, kept in the cache of Hugging Face datasets."""
+    """The sequences of `documents`, kept in the cache of Hugging Face datasets."""
     backend = tokenizer.backend_tokenizer.to_str()
     key = fingerprint(
         "rows",
@@ -69,10 +69,10 @@ def pack_stream(
     packing: str,
     seed: int | None = None,
 ) -> datasets.IterableDataset:
-    """The rows of `documents`, made while they are read; with a seed, shuffled, every pass in the same order.
+    """The sequences of `documents`, made while they are read; with a seed, shuffled, every pass in the same order.
 
-    Not by the `shuffle` of datasets, whose order changes when a DataLoader gets its first worker. Rows are lists:
-    `with_format("torch")` converts a stream number by number, 100 rows a second.
+    Not by the `shuffle` of datasets, whose order changes when a DataLoader gets its first worker. Sequences are lists:
+    `with_format("torch")` converts a stream number by number, 100 sequences a second.
     """
     return datasets.IterableDataset.from_generator(
         _shuffled_rows,
@@ -91,10 +91,10 @@ def pack_stream(
 def pack(
     text: Iterable[str], encode: tokenizers.Tokenizer, eos: int, sequence_length: int, packing: str
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Rows of T = `sequence_length` tokens; see the head of the module.
+    """Sequences of T = `sequence_length` tokens; see the head of the module.
 
-    A document longer than a row continues in the next, which is a context of its own: there, position_ids start at 0
-    again, as no token of the row sees the row before.
+    A document longer than a sequence continues in the next, which is a context of its own: there, position_ids start at
+    0 again, as no token of the sequence sees the sequence before.
 
     Args:
         text: the documents; none is empty.
@@ -124,11 +124,11 @@ def pack(
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Rows to what the model takes: input_ids, labels and, for packed documents, position_ids; each (B, T) int64.
+    """Sequences to what the model takes: input_ids, labels and, for packed documents, position_ids; each (B, T) int64.
 
     Labels are the input_ids: the model compares the output at t with the label at t + 1, and never asks for the first
-    of a row. The first token of a document is not to be predicted from the document before: its label is -100.
-    There is no attention_mask: no row is padded.
+    of a sequence. The first token of a document is not to be predicted from the document before: its label is -100.
+    There is no attention_mask: no sequence is padded.
     """
     batch = {
         name: torch.stack([torch.as_tensor(row[name]) for row in rows]).long()
@@ -168,7 +168,7 @@ def _shuffled_rows(seed: int | None, **options: Any) -> Iterator[dict[str, np.nd
         yield from rows
         return
     random = np.random.default_rng(seed)
-    # copies: a row is a view that would keep its whole batch in memory
+    # copies: a sequence is a view that would keep its whole batch in memory
     waiting = [{name: column.copy() for name, column in row.items()} for row in islice(rows, _SHUFFLE_ROWS)]
     for row in rows:
         chosen = int(random.integers(len(waiting)))

@@ -1,4 +1,4 @@
-"""Text ready for training: rows of tokens for training and validation, and the tokenizer that made them."""
+"""Text ready for training: sequences of tokens for training and validation, and the tokenizer that made them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["TextData", "load_text_data"]
 
 @dataclass(frozen=True)
 class TextData:
-    """What `load_text_data` returns. Rows hold input_ids and, where documents are kept apart, position_ids."""
+    """What `load_text_data` returns. Sequences hold input_ids and, where documents are kept apart, position_ids."""
 
     train: datasets.Dataset | datasets.IterableDataset
     validation: datasets.Dataset
@@ -31,7 +31,7 @@ def load_text_data(config: DataConfig, *, seed: int, tokenizer_folder: Path) -> 
 
     Args:
         config: see `DataConfig`.
-        seed: of the order of rows, where they are streamed; otherwise they come in the order of the text.
+        seed: of the order of sequences, where they are streamed; otherwise they come in the order of the text.
         tokenizer_folder: the tokenizer is loaded from here, or made and saved here.
 
     Raises:
@@ -77,6 +77,6 @@ def _refuse_short(
     tokens = count_tokens(documents, tokenizer)
     source = config.corpus if part == "training" or config.validation is None else config.validation
     raise LabError(
-        f"{source}: the {tokens} tokens for {part} do not fill one row of {config.sequence_length}: take more text "
-        "or a smaller sequence_length"
+        f"{source}: the {tokens} tokens for {part} do not fill one sequence of {config.sequence_length}: take more "
+        "text or a smaller sequence_length"
     )

@@ -1,4 +1,4 @@
-"""Continue rows of tokens: what stands around each call of `model.generate`.
+"""Continue sequences of tokens: what stands around each call of `model.generate`.
 
 Shapes: N prompts, P tokens of the longest, S continuations of each, L new tokens of the longest.
 """
@@ -30,7 +30,7 @@ def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, 
         kwargs: for `model.generate`.
 
     Returns:
-        (N S, L) int64, the S of one prompt one after the other; behind the end of a row stands padding.
+        (N S, L) int64, the S of one prompt one after the other; behind the end of a sequence stands padding.
     """
     how = deepcopy(how)
     how.use_cache = decodes_with_cache(model)

@@ -126,7 +126,7 @@ def _how(config: GenerateConfig, *, pad: int, ends: list[int]) -> GenerationConf
 
 
 def _continuation(tokenizer: Any, prompt: list[int], generated: list[int], ends: list[int]) -> Continuation:
-    """Of a row of the output; behind its end stands padding."""
+    """Of a sequence of the output; behind its end stands padding."""
     end = next((n for n, token in enumerate(generated) if token in ends), None)
     tokens = generated if end is None else generated[:end]
     # Decoded together with the prompt, as some tokenizers begin a text differently from a continuation.

@@ -1,7 +1,7 @@
 """What a Llama with KV shift costs, from its configuration alone: parameters, FLOPs, memory.
 
-Letters: B rows of a batch, T tokens in a row, L layers, H query heads, G KV heads, D head size, E model width,
-F MLP width, V vocabulary, W window; c bytes of a number in a matrix product (2 with bfloat16, 4 with float32).
+Letters: B sequences of a batch, T tokens in a sequence, L layers, H query heads, G KV heads, D head size, E model
+width, F MLP width, V vocabulary, W window; c bytes of a number in a matrix product (2 with bfloat16, 4 with float32).
 
 The formulas follow the models of `kvshift.models.llama` under `transformers.Trainer`, and the tests hold them against
 the models themselves. With bfloat16 that is autocast: weights, gradients, optimizer and residual stream stay float32.
@@ -201,7 +201,7 @@ def training_memory(
     sharding: Sharding = "none",
     devices: int = 1,
 ) -> Memory:
-    """Memory of a training step of `rows` rows on each device, with sdpa or flash attention.
+    """Memory of a training step of `rows` sequences on each device, with sdpa or flash attention.
 
     Not counted: the context of CUDA, what its allocator loses to fragments, buffers of the communication.
 
@@ -210,7 +210,7 @@ def training_memory(
         16E           what its two norms are given and what they normalized, in float32 like the residual stream
         n E c         what the matrices are fed: n = 2; 5 under autocast, which casts again for each matrix
         (2HD + 2GD) c rotated queries and keys, mixed values, the output
-        h(x) c        raw rows of every target of the shift
+        h(x) c        raw tensor of every target of the shift
         4H            the logarithms of attention's sums
         4F c          gate, its activation, up, their product
 
@@ -234,7 +234,7 @@ def training_memory(
     tokens = rows * sequence_length
     layer = tokens * _kept_by_layer(config, sequence_length, precision)
     kept_by_layers = config.num_hidden_layers * (4 * config.hidden_size * tokens if gradient_checkpointing else layer)
-    # Around the layers: the last norm, token numbers and targets, the cosines and sines that all rows share.
+    # Around the layers: the last norm, token numbers and targets, the cosines and sines that all sequences share.
     ends = tokens * ((8 + itemsize) * config.hidden_size + 4 + 8 + 8) + 8 * sequence_length * _heads(config)[2]
 
     # The busiest moment, beyond what is kept, is one of three: the backward pass of the loss; that of the last layer's

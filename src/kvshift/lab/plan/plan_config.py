@@ -19,7 +19,7 @@ class PlanData:
     """What of the data decides costs."""
 
     sequence_length: int | None = None
-    """Tokens in a row T; None: the longest that the model is made for."""
+    """Tokens in a sequence T; None: the longest that the model is made for."""
     vocab_size: int = DataConfig.vocab_size
     """Tokens of the tokenizer, where neither model.vocab_size nor the size or file of the model says how many."""
 
@@ -40,7 +40,7 @@ class PlanConfig:
     tokens_per_parameter: float = 20.0
     """Tokens for each parameter; about 20 is the best use of FLOPs (Hoffmann et al., 2022), more of a small model."""
     batch_size: int | None = None
-    """Rows in one forward pass of one device; None: the most that fit and divide the step."""
+    """Sequences in one forward pass of one device; None: the most that fit and divide the step."""
     tokens_per_step: int | None = None
     """Tokens in one optimizer step over all devices. None: batch_size x sequence_length x devices; and where batch_size
     is not given either, about 524288, the paper's half a million."""

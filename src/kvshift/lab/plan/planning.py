@@ -64,8 +64,8 @@ class CostEstimate:
 
     Attributes:
         model: name of the size, or what the options made.
-        batch_size: rows in one forward pass of one device.
-        largest_batch: rows that fit; 0 where not one does.
+        batch_size: sequences in one forward pass of one device.
+        largest_batch: sequences that fit; 0 where not one does.
         memory: of one device at this batch size, bytes.
         memory_fits: whether that is less than the nine tenths of the device.
         tokens_per_second: of all devices together.
@@ -242,7 +242,7 @@ def _estimate(config: PlanConfig, name: str, model: Llama) -> CostEstimate:
 
 
 def _most_rows(memory: Callable[[int], Memory], budget: float) -> int:
-    """The most rows that fit; memory grows with each by the same, or by more once another moment is the busiest."""
+    """The most sequences that fit. Each adds the same memory, or more once the peak is in another part of the step."""
     if memory(1).total > budget:
         return 0
     fits, too_many = 1, 2
@@ -255,7 +255,7 @@ def _most_rows(memory: Callable[[int], Memory], budget: float) -> int:
 
 
 def _batch(config: PlanConfig, length: int, largest: int) -> tuple[int, int]:
-    """Rows in a forward pass of one device, and tokens in an optimizer step."""
+    """Sequences in a forward pass of one device, and tokens in an optimizer step."""
     of_one_row = length * config.devices
     if config.batch_size is not None:
         at_once = config.batch_size * of_one_row
@@ -291,7 +291,7 @@ def _as_text(config: PlanConfig, rows: list[CostEstimate]) -> str:
             "parameters\nmillions": [_short(row.parameters.total / 1e6) for row in rows],
             "without emb.\nmillions": [_short((row.parameters.total - row.parameters.embedding) / 1e6) for row in rows],
             "of the shift\nnumbers": [f"{row.parameters.shift:,}" for row in rows],
-            "row\ntokens": [f"{row.sequence_length:,}" for row in rows],
+            "length\ntokens": [f"{row.sequence_length:,}" for row in rows],
             "training\nGFLOP/token": [_short(row.flops_per_token.model / 1e9) for row in rows],
             "attention\n%": [f"{100 * row.flops_per_token.attention / row.flops_per_token.model:.1f}" for row in rows],
             "shift\n%": [f"{100 * row.flops_per_token.shift / row.flops_per_token.model:.3f}" for row in rows],
@@ -303,7 +303,7 @@ def _as_text(config: PlanConfig, rows: list[CostEstimate]) -> str:
     memory = _table(
         {
             "one device": [row.model for row in rows],
-            "batch\nrows": [f"{row.batch_size:,}" for row in rows],
+            "batch\nsequences": [f"{row.batch_size:,}" for row in rows],
             "weights\nGiB": [_short(m.weights / _GIB) for m in memories],
             "gradients\nGiB": [_short(m.gradients / _GIB) for m in memories],
             "AdamW\nGiB": [_short(m.optimizer / _GIB) for m in memories],
@@ -312,7 +312,7 @@ def _as_text(config: PlanConfig, rows: list[CostEstimate]) -> str:
             "working\nGiB": [_short(m.working / _GIB) for m in memories],
             "in all\nGiB": [_short(m.total / _GIB) for m in memories],
             "\nfits": ["yes" if row.memory_fits else "NO" for row in rows],
-            "fit at most\nrows": [f"{row.largest_batch:,}" for row in rows],
+            "fit at most\nsequences": [f"{row.largest_batch:,}" for row in rows],
         }
     )
     flops = [row.tokens * row.flops_per_token.model for row in rows]

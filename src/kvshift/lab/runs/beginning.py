@@ -153,7 +153,7 @@ def resolved_model(config: KVShiftLlamaConfig) -> dict[str, Any]:
 
 
 def data_facts(data: TextData) -> dict[str, Any]:
-    """What shows that data and tokenizer are still the same: numbers of rows, and digests."""
+    """What shows that data and tokenizer are still the same: numbers of sequences, and digests."""
     facts: dict[str, Any] = {
         "tokens": len(data.tokenizer),
         "tokenizer": _digest(data.tokenizer.backend_tokenizer.to_str()),
@@ -195,7 +195,7 @@ def _refuse_other_data(folder: RunFolder, old: dict[str, Any], new: dict[str, An
 
 
 def _sample(rows: Dataset) -> str:
-    """A digest over rows at equal distances: all of them where they are few, quick where they are many."""
+    """A digest over sequences at equal distances: all of them where they are few, quick where they are many."""
     chosen = range(0, len(rows), max(1, len(rows) // _SAMPLED_ROWS))
     return _digest(json.dumps([[int(token) for token in rows[number]["input_ids"]] for number in chosen]))
 

@@ -1,8 +1,8 @@
 """More steps for a run that was begun with fewer: the same command with a larger `--steps`.
 
-Order of rows, warm-up and all else is the same for any number of steps, but for the learning rates of a schedule that
-ends with the last step. Where those of the steps that are done would have been the same, the run resumes from its last
-checkpoint and ends with the weights of one that was begun with more steps. Elsewhere that takes `--extend`.
+Order of sequences, warm-up and all else is the same for any number of steps, but for the learning rates of a schedule
+that ends with the last step. Where those of the steps that are done would have been the same, the run resumes from its
+last checkpoint and ends with the weights of one that was begun with more steps. Elsewhere that takes `--extend`.
 """
 
 from __future__ import annotations

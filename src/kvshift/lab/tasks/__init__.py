@@ -1,4 +1,4 @@
-"""Synthetic tasks: streams of rows whose targets can be worked out, for what attention can and cannot do."""
+"""Synthetic tasks: streams of sequences whose targets can be worked out, for what attention can and cannot do."""
 
 from kvshift.lab.tasks.batch import Batch, Task, concatenate, count_correct
 from kvshift.lab.tasks.cfg import CFG3F, CFG3S, CFGConfig, CFGGrammar, CFGTask

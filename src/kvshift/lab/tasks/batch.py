@@ -9,7 +9,7 @@ output at its last token ends in a column that only holds the label.
     labels       -  -  -  -  4      - is -100: not trained on
     slices       .  .  .  .  0      . is -1: counts in no metric; 0 is slice_names[0]
 
-Shapes: B batch, T positions in a row, S slices.
+Shapes: B batch, T positions in a sequence, S slices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IGNORED = -100  # what cross_entropy leaves out by default, and what transformer
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of a task, on the CPU. Every field is (B, T) int64.
+    """Sequences of a task, on the CPU. Every field is (B, T) int64.
 
     Attributes:
         input_ids: tokens.
@@ -43,7 +43,7 @@ class Batch:
 
 
 class Task(Protocol):
-    """A law of rows, from which batches are drawn."""
+    """A law of sequences, from which batches are drawn."""
 
     @property
     def vocab_size(self) -> int:
@@ -66,7 +66,7 @@ class Task(Protocol):
         ...
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` rows of a generator (on the CPU): the same generator state gives the same bits."""
+        """The next `batch_size` sequences of a generator (on the CPU): the same generator state gives the same bits."""
         ...
 
 

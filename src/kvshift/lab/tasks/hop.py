@@ -1,7 +1,7 @@
 """k-hop induction: go k times from a letter to what followed its latest earlier occurrence.
 
 Source: Sanford, Hsu and Telgarsky, "Transformers, parallel computation, and logarithmic depth" (2024); the paper's
-Figure 8. A row with 10 letters and k = 2 of at most 3 (ids in the code: see HopTask):
+Figure 8. A sequence with 10 letters and k = 2 of at most 3 (ids in the code: see HopTask):
 
     input_ids    2  b  c  b  c  a  b  d  b  d  a  _
     labels       -  _  ~  ~  ~  c  ~  b  ~  ~  d  c
@@ -10,7 +10,7 @@ Figure 8. A row with 10 letters and k = 2 of at most 3 (ids in the code: see Hop
 From w_4 = c, one hop leads to w_3 = b, which followed the c before; from there, one more to w_2 = c, which followed
 the b before. Its label stands one column later, for that is where transformers looks for it.
 
-Shapes: B rows, T positions in a row, N letters in a row.
+Shapes: B sequences, T positions in a sequence, N letters in a sequence.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ __all__ = ["HopConfig", "HopTask"]
 
 @dataclass(frozen=True, kw_only=True)
 class HopConfig:
-    """Rows of hop-k; the defaults are those of Sanford et al."""
+    """Sequences of hop-k; the defaults are those of Sanford et al."""
 
     letters: int = 98
-    """Letters in a row, N; a row has letters + 2 tokens."""
+    """Letters in a sequence, N; a sequence has letters + 2 tokens."""
     alphabet: int = 4
     """Different letters."""
     max_hops: int = 16
     """Largest k; it fixes the ids, so it stays the same where `hops` varies."""
     hops: int | None = None
-    """k of every row; None: uniform in 0 ... max_hops."""
+    """k of every sequence; None: uniform in 0 ... max_hops."""
 
     def __post_init__(self) -> None:
         check_at_least("hop", self, letters=1, alphabet=2, max_hops=0)
@@ -55,14 +55,14 @@ class HopTask:
         target(i) = w at hop_k(i),  or ~ where that is undefined
 
     Ids: k is k (0 ... max_hops); then the letters; then ~; then _. With the defaults 23 ids: a b c d = 17 ... 20,
-    ~ = 21, _ = 22. Row and labels, where column t + 1 holds the label of the output at t:
+    ~ = 21, _ = 22. Sequence and labels, where column t + 1 holds the label of the output at t:
 
         input_ids    k  w_1  ...         w_N        _
         labels       -   _   target(1)  ...   target(N)
 
     The last input gives the last label a column; in Sanford et al., inputs are the first N + 1 and outputs the last.
 
-    Slices: "hops_k" are the defined targets of the rows with that k, the published metric (there as an error, one
+    Slices: "hops_k" are the defined targets of the sequences with that k, the published metric (there as an error, one
     minus accuracy); "undefined" are those that are ~. The label _ is trained on and counts in neither.
 
     Chance, for hops_k: the guesser names any letter, 1 / alphabet. (For k = 1 the letter is never w_i itself, and one
@@ -81,7 +81,7 @@ class HopTask:
         self.chance = dict.fromkeys(by_hops, 1 / config.alphabet)
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` rows; see `Task.batch`."""
+        """The next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         config = self.config
         if config.hops is None:

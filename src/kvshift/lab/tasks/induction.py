@@ -1,8 +1,8 @@
 """Induction: a token that was seen before comes again, and what followed it then is to follow again.
 
-Source: the paper's Appendix K (a script), Section 3 and Figures 1a and 1b. Its rows have 512 tokens out of 7,989.
+Source: the paper's Appendix K (a script), Section 3 and Figures 1a and 1b. Its sequences have 512 tokens out of 7,989.
 
-A row of 16 with a pool of 9, in the modes script, latest and raw from the same draws:
+A sequence of 16 with a pool of 9, in the modes script, latest and raw from the same draws:
 
     script       37 40 58 39 69 40 58 40 58 48 39 69 16 39 69 48
     labels        - 40 58 39 69 40 58 40 58 48 39 69 16 39 69 48      loss "all"
@@ -15,7 +15,7 @@ A row of 16 with a pool of 9, in the modes script, latest and raw from the same 
 The first repeat is the second 40. All before it is distinct, so its target can only be the 58 that followed the first
 40. What comes after 48 was never noted, as the 39 after it was not new: script draws again, raw writes nothing (0).
 
-Shapes: B rows, T positions in a row, P tokens in a row's pool.
+Shapes: B sequences, T positions in a sequence, P tokens in a sequence's pool.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNKNOWN = -1  # in the map of successors
 
 @dataclass(frozen=True, kw_only=True)
 class InductionConfig:
-    """Rows of the paper's induction data; the defaults are the paper's sizes."""
+    """Sequences of the paper's induction data; the defaults are the paper's sizes."""
 
     mode: Literal["script", "latest", "raw", "single"] = "script"
     """script: the printed script, fixed (see InductionTask). latest: the target always followed the latest earlier
@@ -51,7 +51,7 @@ class InductionConfig:
     lowest_id: int = 11
     """Smallest id of a token, the script's mid_val + 1. Id 0 pads; the others below are not used."""
     pool: int | None = None
-    """Different tokens that a row may draw from, P; None: as many as `length`. Not for mode single."""
+    """Different tokens that a sequence may draw from, P; None: as many as `length`. Not for mode single."""
     loss: Literal["all", "repeats"] = "all"
     """Labels: every token after the first, or only the targets of repeats."""
 
@@ -80,9 +80,9 @@ class InductionConfig:
 
 
 class InductionTask:
-    """Rows with repeats.
+    """Sequences with repeats.
 
-    The script, for a row `a` and a map `succ`: draw x from the row's pool until `a` is full.
+    The script, for a sequence `a` and a map `succ`: draw x from the sequence's pool until `a` is full.
 
         x = last(a)     ignore the draw
         x is new        succ[last(a)] = x; succ[x] = unknown; append x
@@ -113,7 +113,7 @@ class InductionTask:
         self.chance = {"first_repeat": _chance(config)}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` rows; see `Task.batch`."""
+        """The next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         config = self.config
         order_BT, target_BT = self._order(batch_size, generator)
@@ -130,26 +130,26 @@ class InductionTask:
         return Batch(*(torch.from_numpy(array) for array in (ids_BT, labels_BT, slices_BT)))
 
     def _order(self, rows: int, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Rows with the tokens named 0, 1, ... in the order they appear, and where the targets of repeats are."""
+        """Sequences with the tokens named 0, 1, ... in the order they appear, and where the targets of repeats are."""
         config = self.config
         if config.mode == "single":
             return _single(rows, config.length, generator)
         order_BT, target_BT = _walk(rows, config, generator)
-        while len(missing := np.flatnonzero(~target_BT.any(axis=1))):  # rows without a repeat start again
+        while len(missing := np.flatnonzero(~target_BT.any(axis=1))):  # sequences without a repeat start again
             order_BT[missing], target_BT[missing] = _walk(len(missing), config, generator)
         return order_BT, target_BT
 
 
 def _walk(rows: int, config: InductionConfig, generator: torch.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The script, for all rows at once: one draw for each in a round.
+    """The script, for all sequences at once: one draw for each in a round.
 
-    A draw u, uniform in 0 ... P - 1, stands for the token that came u-th in the row; where fewer have come, for a new
-    one. The pool's tokens are in random order, so this is the law of drawing from the pool itself.
+    A draw u, uniform in 0 ... P - 1, stands for the token that came u-th in the sequence; where fewer have come, for a
+    new one. The pool's tokens are in random order, so this is the law of drawing from the pool itself.
     """
     length, pool, mode = config.length, config.tokens_in_pool, config.mode
-    # Whatever a round does not keep is written as well and written over later, which costs less than to pick the rows
-    # that are kept. The columns behind the row take what finished rows write, and a target for which there is no slot;
-    # the first column of succ, that of the unknown token, takes what follows none.
+    # Whatever a round does not keep is written as well and written over later, which costs less than to pick the
+    # sequences that are kept. The columns behind the sequence take what finished sequences write, and a target for
+    # which there is no slot; the first column of succ, that of the unknown token, takes what follows none.
     width = length + 3
     order = np.zeros(rows * width, np.int32)
     target = np.zeros(rows * width, bool)

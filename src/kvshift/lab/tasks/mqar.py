@@ -1,13 +1,13 @@
 """MQAR, multi-query associative recall: key-value pairs, then each key again; the answer is its value.
 
 Source: Arora et al., "Zoology" (2023), Figure 2 and the data of its code; the paper names the task beside induction.
-A row with length 16, pairs 3 and vocab_size 20 (keys 1 ... 9, values 10 ... 19):
+A sequence with length 16, pairs 3 and vocab_size 20 (keys 1 ... 9, values 10 ... 19):
 
     input_ids    9 17  1 13  3 11  3  0  9  0  0  0  1  0  0  0
     labels       -  -  -  -  -  -  - 11  - 17  -  -  - 13  -  -
     slices       .  .  .  .  .  .  .  0  .  0  .  .  .  0  .  .      0 queries
 
-Shapes: B rows, T positions in a row, P pairs, S slots for queries.
+Shapes: B sequences, T positions in a sequence, P pairs, S slots for queries.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILLER = 0
 
 @dataclass(frozen=True, kw_only=True)
 class MQARConfig:
-    """Rows of MQAR. Figure 2 of Zoology has (length, pairs) = (64, 4), (128, 8) and (256, 16)."""
+    """Sequences of MQAR. Figure 2 of Zoology has (length, pairs) = (64, 4), (128, 8) and (256, 16)."""
 
     length: int = 64
     """Tokens in a row, T; even, and at least 4 for each pair."""
@@ -62,7 +62,7 @@ class MQARTask:
     Keys and values are drawn without replacement. Each key is put at the start of a slot, drawn without replacement
     by the weights; its value is the label of the next column, which holds filler. There are no other labels.
 
-    Slice: "queries". Chance: the guesser names one of the values of the row, 1 / P.
+    Slice: "queries". Chance: the guesser names one of the values of the sequence, 1 / P.
     """
 
     slice_names = ("queries",)
@@ -74,7 +74,7 @@ class MQARTask:
         self.chance = {"queries": 1 / config.pairs}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` rows; see `Task.batch`."""
+        """The next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         config = self.config
         half = config.vocab_size // 2

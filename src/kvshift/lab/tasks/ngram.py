@@ -1,7 +1,7 @@
 """3-gram: a fixed table of pairs, each with the token that follows; to be memorized.
 
-Source: the paper's Figure 9. The table is drawn once, so nothing is to be found in the row: the task is the control
-where induction should not help. A row of three tokens, and a packed one of nine:
+Source: the paper's Figure 9. The table is drawn once, so nothing is to be found in the sequence: the task is the
+control where induction should not help. A sequence of three tokens, and a packed one of nine:
 
     input_ids    8  1 18
     labels       -  - 18
@@ -11,7 +11,7 @@ where induction should not help. A row of three tokens, and a packed one of nine
     labels       -  -  5  -  -  2  -  -  5
     slices       .  .  0  .  .  0  .  .  1      0 new, 1 repeated
 
-Shapes: B rows, T positions in a row, N pairs in the table, P pairs in a row.
+Shapes: B sequences, T positions in a sequence, N pairs in the table, P pairs in a sequence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["NGramConfig", "NGramTask"]
 
 @dataclass(frozen=True, kw_only=True)
 class NGramConfig:
-    """The table and the rows drawn from it."""
+    """The table and the sequences drawn from it."""
 
     vocab_size: int = 32
     """Tokens 0 ... vocab_size - 1; few, so that neither x1 nor x2 alone tells x3."""
@@ -41,8 +41,8 @@ class NGramConfig:
     table_seed: int = 0
     """Seed of the table, which is no part of the stream: another one is another task."""
     length: int = 3
-    """Tokens in a row, a multiple of 3. Beyond 3, rows are packed with triples, among which one may come again: then
-    copying is possible beside memory. (The longest below 512 is 510.)"""
+    """Tokens in a sequence, a multiple of 3. Beyond 3, sequences are packed with triples, of which one may be repeated:
+    then copying helps beside memory. (The longest below 512 is 510.)"""
 
     def __post_init__(self) -> None:
         check_at_least("ngram", self, vocab_size=2, pairs=1, length=3)
@@ -54,10 +54,10 @@ class NGramTask:
     """Triples x1 x2 x3 with (x1, x2) uniform over the pairs of the table and x3 = table(x1, x2).
 
     Only x3 has a label. Training and evaluation share the table, for memory is what is measured: `whole_table` is the
-    evaluation set. Packed rows of the two splits do differ.
+    evaluation set. Packed sequences of the two splits do differ.
 
-    Slices: "new", the labels of pairs that come for the first time in their row (all where rows are not packed);
-    "repeated", the others.
+    Slices: "new", the labels of pairs that come for the first time in their sequence (all where sequences are not
+    packed); "repeated", the others.
 
     Chance, for new: the guesser always names the token that is x3 most often. `best_guess` gives what knowing x1 or
     x2 alone is worth.
@@ -80,12 +80,12 @@ class NGramTask:
         self.chance = {"new": self.best_guess("nothing")}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` rows; see `Task.batch`."""
+        """The next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         return self._rows(torch.randint(len(self.pairs), (batch_size, self.length // 3), generator=generator))
 
     def whole_table(self) -> Batch:
-        """Each pair of the table once, in rows of three tokens: (N, 3)."""
+        """Each pair of the table once, in sequences of three tokens: (N, 3)."""
         return self._rows(torch.arange(len(self.pairs)).unsqueeze(1))
 
     def best_guess(self, known: Literal["nothing", "x1", "x2"]) -> float:

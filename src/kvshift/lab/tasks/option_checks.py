@@ -30,6 +30,6 @@ def check_at_least(task: str, config: Any, **smallest: int) -> None:
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Raise a ValueError for a batch without rows."""
+    """Raise a ValueError for a batch without sequences."""
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more, got {batch_size}")

@@ -1,7 +1,7 @@
 """Tasks whose answer is a whole text: what is asked, and who judges what a model writes.
 
 Accuracy of single tokens cannot say whether a solution is right or a sentence belongs to a grammar. Such a task is
-trained on rows like any other, and asked questions at the end of training.
+trained on sequences like any other, and asked questions at the end of training.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class WholeTask(Task, Protocol):
     """A task with an end: all it can ask fits into one batch, which is its evaluation set."""
 
     def whole_table(self) -> Batch:
-        """Each of its rows once."""
+        """Each of its sequences once."""
         ...
 
 

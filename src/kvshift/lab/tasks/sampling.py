@@ -1,6 +1,6 @@
-"""Rows of distinct numbers, faster than a permutation of them all.
+"""Sequences of distinct numbers, faster than a permutation of them all.
 
-Shapes: B rows, M draws, N numbers to choose from.
+Shapes: B sequences, M draws, N numbers to choose from.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _CELLS = 2**20  # of the table of last draws, at most: 4 MiB stay in the cache o
 
 
 def distinct_rows(rows: int, count: int, population: int, generator: torch.Generator) -> np.ndarray:
-    """`count` different numbers out of 0 ... population - 1 in each row, in random order.
+    """`count` different numbers out of 0 ... population - 1 in each sequence, in random order.
 
     Numbers are drawn with replacement; of equal ones the last is kept, and of what is left the first `count`. No step
     looks at which numbers they are, so every ordered choice is as likely as any other. (To sort 7,989 random keys for
-    each row takes eighty times as long as to choose 512 so.)
+    each sequence takes eighty times as long as to choose 512 so.)
 
     Returns:
         (rows, count) int64.
@@ -33,7 +33,7 @@ def distinct_rows(rows: int, count: int, population: int, generator: torch.Gener
     for start in range(0, rows, step):
         missing = np.arange(start, min(start + step, rows))
         while len(missing):
-            # A row that falls short is drawn again as a whole. How many numbers differed tells nothing of which.
+            # A sequence that falls short is drawn again as a whole. How many numbers differed tells nothing of which.
             found, enough = _first_distinct(len(missing), draws, count, population, generator)
             chosen[missing[enough]] = found
             missing = missing[~enough]
@@ -43,7 +43,7 @@ def distinct_rows(rows: int, count: int, population: int, generator: torch.Gener
 def _first_distinct(
     rows: int, draws: int, count: int, population: int, generator: torch.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`count` different numbers of each row that has as many among its draws, and which rows these are."""
+    """`count` different numbers of each sequence that has as many among its draws, and which sequences these are."""
     numbers_BM = torch.randint(population, (rows, draws), generator=generator).numpy()
     cell_BM = numbers_BM + np.arange(rows)[:, None] * population
     draw_BM = np.broadcast_to(np.arange(draws, dtype=np.int32), cell_BM.shape)

@@ -36,12 +36,12 @@ def generator_of(split: Split, seed: int, number: int) -> torch.Generator:
 
 
 def evaluation_batches(task: Task, rows: int, batch_size: int, *, seed: int, first: int = 0) -> list[Batch]:
-    """Evaluation rows, the same ones at each call; the last batch may be smaller than the others.
+    """Evaluation sequences, the same ones at each call; the last batch may be smaller than the others.
 
     Args:
-        task: whose rows they are.
+        task: whose sequences they are.
         rows: of all batches together, 1 or more.
-        batch_size: rows of a batch, 1 or more.
+        batch_size: sequences of a batch, 1 or more.
         seed, first: of the stream, and the number that the first batch has in it.
     """
     size = min(batch_size, rows)

@@ -62,7 +62,8 @@ __all__ = ["TaskTrainConfig", "task_of", "task_options", "train_task"]
 class TaskTrainConfig(RunConfig):
     """One run. The same call, given again, continues a run that was stopped.
 
-    Training draws new rows at every step. Evaluation rows have a fixed seed of their own, the same for all runs.
+    Training draws new sequences at every step. Evaluation sequences have a fixed seed of their own, the same for all
+    runs.
     """
 
     out: Path = Path()
@@ -72,13 +73,13 @@ class TaskTrainConfig(RunConfig):
     model: ModelConfig | GPT2Options = field(default_factory=ModelConfig)
     """What learns it. The vocabulary is the task's."""
     accumulation: int = 1
-    """Forward passes of `batch_size` rows in one optimizer step."""
+    """Forward passes of `batch_size` sequences in one optimizer step."""
     eval_rows: int | None = 2048
-    """Rows of an evaluation; None, for a task with an end: all there are."""
+    """Sequences of an evaluation; None, for a task with an end: all there are."""
     final_eval_rows: int | None = None
-    """Rows of the evaluation that goes into the result; None: those of the last evaluation."""
+    """Sequences of the evaluation that goes into the result; None: those of the last evaluation."""
     eval_batch_size: int | None = None
-    """Rows scored at a time; None: batch_size."""
+    """Sequences scored at a time; None: batch_size."""
     dropout_at_eval: bool = False
     """Leave dropout on in evaluations."""
     questions: int = 0
@@ -221,11 +222,11 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
 
 
 def _evaluation_batches(task: Task, config: TaskTrainConfig, rows: int | None) -> list[Batch]:
-    """The first `rows` evaluation rows, always the same ones; of a task that has an end, all there are."""
+    """The first `rows` evaluation sequences, always the same ones; of a task that has an end, all there are."""
     if isinstance(task, WholeTask):
         return [task.whole_table()]
     if rows is None:
         raise LabError(
-            f"eval_rows must be a number for the task {task_name(config.task)}, whose rows have no end; got None"
+            f"eval_rows must be a number for the task {task_name(config.task)}, whose sequences have no end; got None"
         )
     return evaluation_batches(task, rows, config.eval_batch_size or config.batch_size, seed=0)

@@ -144,13 +144,13 @@ class RunConfig:
     steps: int = 300
     """Optimizer steps in all."""
     batch_size: int = 16
-    """Rows (sequences) in one forward pass of one device."""
+    """Sequences in one forward pass of one device."""
     seed: int = 0
     """Of the weights, the coefficients and the order of the data: each has a generator of its own."""
     eval_every: int = 50
-    """Steps between evaluations on the validation rows; there is one after the last step in any case."""
+    """Steps between evaluations on the validation sequences; there is one after the last step in any case."""
     eval_rows: int | None = None
-    """Rows of an evaluation, the first ones; None: all."""
+    """Sequences of an evaluation, the first ones; None: all."""
     save_every: int = 100
     """Steps between checkpoints; there is one after the last step in any case."""
     keep_checkpoints: int = 2
@@ -168,7 +168,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU where there is one."""
     data_workers: int = 0
-    """Processes that read training rows ahead; 0: the training process itself."""
+    """Processes that read training sequences ahead; 0: the training process itself."""
     progress: bool = True
     """Tell on stderr how far training is: a bar, or, where that is no terminal, a line every ten seconds or more."""
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer with what is ours: parameter groups, order of rows, losses row by row, whole checkpoints."""
+"""transformers' Trainer with our parameter groups, order of sequences, losses by sequence, and whole checkpoints."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class RunTrainer(Trainer):
                 else "No weight has been updated yet: the cause is in the options of the model or in its start weights"
             )
             self._fail(
-                f"loss or gradient is not finite at step {self.state.global_step + 1} (loss of the last rows "
+                f"loss or gradient is not finite at step {self.state.global_step + 1} (loss of the last sequences "
                 f"{float(self._last_loss)}, norm of the gradient {float(norm)}). {cause}; {self._kept()}"
             )
         return norm
@@ -168,10 +168,10 @@ class RunTrainer(Trainer):
 
 
 class LanguageModelTrainer(RunTrainer):
-    """Trains on rows of tokens, and evaluates row by row.
+    """Trains on sequences of tokens, and evaluates sequence by sequence.
 
     Attributes:
-        row_losses: of the last evaluation, the mean loss of each validation row, in nats per token, in order.
+        row_losses: of the last evaluation, the mean loss of each validation sequence, in nats per token, in order.
         row_tokens: how many tokens each of them is the mean of.
     """
 
@@ -204,7 +204,7 @@ class LanguageModelTrainer(RunTrainer):
         return self.row_losses is not None
 
     def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
-        """Loss with its error over rows, and perplexity; see `summarize`."""
+        """Loss with its error over sequences, and perplexity; see `summarize`."""
         loss, error = metrics["eval_loss"], metrics.get("eval_loss_stderr")
         values = {
             "loss": loss,
@@ -226,7 +226,7 @@ class LanguageModelTrainer(RunTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, Tensor, Tensor]:
-        """For each row the sum of its losses, where Trainer expects logits, and their number, where labels."""
+        """For each sequence the sum of its losses, where Trainer expects logits, and their number, where labels."""
         inputs = {**self._prepare_inputs(inputs)}
         labels = inputs.pop("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -242,14 +242,14 @@ class LanguageModelTrainer(RunTrainer):
 
 
 def row_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over each row of -log p(next token), in nats and float64, and the number of tokens that it is over.
+    """Sum over each sequence of -log p(next token), in nats and float64, and the number of tokens that it is over.
 
     Args:
         logits: (B, T, V).
         labels: (B, T); position t is predicted from t - 1, and -100 is no label.
     """
     following = labels[:, 1:]
-    # One row at a time: the float32 copy of the logits of a whole batch may not fit.
+    # One sequence at a time: the float32 copy of the logits of a whole batch may not fit.
     sums = [
         F.cross_entropy(row[:-1].float(), target, ignore_index=-100, reduction="none").double().sum()
         for row, target in zip(logits, following, strict=True)
@@ -258,13 +258,13 @@ def row_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def summarize(sums: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
-    """Mean loss per token, its standard error over rows, and the perplexity exp(loss).
+    """Mean loss per token, its standard error over sequences, and the perplexity exp(loss).
 
         loss = sum(sums) / sum(tokens)
-        loss_stderr = std(sums - loss * tokens) / (mean(tokens) * sqrt(rows))
+        loss_stderr = std(sums - loss * tokens) / (mean(tokens) * sqrt(sequences))
 
-    where std has n - 1 below the line; for rows of equal length that is the standard error of their mean. One row
-    has none.
+    where std has n - 1 below the line; for sequences of equal length that is the standard error of their mean. One
+    sequence has none.
     """
     loss = float(sums.sum() / tokens.sum())
     summary = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "rows": len(sums)}

@@ -1,6 +1,6 @@
 """The task: windows of a stream of sentences to train on, beginnings of sentences to ask for the rest of.
 
-Shapes: B rows, T positions in a row, V tokens, N longest sentence, n of one sentence.
+Shapes: B sequences, T positions in a sequence, V tokens, N longest sentence, n of one sentence.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ class CFGConfig:
 class CFGTask:
     """Sentences of a grammar, BOS before each: to be continued token by token, and to be written.
 
-    *Rows.* The rows of a batch are consecutive windows of one stream of random sentences, so that a sentence cut by
-    the end of one row continues in the next. The stream begins at a uniformly random token of an endless one: of any
-    window alone, the first token is BOS with probability 1 / (mean length + 1), and every other place of a sentence
-    is as likely. Every token but the first of a row has a label; BOS is also the end of the sentence before it.
+    *Sequences.* The sequences of a batch are consecutive windows of one stream of random sentences, so that a sentence
+    cut by the end of one sequence continues in the next. The stream begins at a uniformly random token of an endless
+    one: of any window alone, the first token is BOS with probability 1 / (mean length + 1), and every other place of a
+    sentence is as likely. Every token but the first of a sequence has a label; BOS is also the end of the sentence
+    before it.
 
-    Slices: "next_token", labels in sentences that begin in the row; "cut", those before the first BOS of the row,
-    where the model cannot know how the sentence began.
+    Slices: "next_token", labels in sentences that begin in the sequence; "cut", those before the first BOS of the
+    sequence, where the model cannot know how the sentence began.
 
     Chance, for each slice: the guesser always names the token that is most frequent in it. Exact.
 
@@ -69,7 +70,7 @@ class CFGTask:
 
     What seeds guarantee: questions of the evaluation split come from random numbers that training never draws. What
     they do not: that a text is new. BOS alone is the beginning of every sentence, and a prefix is a random draw, as
-    the sentences of the training rows are. How probable it is that it came there, too, follows from their entropy;
+    the sentences of the training sequences are. How probable it is that it came there, too, follows from their entropy;
     see docs/tasks.md.
     """
 
@@ -86,7 +87,7 @@ class CFGTask:
         self.chance: dict[str, float] = dict(zip(self.slice_names, _chances(config), strict=True))
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` rows; see `Task.batch`."""
+        """The next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         needed = batch_size * self.length
         parts = [self._rest_of_a_sentence(generator)]
@@ -121,7 +122,7 @@ class CFGTask:
 
             E[-log P(sentence)] / E[length + 1]
 
-        That is what is left to a model that knows the grammar and all of the stream before a token. In a row it
+        That is what is left to a model that knows the grammar and all of the stream before a token. In a sequence it
         knows less, so that the best loss there is somewhat higher.
         """
         drawn = self.grammar.sentences(generator, sentences)
@@ -146,8 +147,9 @@ class CFGTask:
 def _chances(config: CFGConfig) -> tuple[float, float]:
     """Share of the most frequent token in "next_token" and in "cut".
 
-    Place q of a sentence's n + 2 (q = 0 is BOS, q = n + 1 the BOS after it) is a cut label where the row begins at a
-    place in 1 ... q - 1 of the same sentence, at most T - 1 columns before. So, with m the mean length, a row has
+    Place q of a sentence's n + 2 (q = 0 is BOS, q = n + 1 the BOS after it) is a cut label where the sequence begins at
+    a place in 1 ... q - 1 of the same sentence, at most T - 1 columns before. So, with m the mean length, a sequence
+    has
 
         sum_q P(token x at q) min(q - 1, T - 1) / (m + 1)
 

@@ -1,7 +1,7 @@
 """Problems as tokens: with a closed vocabulary of words, or with any tokenizer of transformers.
 
-Problem and solution are encoded apart and then joined, so that a question is, token by token, how a row of training
-begins.
+Problem and solution are encoded apart and then joined, so that a question is, token by token, how a sequence of
+training begins.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Grade-school problems with their solutions, for the paper's Table 4.
 
-Source: the paper's Appendix E.2; Ye et al., "Physics of language models: part 2.1" (2024); kaminocode/iGSM. A row
+Source: the paper's Appendix E.2; Ye et al., "Physics of language models: part 2.1" (2024); kaminocode/iGSM. A sequence
 with the tokenizer "words" holds problem after problem, and is cut off at its length (| ends a line):
 
     input_ids    The number of Gel Pen in each Stationery is 6 more than the number of Trail Pack in each Backpack .
@@ -16,7 +16,7 @@ with the tokenizer "words" holds problem after problem, and is cut off at its le
 
 labels are input_ids, from the second on.
 
-Shapes: B rows, T positions in a row.
+Shapes: B sequences, T positions in a sequence.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TRIES = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class IGSMConfig:
-    """Rows of problems; the defaults are those of Tr12-Te15 in Table 4, but for the tokenizer."""
+    """Sequences of problems; the defaults are those of Tr12-Te15 in Table 4, but for the tokenizer."""
 
     generator: Literal["kamino", "igsm"] = "kamino"
     """kamino: after kaminocode/iGSM, which the paper used; an operation is a line of the solution. igsm: after Ye et
@@ -122,7 +122,7 @@ class IGSMConfig:
 
 
 class IGSMTask:
-    """Rows of problems with solutions, and questions of exactly `test_ops` operations.
+    """Sequences of problems with solutions, and questions of exactly `test_ops` operations.
 
     Problems are parted by a hash of their key, modulo 23: 0 ... 15 may occur in training, 16 ... 22 may be asked. The
     key of kamino is the sorted statements, that of igsm the sketch of the solution: which steps combine which, by what
@@ -153,7 +153,7 @@ class IGSMTask:
         self.chance = {"values": 1 / config.modulus} if self.encoder.whole_values else {}
 
     def batch(self, generator: torch.Generator, batch_size: int) -> Batch:
-        """The next `batch_size` rows; see `Task.batch`."""
+        """The next `batch_size` sequences; see `Task.batch`."""
         check_batch_size(batch_size)
         uniform, length = _uniform(generator), self.length
         ids_BT = np.empty((batch_size, length), np.int64)
@@ -238,7 +238,7 @@ class IGSMTask:
         return min(ops, 1 + int(uniform() * config.ops)) if two else ops
 
     def _encoded(self, uniform: Uniform, rows: int) -> Iterator[Encoded]:
-        """Problems of training that fit into a row; a tokenizer is given as many at once as there are rows."""
+        """Training problems that fit into a sequence; a tokenizer encodes as many at once as there are sequences."""
         at_once = 1 if self.config.tokenizer == WORDS else rows
         too_long = 0
         while True:
