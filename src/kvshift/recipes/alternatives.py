@@ -150,7 +150,7 @@ def _ratios(records: Sequence[Record], reading: Reading) -> list[float] | None:
 
 RECIPE = Recipe(
     entry=CATALOGUE["alternatives"],
-    source="what the paper leaves open of Figure 1a; no figure of its own",
+    source="What the paper leaves open of Figure 1a",
     jobs=jobs,
     plot=plot,
     claims=claims,

@@ -232,7 +232,6 @@ def plot(records: Sequence[Record]) -> Figure:
         ylabel="validation loss (nats per token)",
         title="Loss over compute",
         xscale="log",
-        yscale="log",
     )
     colors = colors_of(("equal steps", "equal compute"))
     for number, equal in enumerate((False, True)):
@@ -266,7 +265,7 @@ def _draw_gains(axes: Axes, losses: Losses, label: str, color: str, *, shift: fl
 
 RECIPE = Recipe(
     entry=CATALOGUE["depth"],
-    source="no figure of the paper: whether the gain survives depth is what its reviewers asked",
+    source="No figure of the paper: whether the gain survives depth is what its reviewers asked",
     jobs=jobs,
     plot=plot,
     claims=claims,

@@ -173,7 +173,7 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
     for arm, by_rate in arms.items():
         cells = []
         for rate in rates:
-            losses = ", ".join(f"{record.curve['loss'][-1]:.3g}" for record in by_rate.get(rate, []))
+            losses = ", ".join(f"{record.curve['loss'][-1]:.4g}" for record in by_rate.get(rate, []))
             cells.append(f"**{losses}**" if rate == best[arm] else losses)
         rows.append((arm, *cells))
     seeds = sorted({record.seed for record in records})
