@@ -108,7 +108,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="does not improve; final performance the same",
                 ours=f"{percent(shifted)} against {percent(vanilla)}: {points(shifted, vanilla)}",
                 direction=within(shifted, vanilla, margin=SHARE_MARGIN),
-                size="print gives no number",
+                size="the paper gives no number",
             )
         )
     shifted, vanilla = ([record.result["evaluation"]["loss"] for record in seeds.values()] for seeds in (ours, theirs))
@@ -119,7 +119,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             ours=verdict([one - other for one, other in zip(shifted, vanilla, strict=True)]).text,
             direction=within(shifted, vanilla, margin=LOSS_MARGIN),
             size=f"with shift {statistics.fmean(shifted):.3f}, "
-            f"without {statistics.fmean(vanilla):.3f}, least possible {_floor(records):.3f}; print gives no number",
+            f"without {statistics.fmean(vanilla):.3f}, least possible {_floor(records):.3f}; the paper gives no number",
         )
     )
     return found

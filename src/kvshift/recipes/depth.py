@@ -272,9 +272,9 @@ RECIPE = Recipe(
     tuned_by=least_loss(),
     notes=(
         "The laptop reads 1.2 of 8.9 million tokens of English Wikipedia articles of 2014, nothing twice, through a "
-        "BPE of 1,024 tokens. Width 64, 128 tokens in a row, 600 steps of 16 rows; after 60 steps of warm-up the "
+        "BPE of 1,024 tokens. Width 64, sequences of 128 tokens, 600 steps of 16 each; after 60 steps of warm-up the "
         "learning rate is constant, so that a loss on the way is one that a shorter run would end at. The validation "
-        "rows are the first 384 of other articles.",
+        "sequences are the first 384 of other articles.",
         "How the laptop was chosen: by what fits into an hour of two cores, before any loss was seen.",
         "The environment variable KVSHIFT_SHARED_DATA names the folder with wiki2014-en/train-00.jsonl.xz and "
         'wiki2014-en/valid.jsonl.xz: any text of one document a line, as {"text": ...}.',

@@ -35,11 +35,11 @@ PAPER = TaskTrainConfig(
     optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=1000, clip_norm=0.0),
     steps=5000,
     batch_size=512,
-    accumulation=8,  # the paper: 512 rows on each of 8 GPUs
+    accumulation=8,  # the paper: 512 sequences on each of 8 GPUs
     eval_every=50,
     eval_rows=2048,
     eval_batch_size=256,
-    data_workers=4,  # 4,096 rows of 512 take one core 0.15 seconds
+    data_workers=4,  # 4,096 sequences of 512 take one core 0.15 seconds
     stop_at=0.999,
 )
 LAPTOP = replace(
@@ -129,10 +129,10 @@ RECIPE = Recipe(
     notes=(
         "The paper does not state the width of the MLP, the heads, the number of steps, or which tokens are trained "
         "on. Here: F = 8 E / 3 (rounded up to a multiple of 8), heads of 128, 5,000 steps (preset paper), every token.",
-        "The printed script cannot feed training as it stands; the mode `script` fixes it (docs/tasks.md).",
+        "The script in the paper cannot feed training as it is; the mode `script` fixes it (docs/tasks.md).",
         "A run ends once 99.9 % were reached in three evaluations in a row.",
-        "How the laptop was chosen: so that two layers without shift learn it, too, while one waits. With rows of 48 "
-        "out of 48 tokens they were at 15 % after 3,000 steps, and there was nothing to compare steps with. The rate "
+        "How the laptop was chosen: so that two layers without shift learn it, too, while one waits. With sequences of "
+        "48 out of 48 tokens they were at 15 % after 3,000 steps, and there was nothing to compare steps with. The rate "
         "of 2e-3 came with it, for all models; the grid of rates is younger.",
     ),
 )

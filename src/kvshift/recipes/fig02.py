@@ -167,7 +167,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="a small non-monotonic process",
             ours=f"derived: on {_shares(away)} of the square a1 or b1 first moves away from induction",
             direction=_verdict(away[0] > away[1] > away[2]),
-            size="print gives no share",
+            size="the paper gives no share",
         ),
         Claim(
             statement="The script of appendix L draws the loss of Theorem 3.4",

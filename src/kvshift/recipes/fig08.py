@@ -44,7 +44,7 @@ PUBLISHED = {
     6: (0.0002, 0.0004, 0.0016, 0.0059, 0.0099, 0.0116, 0.0616),
 }
 """Errors of the vanilla models by layers, at k = `HOPS` (`local/errors.json` of hop-induction-heads): one run each,
-100 rows for every k, with dropout active."""
+100 sequences for every k, with dropout active."""
 
 PAPER = TaskTrainConfig(
     out=Path(),
@@ -200,7 +200,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="the lower curve",
                 ours=f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}",
                 direction=higher(theirs, ours),
-                size="print gives no numbers for KV shift",
+                size="the paper gives no numbers for KV shift",
             )
         )
     layers = 5 if 5 in depths else depths[-1]
@@ -334,8 +334,8 @@ RECIPE = Recipe(
     tuned_by=least_loss(),
     paper={"hops": HOPS, "vanilla errors by layers": PUBLISHED},
     notes=(
-        "Errors are those at defined targets, of 1,000 rows for each k with dropout off. The published ones were "
-        "measured with dropout active, on 100 rows; beside those stand ours with dropout on.",
+        "Errors are those at defined targets, of 1,000 sequences for each k with dropout off. The published ones were "
+        "measured with dropout active, on 100 sequences; beside those stand ours with dropout on.",
         "There is no output matrix: the 128 numbers of the last LayerNorm are the logits, of which 23 belong to "
         "tokens. `GPT2Options(head='linear')` has one.",
         "AdamW at library defaults decays every parameter by 0.01; here matrices and embeddings alone, as everywhere "

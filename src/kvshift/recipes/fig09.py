@@ -107,7 +107,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 if both
                 else f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}",
                 direction=within(ours, theirs, margin=MARGIN),
-                size=f"the mean of the last {LAST} evaluations; print gives curves without legible axes",
+                size=f"the mean of the last {LAST} evaluations; the paper has curves without legible axes",
             ),
             Claim(
                 statement=f"At {size} parameters KV shift changes how soon it is by less than a factor of "
@@ -115,7 +115,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="no difference",
                 ours=compare_reach(soon, late).text,
                 direction=_as_soon(soon, late),
-                size=f"steps to {100 * LEVEL:g} %; print gives curves without legible axes",
+                size=f"steps to {100 * LEVEL:g} %; the paper has curves without legible axes",
             ),
         ]
     return found
@@ -164,8 +164,8 @@ RECIPE = Recipe(
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
     notes=(
-        'The paper gives the three sizes and "about 200" pairs. Here: 32 tokens, rows of three, F = 8 E / 3 (rounded '
-        "up to a multiple of 8), which makes the sizes come out; 5,000 steps at a learning rate of 2e-4, for the "
+        'The paper gives the three sizes and "about 200" pairs. Here: 32 tokens, sequences of three, F = 8 E / 3 '
+        "(rounded up to a multiple of 8), which makes the sizes come out; 5,000 steps at a learning rate of 2e-4, for the "
         "smallest of 1e-2.",
         "Accuracy is that over the whole table, of which training draws rows: to learn from memory is the task.",
         "The laptop has 3.2 million parameters in four layers where the paper has 50 million. A run ends once it has "

@@ -35,7 +35,7 @@ PAPER = TaskTrainConfig(
     out=Path(),
     task=MQARConfig(),
     optimizer=OptimizerConfig(schedule="cosine", warmup_steps=0, beta2=0.999, clip_norm=0.0),
-    steps=64 * 196,  # 64 times 100,000 rows
+    steps=64 * 196,  # 64 times 100,000 sequences
     batch_size=512,
     eval_every=196,
     eval_rows=3000,
@@ -183,7 +183,7 @@ RECIPE = Recipe(
     scored=SCORED,
     notes=(
         "Zoology has two layers of attention with one head, learned positions and no MLP; one layer is ours to ask.",
-        "Zoology trains 64 times on the same 100,000 rows; here each of as many steps draws new rows.",
+        "Zoology trains 64 times on the same 100,000 sequences; here each of as many steps draws new ones.",
         "Zoology's layers add the normalised residual to itself in the place of the MLP; here there is nothing in it.",
         "The cosine is set at every step, not after every epoch. The best learning rate is the one at which an arm "
         "reaches 99 % soonest, or, where it does not, comes closest.",

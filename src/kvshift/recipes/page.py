@@ -195,7 +195,7 @@ def _setting(records: Sequence[Record]) -> str:
         "width": [o["model"].get("hidden_size", o["model"].get("width")) for o in options],
         "layers": [o["model"].get("num_hidden_layers", o["model"].get("layers")) for o in options],
         "steps": [o["steps"] for o in options],
-        "rows a step": [o["batch_size"] * o["accumulation"] for o in options],
+        "sequences per step": [o["batch_size"] * o["accumulation"] for o in options],
         "learning rate": [o["optimizer"]["learning_rate"] for o in options],
         **{f"task {name}": [o["task"].get(name) for o in options] for name in options[0]["task"]},
     }

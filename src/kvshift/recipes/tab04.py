@@ -47,12 +47,12 @@ TR12 = TaskTrainConfig(
     optimizer=_OPTIMIZER,
     steps=100_000,
     batch_size=32,
-    accumulation=16,  # 512 rows a step
+    accumulation=16,  # 512 sequences a step
     eval_every=2000,
     eval_rows=512,
     eval_batch_size=64,
     save_every=5000,
-    data_workers=4,  # GPT-2's tokenizer: 400 rows a second from each
+    data_workers=4,  # GPT-2's tokenizer: 400 sequences a second from each
     questions=4096,
 )
 TR21 = replace(
@@ -60,7 +60,7 @@ TR21 = replace(
     task=IGSMConfig(ops=21, test_ops=24, tokenizer="gpt2", letters="random"),
     optimizer=replace(_OPTIMIZER, weight_decay=0.03),
     steps=200_000,
-    accumulation=8,  # 256 rows a step
+    accumulation=8,  # 256 sequences a step
 )
 LAPTOP = replace(
     TR12,
@@ -259,8 +259,8 @@ RECIPE = Recipe(
     paper={**PAPER_SHARES, "Tr12-Te15, learning rate 2e-3": {"vanilla": 0.5, "KV-shift": 0.7}},
     notes=(
         'The paper says "similar hyper-parameters" to Ye et al. (2024), with a context of 1,024 and a learning rate of '
-        "2e-4. Here: their medium setting for Tr12, their hard one for Tr21 (steps, rows, weight decay), 12 layers of "
-        "width 768 in the Llama form for both models.",
+        "2e-4. Here: their medium setting for Tr12, their hard one for Tr21 (steps, sequences, weight decay), 12 layers "
+        "of width 768 in the Llama form for both models.",
         "An operation is a line of the solution. The released generator cannot make as many as the paper trained and "
         "tested on; docs/tasks.md says what was done instead, and how its problems are parted.",
         "With our names and GPT-2's tokens, 96 % of the problems of 24 operations are longer than 1,024 tokens, and "
@@ -278,8 +278,8 @@ RECIPE = Recipe(
         "implied by a structure and never stated, and whose solutions define what is needed and nothing else; "
         "operations are counted as they do. Nothing was tried before it was set but the lengths of its problems.",
         "How the laptop was chosen: by one vanilla run (seed 1000, learning rate 4e-3, 3,000 steps), before any with "
-        "KV shift. It computed 97 % of the values of rows like those of training and answered 34 % of 200 questions "
-        "of 4 operations and 26 % of 5: there is something to learn, and room above it. An earlier miniature, of 2 "
+        "KV shift. It computed 97 % of the values of sequences like those of training and answered 34 % of 200 "
+        "questions of 4 operations and 26 % of 5: there is something to learn, and room above it. An earlier miniature, of 2 "
         "operations asked for 3, had no rule with two dependencies in training and words in 34 % of its questions "
         "that training lacked; its records stand until those of this one come.",
     ),
