@@ -159,7 +159,8 @@ RECIPE = Recipe(
     notes=(
         "Open in the paper: which tokens are trained on (here all; else repeats alone), what follows a repeated token"
         " (here as the script in the paper has it, in four of five cases what followed the latest occurrence; else "
-        "always that), and the width of the MLP (here 8 / 3 of the model's; else 5,120 for 1,024, with which one layer has "
+        "always that), and the width of the MLP (here 8 / 3 of the model's; else 5,120 for 1,024, with which "
+        "one layer has "
         "the paper's 20 million parameters).",
         "How the laptop was chosen: it is that of Figure 1a; the readings were set before any run of them.",
     ),

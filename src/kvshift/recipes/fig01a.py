@@ -132,7 +132,8 @@ RECIPE = Recipe(
         "The script in the paper cannot feed training as it is; the mode `script` fixes it (docs/tasks.md).",
         "A run ends once 99.9 % were reached in three evaluations in a row.",
         "How the laptop was chosen: so that two layers without shift learn it, too, while one waits. With sequences of "
-        "48 out of 48 tokens they were at 15 % after 3,000 steps, and there was nothing to compare steps with. The rate "
+        "48 out of 48 tokens they were at 15 % after 3,000 steps, and there was nothing to compare steps "
+        "with. The rate "
         "of 2e-3 came with it, for all models; the grid of rates is younger.",
     ),
 )

@@ -165,7 +165,8 @@ RECIPE = Recipe(
     scored=SCORED,
     notes=(
         'The paper gives the three sizes and "about 200" pairs. Here: 32 tokens, sequences of three, F = 8 E / 3 '
-        "(rounded up to a multiple of 8), which makes the sizes come out; 5,000 steps at a learning rate of 2e-4, for the "
+        "(rounded up to a multiple of 8), which makes the sizes come out; 5,000 steps at a learning rate of "
+        "2e-4, for the "
         "smallest of 1e-2.",
         "Accuracy is that over the whole table, of which training draws rows: to learn from memory is the task.",
         "The laptop has 3.2 million parameters in four layers where the paper has 50 million. A run ends once it has "

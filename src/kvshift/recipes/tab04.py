@@ -259,7 +259,8 @@ RECIPE = Recipe(
     paper={**PAPER_SHARES, "Tr12-Te15, learning rate 2e-3": {"vanilla": 0.5, "KV-shift": 0.7}},
     notes=(
         'The paper says "similar hyper-parameters" to Ye et al. (2024), with a context of 1,024 and a learning rate of '
-        "2e-4. Here: their medium setting for Tr12, their hard one for Tr21 (steps, sequences, weight decay), 12 layers "
+        "2e-4. Here: their medium setting for Tr12, their hard one for Tr21 (steps, sequences, weight decay), "
+        "12 layers "
         "of width 768 in the Llama form for both models.",
         "An operation is a line of the solution. The released generator cannot make as many as the paper trained and "
         "tested on; docs/tasks.md says what was done instead, and how its problems are parted.",
@@ -279,7 +280,8 @@ RECIPE = Recipe(
         "operations are counted as they do. Nothing was tried before it was set but the lengths of its problems.",
         "How the laptop was chosen: by one vanilla run (seed 1000, learning rate 4e-3, 3,000 steps), before any with "
         "KV shift. It computed 97 % of the values of sequences like those of training and answered 34 % of 200 "
-        "questions of 4 operations and 26 % of 5: there is something to learn, and room above it. An earlier miniature, of 2 "
+        "questions of 4 operations and 26 % of 5: there is something to learn, and room above it. An earlier "
+        "miniature, of 2 "
         "operations asked for 3, had no rule with two dependencies in training and words in 34 % of its questions "
         "that training lacked; its records stand until those of this one come.",
     ),
