@@ -24,12 +24,14 @@ def reference_attention(layer: KVShiftAttention, x: Tensor, positions: Sequence[
         project(linear, x, n)
         for linear, n in ((layer.q_proj, heads), (layer.k_proj, kv_heads), (layer.v_proj, kv_heads))
     )
-    q, k, v = (shift(rows, mix(layer.shift, name)) for rows, name in ((q, "gamma"), (k, "alpha"), (v, "beta")))
+    q, k, v = (
+        shift(rows, coefficients_of(layer.shift, name)) for rows, name in ((q, "gamma"), (k, "alpha"), (v, "beta"))
+    )
     if layer.qk_norm:
         q, k = normalise(q, layer.q_norm.weight), normalise(k, layer.k_norm.weight)
     if layer.position_encoding == "rope":
-        turns = range(length) if positions is None else positions
-        q, k = turn(q, turns, layer.rope_base), turn(k, turns, layer.rope_base)
+        angles = range(length) if positions is None else positions
+        q, k = rotate(q, angles, layer.rope_base), rotate(k, angles, layer.rope_base)
 
     outputs = []
     for t in range(length):
@@ -55,7 +57,7 @@ def project(linear: torch.nn.Linear, x: Tensor, heads: int) -> Rows:
     return [list(row.reshape(heads, -1)) for row in rows]
 
 
-def mix(module: KVShift, name: str) -> Tensor | None:
+def coefficients_of(module: KVShift, name: str) -> Tensor | None:
     parameter = getattr(module, name)
     if parameter is None or module.options.constraint == "free":
         return parameter
@@ -65,12 +67,12 @@ def mix(module: KVShift, name: str) -> Tensor | None:
     return torch.cat([now, 1 - now], dim=1)
 
 
-def shift(rows: Rows, mix: Tensor | None) -> Rows:
-    if mix is None:
+def shift(rows: Rows, coefficients: Tensor | None) -> Rows:
+    if coefficients is None:
         return rows
     return [
         [
-            sum(mix[h, lag].double() * rows[t - lag][h] for lag in range(mix.shape[1]) if t >= lag)
+            sum(coefficients[h, lag].double() * rows[t - lag][h] for lag in range(coefficients.shape[1]) if t >= lag)
             for h in range(len(rows[t]))
         ]
         for t in range(len(rows))
@@ -81,8 +83,8 @@ def normalise(rows: Rows, gain: Tensor) -> Rows:
     return [[x / ((x * x).mean() + 1e-5).sqrt() * gain for x in row] for row in rows]
 
 
-def turn(rows: Rows, positions: Sequence[float], base: float) -> Rows:
-    turned = []
+def rotate(rows: Rows, positions: Sequence[float], base: float) -> Rows:
+    rotated = []
     for row, position in zip(rows, positions, strict=True):
         heads = []
         for x in row:
@@ -93,8 +95,8 @@ def turn(rows: Rows, positions: Sequence[float], base: float) -> Rows:
                 cos, sin = math.cos(angle), math.sin(angle)
                 pairs.append((x[i] * cos - x[i + half] * sin, x[i + half] * cos + x[i] * sin))
             heads.append(torch.stack([pair[0] for pair in pairs] + [pair[1] for pair in pairs]))
-        turned.append(heads)
-    return turned
+        rotated.append(heads)
+    return rotated
 
 
 def slope(head: int, heads: int) -> float:

@@ -291,10 +291,10 @@ def test_rotation_is_that_of_llama():
 
 def test_rotation_by_hand():
     x = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64).view(1, 1, 1, 4)
-    turned = rotate(x, rotary_table(torch.tensor([[3]]), 4, 100.0, x.dtype)).flatten()
+    rotated = rotate(x, rotary_table(torch.tensor([[3]]), 4, 100.0, x.dtype)).flatten()
     angles = torch.tensor([3.0, 0.3], dtype=torch.float64)
     cos, sin = angles.cos(), angles.sin()
-    close(turned, torch.stack([cos[0], -2 * sin[1], sin[0], 2 * cos[1]]))
+    close(rotated, torch.stack([cos[0], -2 * sin[1], sin[0], 2 * cos[1]]))
 
 
 def test_dropout_only_while_training():

@@ -140,8 +140,8 @@ def assert_equal(layer: KVShift, inputs: list[Tensor], **options: Any) -> None:
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("options", LAYERS)
 def test_results_state_and_gradients(options, where, launches):
-    rows, turn = 1 if "cu_seqlens" in where else B, list(LAYERS).index(options) + list(WHERE).index(where)
-    norms, width = (None, norms_of())[turn % 2], (D, D // 2)[turn % 3 % 2]
+    rows, number = 1 if "cu_seqlens" in where else B, list(LAYERS).index(options) + list(WHERE).index(where)
+    norms, width = (None, norms_of())[number % 2], (D, D // 2)[number % 3 % 2]
     finish = {"rotary": table_of(width, rows if "mask" in where else 1), "norms": norms}
     assert_equal(layer_of(LAYERS[options]), inputs_of(rows), **WHERE[where], **finish)
     assert launches[0] == ("q" not in LAYERS[options].get("targets", ()))
@@ -151,7 +151,7 @@ def test_results_state_and_gradients(options, where, launches):
 @pytest.mark.parametrize(
     "options", ["window 3", *(pytest.param(x, marks=LONG) for x in ("paper", "keys", "values", "queries too"))]
 )
-def test_a_state_goes_on_without_gradients_in_one_launch(options, where, launches):
+def test_a_state_continues_without_gradients_in_one_launch(options, where, launches):
     layer, rows = layer_of(LAYERS[options]), 1 if "cu_seqlens" in where else B
     sequences = len(BOUNDS) - 1 if "cu_seqlens" in where else rows
     held = [normal(sequences, 4, heads, size, seed=600) for heads, size in ((G, D), (G, DV), (H, D))]
@@ -315,7 +315,7 @@ def test_attention(options, where, launches, monkeypatch):
 
 @pytest.mark.parametrize("where", ATTENTION)
 @pytest.mark.parametrize(("heads", "dtype"), [(MHA, torch.float64), (GQA, torch.bfloat16)], ids=["mha", "gqa"])
-def test_what_backward_makes_again_has_the_same_bits(heads, dtype, where, launches, monkeypatch):
+def test_what_backward_recomputes_has_the_same_bits(heads, dtype, where, launches, monkeypatch):
     monkeypatch.setattr(dispatch, "_AUTO", "triton")
     monkeypatch.setattr(recompute, "_WORTH_IT", {"cpu": 0})
     layer = make(heads, dtype=dtype, qk_norm=True)
@@ -326,13 +326,13 @@ def test_what_backward_makes_again_has_the_same_bits(heads, dtype, where, launch
         out, _ = layer(leaf, **ATTENTION[where])
         return [out, *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])]
 
-    made_again = gradients()
+    recomputed = gradients()
     assert launches[0] == 2  # forward's, and the one that backward will make
     with monkeypatch.context() as patch:
         patch.setattr(shift, "may_recompute", lambda *modules: False)
         kept = gradients()
     assert launches[0] == 3
-    for own, expected in zip(made_again, kept, strict=True):
+    for own, expected in zip(recomputed, kept, strict=True):
         assert torch.equal(own, expected)
 
 

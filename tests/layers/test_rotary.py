@@ -26,7 +26,7 @@ def inputs(batch: int, positions: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(batch, positions, heads, size).to(dtype) for heads, size in ((H, D), (G, D), (G, DV))]
 
 
-def past(batch: int, dtype: torch.dtype, rows: int = 1) -> ShiftState:
+def state_of(batch: int, dtype: torch.dtype, rows: int = 1) -> ShiftState:
     k, v = (torch.randn(batch, rows, G, size).to(dtype) for size in (D, DV))
     return ShiftState(k, v, rows)
 
@@ -58,13 +58,13 @@ def test_the_turn_has_the_bits_of_transformers(dtype):
 
 @pytest.mark.parametrize("targets", [(), ("k",), ("v",), ("k", "v"), ("q", "k", "v")], ids=str)
 @pytest.mark.parametrize("positions", [1, 4])
-def test_shift_then_turn(targets, positions):
+def test_shift_then_rotate(targets, positions):
     layer = KVShift(G, ShiftOptions(targets=targets), num_heads=H)
     q, k, v = inputs(2, positions, torch.float32)
     rotary = tables(2, positions, torch.float32)
     q_hat, k_hat, v_hat, _ = layer(q, k, v)
-    turned = layer(q, k, v, rotary=rotary)
-    for result, expected in zip(turned, (rotate_half(q_hat, rotary), rotate_half(k_hat, rotary), v_hat), strict=False):
+    rotated = layer(q, k, v, rotary=rotary)
+    for result, expected in zip(rotated, (rotate_half(q_hat, rotary), rotate_half(k_hat, rotary), v_hat), strict=False):
         assert torch.equal(result, expected)
 
 
@@ -75,7 +75,7 @@ def test_shift_then_turn(targets, positions):
 def test_the_next_token_has_the_bits_of_one_step_after_the_other(dtype, targets, batch, angles, counted):
     layer = KVShift(G, ShiftOptions(targets=targets), num_heads=H).to(torch.promote_types(dtype, torch.float32))
     q, k, v = inputs(batch, 1, dtype)
-    rotary, state = tables(angles, 1, dtype), past(batch, dtype) if targets else None
+    rotary, state = tables(angles, 1, dtype), state_of(batch, dtype) if targets else None
     expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
     assert not counted
     results = layer(q, k, v, state=state, rotary=rotary)
@@ -95,15 +95,15 @@ def test_the_next_token_has_the_bits_of_one_step_after_the_other(dtype, targets,
 )  # fmt: skip
 def test_what_is_taken_as_the_next_token(case, is_next, counted):
     q, k, v = inputs(2, 1, torch.float32)
-    rotary, state, options = tables(2, 1, torch.float32), past(2, torch.float32), {}
+    rotary, state, options = tables(2, 1, torch.float32), state_of(2, torch.float32), {}
     if case == "strides of q":
         q = q.transpose(2, 3).contiguous().transpose(2, 3)
     elif case == "strides of the state":
         state = ShiftState(state.k.transpose(2, 3).contiguous().transpose(2, 3), state.v, 1)
     elif case == "state of two rows":
-        state = past(2, torch.float32, rows=2)
+        state = state_of(2, torch.float32, rows=2)
     elif case == "window 3":
-        state, options = past(2, torch.float32, rows=2), {"window": 3}
+        state, options = state_of(2, torch.float32, rows=2), {"window": 3}
     elif case == "queries too":
         state = ShiftState(state.k, state.v, 1, torch.randn(2, 1, H, D))
         options = {"targets": ("q", "k", "v"), "num_heads": H}
@@ -134,7 +134,7 @@ def test_what_is_taken_as_the_next_token(case, is_next, counted):
 def test_the_next_token_takes_the_coefficients_as_they_are_now(change, counted):
     """What is kept from token to token are views."""
     layer, given = KVShift(G), inputs(2, 1, torch.float32)
-    arguments = {"state": past(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
+    arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
     first = layer(*given, **arguments)
     if change == "in place":
         layer.alpha.mul_(3)
@@ -161,7 +161,7 @@ def test_the_next_token_takes_the_coefficients_as_they_are_now(change, counted):
 @torch.no_grad()
 def test_coefficients_under_a_constraint_go_in_one_call_too(constraint, counted):
     layer = KVShift(G, ShiftOptions(constraint=constraint))
-    arguments = {"state": past(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
+    arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
     given = inputs(2, 1, torch.float32)
     results = layer(*given, **arguments)
     for result, other in zip(results[:3], layer(*given, **arguments, backend="eager"), strict=False):
@@ -169,7 +169,7 @@ def test_coefficients_under_a_constraint_go_in_one_call_too(constraint, counted)
     assert counted
 
 
-@pytest.mark.parametrize("turned", [True, False], ids=["turned", "not turned"])
+@pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "not rotated"])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -187,9 +187,9 @@ def test_coefficients_under_a_constraint_go_in_one_call_too(constraint, counted)
     ],
 )
 @torch.no_grad()
-def test_decoding_names_what_disagrees(change, error, message, turned):
+def test_decoding_names_what_disagrees(change, error, message, rotated):
     q, k, v = inputs(2, 1, torch.float32)
-    state = past(2, torch.float32)
+    state = state_of(2, torch.float32)
     if change == "k of fewer rows":
         k, state = k[:1], ShiftState(state.k[:1], state.v, 1)
     elif change == "v of fewer rows":
@@ -213,16 +213,16 @@ def test_decoding_names_what_disagrees(change, error, message, turned):
     elif change == "v as a list":
         v = v.tolist()
     with pytest.raises(error, match=message):
-        KVShift(G)(q, k, v, state=state, rotary=tables(2, 1, torch.float32) if turned else None)
+        KVShift(G)(q, k, v, state=state, rotary=tables(2, 1, torch.float32) if rotated else None)
 
 
 @pytest.mark.parametrize("targets", [(), ("k", "v")], ids=str)
 @torch.no_grad()
-def test_queries_of_other_rows_are_turned_as_in_many_calls(targets, counted):
+def test_queries_of_other_rows_are_rotated_as_in_many_calls(targets, counted):
     """Not a case of attention, but of memory: nothing is read that is not there."""
     layer, rotary = KVShift(G, ShiftOptions(targets=targets)), tables(1, 1, torch.float32)
     (_, k, v), (q, *_) = inputs(5, 1, torch.float32), inputs(2, 1, torch.float32)
-    state = past(5, torch.float32) if targets else None
+    state = state_of(5, torch.float32) if targets else None
     results = layer(q, k, v, state=state, rotary=rotary)
     expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
     for result, other in zip(results[:3], expected[:3], strict=True):
@@ -230,7 +230,7 @@ def test_queries_of_other_rows_are_turned_as_in_many_calls(targets, counted):
     assert not counted
 
 
-def test_the_gradient_goes_through_the_turn():
+def test_the_gradient_goes_through_rotation():
     layer = KVShift(G).double()
     q, k, v = (x.requires_grad_() for x in inputs(2, 3, torch.float64))
     rotary = tables(2, 3, torch.float64)

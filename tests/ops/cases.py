@@ -1,6 +1,6 @@
 """Calls of the operator to test: random ones, with any strides, and what comes out of them.
 
-Shapes: B batch, T positions, S sequences, R rows of history, G KV heads, D head size, W window.
+Shapes: B batch, T positions, S sequences, R rows of state, G KV heads, D head size, W window.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def random_case(
     v_dim: int = 5,
     window: int = 2,
     dtype: torch.dtype = torch.float32,
-    mix_dtype: torch.dtype = torch.float32,
+    coefficient_dtype: torch.dtype = torch.float32,
     rows: int | None = None,
     lengths: Sequence[int] | None = None,
     seq_idx: Sequence[Sequence[int]] | None = None,
@@ -94,8 +94,8 @@ def random_case(
     return Case(
         lay_out(k, layout),
         lay_out(v, layout),
-        normal(heads, window, dtype=mix_dtype),
-        normal(heads, window, dtype=mix_dtype),
+        normal(heads, window, dtype=coefficient_dtype),
+        normal(heads, window, dtype=coefficient_dtype),
         state,
         None if lengths is None else boundaries(lengths),
         None if seq_idx is None else torch.tensor(seq_idx, dtype=torch.long).reshape(batch, positions),

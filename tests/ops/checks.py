@@ -2,7 +2,7 @@
 
 Each raises AssertionError where `backend` breaks the promise; `test_mutants.py` breaks every one of them.
 
-Shapes: B batch, T positions, S sequences, R rows of history, G KV heads, D head size, W window.
+Shapes: B batch, T positions, S sequences, R rows of state, G KV heads, D head size, W window.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def check_padding_is_as_if_absent(backend: str, masks: Sequence[Sequence[int]], 
                 assert not padded[name][b, ~real].any(), f"{name} must be zero on padding"
 
 
-def check_reordered_rows_go_on(backend: str) -> None:
-    """Beams that change places: row i goes on as row order[i] would have."""
+def check_reordered_sequences_continue(backend: str) -> None:
+    """Beams that change places: row i continues as row order[i] would have."""
     case = random_case(5, batch=3, positions=2)
     order = [2, 0, 0]
     _, _, state = case.call(backend)
@@ -229,7 +229,7 @@ def check_reordered_rows_go_on(backend: str) -> None:
 
 
 def check_cropped_tokens_were_never_seen(backend: str, tokens: int, window: int) -> None:
-    """Feed some, feed `tokens` more, take those back, go on: as if they had not been."""
+    """Feed some, feed `tokens` more, take those back, continue: as if they had not been."""
     case = random_case(11, positions=13, rows=window - 1 + 3, window=window)
     drafts = random_case(13, positions=tokens)
 

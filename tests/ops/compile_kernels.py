@@ -24,7 +24,7 @@ import torch
 SIZES = {"B": 9, "T": 256, "H": 8, "G": 4, "D": 128}
 # Words of a call: one of the first row, any of the second, and of the last which targets are shifted, if not both.
 WORDS = (
-    ("plain", "state", "documents", "padding", "turned", "step"),
+    ("plain", "state", "documents", "padding", "rotated", "step"),
     ("pack", "norm"),
     ("keys", "values", "none", "single"),
 )
@@ -73,8 +73,8 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
 
             return launch
 
-    of = dict.fromkeys(("forward", "tails", "links"), triton_kernels)
-    of |= dict.fromkeys(("backward", "backward_past"), triton_backward)
+    of = dict.fromkeys(("forward", "next_state", "links"), triton_kernels)
+    of |= dict.fromkeys(("backward", "backward_state"), triton_backward)
     of |= {"step": triton_decoding}
     stand_ins = SimpleNamespace(**{name: Kernel(getattr(module, name)) for name, module in of.items()})
     triton_launch.kernels = triton_state.kernels = triton_step.kernels = lambda: stand_ins
@@ -86,7 +86,7 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
 def call(words: list[str], window: int, dtype: torch.dtype) -> None:
     """Forward, backward and the next state, or a step of decoding, as the WORDS say."""
     from kvshift.ops import ShiftState, kv_shift, shift_tokens
-    from kvshift.ops.triton.call import Boundaries, turn_triton
+    from kvshift.ops.triton.call import Boundaries, shift_norm_rope_triton
     from kvshift.ops.triton.step import step_triton
 
     unknown = set(words).difference(*WORDS)
@@ -110,10 +110,12 @@ def call(words: list[str], window: int, dtype: torch.dtype) -> None:
         with torch.no_grad():
             step_triton(q, k, v, alpha, beta, *tables, *states, *caches, **slots, **scales)
         return
-    if "turned" in words:
-        results = turn_triton(q, k, v, alpha, beta, *tables, **scales, boundaries=Boundaries.of(pack, None, None))
+    if "rotated" in words:
+        results = shift_norm_rope_triton(
+            q, k, v, alpha, beta, *tables, **scales, boundaries=Boundaries.of(pack, None, None)
+        )
     elif "single" in words:
-        results = shift_tokens(k, alpha, history=numbers(B, window, G, D), backend="triton")
+        results = shift_tokens(k, alpha, state=numbers(B, window, G, D), backend="triton")
     else:
         state = ShiftState(numbers(B, window, G, D), numbers(B, window, G, D), window) if "state" in words else None
         numbered = torch.zeros(B, T, dtype=torch.int64) if "documents" in words else None

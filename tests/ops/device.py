@@ -58,15 +58,18 @@ def kernels_on_device() -> Iterator[None]:
     def there(tensors: Any) -> list[Tensor | None]:
         return [None if x is None else _Carried.apply(x, DEVICE) for x in tensors]
 
-    def shift_there(inputs: Any, mixes: Any, pasts: Any, sequences: int, max_rows: int, *others: Any) -> Any:
+    def shift_there(inputs: Any, coefficients: Any, states: Any, sequences: int, max_rows: int, *others: Any) -> Any:
         *bounds, backend = others
         if backend != "triton":
-            return shift_here(inputs, mixes, pasts, sequences, max_rows, *bounds, backend)
+            return shift_here(inputs, coefficients, states, sequences, max_rows, *bounds, backend)
         home = inputs[0].device
         bounds = [None if x is None else x.to(DEVICE) for x in bounds]
-        shifted, rows = shift_here(there(inputs), there(mixes), there(pasts), sequences, max_rows, *bounds, backend)
+        shifted, rows = shift_here(
+            there(inputs), there(coefficients), there(states), sequences, max_rows, *bounds, backend
+        )
         outputs = [
-            x if mix is None else _Carried.apply(y, home) for x, mix, y in zip(inputs, mixes, shifted, strict=True)
+            x if own is None else _Carried.apply(y, home)
+            for x, own, y in zip(inputs, coefficients, shifted, strict=True)
         ]
         return outputs, [_Carried.apply(x, home) for x in rows]
 

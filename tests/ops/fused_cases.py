@@ -1,6 +1,6 @@
 """Calls of shift + QK-norm + RoPE to test, and how far rounding may take a result from that of the reference.
 
-Shapes: B batch, T positions, S sequences, R rows of history, H query heads, G KV heads, D head size, W window.
+Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kvshift.ops import ShiftState, shift_tokens
 from kvshift.ops.fused import Results, shift_norm_rope
 from kvshift.ops.rope import half_tables, rotate_half
-from kvshift.ops.triton.call import Boundaries, turn_triton
+from kvshift.ops.triton.call import Boundaries, shift_norm_rope_triton
 
 from .cases import boundaries, lay_out, spread
 from .rounding import assert_close
@@ -174,7 +174,7 @@ def random_fused(
 
 def launched(case: FusedCase) -> Outputs:
     """By the kernels."""
-    q, k, v = turn_triton(
+    q, k, v = shift_norm_rope_triton(
         case.q,
         case.k,
         case.v,
@@ -185,8 +185,8 @@ def launched(case: FusedCase) -> Outputs:
         q_scale=case.q_scale,
         k_scale=case.k_scale,
         eps=case.eps,
-        k_past=case.k_state,
-        v_past=case.v_state,
+        k_state=case.k_state,
+        v_state=case.v_state,
         boundaries=Boundaries.of(**case.where()),
     )
     return None if case.q is None else q, k, v
@@ -235,14 +235,14 @@ def without_state(case: FusedCase) -> Outputs:
 
 
 def unfused(case: FusedCase) -> Outputs:
-    """One operation of PyTorch after the other, in the dtype of the tensors, for rows without boundaries or history."""
+    """One operation of PyTorch after the other, in the dtype of the tensors, for rows without boundaries or state."""
     table = half_tables(case.cos.repeat(1, 1, 2), case.sin.repeat(1, 1, 2))
 
-    def shift(x: Tensor, mix: Tensor | None) -> Tensor:
-        if mix is None:
+    def shift(x: Tensor, coefficients: Tensor | None) -> Tensor:
+        if coefficients is None:
             return x
-        lags = (F.pad(x, (0, 0, 0, 0, lag, 0))[:, : x.shape[1]] for lag in range(mix.shape[1]))
-        weights = mix.to(x.dtype).unsqueeze(2).unbind(1)
+        lags = (F.pad(x, (0, 0, 0, 0, lag, 0))[:, : x.shape[1]] for lag in range(coefficients.shape[1]))
+        weights = coefficients.to(x.dtype).unsqueeze(2).unbind(1)
         return cast(Tensor, sum(weight * before for weight, before in zip(weights, lags, strict=True)))
 
     def finish(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -396,7 +396,7 @@ def results_with_bounds(case: FusedCase, unit: float) -> dict[str, Rounded]:
 
 
 def _shift(x: Tensor, coefficients: Tensor, state: Tensor | None, case: FusedCase) -> Tensor:
-    return shift_tokens(x, coefficients, history=state, **case.where(), backend="reference")[0]
+    return shift_tokens(x, coefficients, state=state, **case.where(), backend="reference")[0]
 
 
 def _shift_backward(

@@ -53,7 +53,7 @@ def nothing_compiled_before() -> Iterator[None]:
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.slow
 def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):
-    """Forward and backward; fewer tokens than rows of history too."""
+    """Forward and backward; fewer tokens than rows of state too."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(kv_shift, backend=counter, fullgraph=True, dynamic=True)
     for positions in POSITIONS:

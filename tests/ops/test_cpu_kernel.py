@@ -82,15 +82,18 @@ def test_large_results_are_written_past_the_cache_with_the_same_bits(dtype, kern
     positions = 2**21 // (2 * 5 * 192 * dtype.itemsize) + 1
     generator = torch.Generator().manual_seed(17)
     x, grad = (torch.randn(2, positions, 5, 192, generator=generator).to(dtype) for _ in range(2))
-    history, mix = torch.randn(2, 1, 5, 192, generator=generator).to(dtype), torch.randn(5, 2, generator=generator)
+    state, coefficients = (
+        torch.randn(2, 1, 5, 192, generator=generator).to(dtype),
+        torch.randn(5, 2, generator=generator),
+    )
     mask = torch.rand(2, positions, generator=generator) < 0.9
     assert x.nbytes >= 2**21 > x[:, 1:].nbytes
     results = {}
     for backend in ("cpu", "eager"):
-        leaves = x.clone().requires_grad_(), history.clone().requires_grad_()
-        y, _ = shift_tokens(leaves[0], mix, history=leaves[1], mask=mask, backend=backend)
+        leaves = x.clone().requires_grad_(), state.clone().requires_grad_()
+        y, _ = shift_tokens(leaves[0], coefficients, state=leaves[1], mask=mask, backend=backend)
         results[backend] = y, *torch.autograd.grad(y, leaves, grad)
-    for name, result, expected in zip(("y", "x", "history"), results["cpu"], results["eager"], strict=True):
+    for name, result, expected in zip(("y", "x", "state"), results["cpu"], results["eager"], strict=True):
         assert torch.equal(result, expected), name
 
 
@@ -99,14 +102,16 @@ def test_numbers_at_the_end_of_bfloat16(bits, kernel):
     """Infinities, NaN of any payload, subnormal numbers, the largest: as PyTorch rounds them."""
     signed = bits - 0x10000 if bits >= 0x8000 else bits
     x = torch.full((1, 2, 1, 33), signed, dtype=torch.int16).view(torch.bfloat16)
-    for mix in ([1.0, 0.5], [1.0, 1.0], [-1.0, float("nan")]):
-        y, expected = (shift_tokens(x, torch.tensor([mix]), backend=backend)[0] for backend in ("cpu", "eager"))
+    for coefficients in ([1.0, 0.5], [1.0, 1.0], [-1.0, float("nan")]):
+        y, expected = (
+            shift_tokens(x, torch.tensor([coefficients]), backend=backend)[0] for backend in ("cpu", "eager")
+        )
         torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_coefficient_may_be_a_nan_with_any_payload(kernel):
-    mix = torch.tensor([[0x7FFFFFFF, 0x3F800000]], dtype=torch.int32).view(torch.float32)
-    y, _ = shift_tokens(torch.ones(1, 3, 1, 5, dtype=torch.bfloat16), mix, backend="cpu")
+    coefficients = torch.tensor([[0x7FFFFFFF, 0x3F800000]], dtype=torch.int32).view(torch.float32)
+    y, _ = shift_tokens(torch.ones(1, 3, 1, 5, dtype=torch.bfloat16), coefficients, backend="cpu")
     assert y.isnan().all()
 
 
@@ -117,9 +122,9 @@ def test_coefficients_gradient_is_as_exact_as_that_of_plain_pytorch(kernel):
         generator = torch.Generator().manual_seed(seed)
         x, grad = (torch.randn(2, 1024, 4, 128, generator=generator) for _ in range(2))
         exact = (grad.double() * x.double()).sum((0, 1, 3))
-        mix = torch.ones(4, 2, requires_grad=True)
-        y, _ = shift_tokens(x, mix, backend="cpu")
-        (own,) = torch.autograd.grad(y, mix, grad)
+        coefficients = torch.ones(4, 2, requires_grad=True)
+        y, _ = shift_tokens(x, coefficients, backend="cpu")
+        (own,) = torch.autograd.grad(y, coefficients, grad)
         plain = torch.ones(4, 1, requires_grad=True)
         (other,) = torch.autograd.grad(x * plain, plain, grad)
         errors["cpu"] = max(errors["cpu"], float((own[:, 0] - exact).abs().max()))

@@ -294,20 +294,20 @@ def test_boundaries_on_a_device_without_data_are_accepted():
     ("bad", "error", "message"),
     [
         ({"x": ROWS.k[0]}, ValueError, r"x must have 4 dimensions"),
-        ({"mix": ROWS.alpha[:2]}, ValueError, r"mix must be \(heads, window\) with 3 heads"),
-        ({"history": ROWS.k[:, :0]}, ValueError, r"history must be \(2, rows, 3, 7\) with rows >= 1"),
-        ({"history": ROWS.k.half()}, ValueError, r"history must be torch.float32 on cpu; history is .* torch.float16"),
-        ({"history": ROWS.k, "max_rows": 3}, ValueError, r"max_rows must be at least the rows of history, 11; got 3"),
-        ({"max_rows": 0}, ValueError, r"max_rows must be at least the rows of history, 1; got 0"),
+        ({"coefficients": ROWS.alpha[:2]}, ValueError, r"coefficients must be \(heads, window\) with 3 heads"),
+        ({"state": ROWS.k[:, :0]}, ValueError, r"state must be \(2, rows, 3, 7\) with rows >= 1"),
+        ({"state": ROWS.k.half()}, ValueError, r"state must be torch.float32 on cpu; state is .* torch.float16"),
+        ({"state": ROWS.k, "max_rows": 3}, ValueError, r"max_rows must be at least the rows of state, 11; got 3"),
+        ({"max_rows": 0}, ValueError, r"max_rows must be at least the rows of state, 1; got 0"),
         ({"backend": "cuda"}, ValueError, r"backend must be one of .*; got 'cuda'"),
         ({"cu_seqlens": PACK.cu_seqlens}, ValueError, r"with cu_seqlens the batch must be 1 row"),
         ({"mask": ROWS.k[..., 0, 0]}, TypeError, r"mask must be of dtype torch.bool"),
     ],
-    ids=["x", "mix", "short history", "dtype", "max_rows", "no rows", "backend", "cu_seqlens", "mask"],
+    ids=["x", "coefficients", "short state", "dtype", "max_rows", "no rows", "backend", "cu_seqlens", "mask"],
 )
 def test_a_bad_argument_of_shift_tokens_is_named(bad, error, message):
     with pytest.raises(error, match=message):
-        shift_tokens(**{"x": ROWS.k, "mix": ROWS.alpha, **bad})
+        shift_tokens(**{"x": ROWS.k, "coefficients": ROWS.alpha, **bad})
 
 
 STATE = ShiftState.zeros(3, 5, 7, rows=2)

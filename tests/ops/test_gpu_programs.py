@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvshift.ops import ShiftState, kv_shift, shift_tokens
 from kvshift.ops.triton import launch as triton_launch
-from kvshift.ops.triton.call import Boundaries, turn_triton
+from kvshift.ops.triton.call import Boundaries, shift_norm_rope_triton
 
 from . import checks
 from .cases import Case, outcome, random_case
@@ -124,15 +124,15 @@ def test_peak_memory_is_the_results_and_the_gradients(state):
     k, v, gk, gv = (
         torch.randn(2, 4096, 4, 128, dtype=torch.bfloat16, device=DEVICE, generator=generator) for _ in range(4)
     )
-    mix = torch.randn(4, 2, device=DEVICE, generator=generator).requires_grad_()
-    history = ShiftState.zeros(2, 4, 128, rows=1, dtype=k.dtype, device=DEVICE) if state else None
-    leaves = [k.requires_grad_(), v.requires_grad_(), mix]
+    coefficients = torch.randn(4, 2, device=DEVICE, generator=generator).requires_grad_()
+    state = ShiftState.zeros(2, 4, 128, rows=1, dtype=k.dtype, device=DEVICE) if state else None
+    leaves = [k.requires_grad_(), v.requires_grad_(), coefficients]
     kept = peak = 0
     for _ in range(2):  # the first compiles
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        k_hat, v_hat, _ = kv_shift(k, v, mix, mix, state=history, backend="triton")
+        k_hat, v_hat, _ = kv_shift(k, v, coefficients, coefficients, state=state, backend="triton")
         kept = torch.cuda.memory_allocated() - before
         gradients = torch.autograd.grad((k_hat, v_hat), leaves, (gk, gv))
         peak = torch.cuda.max_memory_allocated() - before
@@ -143,7 +143,7 @@ def test_peak_memory_is_the_results_and_the_gradients(state):
 
 @needs_cuda
 def test_a_tensor_of_more_than_2_to_the_31_elements():
-    """4.3 GB of keys; the last tokens are those of a small call that goes on from the token before them."""
+    """4.3 GB of keys; the last tokens are those of a small call that continues from the token before them."""
     if torch.cuda.mem_get_info()[0] < 24e9:
         pytest.skip("the device has less than 24 GB to spare")
     positions = 2**31 // 128 + 999
@@ -153,19 +153,21 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
     for x in (k, v):
         x.normal_(generator=generator)
     assert k.numel() > 2**31
-    mix = torch.tensor([[0.75, -1.5]], device=DEVICE)
+    coefficients = torch.tensor([[0.75, -1.5]], device=DEVICE)
     end = slice(positions - 500, positions)
     state = ShiftState(k[:, end.start - 1 : end.start].clone(), v[:, end.start - 1 : end.start].clone(), 1)
-    case = Case(k[:, end].clone(), v[:, end].clone(), mix, mix, state)
+    case = Case(k[:, end].clone(), v[:, end].clone(), coefficients, coefficients, state)
     case = replace(case, grads=tuple(torch.randn_like(x) for x in (case.k, case.v, state.k, state.v)))
     expected = outcome(case, "triton", through_state=False)
-    k_hat, v_hat, _ = kv_shift(k.requires_grad_(), v.requires_grad_(), mix, mix, backend="triton")
+    k_hat, v_hat, _ = kv_shift(k.requires_grad_(), v.requires_grad_(), coefficients, coefficients, backend="triton")
     assert torch.equal(k_hat[:, end], expected["k_hat"])
     assert torch.equal(v_hat[:, end], expected["v_hat"])
     g = torch.zeros_like(k_hat)
     g[:, end] = case.grads[0]
     del k_hat
-    gk, gv = torch.autograd.grad(kv_shift(k, v, mix, mix, backend="triton")[:2], (k, v), (g, torch.zeros_like(v_hat)))
+    gk, gv = torch.autograd.grad(
+        kv_shift(k, v, coefficients, coefficients, backend="triton")[:2], (k, v), (g, torch.zeros_like(v_hat))
+    )
     assert torch.equal(gk[:, end], expected["gradient of k"])
     assert not gk[:, : end.start - 1].any()
     assert not gv.any()
@@ -186,7 +188,7 @@ def test_operators_keep_the_rules_of_torch_library(mode):
     torch.library.opcheck(torch.ops.kvshift.shift.default, args)
     sequences = case.k.shape[0] if case.cu_seqlens is None else len(case.cu_seqlens) - 1
     rows = case.window - 1
-    torch.library.opcheck(torch.ops.kvshift.tails.default, (*args[1:3], *args[5:7], sequences, rows, *bounds))
+    torch.library.opcheck(torch.ops.kvshift.next_state.default, (*args[1:3], *args[5:7], sequences, rows, *bounds))
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
@@ -266,7 +268,7 @@ CHANGED = ("k_state", "v_state", "k_cache", "v_cache")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_on_the_device_is_the_split_of_the_whole(dtype):
-    """One token after a history: what `turn_triton` gives, bit for bit; rows without a slot are left alone."""
+    """One token after a state: what `shift_norm_rope_triton` gives, bit for bit; rows without a slot are left alone."""
     call = a_call_there(window=3, rows=2, dtype=dtype, norm=True, tables=5)
     before = call.copy()
     q_out = call.run()
@@ -275,13 +277,13 @@ def test_a_step_on_the_device_is_the_split_of_the_whole(dtype):
             assert not q_out[b].any()
             continue
         row = slice(b, b + 1)
-        q, k, v = turn_triton(
+        q, k, v = shift_norm_rope_triton(
             *(before[name][row] for name in ("q", "k", "v")),
             *(before[name] for name in ("alpha", "beta")),
             *(before[name][row] for name in ("cos", "sin")),
             **{name: before[name] for name in ("q_scale", "k_scale", "eps")},
-            k_past=before["k_state"][slot : slot + 1],
-            v_past=before["v_state"][slot : slot + 1],
+            k_state=before["k_state"][slot : slot + 1],
+            v_state=before["v_state"][slot : slot + 1],
         )
         assert torch.equal(q_out[row], q)
         if place >= 0:
@@ -327,17 +329,17 @@ def test_a_cuda_graph_decodes():
 def turned_plainly(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, scales: tuple, bounds: dict
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula of `turn_triton`, each operation in the dtype of its arguments."""
+    """The formula of `shift_norm_rope_triton`, each operation in the dtype of its arguments."""
     k = shift_tokens(k, alpha, backend="eager", **bounds)[0]
     v = shift_tokens(v, beta, backend="eager", **bounds)[0]
-    turned = []
+    rotated = []
     for x, scale in zip((q, k), scales or (None, None), strict=True):
         if scale is not None:
             x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1) * scale
         low, high = x.chunk(2, -1)
         c, s = cos.unsqueeze(2).to(x.dtype), sin.unsqueeze(2).to(x.dtype)
-        turned.append(torch.cat([low * c - high * s, high * c + low * s], -1))
-    return *turned, v
+        rotated.append(torch.cat([low * c - high * s, high * c + low * s], -1))
+    return *rotated, v
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -379,7 +381,7 @@ def test_shift_norm_and_rotation_in_one_launch(packed, norm, dtype):
             outputs = turned_plainly(*five, cos, sin, tuple(scales.values()), {"cu_seqlens": bounds})
         else:
             found = Boundaries.of(bounds, None, None)
-            outputs = turn_triton(*five, cos, sin, **scales, eps=0.1 if norm else 0.0, boundaries=found)
+            outputs = shift_norm_rope_triton(*five, cos, sin, **scales, eps=0.1 if norm else 0.0, boundaries=found)
         given = torch.autograd.grad(outputs, list(leaves.values()), grads)
         names = ["q_out", "k_out", "v_out", *(f"gradient of {name}" for name in leaves)]
         return {name: x.detach().double().cpu() for name, x in zip(names, (*outputs, *given), strict=True)}

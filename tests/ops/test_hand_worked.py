@@ -40,8 +40,8 @@ def test_one_token_after_another_is_the_same_formula(backend):
 
 def test_each_head_has_its_own_coefficients(backend):
     k = torch.tensor([[[1.0, 1.0], [2.0, 2.0]]]).unsqueeze(3)
-    mix = torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
-    k_hat, v_hat, _ = kv_shift(k, k, mix, mix.flip(1), backend=backend)
+    coefficients = torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
+    k_hat, v_hat, _ = kv_shift(k, k, coefficients, coefficients.flip(1), backend=backend)
     assert k_hat.squeeze().tolist() == [[1, 100], [12, 1200]]
     assert v_hat.squeeze().tolist() == [[10, 1000], [21, 2100]]
 
@@ -59,7 +59,7 @@ def test_documents_begin_anew(backend):
 
 
 def test_documents_by_number(backend):
-    """Only the first document of a row goes on from the state; the state is the last document's."""
+    """Only the first document of a row continues from the state; the state is the last document's."""
     state = ShiftState(column(8, 7), column(0, 0), 2)
     numbers = torch.tensor([[4, 4, 9, 4]])  # a number seen before is a new document all the same
     k_hat, _, new_state = kv_shift(
@@ -88,8 +88,8 @@ def test_a_row_of_padding_alone_keeps_its_state(backend):
 @pytest.mark.parametrize("missing", ["alpha", "beta"])
 def test_without_coefficients_a_tensor_passes_as_it_is(missing, backend):
     k, v = column(1, 2), column(3, 4)
-    mix = {"alpha": TEN, "beta": TEN, missing: None}
-    k_hat, v_hat, state = kv_shift(k, v, **mix, backend=backend)
+    coefficients = {"alpha": TEN, "beta": TEN, missing: None}
+    k_hat, v_hat, state = kv_shift(k, v, **coefficients, backend=backend)
     passed, shifted = (k_hat, v_hat) if missing == "alpha" else (v_hat, k_hat)
     assert passed is (k if missing == "alpha" else v)
     assert shifted.flatten().tolist() == ([3, 34] if missing == "alpha" else [1, 12])
@@ -97,15 +97,15 @@ def test_without_coefficients_a_tensor_passes_as_it_is(missing, backend):
 
 
 def test_one_tensor_alone(backend):
-    """`shift_tokens`, with two rows of history kept of three that could be."""
-    x_hat, history = shift_tokens(column(1, 2), TEN, history=column(5), max_rows=2, backend=backend)
+    """`shift_tokens`, with two rows of state kept of three that could be."""
+    x_hat, state = shift_tokens(column(1, 2), TEN, state=column(5), max_rows=2, backend=backend)
     assert x_hat.flatten().tolist() == [51, 12]
-    assert history.flatten().tolist() == [1, 2]
-    x_hat, history = shift_tokens(column(1, 2), TEN, backend=backend)
+    assert state.flatten().tolist() == [1, 2]
+    x_hat, state = shift_tokens(column(1, 2), TEN, backend=backend)
     assert x_hat.flatten().tolist() == [1, 12]
-    assert history.flatten().tolist() == [2]
-    x_hat, history = shift_tokens(column(1), TEN, history=column(5), max_rows=3, backend=backend)
-    assert history.flatten().tolist() == [5, 1]
+    assert state.flatten().tolist() == [2]
+    x_hat, state = shift_tokens(column(1), TEN, state=column(5), max_rows=3, backend=backend)
+    assert state.flatten().tolist() == [5, 1]
 
 
 def test_history_grows_to_its_limit(backend):

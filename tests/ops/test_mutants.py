@@ -103,29 +103,44 @@ check_wide_window = partial(check_parity, case=random_case(23, 1, 6, window=4, r
 
 Change = tuple[str, str, str, Check]
 SHIFT, PLAN, STATE, EAGER, KERNEL = "shift.py", "boundaries.py", "state.py", "eager.py", "cpu/kernel.cpp"
-CALL = "shift(x, mix, history, plan, max_rows)"  # of the backend, for each tensor
+CALL = "shift(x, coefficients, state, plan, max_rows)"  # of the backend, for each tensor
 FIRST = "first_BT = bound_rank[:, sequence_T]"
-RETURN = "    return ShiftPlan(sources, readers[:, :-1], tail_BSR.flatten(1))"
+RETURN = "    return ShiftPlan(sources, readers[:, :-1], next_BSR.flatten(1))"
 CROP = "return self._map(lambda x: x[:, :left].clone())"
 
 OF_BOTH: dict[str, Change] = {
-    "state forgotten": (SHIFT, CALL, "shift(x, mix, torch.zeros_like(history), plan, max_rows)", check_pieces),
+    "state forgotten": (SHIFT, CALL, "shift(x, coefficients, torch.zeros_like(state), plan, max_rows)", check_pieces),
     "prefill from zeros": (
         SHIFT,
         CALL,
-        "shift(x, mix, history if positions == 1 else torch.zeros_like(history), plan, max_rows)",
+        "shift(x, coefficients, state if positions == 1 else torch.zeros_like(state), plan, max_rows)",
         check_pieces,
     ),
-    "lags swapped": (SHIFT, CALL, "shift(x, mix.flip(1), history, plan, max_rows)", checks.check_hand_worked_values),
-    "heads swapped": (SHIFT, CALL, "shift(x, mix.flip(0), history, plan, max_rows)", checks.check_hand_worked_values),
-    "keys and values swap coefficients": (
+    "lags swapped": (
         SHIFT,
-        "zip(inputs, mixes, histories, strict=True)",
-        "zip(inputs, mixes[::-1], histories, strict=True)",
+        CALL,
+        "shift(x, coefficients.flip(1), state, plan, max_rows)",
         checks.check_hand_worked_values,
     ),
-    "coefficients in bf16": (SHIFT, CALL, "shift(x, mix.bfloat16(), history, plan, max_rows)", check_parity),
-    "gradient of the state missing": (SHIFT, CALL, "shift(x, mix, history.detach(), plan, max_rows)", check_parity),
+    "heads swapped": (
+        SHIFT,
+        CALL,
+        "shift(x, coefficients.flip(0), state, plan, max_rows)",
+        checks.check_hand_worked_values,
+    ),
+    "keys and values swap coefficients": (
+        SHIFT,
+        "zip(inputs, all_coefficients, states, strict=True)",
+        "zip(inputs, all_coefficients[::-1], states, strict=True)",
+        checks.check_hand_worked_values,
+    ),
+    "coefficients in bf16": (SHIFT, CALL, "shift(x, coefficients.bfloat16(), state, plan, max_rows)", check_parity),
+    "gradient of the state missing": (
+        SHIFT,
+        CALL,
+        "shift(x, coefficients, state.detach(), plan, max_rows)",
+        check_parity,
+    ),
     "state is a view": (SHIFT, CALL, f"({CALL}[0], x[:, -max_rows:])", check_inputs),
     "keys edited in place": (SHIFT, CALL, f"{CALL}; x.data.copy_(y)", check_inputs),
     "state at the padded end": (SHIFT, CALL, f"({CALL}[0], x[:, -rows:].clone())", check_padding),
@@ -152,13 +167,13 @@ OF_BOTH: dict[str, Change] = {
     "one token emits no state": (
         PLAN,
         RETURN,
-        f"    tail_BSR[end_BS - first_BS == 1] = -1\n{RETURN}",
+        f"    next_BSR[end_BS - first_BS == 1] = -1\n{RETURN}",
         check_packs,
     ),
     "no token loses its state": (
         PLAN,
         RETURN,
-        f"    tail_BSR[end_BS == first_BS] = -1\n{RETURN}",
+        f"    next_BSR[end_BS == first_BS] = -1\n{RETURN}",
         check_packs,
     ),
     "gradient across boundaries": (
@@ -167,12 +182,17 @@ OF_BOTH: dict[str, Change] = {
         f"    readers[:, slots : slots + positions - 1, 1] = position_T[1:]\n{RETURN}",
         check_packs,
     ),
-    "state not reordered": (STATE, "return self.select(order)", "return self", checks.check_reordered_rows_go_on),
+    "state not reordered": (
+        STATE,
+        "return self.select(order)",
+        "return self",
+        checks.check_reordered_sequences_continue,
+    ),
     "state reordered backwards": (
         STATE,
         "return self.select(order)",
         "return self.select(order.argsort())",
-        checks.check_reordered_rows_go_on,
+        checks.check_reordered_sequences_continue,
     ),
     "crop keeps the wrong row": (STATE, CROP, "return self._map(lambda x: x[:, tokens:].clone())", check_crop),
     "crop does nothing": (STATE, CROP, "return self", check_crop),
@@ -186,8 +206,8 @@ OF_EAGER: dict[str, Change] = {
     ),
     "products rounded too": (
         EAGER,
-        "    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32\n    mix_GW1",
-        "    dtype = x.dtype\n    mix_GW1",
+        "    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32\n    coefficients_GW1",
+        "    dtype = x.dtype\n    coefficients_GW1",
         check_bfloat16,
     ),
     "zero times infinity": (
@@ -210,13 +230,13 @@ OF_EAGER: dict[str, Change] = {
     ),
     "one token with the oldest row of the state": (
         EAGER,
-        "history[:, rows - lag : rows - lag + 1]",
-        "history[:, lag - 1 : lag]",
+        "state[:, rows - lag : rows - lag + 1]",
+        "state[:, lag - 1 : lag]",
         check_a_token_after_three,
     ),
     "zero times infinity, one token": (
         EAGER,
-        "zeros = None if looks and all(map(all, mix.tolist())) else columns_of(mix == 0)",
+        "zeros = None if looks and all(map(all, coefficients.tolist())) else columns_of(coefficients == 0)",
         "zeros = None",
         check_identity_of_one_token,
     ),
@@ -232,14 +252,14 @@ OF_AUTO: dict[str, Change] = {
     "lags swapped": (KERNEL, ": n.Q + t - j;", ": n.Q + t - (n.W - 1 - j);", check_parity),
     "the oldest row of the state": (
         KERNEL,
-        "row.add(past.at(b, r), past.head, j)",
-        "row.add(past.at(b, 0), past.head, j)",
+        "row.add(state.at(b, r), state.head, j)",
+        "row.add(state.at(b, 0), state.head, j)",
         check_wide_window,
     ),
     "state read for nothing": (
         KERNEL,
-        "else if (r >= 0) row.add(past.at(b, r), past.head, j)",
-        "else row.add(past.at(b, r < 0 ? 0 : r), past.head, j)",
+        "else if (r >= 0) row.add(state.at(b, r), state.head, j)",
+        "else row.add(state.at(b, r < 0 ? 0 : r), state.head, j)",
         check_documents_with_a_state,
     ),
     "strides of heads ignored": (KERNEL, "x.at(b, r - n.Q), x.head, j)", "x.at(b, r - n.Q), n.D, j)", check_strides),
@@ -254,14 +274,14 @@ OF_AUTO: dict[str, Change] = {
     "gradient not looking ahead": (KERNEL, ": r - n.Q + j;", ": r - n.Q;", check_parity),
     "gradient of the first row of the state": (
         KERNEL,
-        "grad_past + (b * n.Q + r) * size",
-        "grad_past + b * n.Q * size",
+        "grad_state + (b * n.Q + r) * size",
+        "grad_state + b * n.Q * size",
         check_wide_window,
     ),
     "coefficients' gradient without the state": (
         KERNEL,
-        "mix, past.at(b, r), past.head, sums, n);",
-        "mix, x.at(b, 0), x.head, sums, n);",
+        "weights, state.at(b, r), state.head, sums, n);",
+        "weights, x.at(b, 0), x.head, sums, n);",
         check_parity,
     ),
     "gradients of the coefficients swapped": (

@@ -52,9 +52,9 @@ def test_results_and_gradients_are_exact_but_for_one_rounding(mode, dtype, throu
 
 
 @dtypes
-@pytest.mark.parametrize("mix_dtype", DTYPES, ids=str)
-def test_coefficients_may_have_a_dtype_of_their_own(dtype, mix_dtype, fast_backend):
-    case = random_case(3, dtype=dtype, mix_dtype=mix_dtype, rows=1)
+@pytest.mark.parametrize("coefficient_dtype", DTYPES, ids=str)
+def test_coefficients_may_have_a_dtype_of_their_own(dtype, coefficient_dtype, fast_backend):
+    case = random_case(3, dtype=dtype, coefficient_dtype=coefficient_dtype, rows=1)
     assert_within_one_rounding(case, fast_backend, through_state=True)
 
 
@@ -122,7 +122,7 @@ def test_gradcheck(mode, backend):
     Of the Triton kernels, which the interpreter runs a thousand times slower, along one random direction.
     """
     shape = {"positions": 5, "heads": 2, "k_dim": 2, "v_dim": 1} | mode
-    case = random_case(11, dtype=torch.float64, mix_dtype=torch.float64, **shape)
+    case = random_case(11, dtype=torch.float64, coefficient_dtype=torch.float64, **shape)
 
     def results(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
         state = ShiftState(*rows, case.state.max_rows) if rows else None
@@ -156,9 +156,9 @@ def test_coefficients_of_a_long_row_keep_their_precision(fast_backend):
     interpreted = fast_backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     positions = 2_003 if interpreted else 100_003
     x = torch.full((1, positions, 1, 3), 0.1)
-    mix = torch.tensor([[1.0, 0.0]], requires_grad=True)
-    k_hat, _, _ = Case(x, x, mix, mix.detach()).call(fast_backend)
-    (gradient,) = torch.autograd.grad(k_hat, mix, x)
+    coefficients = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    k_hat, _, _ = Case(x, x, coefficients, coefficients.detach()).call(fast_backend)
+    (gradient,) = torch.autograd.grad(k_hat, coefficients, x)
     square = float(x[0, 0, 0, 0].double()) ** 2
     exact = torch.tensor([[3 * positions * square, 3 * (positions - 1) * square]])
     torch.testing.assert_close(gradient, exact, rtol=1e-6, atol=0)
@@ -167,8 +167,8 @@ def test_coefficients_of_a_long_row_keep_their_precision(fast_backend):
 def test_what_lies_between_may_exceed_the_dtype():
     """Products that fp16 cannot hold cancel in the fp32 sum; a result that it cannot hold is infinite."""
     k = torch.tensor([60000.0, 60000.0, 30000.0], dtype=torch.float16).reshape(1, 3, 1, 1)
-    mix = torch.tensor([[1.5, -1.0]])
-    k_hat, v_hat, _ = Case(k, k, mix, mix.neg()).call("eager")
+    coefficients = torch.tensor([[1.5, -1.0]])
+    k_hat, v_hat, _ = Case(k, k, coefficients, coefficients.neg()).call("eager")
     assert k_hat.flatten().tolist() == [torch.inf, 30000.0, -15000.0]
     assert v_hat.flatten().tolist() == [-torch.inf, -30000.0, 15000.0]
 
@@ -178,8 +178,8 @@ def test_the_smallest_numbers_survive(dtype):
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     k = torch.tensor([smallest, 3 * smallest], dtype=dtype).reshape(1, 2, 1, 1)
     assert k.count_nonzero() == 2
-    mix = torch.tensor([[1.0, 1.0]])
-    k_hat, v_hat, _ = Case(k, -k, mix, mix).call("eager")
+    coefficients = torch.tensor([[1.0, 1.0]])
+    k_hat, v_hat, _ = Case(k, -k, coefficients, coefficients).call("eager")
     assert torch.equal(k_hat.flatten(), torch.tensor([smallest, 4 * smallest], dtype=dtype))
     assert torch.equal(v_hat, -k_hat)
 

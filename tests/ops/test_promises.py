@@ -63,10 +63,12 @@ def test_a_lag_whose_coefficient_is_zero_is_not_read(backend):
     """By each head for itself, whichever lag it is."""
     nan, inf = torch.nan, torch.inf
     k = torch.tensor([[3.0, 3.0], [inf, -0.0], [5.0, 7.0], [nan, inf], [2.0, 4.0]]).reshape(1, 5, 2, 1)
-    mix = torch.tensor([[0.0, 1.0], [1.0, -0.0]])
+    coefficients = torch.tensor([[0.0, 1.0], [1.0, -0.0]])
     for positions in (5, 1):
         start = ShiftState(k[:, 4 - positions :][:, :1], k[:, 4 - positions :][:, :1], 1) if positions == 1 else None
-        k_hat, v_hat, _ = kv_shift(k[:, -positions:], k[:, -positions:], mix, mix.flip(0), state=start, backend=backend)
+        k_hat, v_hat, _ = kv_shift(
+            k[:, -positions:], k[:, -positions:], coefficients, coefficients.flip(0), state=start, backend=backend
+        )
         before, now = torch.tensor([0.0, 3.0, inf, 5.0, nan]), torch.tensor([3.0, -0.0, 7.0, inf, 4.0])
         torch.testing.assert_close(k_hat[0, :, 0, 0], before[-positions:], rtol=0, atol=0, equal_nan=True)
         assert torch.equal(k_hat[0, :, 1, 0].view(torch.int32), now[-positions:].view(torch.int32))
@@ -228,6 +230,6 @@ def test_packs_of_nothing(lengths, backend):
 
 
 def test_a_plan_counts_in_64_bits():
-    """Rows of history come before tokens: with many sequences their numbers pass 2^31 before the tokens' do."""
+    """Rows of state come before tokens: with many sequences their numbers pass 2^31 before the tokens' do."""
     plan = plan_shift(1, 3, 2, 1, torch.device("cpu"), cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32))
     assert {x.dtype for x in vars(plan).values()} == {torch.int64}

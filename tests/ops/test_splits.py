@@ -33,8 +33,8 @@ def check_every_cut(case: Case, backend: str, positions: int) -> None:
 @few_on_triton
 def test_rows(dtype, spare_rows, window, backend):
     leave_to_one_dtype(backend, dtype)
-    history = None if spare_rows is None else window - 1 + spare_rows
-    check_every_cut(random_case(2, 2, 7, dtype=dtype, window=window, rows=history), backend, 7)
+    kept = None if spare_rows is None else window - 1 + spare_rows
+    check_every_cut(random_case(2, 2, 7, dtype=dtype, window=window, rows=kept), backend, 7)
 
 
 @dtypes
@@ -44,8 +44,8 @@ def test_rows(dtype, spare_rows, window, backend):
 def test_packs(dtype, spare_rows, window, backend):
     """Each call gets a pack of the next piece of each sequence; pieces of those that have ended are empty."""
     leave_to_one_dtype(backend, dtype)
-    history = None if spare_rows is None else window - 1 + spare_rows
-    case = random_case(3, lengths=LENGTHS, dtype=dtype, window=window, rows=history)
+    kept = None if spare_rows is None else window - 1 + spare_rows
+    case = random_case(3, lengths=LENGTHS, dtype=dtype, window=window, rows=kept)
     check_every_cut(case, backend, max(LENGTHS))
 
 
@@ -53,25 +53,25 @@ def test_packs(dtype, spare_rows, window, backend):
 @windows
 @few_on_triton
 def test_cuts_through_padding(spare_rows, window, backend):
-    history = None if spare_rows is None else window - 1 + spare_rows
+    kept = None if spare_rows is None else window - 1 + spare_rows
     masks = [[0, 0, 0, 1, 1, 1, 1], [1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 0, 0, 0, 0]]
-    check_every_cut(random_case(5, 3, 7, window=window, rows=history, mask=masks), backend, 7)
+    check_every_cut(random_case(5, 3, 7, window=window, rows=kept, mask=masks), backend, 7)
 
 
 @rows
 @windows
 @few_on_triton
 def test_padded_packs(spare_rows, window, backend):
-    history = None if spare_rows is None else window - 1 + spare_rows
+    kept = None if spare_rows is None else window - 1 + spare_rows
     mask = [[1, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0]]
-    case = random_case(7, lengths=LENGTHS, window=window, rows=history, mask=mask)
+    case = random_case(7, lengths=LENGTHS, window=window, rows=kept, mask=mask)
     check_every_cut(case, backend, max(LENGTHS))
 
 
 @windows
 @pytest.mark.slow_on_triton(window=[3])
 def test_cuts_inside_numbered_documents(window, backend):
-    """A row's first document goes on from the state, so a cut that falls on a boundary needs a fresh state instead."""
+    """A row's first document continues the state, so a cut that falls on a boundary needs a fresh state instead."""
     numbers = [[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5]]
     case = random_case(11, 2, 7, window=window, rows=4, seq_idx=numbers)
     check_pieces_are_the_whole(case, backend, [0], [1], [2], [4], [6], [7], [1, 2, 4, 6])
@@ -121,7 +121,7 @@ def test_long_rows_in_blocks_and_threads(dtype, dims):
 def test_gradients_come_back_through_the_state(window, lengths, backend):
     """Back-propagation through two pieces gives the gradients of the whole."""
     shape = {"lengths": lengths, "positions": 7, "window": window, "rows": window}
-    case = random_case(19, 1, dtype=torch.float64, mix_dtype=torch.float64, **shape)
+    case = random_case(19, 1, dtype=torch.float64, coefficient_dtype=torch.float64, **shape)
     expected = outcome(case, backend)
     leaves = [x.requires_grad_() for x in (case.k, case.v, case.alpha, case.beta, case.state.k, case.state.v)]
     bounds = [0, 7] if lengths is None else case.cu_seqlens.tolist()

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvshift.ops import ShiftState, kv_shift
 
 from .cases import Case, random_case
-from .checks import assert_same_state, check_cropped_tokens_were_never_seen, check_reordered_rows_go_on
+from .checks import assert_same_state, check_cropped_tokens_were_never_seen, check_reordered_sequences_continue
 
 WITH_QUERIES = pytest.mark.parametrize("queries", [False, True], ids=["", "queries"])
 
@@ -65,7 +65,7 @@ def test_reorder(queries):
 
 
 def test_reordered_rows_go_on(backend):
-    check_reordered_rows_go_on(backend)
+    check_reordered_sequences_continue(backend)
 
 
 @WITH_QUERIES
@@ -101,7 +101,7 @@ def test_two_crops_take_back_no_more_than_one():
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("accepted", [[2, 0, 3, 1], [0, 0, 3, 3], [3, 3, 3, 3]], ids=str)
 def test_speculative_decoding_is_plain_decoding(window, accepted, backend):
-    """Feed the last token and three drafts at once; keep as many as are accepted, take back the rest, go on."""
+    """Feed the last token and three drafts at once; keep as many as are accepted, take back the rest, continue."""
     drafts = 3
     case = random_case(3, 2, 17, window=window)
     k_plain, v_plain, state_plain = case.call(backend)

@@ -39,8 +39,8 @@ def kernels_that_run() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_window_of_three_in_every_dtype_of_keys_and_of_coefficients(dtype):
-    for mix_dtype in DTYPES:
-        case = random_case(3, 1, 5, dtype=dtype, mix_dtype=mix_dtype, rows=2, window=3)
+    for coefficient_dtype in DTYPES:
+        case = random_case(3, 1, 5, dtype=dtype, coefficient_dtype=coefficient_dtype, rows=2, window=3)
         assert_within_one_rounding(case, "triton", through_state=True)
 
 
@@ -51,10 +51,10 @@ def test_every_position_is_linked_to_the_real_ones_beside_it(positions):
     rows += [[t == positions // 2 for t in range(positions)], [False] * positions]
     found = triton_launch.links(torch.tensor(rows, dtype=torch.bool).view(4, positions))
     for real, pairs in zip(rows, found.tolist(), strict=True):
-        places = [t for t in range(positions) if real[t]]
+        real_positions = [t for t in range(positions) if real[t]]
         for t, (before, after) in enumerate(pairs):
-            assert before == max((place for place in places if place < t), default=-1)
-            assert after == min((place for place in places if place > t), default=positions)
+            assert before == max((s for s in real_positions if s < t), default=-1)
+            assert after == min((s for s in real_positions if s > t), default=positions)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_a_single_tensor_is_shifted_like_keys(mode):
     leaves = {"k": case.k.requires_grad_(), "alpha": case.alpha.requires_grad_()}
     if case.state is not None:
         leaves["state.k"] = case.state.k.requires_grad_()
-    history = None if case.state is None else case.state.k
-    y, rows = shift_tokens(case.k, case.alpha, history=history, seq_idx=case.seq_idx, backend="triton")
+    state = None if case.state is None else case.state.k
+    y, rows = shift_tokens(case.k, case.alpha, state=state, seq_idx=case.seq_idx, backend="triton")
     gradients = torch.autograd.grad((y, rows), list(leaves.values()), (case.grads[0], case.grads[2]))
     assert torch.equal(y, whole["k_hat"])
     assert torch.equal(rows, whole["new_state.k"])
@@ -115,12 +115,12 @@ def test_the_error_is_no_larger_than_that_of_plain_pytorch(dtype):
     case = random_case(53, 1, 301, heads=2, k_dim=13, v_dim=3, dtype=dtype)
 
     def plain(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, **_: object) -> tuple[Tensor, Tensor, ShiftState]:
-        mixed = []
-        for x, mix in ((k, alpha), (v, beta)):
+        shifted_by_hand = []
+        for x, coefficients in ((k, alpha), (v, beta)):
             before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
-            mix = mix.to(x.dtype)
-            mixed.append(mix[:, :1] * x + mix[:, 1:] * before)
-        return *mixed, ShiftState(k[:, -1:].clone(), v[:, -1:].clone(), 1)
+            coefficients = coefficients.to(x.dtype)
+            shifted_by_hand.append(coefficients[:, :1] * x + coefficients[:, 1:] * before)
+        return *shifted_by_hand, ShiftState(k[:, -1:].clone(), v[:, -1:].clone(), 1)
 
     exact = outcome(case.map(lambda x: x.double()), "reference")
     own, other = outcome(case, "triton"), outcome(case, "plain", op=plain)
@@ -235,11 +235,11 @@ def test_operators_keep_the_rules_of_torch_library(mode):
     for x in inputs:
         x.requires_grad_()
     bounds = Boundaries.of(case.cu_seqlens, case.seq_idx, case.mask).tensors()
-    turned = (None,) * 4
-    args = (None, case.k, case.v, case.alpha, case.beta, state.k, state.v, *turned, 0.0, *bounds)
+    rotated = (None,) * 4
+    args = (None, case.k, case.v, case.alpha, case.beta, state.k, state.v, *rotated, 0.0, *bounds)
     torch.library.opcheck(torch.ops.kvshift.shift.default, args)
     sequences = case.k.shape[0] if case.cu_seqlens is None else len(case.cu_seqlens) - 1
-    torch.library.opcheck(torch.ops.kvshift.tails.default, (*args[1:3], *args[5:7], sequences, 2, *bounds))
+    torch.library.opcheck(torch.ops.kvshift.next_state.default, (*args[1:3], *args[5:7], sequences, 2, *bounds))
 
 
 COMPILED = {

@@ -35,16 +35,16 @@ CALLS = {
         "step, none, window 2, bfloat16",
         "documents, window 3, bfloat16",
         "padding, window 4, bfloat16",
-        "turned, window 2, bfloat16",
-        "turned, none, window 2, bfloat16",
-        "turned, norm, window 2, bfloat16",
-        "turned, keys, window 2, bfloat16",
-        "turned, values, norm, window 2, bfloat16",
-        "turned, norm, window 4, float32",
-        "turned, pack, norm, window 2, float64",
+        "rotated, window 2, bfloat16",
+        "rotated, none, window 2, bfloat16",
+        "rotated, norm, window 2, bfloat16",
+        "rotated, keys, window 2, bfloat16",
+        "rotated, values, norm, window 2, bfloat16",
+        "rotated, norm, window 4, float32",
+        "rotated, pack, norm, window 2, float64",
     ],
-    80: ["plain, window 2, bfloat16", "turned, norm, window 2, bfloat16"],
-    100: ["plain, window 2, bfloat16", "turned, norm, window 2, bfloat16"],
+    80: ["plain, window 2, bfloat16", "rotated, norm, window 2, bfloat16"],
+    100: ["plain, window 2, bfloat16", "rotated, norm, window 2, bfloat16"],
 }
 
 
@@ -63,8 +63,8 @@ def compiled(architecture: int, call: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("architecture", "call"), [(on, call) for on, calls in CALLS.items() for call in calls])
 def test_kernels_compile_without_spilling_and_atomics(architecture, call):
     found = compiled(architecture, call)
-    expected = {"forward", "backward"} | (set() if "turned" in call else {"tails"})
-    expected |= {"backward_past"} if call.startswith("state") else set()
+    expected = {"forward", "backward"} | (set() if "rotated" in call else {"next_state"})
+    expected |= {"backward_state"} if call.startswith("state") else set()
     expected = {"step"} if call.startswith("step") else expected
     expected |= {"links"} if call.startswith("padding") else set()
     assert {kernel["kernel"] for kernel in found} == expected

@@ -99,7 +99,7 @@ def test_gradients_are_not_recorded_with_a_state():
     case = random_fused(1, 1, 3, rows=1)
     for trained in ("q", "k", "v", "alpha", "beta"):
         leaf = getattr(case, trained).detach().requires_grad_()
-        with pytest.raises(ValueError, match="k_past and v_past must be None where gradients are recorded"):
+        with pytest.raises(ValueError, match="k_state and v_state must be None where gradients are recorded"):
             launched(replace(case, **{trained: leaf}))
 
 

@@ -147,13 +147,13 @@ MUTANTS = {
         "_add(total, term, tl.load(weights + W - lag).to(ACC))",
         check_rows,
     ),
-    "history off by one": KernelMutant(
+    "state off by one": KernelMutant(
         KERNELS,
-        "_load_rows(past, past_stride, newest - depth, of_past, past_column, in_head, ACC)",
-        "_load_rows(past, past_stride, newest - depth - 1, of_past, past_column, in_head, ACC)",
+        "_load_rows(state, state_stride, newest - depth, of_state, state_column, in_head, ACC)",
+        "_load_rows(state, state_stride, newest - depth - 1, of_state, state_column, in_head, ACC)",
         check_rows,
     ),
-    "history of the neighbour": KernelMutant(
+    "state of the neighbour": KernelMutant(
         KERNELS,
         "    newest = (sequence + 1) * R\n    k_real = real",
         "    newest = tl.maximum(sequence, 1) * R\n    k_real = real",
@@ -177,7 +177,7 @@ MUTANTS = {
         "",
         check_documents,
     ),
-    "history read behind a document boundary": KernelMutant(
+    "state read behind a document boundary": KernelMutant(
         KERNELS,
         "        alive = alive & (same | (stays == 0))\n",
         "",
@@ -249,7 +249,7 @@ MUTANTS = {
         "tl.store(partials + head * W + lag, tl.sum(tl.sum(tl.where((t < 4)[:, None], here * g, 0.0), 1), 0))",
         check_sums,
     ),
-    "gradient turned the other way": KernelMutant(
+    "gradient rotated the other way": KernelMutant(
         BACKWARD,
         "low = g_low * c + g_high * s",
         "low = g_low * c - g_high * s",
@@ -273,7 +273,7 @@ MUTANTS = {
         "                low = s_low\n                high = s_high\n            if q_scale is not None:",
         check_norm,
     ),
-    "lag of a later token given to the history": KernelMutant(
+    "lag of a later token given to the state": KernelMutant(
         BACKWARD,
         "inside & (lag >= back), d.to(tl.int64) * y_d",
         "inside & (lag > 0), d.to(tl.int64) * y_d",
@@ -285,7 +285,7 @@ MUTANTS = {
         "    there = sequence >= 0\n",
         check_three_sequences,
     ),
-    "history not moved on": KernelMutant(
+    "state not moved on": KernelMutant(
         DECODING,
         "    for i in range(R - 1):\n",
         "    for i in range(R - 2):\n",

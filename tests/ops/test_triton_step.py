@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift.ops.triton.call import triton_refusal, turn_triton
+from kvshift.ops.triton.call import shift_norm_rope_triton, triton_refusal
 from kvshift.ops.triton.step import step_triton
 
 SLOTS = [4, -1, 0, 2, 1]  # of the states: row 1 only fills up the batch
-PLACES = [3, 5, -1, 17, 9]  # in the cache, of 4 pages of 8 rows: row 2 is not written there
+CACHE_SLOTS = [3, 5, -1, 17, 9]  # in the cache, of 4 pages of 8 rows: row 2 is not written there
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def a_call(
             "k_cache": normal(4, 3, 8, 6).transpose(1, 2),
             "v_cache": normal(4, 8, 3, 7),
             "state_slots": torch.tensor(SLOTS),
-            "cache_slots": torch.tensor(PLACES),
+            "cache_slots": torch.tensor(CACHE_SLOTS),
             **scales,
         }
     )
@@ -85,12 +85,12 @@ OPTIONS = {
 def test_a_step_is_the_next_piece_of_each_sequence(options):
     call = a_call(**options)
     before, q_out = call.copy(), call.run()
-    for b, (slot, place) in enumerate(zip(SLOTS, PLACES, strict=True)):
+    for b, (slot, cache_slot) in enumerate(zip(SLOTS, CACHE_SLOTS, strict=True)):
         if slot < 0:
             assert q_out[b].count_nonzero() == 0
             continue
         row, table = slice(b, b + 1), slice(b, b + 1) if before["cos"].shape[0] > 1 else slice(0, 1)
-        q, k, v = turn_triton(
+        q, k, v = shift_norm_rope_triton(
             before["q"][row],
             before["k"][row],
             before["v"][row],
@@ -98,15 +98,15 @@ def test_a_step_is_the_next_piece_of_each_sequence(options):
             before["beta"],
             before["cos"][table],
             before["sin"][table],
-            k_past=before["k_state"][slot : slot + 1],
-            v_past=before["v_state"][slot : slot + 1],
+            k_state=before["k_state"][slot : slot + 1],
+            v_state=before["v_state"][slot : slot + 1],
             **{name: before[name] for name in ("q_scale", "k_scale", "eps") if name in before.tensors},
         )
         assert torch.equal(q_out[row], q)
         for name, raw, new in (("k", before["k"], k), ("v", before["v"], v)):
             assert torch.equal(call[f"{name}_state"][slot], torch.cat([before[f"{name}_state"][slot, 1:], raw[b]]))
-            if place >= 0:
-                assert torch.equal(call[f"{name}_cache"][place // 8, place % 8], new[0, 0])
+            if cache_slot >= 0:
+                assert torch.equal(call[f"{name}_cache"][cache_slot // 8, cache_slot % 8], new[0, 0])
 
 
 def test_a_step_writes_nothing_else():
@@ -117,8 +117,8 @@ def test_a_step_writes_nothing_else():
         others = [slot for slot in range(8) if slot not in SLOTS]
         assert torch.equal(call[f"{name}_state"][others], before[f"{name}_state"][others])
         unlike = (call[f"{name}_cache"] != before[f"{name}_cache"]).any(3).any(2)
-        assert sorted(divmod(p, 8) for s, p in zip(SLOTS, PLACES, strict=True) if s >= 0 and p >= 0) == [
-            tuple(place) for place in unlike.nonzero().tolist()
+        assert sorted(divmod(p, 8) for s, p in zip(SLOTS, CACHE_SLOTS, strict=True) if s >= 0 and p >= 0) == [
+            tuple(cache_slot) for cache_slot in unlike.nonzero().tolist()
         ]
     for name in ("q", "k", "v", "alpha", "beta", "cos", "sin", "state_slots", "cache_slots"):
         assert torch.equal(call[name], before[name]), name

@@ -40,7 +40,7 @@ def asked(request: pytest.FixtureRequest) -> str:
 def small(mode: dict) -> Case:
     """fp64; one coefficient is zero, and so is a lag of a whole head."""
     shape = {"batch": 1, "positions": 3, "heads": 2, "k_dim": 2, "v_dim": 1} | mode
-    case = random_case(2, dtype=torch.float64, mix_dtype=torch.float64, **shape)
+    case = random_case(2, dtype=torch.float64, coefficient_dtype=torch.float64, **shape)
     case.alpha[1, -1] = 0
     case.beta[0, 0] = 0
     return case

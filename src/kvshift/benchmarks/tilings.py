@@ -33,9 +33,9 @@ SHAPES = ((8, 4096, 20, 4, 128), (16, 2048, 16, 16, 64))
 def candidates(kernel: str) -> Iterator[Tiling]:
     """Tilings to try for one kernel, the present one first."""
     yield TILING[kernel]
-    turned = kernel.endswith("turned")
+    rotated = kernel.endswith("rotated")
     for elements, heads, warps in itertools.product(
-        (1024, 2048, 4096) if turned else (1024, 2048, 4096, 8192), (1, 4, 8) if turned else (1,), (4, 8)
+        (1024, 2048, 4096) if rotated else (1024, 2048, 4096, 8192), (1, 4, 8) if rotated else (1,), (4, 8)
     ):
         tiling = Tiling(elements=elements, positions=128, heads=heads, warps=warps)
         if tiling != TILING[kernel]:
@@ -89,7 +89,7 @@ def _work(kernel: str, shape: tuple[int, int, int, int, int], device: torch.devi
     k, v = normal(batch, positions, groups, size), normal(batch, positions, groups, size)
     alpha, beta = torch.rand(2, groups, 2, device=device).unbind()
     q = cos = sin = None
-    if kernel.endswith("turned"):
+    if kernel.endswith("rotated"):
         q, (cos, sin) = normal(batch, positions, heads, size), normal(2, 1, positions, size // 2)
     none = (None,) * 4
     inputs = (q, k, v, alpha, beta, None, None, cos, sin, None, None, 0.0, *none)

@@ -1,6 +1,6 @@
 """Where a document begins, and which token is whose predecessor once padding and boundaries are counted in.
 
-Shapes: B batch, T positions, S sequences, R rows of history, W window.
+Shapes: B batch, T positions, S sequences, R rows of state, W window.
 
 Everything here is integer arithmetic on (B, T): small beside the keys and values, without branches on data, and so
 free of synchronisation on a GPU.
@@ -41,18 +41,18 @@ def sequence_of_positions(cu_seqlens: Tensor, positions: int) -> Tensor:
 class ShiftPlan:
     """Where every output takes its rows from.
 
-    Rows are numbered per batch row as if its history stood before it: 0 .. Q-1 are rows of history (Q = R for batch
+    Rows are numbered per batch row as if its state stood before it: 0 .. Q-1 are rows of state (Q = R for batch
     rows; Q = S * R for a pack, sequence after sequence), Q .. Q+T-1 are the positions. -1 means zero.
 
     Attributes:
         sources: (B, T, W), the row that lag j of position t reads.
-        readers: (B, Q + T, W), the position whose lag j reads this row: `sources` turned round.
-        tails: (B, N), the rows that make up the next history.
+        readers: (B, Q + T, W), the position whose lag j reads this row: the inverse of `sources`.
+        next_state: (B, N), the rows that make up the next state.
     """
 
     sources: Tensor
     readers: Tensor
-    tails: Tensor
+    next_state: Tensor
 
 
 def plan_shift(
@@ -88,33 +88,33 @@ def plan_shift(
         real_before = torch.cat([real_BT.new_zeros(1, 1, dtype=torch.long), rank_BT + 1], dim=1)
         bound_rank = real_before[:, cu_seqlens.long()]  # (1, S + 1): real tokens before each boundary
         first_BT = bound_rank[:, sequence_T]
-        past_BT = (sequence_T * rows).expand(batch, -1)  # where this token's history begins
+        state_BT = (sequence_T * rows).expand(batch, -1)  # where this token's state begins
         slots = rows * (cu_seqlens.shape[0] - 1)
         end_BS, first_BS = bound_rank[:, 1:], bound_rank[:, :-1]
-        past_BS = torch.arange(cu_seqlens.shape[0] - 1, device=device).mul(rows).expand(batch, -1)
+        state_BS = torch.arange(cu_seqlens.shape[0] - 1, device=device).mul(rows).expand(batch, -1)
     else:
         first_BT = torch.zeros_like(rank_BT)
-        past_BT = torch.zeros_like(rank_BT)
+        state_BT = torch.zeros_like(rank_BT)
         slots = rows
         end_BS = real_BT.sum(1, keepdim=True)
         first_BS = torch.zeros_like(end_BS)
-        past_BS = torch.zeros_like(end_BS)
+        state_BS = torch.zeros_like(end_BS)
         if seq_idx is not None:
             first_BT = torch.where(document_starts(seq_idx, real_BT), rank_BT, 0).cummax(1).values
-            past_BT = torch.where(first_BT > 0, -1, 0)  # only a row's first document continues its history
+            state_BT = torch.where(first_BT > 0, -1, 0)  # only a row's first document continues its state
             first_BS = torch.cat([first_BS, first_BT], dim=1).amax(1, keepdim=True)
-            past_BS = torch.where(first_BS > 0, -1, 0)
+            state_BS = torch.where(first_BS > 0, -1, 0)
 
-    def row_of(rank: Tensor, first: Tensor, past: Tensor) -> Tensor:
-        """The row that holds the token of this rank; ranks below `first` reach back into history."""
-        behind = rank - first  # -1 is the newest row of history
-        from_history = torch.where(past >= 0, past + rows + behind, -1)
+    def row_of(rank: Tensor, first: Tensor, state: Tensor) -> Tensor:
+        """The row that holds the token of this rank; ranks below `first` reach back into state."""
+        behind = rank - first  # -1 is the newest row of state
+        from_state = torch.where(state >= 0, state + rows + behind, -1)
         index = torch.where(behind >= 0, rank, spare).clamp(max=spare)
         from_positions = at_rank.gather(1, index.flatten(1)).view_as(index) + slots
-        return torch.where(behind >= 0, from_positions, from_history)
+        return torch.where(behind >= 0, from_positions, from_state)
 
     lag_W = torch.arange(window, device=device)
-    sources = row_of(rank_BT.unsqueeze(2) - lag_W, first_BT.unsqueeze(2), past_BT.unsqueeze(2))
+    sources = row_of(rank_BT.unsqueeze(2) - lag_W, first_BT.unsqueeze(2), state_BT.unsqueeze(2))
     sources = torch.where(real_BT.unsqueeze(2), sources, -1)
 
     no_reader = torch.full((batch, slots + positions + 1, window), -1, dtype=torch.long, device=device)
@@ -123,5 +123,5 @@ def plan_shift(
     )
 
     row_R = torch.arange(rows, device=device)
-    tail_BSR = row_of(end_BS.unsqueeze(2) - rows + row_R, first_BS.unsqueeze(2), past_BS.unsqueeze(2))
-    return ShiftPlan(sources, readers[:, :-1], tail_BSR.flatten(1))
+    next_BSR = row_of(end_BS.unsqueeze(2) - rows + row_R, first_BS.unsqueeze(2), state_BS.unsqueeze(2))
+    return ShiftPlan(sources, readers[:, :-1], next_BSR.flatten(1))

@@ -1,6 +1,6 @@
 """The operator in plain PyTorch: any device, any strides, traced without graph breaks.
 
-Shapes: B batch, T positions, S sequences, R rows of history, Q rows of history per batch row, G KV heads,
+Shapes: B batch, T positions, S sequences, R rows of state, Q rows of state per batch entry, G KV heads,
 D head size, W window, n positions of a block.
 
 Without boundaries a lag is a slice (`_Slices`); with padding or documents it is a gather along a `ShiftPlan`
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
-from kvshift.ops.plain import by_batch, mixed_gradients, next_history, pick, rows_at
+from kvshift.ops.plain import by_batch, gradients_of_shift, pick, rows_at, state_after
 from kvshift.ops.watched import is_watched
 
 # Elements of a block: large enough that calls cost little, small enough that its temporaries stay in the cache.
@@ -26,52 +26,52 @@ _BLOCK = 2**19
 
 
 def shift_eager(
-    x: Tensor, mix: Tensor | None, history: Tensor, plan: ShiftPlan | None, max_rows: int
+    x: Tensor, coefficients: Tensor | None, state: Tensor, plan: ShiftPlan | None, max_rows: int
 ) -> tuple[Tensor, Tensor]:
     """Mix every token with those before it in its sequence.
 
-        y[t] = mix[0] * x[t] + mix[1] * x[t-1] + ... + mix[W-1] * x[t-W+1]
+        y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ... + coefficients[W-1] * x[t-W+1]
 
     Args:
         x: (B, T, G, D).
-        mix: (G, W); None returns x as it is.
-        history: (S, R, G, D), the rows before each sequence, R >= W - 1.
+        coefficients: (G, W); None returns x as it is.
+        state: (S, R, G, D), the rows before each sequence, R >= W - 1.
         plan: who reads whom; None where every row of x is one piece of one sequence, without padding.
-        max_rows: how many rows of history to return at most; with a plan it is always R.
+        max_rows: how many rows of state to return at most; with a plan it is always R.
 
     Returns:
-        y like x, and the next history.
+        y like x, and the next state.
     """
-    if mix is None:
+    if coefficients is None:
         y = x
     elif x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
-        y = _mix_terms([x], _lags(mix, x)[:1]).to(x.dtype)
+        y = _weighted_sum([x], _lags(coefficients, x)[:1]).to(x.dtype)
     else:
-        y = _shift_slices(x, mix, history) if plan is None else _shift_gathered(x, mix, history, plan)
-    return y, next_history(x, history, plan, max_rows)
+        y = _shift_slices(x, coefficients, state) if plan is None else _shift_gathered(x, coefficients, state, plan)
+    return y, state_after(x, state, plan, max_rows)
 
 
 def _tracked(*inputs: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
 
 
-def _shift_slices(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
-    forward = _Slices.apply if _tracked(x, mix, history) else _slices_forward
-    return forward(x, mix, history)
+def _shift_slices(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
+    forward = _Slices.apply if _tracked(x, coefficients, state) else _slices_forward
+    return forward(x, coefficients, state)
 
 
-def _shift_gathered(x: Tensor, mix: Tensor, history: Tensor, plan: ShiftPlan) -> Tensor:
-    if _tracked(x, mix, history):
-        return _Gather.apply(x, mix, history, plan.sources, plan.readers)
-    return _gather_forward(x, mix, history, plan.sources)
+def _shift_gathered(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan) -> Tensor:
+    if _tracked(x, coefficients, state):
+        return _Gather.apply(x, coefficients, state, plan.sources, plan.readers)
+    return _gather_forward(x, coefficients, state, plan.sources)
 
 
 class _Slices(torch.autograd.Function):
-    """Every row of x is one piece of one sequence, and history the rows before it."""
+    """Every row of x is one piece of one sequence, and state the rows before it."""
 
     @staticmethod
-    def forward(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
-        return _slices_forward(x, mix, history)
+    def forward(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
+        return _slices_forward(x, coefficients, state)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -80,10 +80,10 @@ class _Slices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, mix, history = ctx.saved_tensors
+        x, coefficients, state = ctx.saved_tensors
         if is_watched(grad_y):
-            return mixed_gradients(x, mix, history, None, grad_y)
-        now, *earlier = _lags(mix, x)
+            return gradients_of_shift(x, coefficients, state, None, grad_y)
+        now, *earlier = _lags(coefficients, x)
         dtype, lags = now.weight.dtype, len(earlier)
         partial_sums: list[list[Tensor]] = [[] for _ in (now, *earlier)]  # by lag: (G, D) of each span
         products = torch.empty(0, dtype=dtype, device=x.device)  # one room for all blocks: new pages cost more
@@ -95,43 +95,45 @@ class _Slices(torch.autograd.Function):
             for j, lag in enumerate(earlier, 1):
                 later = g[:, j : j + end - start]
                 lag.add_to(grad_block[:, : later.shape[1]], later)
-            for lag, span, source in _spans(x_window, history, start, end, lags):
+            for lag, span, source in _spans(x_window, state, start, end, lags):
                 product = torch.mul(g[:, span], source.to(dtype), out=products.resize_(source.shape))
                 partial_sums[lag].append(product.sum((0, 1)))
             return grad_block
 
         if torch.compiler.is_compiling():
             g = grad_y.to(dtype)
-            sums = [(g * _earlier(x, history, lag)).sum(3).sum((0, 1)) for lag in range(lags + 1)]
-            grad_mix = torch.stack(sums, dim=1)
-            grad_x = _mix_terms([_later(grad_y, lag) for lag in range(lags + 1)], [now, *earlier]).to(x.dtype)
+            sums = [(g * _earlier(x, state, lag)).sum(3).sum((0, 1)) for lag in range(lags + 1)]
+            grad_coefficients = torch.stack(sums, dim=1)
+            grad_x = _weighted_sum([_later(grad_y, lag) for lag in range(lags + 1)], [now, *earlier]).to(x.dtype)
         else:
             grad_x = _in_blocks(x, block, dtype)
-            grad_mix = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
-        # Rows of history are read like positions before the first.
+            grad_coefficients = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
+        # Rows of state are read like positions before the first.
         before = torch.arange(-lags, 0, device=x.device)
-        newest = _mix_terms([_at(grad_y, before + lag) for lag in range(1, lags + 1)], earlier)
-        grad_history = torch.nn.functional.pad(newest, (0, 0, 0, 0, history.shape[1] - lags, 0))
-        return grad_x, grad_mix.to(mix.dtype), grad_history.to(history.dtype)
+        newest = _weighted_sum([_at(grad_y, before + lag) for lag in range(1, lags + 1)], earlier)
+        grad_state = torch.nn.functional.pad(newest, (0, 0, 0, 0, state.shape[1] - lags, 0))
+        return grad_x, grad_coefficients.to(coefficients.dtype), grad_state.to(state.dtype)
 
 
-def shift_next_token(x: Tensor, mix: Tensor, history: Tensor, columns: tuple[Tensor, ...] | None = None) -> Tensor:
-    """What `shift_eager` makes of one token, without gradients; every lag is a row of history.
+def shift_next_token(
+    x: Tensor, coefficients: Tensor, state: Tensor, columns: tuple[Tensor, ...] | None = None
+) -> Tensor:
+    """What `shift_eager` makes of one token, without gradients; every lag is a row of state.
 
     Args:
-        columns: `columns_of(mix)`, where the caller has kept them.
+        columns: `columns_of(coefficients)`, where the caller has kept them.
     """
-    dtype, rows = torch.float64 if x.dtype is torch.float64 else torch.float32, history.shape[1]
+    dtype, rows = torch.float64 if x.dtype is torch.float64 else torch.float32, state.shape[1]
     # A CPU sees in a microsecond that no coefficient is zero; elsewhere that would wait for the device.
-    looks = mix.is_cpu and (columns is not None or not torch.compiler.is_compiling())
-    if columns is None or mix.dtype is not dtype:
-        columns = columns_of(mix.to(dtype))
+    looks = coefficients.is_cpu and (columns is not None or not torch.compiler.is_compiling())
+    if columns is None or coefficients.dtype is not dtype:
+        columns = columns_of(coefficients.to(dtype))
     y = x * columns[0]  # in the dtype of the arithmetic
-    zeros = None if looks and all(map(all, mix.tolist())) else columns_of(mix == 0)
+    zeros = None if looks and all(map(all, coefficients.tolist())) else columns_of(coefficients == 0)
     if zeros is not None:
         y.masked_fill_(zeros[0], 0)
     for lag in range(1, len(columns)):
-        row = history if rows == 1 else history[:, rows - lag : rows - lag + 1]
+        row = state if rows == 1 else state[:, rows - lag : rows - lag + 1]
         if row.dtype is not dtype:
             row = row.to(dtype)
         if zeros is None:
@@ -141,23 +143,23 @@ def shift_next_token(x: Tensor, mix: Tensor, history: Tensor, columns: tuple[Ten
     return y if x.dtype is dtype else y.to(x.dtype)
 
 
-def columns_of(mix: Tensor) -> tuple[Tensor, ...]:
+def columns_of(coefficients: Tensor) -> tuple[Tensor, ...]:
     """The coefficients of each lag, (G, 1): views."""
-    return mix.unsqueeze(2).unbind(1)
+    return coefficients.unsqueeze(2).unbind(1)
 
 
-def _slices_forward(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
+def _slices_forward(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
     if x.shape[1] == 1:
-        return shift_next_token(x, mix, history)
-    now, *earlier = _lags(mix, x)
+        return shift_next_token(x, coefficients, state)
+    now, *earlier = _lags(coefficients, x)
     dtype, lags = now.weight.dtype, len(earlier)
     if torch.compiler.is_compiling():
-        return _mix_terms([_earlier(x, history, lag) for lag in range(lags + 1)], [now, *earlier]).to(x.dtype)
+        return _weighted_sum([_earlier(x, state, lag) for lag in range(lags + 1)], [now, *earlier]).to(x.dtype)
 
     def block(start: int, end: int, out: Tensor | None) -> Tensor:
         x_window = x[:, max(0, start - lags) : end].to(dtype)
         y = now.times(x_window[:, start - end :], out)
-        for lag, span, source in _spans(x_window, history, start, end, lags):
+        for lag, span, source in _spans(x_window, state, start, end, lags):
             if lag:
                 earlier[lag - 1].add_to(y[:, span], source)
         return y
@@ -165,30 +167,30 @@ def _slices_forward(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
     return _in_blocks(x, block, dtype)
 
 
-def _spans(x_window: Tensor, history: Tensor, start: int, end: int, lags: int) -> Iterator[tuple[int, slice, Tensor]]:
+def _spans(x_window: Tensor, state: Tensor, start: int, end: int, lags: int) -> Iterator[tuple[int, slice, Tensor]]:
     """Where the positions start .. end - 1 find their rows: (lag, positions of the block, rows they read).
 
     Args:
         x_window: the positions max(0, start - lags) .. end - 1.
     """
-    before, rows = min(start, lags), history.shape[1]
+    before, rows = min(start, lags), state.shape[1]
     for lag in range(lags + 1):
-        first = max(start, lag)  # positions before this one read history
+        first = max(start, lag)  # positions before this one read state
         if start < lag:
             stop = min(end, lag)
-            yield lag, slice(0, stop - start), history[:, rows - lag + start : rows - lag + stop]
+            yield lag, slice(0, stop - start), state[:, rows - lag + start : rows - lag + stop]
         if first < end:
             offset = before + first - start - lag
             yield lag, slice(first - start, end - start), x_window[:, offset : offset + end - first]
 
 
-def _earlier(x: Tensor, history: Tensor, lag: int) -> Tensor:
+def _earlier(x: Tensor, state: Tensor, lag: int) -> Tensor:
     """x[t - lag], for a compiler to fuse with what is done to it."""
     if lag == 0:
         return x
     t = torch.arange(x.shape[1], device=x.device)
-    past = history[:, (t + history.shape[1] - lag).clamp(max=history.shape[1] - 1)]
-    return torch.where((t >= lag)[:, None, None], x[:, (t - lag).clamp(min=0)], past)
+    before = state[:, (t + state.shape[1] - lag).clamp(max=state.shape[1] - 1)]
+    return torch.where((t >= lag)[:, None, None], x[:, (t - lag).clamp(min=0)], before)
 
 
 def _later(x: Tensor, lag: int) -> Tensor:
@@ -206,8 +208,8 @@ class _Gather(torch.autograd.Function):
     """Rows of x hold padding or several documents; `sources` and `readers` are those of a `ShiftPlan`."""
 
     @staticmethod
-    def forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor, readers: Tensor) -> Tensor:
-        return _gather_forward(x, mix, history, sources)
+    def forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor, readers: Tensor) -> Tensor:
+        return _gather_forward(x, coefficients, state, sources)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -216,13 +218,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        x, mix, history, sources, readers = ctx.saved_tensors
+        x, coefficients, state, sources, readers = ctx.saved_tensors
         if is_watched(grad_y):
-            return *mixed_gradients(x, mix, history, sources, grad_y), None, None
-        lags = _lags(mix, x)
+            return *gradients_of_shift(x, coefficients, state, sources, grad_y), None, None
+        lags = _lags(coefficients, x)
         dtype = lags[0].weight.dtype
-        past = by_batch(history, x)
-        slots = past.shape[1]
+        state_BQGD = by_batch(state, x)
+        slots = state_BQGD.shape[1]
         partial_sums = []
 
         def block(start: int, end: int, out: Tensor | None) -> Tensor:
@@ -230,28 +232,28 @@ class _Gather(torch.autograd.Function):
             g = torch.where(real, grad_y[:, start:end], 0).to(dtype)
             partial_sums.append(
                 torch.stack(
-                    [(g * rows_at(x, past, sources[:, start:end, lag])).sum((0, 1)) for lag in range(len(lags))]
+                    [(g * rows_at(x, state_BQGD, sources[:, start:end, lag])).sum((0, 1)) for lag in range(len(lags))]
                 )
             )
             readers_of_x = readers[:, slots + start : slots + end]
             later = [pick(grad_y, readers_of_x[:, :, lag]) for lag in range(1, len(lags))]
-            return _mix_terms([g, *later], lags, out)
+            return _weighted_sum([g, *later], lags, out)
 
         grad_x = _in_blocks(x, block, dtype)
-        grad_mix = torch.stack(partial_sums).sum((0, 3)).t().to(mix.dtype)
-        grad_past = _mix_terms([pick(grad_y, readers[:, :slots, lag]) for lag in range(len(lags))], lags)
-        return grad_x, grad_mix, grad_past.to(history.dtype).reshape(history.shape), None, None
+        grad_coefficients = torch.stack(partial_sums).sum((0, 3)).t().to(coefficients.dtype)
+        grad_state = _weighted_sum([pick(grad_y, readers[:, :slots, lag]) for lag in range(len(lags))], lags)
+        return grad_x, grad_coefficients, grad_state.to(state.dtype).reshape(state.shape), None, None
 
 
-def _gather_forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor) -> Tensor:
-    lags = _lags(mix, x)
-    past = by_batch(history, x)
+def _gather_forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor) -> Tensor:
+    lags = _lags(coefficients, x)
+    state_BQGD = by_batch(state, x)
 
     def block(start: int, end: int, out: Tensor | None) -> Tensor:
         rows = sources[:, start:end]
         now = torch.where(rows[:, :, 0, None, None] >= 0, x[:, start:end], 0)
-        terms = [now, *(rows_at(x, past, rows[:, :, lag]) for lag in range(1, len(lags)))]
-        return _mix_terms(terms, lags, out)
+        terms = [now, *(rows_at(x, state_BQGD, rows[:, :, lag]) for lag in range(1, len(lags)))]
+        return _weighted_sum(terms, lags, out)
 
     return _in_blocks(x, block, lags[0].weight.dtype)
 
@@ -278,22 +280,22 @@ class _Lag(NamedTuple):
             total.copy_(torch.where(self.zero, total, torch.addcmul(total, term, self.weight)))
 
 
-def _lags(mix_GW: Tensor, x: Tensor) -> list[_Lag]:
+def _lags(coefficients_GW: Tensor, x: Tensor) -> list[_Lag]:
     """All W of them. On a CPU one may look whether any coefficient is zero; elsewhere that would wait for the device.
 
     For long inputs weights are spread over D in memory: a multiplication then runs over G * D elements at a stretch.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    mix_GW1 = (mix_GW if mix_GW.dtype == dtype else mix_GW.to(dtype)).unsqueeze(2)
-    zero_GW1 = mix_GW1 == 0
+    coefficients_GW1 = (coefficients_GW if coefficients_GW.dtype == dtype else coefficients_GW.to(dtype)).unsqueeze(2)
+    zero_GW1 = coefficients_GW1 == 0
     eager_on_cpu = x.is_cpu and not torch.compiler.is_compiling()
-    zeros = [None] * mix_GW.shape[1] if eager_on_cpu and not zero_GW1.any() else zero_GW1.unbind(1)
+    zeros = [None] * coefficients_GW.shape[1] if eager_on_cpu and not zero_GW1.any() else zero_GW1.unbind(1)
     if not torch.compiler.is_compiling() and x.shape[1] > 16:
-        mix_GW1 = mix_GW1.expand(-1, -1, x.shape[3]).transpose(0, 1).contiguous().transpose(0, 1)
-    return [_Lag(weight, zero) for weight, zero in zip(mix_GW1.unbind(1), zeros, strict=True)]
+        coefficients_GW1 = coefficients_GW1.expand(-1, -1, x.shape[3]).transpose(0, 1).contiguous().transpose(0, 1)
+    return [_Lag(weight, zero) for weight, zero in zip(coefficients_GW1.unbind(1), zeros, strict=True)]
 
 
-def _mix_terms(terms: list[Tensor], lags: list[_Lag], out: Tensor | None = None) -> Tensor:
+def _weighted_sum(terms: list[Tensor], lags: list[_Lag], out: Tensor | None = None) -> Tensor:
     """The sum of the terms times their weights in the dtype of the weights, in `out` where one is given."""
     total = lags[0].times(terms[0], out)
     for term, lag in zip(terms[1:], lags[1:], strict=True):

@@ -20,15 +20,15 @@ from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, apply_rotary
 from kvshift.ops.shift import (
     check_boundaries,
+    check_coefficients,
     check_input,
-    check_mix,
     check_state,
     check_tensor,
     kv_shift,
     shift_tokens,
 )
 from kvshift.ops.state import ShiftState
-from kvshift.ops.triton.call import Boundaries, tails_triton, turn_triton
+from kvshift.ops.triton.call import Boundaries, next_state_triton, shift_norm_rope_triton
 from kvshift.ops.triton.step import step_triton
 
 Results = tuple[Tensor | None, Tensor, Tensor, ShiftState | None]
@@ -167,34 +167,34 @@ def _run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | 
 
 
 def _launch(call: Call, state: ShiftState | None, keep_state: bool) -> Results:
-    (k, v), (alpha, beta), (k_past, v_past) = call.inputs, call.coefficients, call.states
+    (k, v), (alpha, beta), (k_state, v_state) = call.inputs, call.coefficients, call.states
     _check(call.q, k, v)
     sequences = check_boundaries(k, *call.boundaries)
-    for name, mix in (("alpha", alpha), ("beta", beta)):
-        if mix is not None:
-            check_mix(name, mix, k)
+    for name, coefficients in (("alpha", alpha), ("beta", beta)):
+        if coefficients is not None:
+            check_coefficients(name, coefficients, k)
     if state is not None:
         check_state(state, k, v, sequences, call.window)
     boundaries = Boundaries.of(*call.boundaries)
     rotary, norms = cast(Rotary, call.rotary), call.norms
     q_scale, k_scale, eps = norm_scales(norms)
 
-    def turned(q: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return turn_triton(
+    def rotated(q: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return shift_norm_rope_triton(
             q, k, v, alpha, beta, *_half_tables(rotary, k), q_scale=q_scale, k_scale=k_scale, eps=eps,
-            k_past=k_past, v_past=v_past, boundaries=boundaries,
+            k_state=k_state, v_state=v_state, boundaries=boundaries,
         )  # fmt: skip
 
     if compiles_training():
         q_hat = None if call.q is None else _finish(call.q, norms and norms[0], rotary)
-        k_hat, v_hat = compiled_to_recompute(lambda k, v: turned(None, k, v)[1:], k, v)
+        k_hat, v_hat = compiled_to_recompute(lambda k, v: rotated(None, k, v)[1:], k, v)
     else:
-        q_hat, k_hat, v_hat = turned(call.q, k, v)
+        q_hat, k_hat, v_hat = rotated(call.q, k, v)
         q_hat = None if call.q is None else q_hat
     if not keep_state or call.window == 1:
         return q_hat, k_hat, v_hat, None
     max_rows = call.window - 1 if state is None else state.max_rows
-    k_rows, v_rows = tails_triton(k, v, k_past, v_past, sequences, call.window, max_rows, boundaries)
+    k_rows, v_rows = next_state_triton(k, v, k_state, v_state, sequences, call.window, max_rows, boundaries)
     return q_hat, k_hat, v_hat, ShiftState(k_rows, v_rows, max_rows)
 
 
@@ -285,8 +285,8 @@ def _shift_queries(
         )
     if state is not None and state.q is None:
         raise ValueError("state holds no queries, but this layer shifts them: pass on the state it returned")
-    past, max_rows = (None, None) if state is None else (state.q, state.max_rows)
-    return shift_tokens(q, gamma, history=past, max_rows=max_rows, **where)
+    before, max_rows = (None, None) if state is None else (state.q, state.max_rows)
+    return shift_tokens(q, gamma, state=before, max_rows=max_rows, **where)
 
 
 def _check(q: Tensor | None, k: Tensor, v: Tensor) -> None:

@@ -3,7 +3,7 @@
 No autograd function, nothing in place, no branch on data: tracers record it, `torch.func` transforms it, forward-mode
 AD differentiates it. The bits are those of `eager.py`; it is slower and keeps more for backward.
 
-Shapes: B batch, T positions, S sequences, R rows of history, Q rows of history per batch row, H query heads, G KV
+Shapes: B batch, T positions, S sequences, R rows of state, Q rows of state per batch entry, H query heads, G KV
 heads, D head size, W window.
 """
 
@@ -19,21 +19,22 @@ from kvshift.ops.boundaries import ShiftPlan
 
 
 def shift_plain(
-    x: Tensor, mix: Tensor | None, history: Tensor, plan: ShiftPlan | None, max_rows: int
+    x: Tensor, coefficients: Tensor | None, state: Tensor, plan: ShiftPlan | None, max_rows: int
 ) -> tuple[Tensor, Tensor]:
     """What `shift_eager` does, with the same arguments and results."""
-    y = x if mix is None else mixed(x, mix, history, None if plan is None else plan.sources).to(x.dtype)
-    return y, next_history(x, history, plan, max_rows)
+    sources = None if plan is None else plan.sources
+    y = x if coefficients is None else weighted_sum(x, coefficients, state, sources).to(x.dtype)
+    return y, state_after(x, state, plan, max_rows)
 
 
-def mixed(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor | None) -> Tensor:
+def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
     """The sum of the lags, in the dtype of the arithmetic; `sources` as in a `ShiftPlan`, None without boundaries."""
     batch, length = x.shape[:2]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    weights = mix.to(dtype).unsqueeze(2).unbind(1)
+    weights = coefficients.to(dtype).unsqueeze(2).unbind(1)
     if batch * length == 0:  # no token to look up
         return x.to(dtype) * weights[0]
-    rows = torch.cat([by_batch(history, x), x], dim=1).to(dtype)
+    rows = torch.cat([by_batch(state, x), x], dim=1).to(dtype)
     slots = rows.shape[1] - length
     total = None
     for lag, weight in enumerate(weights):
@@ -57,40 +58,40 @@ def _add(total: Tensor | None, term: Tensor, weight: Tensor) -> Tensor:
     return torch.where(zero, total - nothing, torch.addcmul(total, term, weight))
 
 
-def next_history(x: Tensor, history: Tensor, plan: ShiftPlan | None, max_rows: int) -> Tensor:
-    """The last rows of each sequence, history included, in memory of their own; arguments as in `shift_eager`."""
+def state_after(x: Tensor, state: Tensor, plan: ShiftPlan | None, max_rows: int) -> Tensor:
+    """The last rows of each sequence, state included, in memory of their own; arguments as in `shift_eager`."""
     if plan is None:
-        return _newest(x, history, max_rows)
+        return _newest(x, state, max_rows)
     if x.shape[0] * x.shape[1] == 0:
-        return history.clone()
-    return rows_at(x, by_batch(history, x), plan.tails).reshape(history.shape)
+        return state.clone()
+    return rows_at(x, by_batch(state, x), plan.next_state).reshape(state.shape)
 
 
-def _newest(x: Tensor, history: Tensor, rows: int) -> Tensor:
-    """The last rows of history and x together, in memory of their own.
+def _newest(x: Tensor, state: Tensor, rows: int) -> Tensor:
+    """The last rows of state and x together, in memory of their own.
 
     A view would keep all of x alive, and follow when the caller fills the same x with the next token.
     """
-    length, held = x.shape[1], history.shape[1]
+    length, held = x.shape[1], state.shape[1]
     if torch.compiler.is_compiling() and held == rows:  # one program, however many of the rows are new
         t = torch.arange(length - rows, length, device=x.device)
-        past = history[:, (t + held).clamp(max=held - 1)]
-        return torch.where((t >= 0)[:, None, None], x[:, t.clamp(min=0)], past)
+        before = state[:, (t + held).clamp(max=held - 1)]
+        return torch.where((t >= 0)[:, None, None], x[:, t.clamp(min=0)], before)
     if length < rows:
-        return torch.cat([history, x], dim=1)[:, -rows:]
+        return torch.cat([state, x], dim=1)[:, -rows:]
     return x[:, length - rows :].clone()
 
 
-def by_batch(history: Tensor, x: Tensor) -> Tensor:
+def by_batch(state: Tensor, x: Tensor) -> Tensor:
     """(S, R, ...) as (B, Q, ...): the sequences of a pack one after another, those of batch rows as they are."""
-    return history.reshape(x.shape[0], history.shape[0] // x.shape[0] * history.shape[1], *history.shape[2:])
+    return state.reshape(x.shape[0], state.shape[0] // x.shape[0] * state.shape[1], *state.shape[2:])
 
 
-def rows_at(x: Tensor, past: Tensor, index: Tensor) -> Tensor:
+def rows_at(x: Tensor, state_BQGD: Tensor, index: Tensor) -> Tensor:
     """The rows that a `ShiftPlan` numbers so: (B, n, G, D)."""
-    slots = past.shape[1]
-    in_past = torch.where(index < slots, index, -1)
-    return torch.where(index[..., None, None] >= slots, pick(x, index - slots), pick(past, in_past))
+    slots = state_BQGD.shape[1]
+    in_state = torch.where(index < slots, index, -1)
+    return torch.where(index[..., None, None] >= slots, pick(x, index - slots), pick(state_BQGD, in_state))
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -99,14 +100,14 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
     return torch.where(index[..., None, None] >= 0, x[batch, index.clamp(min=0)], 0)
 
 
-def turn_plain(
+def shift_norm_rope_plain(
     q: Tensor | None,
     k: Tensor,
     v: Tensor,
     alpha: Tensor | None,
     beta: Tensor | None,
-    k_past: Tensor | None,
-    v_past: Tensor | None,
+    k_state: Tensor | None,
+    v_state: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     q_scale: Tensor | None,
@@ -115,13 +116,14 @@ def turn_plain(
     sources: Tensor | None,
     sequences: int,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Shift, QK-norm and rotary embedding; arguments as of `triton.launch.shift`, and `sources` as of `mixed`."""
+    """Shift, QK-norm and RoPE; arguments as of `triton.launch.shift`, and `sources` as of `weighted_sum`."""
 
-    def shifted(x: Tensor, mix: Tensor | None, past: Tensor | None) -> Tensor:
-        if mix is None:
+    def shifted(x: Tensor, coefficients: Tensor | None, state: Tensor | None) -> Tensor:
+        if coefficients is None:
             return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-        history = x.new_zeros(sequences, mix.shape[1] - 1, *x.shape[2:]) if past is None else past
-        return mixed(x, mix, history, sources)
+        if state is None:
+            state = x.new_zeros(sequences, coefficients.shape[1] - 1, *x.shape[2:])
+        return weighted_sum(x, coefficients, state, sources)
 
     def finished(y: Tensor, scale: Tensor | None) -> Tensor:
         if scale is not None:
@@ -133,18 +135,18 @@ def turn_plain(
         return torch.cat([low * c - high * s, high * c + low * s], dim=-1)
 
     q_out = None if q is None else finished(shifted(q, None, None), q_scale).to(q.dtype)
-    return q_out, finished(shifted(k, alpha, k_past), k_scale).to(k.dtype), shifted(v, beta, v_past).to(v.dtype)
+    return q_out, finished(shifted(k, alpha, k_state), k_scale).to(k.dtype), shifted(v, beta, v_state).to(v.dtype)
 
 
-def mixed_gradients(
-    x: Tensor, mix: Tensor, history: Tensor, sources: Tensor | None, grad_y: Tensor
+def gradients_of_shift(
+    x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, grad_y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of x, mix and history, in a backward pass that is watched."""
+    """Of x, coefficients and state, in a backward pass that is watched."""
 
-    def forward(x: Tensor, mix: Tensor, history: Tensor) -> Tensor:
-        return mixed(x, mix, history, sources).to(x.dtype)
+    def forward(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
+        return weighted_sum(x, coefficients, state, sources).to(x.dtype)
 
-    return cast(Any, tuple(gradients(forward, (x, mix, history), grad_y)))
+    return cast(Any, tuple(gradients(forward, (x, coefficients, state), grad_y)))
 
 
 def gradients(function: Callable[..., Any], inputs: Sequence[Tensor | None], grads: Any) -> list[Tensor | None]:

@@ -1,6 +1,6 @@
 """The operators as loops over sequences and positions: slow, obvious, and the truth all else is compared with.
 
-Shapes: B batch, T positions, S sequences, R rows of history, H heads, G KV heads, D head size, W window.
+Shapes: B batch, T positions, S sequences, R rows of state, H heads, G KV heads, D head size, W window.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvshift.ops.rope import Rotary
 
 def shift_reference(
     x: Tensor,
-    mix: Tensor | None,
-    history: Tensor,
+    coefficients: Tensor | None,
+    state: Tensor,
     keep: int,
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
@@ -24,21 +24,21 @@ def shift_reference(
 ) -> tuple[Tensor, Tensor]:
     """Mix every token with those before it in its sequence.
 
-        y[t] = mix[0] * x[t] + mix[1] * x[t-1] + ... + mix[W-1] * x[t-W+1]
+        y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ... + coefficients[W-1] * x[t-W+1]
 
-    Tokens before the first of a sequence are the rows of `history`, newest last; padding is skipped over.
+    Tokens before the first of a sequence are the rows of `state`, newest last; padding is skipped over.
 
     Args:
         x: (B, T, G, D).
-        mix: (G, W), column j for lag j; None returns x as it is.
-        history: (S, R, G, D): the rows before each sequence (`cu_seqlens`) or batch row (otherwise).
-        keep: how many rows of history to return; at most R plus the tokens of the shortest sequence.
+        coefficients: (G, W), column j for lag j; None returns x as it is.
+        state: (S, R, G, D): the rows before each sequence (`cu_seqlens`) or batch row (otherwise).
+        keep: how many rows of state to return; at most R plus the tokens of the shortest sequence.
         cu_seqlens: (S + 1,) boundaries of packed sequences; B is 1.
-        seq_idx: (B, T) number of the document at each position. History belongs to a row's first document.
+        seq_idx: (B, T) number of the document at each position. State belongs to a row's first document.
         mask: (B, T), False on padding.
 
     Returns:
-        y like x, zero on padding, and the next history: the last tokens of each sequence, or, with `seq_idx`, of
+        y like x, zero on padding, and the next state: the last tokens of each sequence, or, with `seq_idx`, of
         the last document of each row.
     """
     if cu_seqlens is not None:
@@ -48,31 +48,31 @@ def shift_reference(
         spans = [(b, range(x.shape[1])) for b in range(x.shape[0])]
 
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    weights = x.new_ones(x.shape[2], 1, dtype=compute) if mix is None else mix.to(compute)
+    weights = x.new_ones(x.shape[2], 1, dtype=compute) if coefficients is None else coefficients.to(compute)
     rows = {}
-    next_history = []
+    next_state = []
     for s, (b, positions) in enumerate(spans):
-        seen = list(history[s])  # the raw rows so far, newest last
+        seen = list(state[s])  # the raw rows so far, newest last
         document = None
         for t in positions:
             if mask is not None and not mask[b, t]:
                 rows[b, t] = torch.zeros_like(x[b, t])
                 continue
             if seq_idx is not None and document is not None and int(seq_idx[b, t]) != document:
-                seen = [torch.zeros_like(row) for row in history[s]]
+                seen = [torch.zeros_like(row) for row in state[s]]
             document = None if seq_idx is None else int(seq_idx[b, t])
             seen.append(x[b, t])
             y = _add(None, weights[:, 0, None], seen[-1].to(compute))
             for lag in range(1, weights.shape[1]):
                 y = _add(y, weights[:, lag, None], seen[-1 - lag].to(compute))
             rows[b, t] = y.to(x.dtype)
-        next_history.append(torch.stack(seen[len(seen) - keep :]))
+        next_state.append(torch.stack(seen[len(seen) - keep :]))
 
-    new_history = torch.stack(next_history) if next_history else history.new_zeros(0, keep, *history.shape[2:])
-    if mix is None:
-        return x, new_history
+    new_state = torch.stack(next_state) if next_state else state.new_zeros(0, keep, *state.shape[2:])
+    if coefficients is None:
+        return x, new_state
     y = [rows[b, t] for b in range(x.shape[0]) for t in range(x.shape[1])]
-    return torch.stack(y).reshape(x.shape) if y else x.clone(), new_history
+    return torch.stack(y).reshape(x.shape) if y else x.clone(), new_state
 
 
 def norm_rope_reference(x: Tensor, scale: Tensor | None, eps: float, rotary: Rotary | None) -> Tensor:

@@ -1,7 +1,7 @@
 """The operator's public face: argument checks, and the call of the backend that `dispatch.py` names.
 
 Shapes: B batch, T positions in a row, P positions in a pack, S sequences, G KV heads, D head size, W window,
-R rows of history.
+R rows of state.
 """
 
 from __future__ import annotations
@@ -84,31 +84,31 @@ def kv_shift(
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
         raise ValueError(f"v must match k in batch, positions, heads, dtype and device; {_say(k=k, v=v)}")
     if alpha is not None:
-        check_mix("alpha", alpha, k)
+        check_coefficients("alpha", alpha, k)
     if beta is not None:
-        check_mix("beta", beta, v)
+        check_coefficients("beta", beta, v)
         if alpha is not None and alpha.shape != beta.shape:
             raise ValueError(f"alpha and beta must have the same shape; {_say(alpha=alpha, beta=beta)}")
     sequences = check_boundaries(k, cu_seqlens, seq_idx, mask)
     window = _window(alpha, beta)
 
     if state is None:
-        past, max_rows = (None, None), window - 1
+        states, max_rows = (None, None), window - 1
     else:
         check_state(state, k, v, sequences, window)
-        past, max_rows = (state.k, state.v), state.max_rows
+        states, max_rows = (state.k, state.v), state.max_rows
 
     (k_hat, v_hat), (next_k, next_v) = _shift(
-        (k, v), (alpha, beta), past, sequences, max_rows, cu_seqlens, seq_idx, mask, backend
+        (k, v), (alpha, beta), states, sequences, max_rows, cu_seqlens, seq_idx, mask, backend
     )
     return k_hat, v_hat, ShiftState(next_k, next_v, max_rows)
 
 
 def shift_tokens(
     x: Tensor,
-    mix: Tensor,
+    coefficients: Tensor,
     *,
-    history: Tensor | None = None,
+    state: Tensor | None = None,
     max_rows: int | None = None,
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
@@ -117,37 +117,37 @@ def shift_tokens(
 ) -> tuple[Tensor, Tensor]:
     """What `kv_shift` does to k and to v, for one tensor: the queries of QKV-shift, say.
 
-        x_hat[t] = mix[:, 0] * x[t] + mix[:, 1] * x[t-1] + ... + mix[:, W-1] * x[t-W+1]
+        x_hat[t] = coefficients[:, 0] * x[t] + coefficients[:, 1] * x[t-1] + ... + coefficients[:, W-1] * x[t-W+1]
 
     Args:
         x: (B, T, G, D).
-        mix: (G, W).
-        history: the raw rows before each sequence, newest last, (S, R, G, D) with R >= W - 1; None for zeros.
-        max_rows: how many rows of history to return, R or more; R by default.
+        coefficients: (G, W).
+        state: the raw rows before each sequence, newest last, (S, R, G, D) with R >= W - 1; None for zeros.
+        max_rows: how many rows of state to return, R or more; R by default.
         cu_seqlens, seq_idx, mask, backend: as in `kv_shift`.
 
     Returns:
-        x_hat like x, and the next history.
+        x_hat like x, and the next state.
     """
     check_input("x", x)
-    check_mix("mix", mix, x)
+    check_coefficients("coefficients", coefficients, x)
     sequences = check_boundaries(x, cu_seqlens, seq_idx, mask)
-    window = mix.shape[1]
-    if history is not None:
-        _check_history("history", history, x, sequences, window)
-    rows = window - 1 if history is None else history.shape[1]
+    window = coefficients.shape[1]
+    if state is not None:
+        _check_rows("state", state, x, sequences, window)
+    rows = window - 1 if state is None else state.shape[1]
     if max_rows is not None and max_rows < rows:
-        raise ValueError(f"max_rows must be at least the rows of history, {rows}; got {max_rows}")
-    (x_hat,), (next_history,) = _shift(
-        (x,), (mix,), (history,), sequences, max_rows or rows, cu_seqlens, seq_idx, mask, backend
+        raise ValueError(f"max_rows must be at least the rows of state, {rows}; got {max_rows}")
+    (x_hat,), (next_state,) = _shift(
+        (x,), (coefficients,), (state,), sequences, max_rows or rows, cu_seqlens, seq_idx, mask, backend
     )
-    return x_hat, next_history
+    return x_hat, next_state
 
 
 def _shift(
     inputs: Sequence[Tensor],
-    mixes: Sequence[Tensor | None],
-    pasts: Sequence[Tensor | None],
+    all_coefficients: Sequence[Tensor | None],
+    states: Sequence[Tensor | None],
     sequences: int,
     max_rows: int,
     cu_seqlens: Tensor | None,
@@ -155,17 +155,21 @@ def _shift(
     mask: Tensor | None,
     backend: str,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Shift tensors that share their boundaries. One whose mix is None passes through; its history is kept too."""
-    window = _window(*mixes)
-    backend = shift_path(Call(tuple(inputs), tuple(mixes), tuple(pasts), (cu_seqlens, seq_idx, mask), backend))
+    """Shift tensors that share their boundaries; one without coefficients passes through, and has a state too."""
+    window = _window(*all_coefficients)
+    backend = shift_path(
+        Call(tuple(inputs), tuple(all_coefficients), tuple(states), (cu_seqlens, seq_idx, mask), backend)
+    )
     if backend == "triton":
-        return shift_triton(inputs, mixes, pasts, sequences, max_rows, Boundaries.of(cu_seqlens, seq_idx, mask))
-    histories = [
-        x.new_zeros(sequences, window - 1, *x.shape[2:]) if past is None else past
-        for x, past in zip(inputs, pasts, strict=True)
+        return shift_triton(
+            inputs, all_coefficients, states, sequences, max_rows, Boundaries.of(cu_seqlens, seq_idx, mask)
+        )
+    states = [
+        x.new_zeros(sequences, window - 1, *x.shape[2:]) if state is None else state
+        for x, state in zip(inputs, states, strict=True)
     ]
     batch, positions = inputs[0].shape[:2]
-    rows = histories[0].shape[1]
+    rows = states[0].shape[1]
     bounded = cu_seqlens is not None or seq_idx is not None or mask is not None
     plan = None
     if bounded and backend != "reference":
@@ -173,21 +177,21 @@ def _shift(
             batch, positions, window, rows, inputs[0].device, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask
         )
 
-    outputs, next_histories = [], []
-    for x, mix, history in zip(inputs, mixes, histories, strict=True):
+    outputs, next_states = [], []
+    for x, coefficients, state in zip(inputs, all_coefficients, states, strict=True):
         if backend == "reference":
             keep = rows if bounded else min(max_rows, rows + positions)
-            y, next_history = shift_reference(x, mix, history, keep, cu_seqlens, seq_idx, mask)
+            y, next_state = shift_reference(x, coefficients, state, keep, cu_seqlens, seq_idx, mask)
         else:
             shift = {"cpu": shift_cpu, "eager": shift_eager, "plain": shift_plain}[backend]
-            y, next_history = shift(x, mix, history, plan, max_rows)
+            y, next_state = shift(x, coefficients, state, plan, max_rows)
         outputs.append(y)
-        next_histories.append(next_history)
-    return outputs, next_histories
+        next_states.append(next_state)
+    return outputs, next_states
 
 
-def _window(*mixes: Tensor | None) -> int:
-    return next(mix.shape[1] for mix in mixes if mix is not None)
+def _window(*coefficients: Tensor | None) -> int:
+    return next(x.shape[1] for x in coefficients if x is not None)
 
 
 def _say(**tensors: Tensor) -> str:
@@ -213,15 +217,15 @@ def check_input(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be of a floating-point dtype; {_say(**{name: x})}")
 
 
-def check_mix(name: str, mix: Tensor, x: Tensor) -> None:
+def check_coefficients(name: str, coefficients: Tensor, x: Tensor) -> None:
     """Raise what `kv_shift` raises for coefficients that do not fit x."""
-    check_tensor(name, mix, "(heads, window)")
-    if mix.ndim != 2 or mix.shape[0] != x.shape[2] or mix.shape[1] < 2:
+    check_tensor(name, coefficients, "(heads, window)")
+    if coefficients.ndim != 2 or coefficients.shape[0] != x.shape[2] or coefficients.shape[1] < 2:
         raise ValueError(
-            f"{name} must be (heads, window) with {x.shape[2]} heads and window >= 2; {_say(**{name: mix})}"
+            f"{name} must be (heads, window) with {x.shape[2]} heads and window >= 2; {_say(**{name: coefficients})}"
         )
-    if not mix.is_floating_point() or mix.device != x.device:
-        raise ValueError(f"{name} must be of a floating-point dtype on {x.device}; {_say(**{name: mix})}")
+    if not coefficients.is_floating_point() or coefficients.device != x.device:
+        raise ValueError(f"{name} must be of a floating-point dtype on {x.device}; {_say(**{name: coefficients})}")
 
 
 def check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> int:
@@ -266,8 +270,8 @@ def check_state(state: ShiftState, k: Tensor, v: Tensor, sequences: int, window:
     """Raise what `kv_shift` raises for a state that does not fit."""
     if not isinstance(state, ShiftState):
         raise TypeError(f"state must be a ShiftState or None, got {type(state).__name__}")
-    _check_history("state.k", state.k, k, sequences, window)
-    _check_history("state.v", state.v, v, sequences, window)
+    _check_rows("state.k", state.k, k, sequences, window)
+    _check_rows("state.v", state.v, v, sequences, window)
     if not state.k.shape[1] == state.v.shape[1] <= state.max_rows:
         raise ValueError(
             f"state must hold as many keys as values, max_rows at most; got {state.k.shape[1]} rows of keys and "
@@ -275,13 +279,13 @@ def check_state(state: ShiftState, k: Tensor, v: Tensor, sequences: int, window:
         )
 
 
-def _check_history(name: str, history: Tensor, x: Tensor, sequences: int, window: int) -> None:
+def _check_rows(name: str, state: Tensor, x: Tensor, sequences: int, window: int) -> None:
     expected = (sequences, *x.shape[2:])
-    check_tensor(name, history, "(sequences, rows, heads, head size)")
-    if history.ndim != 4 or (history.shape[0], *history.shape[2:]) != expected or history.shape[1] < window - 1:
+    check_tensor(name, state, "(sequences, rows, heads, head size)")
+    if state.ndim != 4 or (state.shape[0], *state.shape[2:]) != expected or state.shape[1] < window - 1:
         raise ValueError(
             f"{name} must be ({sequences}, rows, {x.shape[2]}, {x.shape[3]}) with rows >= {window - 1}, "
-            f"the window less one; {_say(**{name: history})}"
+            f"the window less one; {_say(**{name: state})}"
         )
-    if history.dtype != x.dtype or history.device != x.device:
-        raise ValueError(f"{name} must be {x.dtype} on {x.device}; {_say(**{name: history})}")
+    if state.dtype != x.dtype or state.device != x.device:
+        raise ValueError(f"{name} must be {x.dtype} on {x.device}; {_say(**{name: state})}")

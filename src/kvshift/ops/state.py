@@ -1,6 +1,6 @@
 """What a shift remembers between two calls: the last raw keys and values.
 
-Shapes: S sequences, R rows of history (newest last), G KV heads, H query heads, D head size.
+Shapes: S sequences, R rows of state (newest last), G KV heads, H query heads, D head size.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ShiftState:
 
     @property
     def rows(self) -> int:
-        """R, the rows of history held now; at most `max_rows`."""
+        """R, the rows of state held now; at most `max_rows`."""
         return self.k.shape[1]
 
     def select(self, indices: Tensor | Sequence[int]) -> ShiftState:
@@ -115,10 +115,10 @@ class ShiftState:
 
         Args:
             tokens: how many to take back, 0 or more.
-            window: the W of the operator that goes on from here; it needs W - 1 rows.
+            window: the W of the operator that continues from here; it needs W - 1 rows.
 
         Raises:
-            ValueError: a number is out of range, or the history is too short. Keep a longer one:
+            ValueError: a number is out of range, or the state is too short. Keep a longer one:
                 `max_rows = window - 1 + tokens`.
         """
         if tokens < 0:

@@ -47,7 +47,7 @@ def launches(monkeypatch) -> dict[str, int]:
 
         return call
 
-    monkeypatch.setattr(fused, "turn_triton", counting("many", fused.turn_triton))
+    monkeypatch.setattr(fused, "shift_norm_rope_triton", counting("many", fused.shift_norm_rope_triton))
     monkeypatch.setattr(fused, "step_triton", counting("step", fused.step_triton))
     return counted
 

@@ -1,7 +1,7 @@
 // The operator on a CPU, forward and backward, in one pass over memory each.
 //
-// Letters: B batch, T positions, G heads, D head size, W window, Q rows of history per batch row.
-// Rows are numbered as in ops/boundaries.py: 0 .. Q-1 are history, Q .. Q+T-1 positions, -1 none. Without a plan, lag j of
+// Letters: B batch, T positions, G heads, D head size, W window, Q rows of state per batch entry.
+// Rows are numbered as in ops/boundaries.py: 0 .. Q-1 are state, Q .. Q+T-1 positions, -1 none. Without a plan, lag j of
 // position t reads row Q + t - j. Strides count elements; within a head elements lie next to each other.
 //
 // A plain C interface, without Python or PyTorch: one binary serves every version of both. Products and sums are
@@ -189,7 +189,7 @@ struct Row {
         terms[count++] = term;
     }
 
-    void mix(T* y, const A* weights_GW, const Shape& n) const {
+    void write(T* y, const A* weights_GW, const Shape& n) const {
         for (int64_t g = 0; g < n.G; ++g, y += n.D) {
             const A* weights = weights_GW + g * n.W;
             if (count == 2 && reads(weights, 0) && reads(weights, 1)) {
@@ -210,8 +210,8 @@ struct Row {
         }
     }
 
-    // As `mix`, and adds the products of x, (G, D), with every term to sums, (G, W).
-    void mix_and_dot(T* y, const A* weights_GW, const T* x, int64_t x_head, Wide* sums_GW, const Shape& n) const {
+    // As `write`, and adds the products of x, (G, D), with every term to sums, (G, W).
+    void write_and_dot(T* y, const A* weights_GW, const T* x, int64_t x_head, Wide* sums_GW, const Shape& n) const {
         for (int64_t g = 0; g < n.G; ++g, y += n.D, x += x_head) {
             const A* weights = weights_GW + g * n.W;
             Wide* sums = sums_GW + g * n.W;
@@ -261,7 +261,7 @@ inline bool should_stream(const Shape& n, const T* y) {
 }
 
 template <class T, class A, bool streams>
-void forward(const Shape& n, T* y, Rows<const T> x, Rows<const T> past, const A* mix, const int64_t* sources,
+void forward(const Shape& n, T* y, Rows<const T> x, Rows<const T> state, const A* weights, const int64_t* sources,
              int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -272,20 +272,20 @@ void forward(const Shape& n, T* y, Rows<const T> x, Rows<const T> past, const A*
             for (int64_t j = 0; j < n.W; ++j) {
                 const int64_t r = sources ? sources[bt * n.W + j] : n.Q + t - j;
                 if (r >= n.Q) row.add(x.at(b, r - n.Q), x.head, j);
-                else if (r >= 0) row.add(past.at(b, r), past.head, j);
+                else if (r >= 0) row.add(state.at(b, r), state.head, j);
             }
-            row.mix(y + bt * n.G * n.D, mix, n);
+            row.write(y + bt * n.G * n.D, weights, n);
         }
         if constexpr (streams) _mm_sfence();
     }
 }
 
-// Every row, of history or of x, gathers the gradients of the positions that read it; the same pass gives the
+// Every row, of state or of x, gathers the gradients of the positions that read it; the same pass gives the
 // gradient of the coefficients. It is summed over spans of rows, (spans, G, W), which the caller adds up: the same
 // bits whatever the number of threads. `scratch` has room for (threads, G, W, 128 bytes).
 template <class T, class A, bool streams>
-void backward(const Shape& n, T* grad_x, T* grad_past, double* grad_mix, void* scratch, int64_t spans,
-              Rows<const T> grad_y, Rows<const T> x, Rows<const T> past, const A* mix, const int64_t* readers,
+void backward(const Shape& n, T* grad_x, T* grad_state, double* grad_weights, void* scratch, int64_t spans,
+              Rows<const T> grad_y, Rows<const T> x, Rows<const T> state, const A* weights, const int64_t* readers,
               int threads) {
     using L = Lanes<T>;
     const int64_t rows = n.B * (n.Q + n.T), coefficients = n.G * n.W, span = (rows + spans - 1) / spans;
@@ -304,11 +304,11 @@ void backward(const Shape& n, T* grad_x, T* grad_past, double* grad_mix, void* s
                     if (t >= 0 && t < n.T) row.add(grad_y.at(b, t), grad_y.head, j);
                 }
                 if (r < n.Q)
-                    row.mix_and_dot(grad_past + (b * n.Q + r) * size, mix, past.at(b, r), past.head, sums, n);
+                    row.write_and_dot(grad_state + (b * n.Q + r) * size, weights, state.at(b, r), state.head, sums, n);
                 else
-                    row.mix_and_dot(grad_x + (b * n.T + r - n.Q) * size, mix, x.at(b, r - n.Q), x.head, sums, n);
+                    row.write_and_dot(grad_x + (b * n.T + r - n.Q) * size, weights, x.at(b, r - n.Q), x.head, sums, n);
             }
-            for (int64_t c = 0; c < coefficients; ++c) grad_mix[s * coefficients + c] = L::sum(sums[c]);
+            for (int64_t c = 0; c < coefficients; ++c) grad_weights[s * coefficients + c] = L::sum(sums[c]);
         }
         if constexpr (streams) _mm_sfence();
     }
@@ -318,23 +318,24 @@ void backward(const Shape& n, T* grad_x, T* grad_past, double* grad_mix, void* s
 
 #define KVSHIFT_KERNELS(NAME, T, A)                                                                                  \
     extern "C" void kvshift_forward_##NAME(int64_t B, int64_t N, int64_t G, int64_t D, int64_t W, int64_t Q, T* y,   \
-                                           const T* x, int64_t xb, int64_t xr, int64_t xh, const T* past,            \
-                                           int64_t pb, int64_t pr, int64_t ph, const A* mix, const int64_t* sources, \
-                                           int threads) {                                                            \
+                                           const T* x, int64_t xb, int64_t xr, int64_t xh, const T* state,           \
+                                           int64_t pb, int64_t pr, int64_t ph, const A* weights,                     \
+                                           const int64_t* sources, int threads) {                                    \
         const Shape n{B, N, G, D, W, Q};                                                                             \
         const auto run = should_stream(n, y) ? forward<T, A, true> : forward<T, A, false>;                           \
-        run(n, y, {x, xb, xr, xh}, {past, pb, pr, ph}, mix, sources, threads);                                       \
+        run(n, y, {x, xb, xr, xh}, {state, pb, pr, ph}, weights, sources, threads);                                  \
     }                                                                                                                \
     extern "C" void kvshift_backward_##NAME(                                                                         \
-        int64_t B, int64_t N, int64_t G, int64_t D, int64_t W, int64_t Q, T* grad_x, T* grad_past, double* grad_mix, \
-        void* scratch, int64_t spans, const T* grad_y, int64_t gb, int64_t gr, int64_t gh, const T* x, int64_t xb,   \
-        int64_t xr, int64_t xh, const T* past, int64_t pb, int64_t pr, int64_t ph, const A* mix,                     \
+        int64_t B, int64_t N, int64_t G, int64_t D, int64_t W, int64_t Q, T* grad_x, T* grad_state,                  \
+        double* grad_weights, void* scratch, int64_t spans, const T* grad_y, int64_t gb, int64_t gr, int64_t gh,     \
+        const T* x, int64_t xb,                                                                                      \
+        int64_t xr, int64_t xh, const T* state, int64_t pb, int64_t pr, int64_t ph, const A* weights,                \
         const int64_t* readers, int threads) {                                                                       \
         const Shape n{B, N, G, D, W, Q};                                                                             \
-        const bool streams = should_stream(n, grad_x) && should_stream(n, grad_past);                                \
+        const bool streams = should_stream(n, grad_x) && should_stream(n, grad_state);                               \
         const auto run = streams ? backward<T, A, true> : backward<T, A, false>;                                     \
-        run(n, grad_x, grad_past, grad_mix, scratch, spans, {grad_y, gb, gr, gh}, {x, xb, xr, xh},                   \
-            {past, pb, pr, ph}, mix, readers, threads);                                                              \
+        run(n, grad_x, grad_state, grad_weights, scratch, spans, {grad_y, gb, gr, gh}, {x, xb, xr, xh},              \
+            {state, pb, pr, ph}, weights, readers, threads);                                                         \
     }
 
 KVSHIFT_KERNELS(float32, float, float)

@@ -3,7 +3,7 @@
 The kernel is built when the package is installed (`hatch_build.py`). Where it is missing, or cannot take the tensors,
 `cpu_refusal` says why, and "auto" takes `eager.py`, which computes the same up to rounding.
 
-Shapes: B batch, T positions, S sequences, R rows of history, Q rows of history per batch row, G KV heads, D head
+Shapes: B batch, T positions, S sequences, R rows of state, Q rows of state per batch entry, G KV heads, D head
 size, W window.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
-from kvshift.ops.plain import mixed_gradients, next_history
+from kvshift.ops.plain import gradients_of_shift, state_after
 from kvshift.ops.watched import is_watched
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -34,15 +34,15 @@ _ROWS = (_POINTER, _INT, _INT, _INT)  # a tensor (B, rows, G, D) and its first t
 
 
 def shift_cpu(
-    x: Tensor, mix: Tensor | None, history: Tensor, plan: ShiftPlan | None, max_rows: int
+    x: Tensor, coefficients: Tensor | None, state: Tensor, plan: ShiftPlan | None, max_rows: int
 ) -> tuple[Tensor, Tensor]:
     """What `shift_eager` does, with the same arguments and results."""
     y = x
-    if mix is not None:
+    if coefficients is not None:
         sources, readers = (None, None) if plan is None else (plan.sources, plan.readers)
-        tracked = torch.is_grad_enabled() and (x.requires_grad or mix.requires_grad or history.requires_grad)
-        y = (_Shift.apply if tracked else _forward)(x, mix, history, sources, readers)
-    return y, next_history(x, history, plan, max_rows)
+        tracked = torch.is_grad_enabled() and (x.requires_grad or coefficients.requires_grad or state.requires_grad)
+        y = (_Shift.apply if tracked else _forward)(x, coefficients, state, sources, readers)
+    return y, state_after(x, state, plan, max_rows)
 
 
 def cpu_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:
@@ -65,29 +65,29 @@ class _Shift(torch.autograd.Function):
     # With a `setup_context` PyTorch would inspect the signature in every call: longer than a small tensor takes.
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mix: Tensor, history: Tensor, sources: Tensor | None, readers: Tensor | None
+        ctx: Any, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, mix, history, sources, readers)
-        return _forward(x, mix, history, sources, readers)
+        ctx.save_for_backward(x, coefficients, state, sources, readers)
+        return _forward(x, coefficients, state, sources, readers)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        x, mix, history, sources, readers = ctx.saved_tensors
+        x, coefficients, state, sources, readers = ctx.saved_tensors
         if is_watched(grad_y):
-            return *mixed_gradients(x, mix, history, sources, grad_y), None, None
-        return *_backward(grad_y, x, mix, history, readers), None, None
+            return *gradients_of_shift(x, coefficients, state, sources, grad_y), None, None
+        return *_backward(grad_y, x, coefficients, state, readers), None, None
 
 
-def _forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor | None, readers: Tensor | None) -> Tensor:
+def _forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    x, history, weights = _dense_heads(x), history.contiguous(), _weights(mix, x)
+    x, state, weights = _dense_heads(x), state.contiguous(), _weights(coefficients, x)
     index = None if sources is None else sources.contiguous()
     _kernels().forward[x.dtype](
-        *_sizes(x, history, mix),
+        *_sizes(x, state, coefficients),
         y.data_ptr(),
         *_rows(x),
-        *_history_rows(history, x),
+        *_state_rows(state, x),
         weights.data_ptr(),
         None if index is None else index.data_ptr(),
         _threads(x),
@@ -96,58 +96,58 @@ def _forward(x: Tensor, mix: Tensor, history: Tensor, sources: Tensor | None, re
 
 
 def _backward(
-    grad_y: Tensor, x: Tensor, mix: Tensor, history: Tensor, readers: Tensor | None
+    grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor, readers: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, mix and history."""
+    """Gradients of x, coefficients and state."""
     grad_x = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    grad_history = torch.empty(history.shape, dtype=x.dtype, device="cpu")
-    grad_y, x, history, weights = _dense_heads(grad_y), _dense_heads(x), history.contiguous(), _weights(mix, x)
+    grad_state = torch.empty(state.shape, dtype=x.dtype, device="cpu")
+    grad_y, x, state, weights = _dense_heads(grad_y), _dense_heads(x), state.contiguous(), _weights(coefficients, x)
     index = None if readers is None else readers.contiguous()
-    sizes = _sizes(x, history, mix)
+    sizes = _sizes(x, state, coefficients)
     batch, positions, *_, slots = sizes
     threads = _threads(x)
     kernels = _kernels()
     spans = max(1, batch * (slots + positions) // kernels.rows_per_sum)
-    sums = torch.empty(spans, *mix.shape, dtype=torch.float64, device="cpu")
-    scratch = torch.empty(threads, *mix.shape, 128, dtype=torch.uint8, device="cpu")
+    sums = torch.empty(spans, *coefficients.shape, dtype=torch.float64, device="cpu")
+    scratch = torch.empty(threads, *coefficients.shape, 128, dtype=torch.uint8, device="cpu")
     kernels.backward[x.dtype](
         *sizes,
         grad_x.data_ptr(),
-        grad_history.data_ptr(),
+        grad_state.data_ptr(),
         sums.data_ptr(),
         scratch.data_ptr(),
         spans,
         *_rows(grad_y),
         *_rows(x),
-        *_history_rows(history, x),
+        *_state_rows(state, x),
         weights.data_ptr(),
         None if index is None else index.data_ptr(),
         threads,
     )
-    return grad_x, sums.sum(0).to(mix.dtype), grad_history
+    return grad_x, sums.sum(0).to(coefficients.dtype), grad_state
 
 
-def _sizes(x: Tensor, history: Tensor, mix: Tensor) -> tuple[int, ...]:
+def _sizes(x: Tensor, state: Tensor, coefficients: Tensor) -> tuple[int, ...]:
     """B, T, G, D, W, Q."""
-    return (*x.shape, mix.shape[1], history.shape[0] * history.shape[1] // max(1, x.shape[0]))
+    return (*x.shape, coefficients.shape[1], state.shape[0] * state.shape[1] // max(1, x.shape[0]))
 
 
 def _rows(x: Tensor) -> tuple[int, ...]:
     return (x.data_ptr(), *x.stride()[:3])
 
 
-def _history_rows(history: Tensor, x: Tensor) -> tuple[int, ...]:
+def _state_rows(state: Tensor, x: Tensor) -> tuple[int, ...]:
     """(S, R, G, D) as (B, Q, G, D)."""
     row = x.shape[2] * x.shape[3]
-    return (history.data_ptr(), history.shape[0] * history.shape[1] // max(1, x.shape[0]) * row, row, x.shape[3])
+    return (state.data_ptr(), state.shape[0] * state.shape[1] // max(1, x.shape[0]) * row, row, x.shape[3])
 
 
 def _dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _weights(mix: Tensor, x: Tensor) -> Tensor:
-    return mix.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
+def _weights(coefficients: Tensor, x: Tensor) -> Tensor:
+    return coefficients.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
 
 
 def _threads(x: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""The gradients of `forward.py`, one launch for keys and values (and queries), one more where there is history.
+"""The gradients of `forward.py`, one launch for keys and values (and queries), one more where there is state.
 
 Every row gathers the gradients of the positions that read it, walking forward where the operator walks back: nothing
 is added atomically, and each program writes its own sums for the coefficients, which the caller adds up in one order.
@@ -67,12 +67,12 @@ def _backward_plain(
 
 
 @triton.jit
-def _turned_back(
+def _rotated_back(
     gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_b, table_t, D,
     row, there, first, b, T, seq_idx, links,
     W: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of what was shifted, from that of what was normalised and turned, both halves at rows of one head.
+    """The gradient of what was shifted, from that of what was normalised and rotated, both halves at rows of one head.
 
     Returns:
         low, high, and their products with what the scale of the norm multiplies.
@@ -112,7 +112,7 @@ def _turned_back(
 
 
 @triton.jit
-def _backward_turned(
+def _backward_rotated(
     gx, gy, y_b, y_t, y_g, y_d, x, x_b, x_t, x_g, x_d, weights, scale, cos, sin, table_b, table_t, partials, heads, D,
     head, t, real, first, end, b, T, seq_idx, links,
     W: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
@@ -128,7 +128,7 @@ def _backward_turned(
     if weights is not None:
         weights += head * W
         partials += head * W
-    low, high, s_low, s_high = _turned_back(
+    low, high, s_low, s_high = _rotated_back(
         gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_b, table_t, D,
         t, real, first, b, T, seq_idx, links, W, BLOCK, EPS, ACC,
     )  # fmt: skip
@@ -144,7 +144,7 @@ def _backward_turned(
         inside = real
         for lag in tl.static_range(1, W):
             row, inside = _step_forward(row, inside, end, b, T, seq_idx, links)
-            g_low, g_high, _, _ = _turned_back(
+            g_low, g_high, _, _ = _rotated_back(
                 gy, y_t, y_d, x, x_t, x_d, weights, scale, cos, sin, table_b, table_t, D,
                 row, inside, first, b, T, seq_idx, links, W, BLOCK, EPS, ACC,
             )  # fmt: skip
@@ -195,7 +195,7 @@ def backward(
             low = tl.zeros([BLOCK_K], ACC)
             high = tl.zeros([BLOCK_K], ACC)
             for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, H)):
-                s_low, s_high = _backward_turned(
+                s_low, s_high = _backward_rotated(
                     gq, gq_out, gq_b, gq_t, gq_g, gq_d, q, q_b, q_t, q_g, q_d, None, q_scale, cos, sin,
                     table_b, table_t, None, H, Dk, head, t, t < T, first, end, b, T, None, None,
                     1, BLOCK_K, EPS, ACC,
@@ -219,7 +219,7 @@ def backward(
                 low = tl.zeros([BLOCK_K], ACC)
                 high = tl.zeros([BLOCK_K], ACC)
                 for head in range(lane_k * HEADS, tl.minimum((lane_k + 1) * HEADS, G)):
-                    s_low, s_high = _backward_turned(
+                    s_low, s_high = _backward_rotated(
                         gk, gk_out, gk_b, gk_t, gk_g, gk_d, k, k_b, k_t, k_g, k_d, alpha, k_scale, cos, sin,
                         table_b, table_t, k_partials, G, Dk, head, t, k_real, first, end, b, T, seq_idx, links,
                         W, BLOCK_K, EPS, ACC,
@@ -252,43 +252,43 @@ def _first_of(sequence, cu_seqlens, mask, links, T):
 
 
 @triton.jit
-def _backward_past_head(
-    gpast, gy, y_b, y_t, y_g, y_d, past, weights, partials, heads, D, head, back, program,
-    row, inside, end, past_row, there, b, T, seq_idx, links, W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+def _backward_state_head(
+    gstate, gy, y_b, y_t, y_g, y_d, state, weights, partials, heads, D, head, back, program,
+    row, inside, end, state_row, there, b, T, seq_idx, links, W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the row of history `back` rows from its end, which lag j of the token of rank j - back reads.
+    """The gradient of the row of state `back` rows from its end, which lag j of the token of rank j - back reads.
 
-    past_row: that row, of each sequence that is `there`.
+    state_row: that row, of each sequence that is `there`.
     """
     d = tl.arange(0, BLOCK)
     in_head = d < D
-    here = _load_rows(past + head * D, heads * D, past_row, there, d, in_head, ACC)
+    here = _load_rows(state + head * D, heads * D, state_row, there, d, in_head, ACC)
     total = tl.zeros_like(here)
     gy += (b * y_b + (b * 0 + head) * y_g)[:, None]
     partials += (program * heads + head).to(tl.int64) * W
     for lag in tl.static_range(1, W):
         if lag > 1:
-            after, goes_on = _step_forward(row, inside, end, b, T, seq_idx, links)
+            after, continues = _step_forward(row, inside, end, b, T, seq_idx, links)
             row = tl.where(lag > back, after, row)
-            inside = tl.where(lag > back, goes_on, inside)
+            inside = tl.where(lag > back, continues, inside)
         g = _load_rows(gy, y_t, row, inside & (lag >= back), d.to(tl.int64) * y_d, in_head, ACC)
         total = _add(total, g, tl.load(weights + head * W + lag).to(ACC))
         share = tl.sum(tl.sum(here * g, 1), 0)
         tl.store(partials + lag, share)
     tl.store(partials, tl.zeros_like(share))
-    _store_rows(gpast + head * D, heads * D, past_row, there, d, in_head, total)
+    _store_rows(gstate + head * D, heads * D, state_row, there, d, in_head, total)
 
 
 @triton.jit(do_not_specialize=["T", "R", "sequences", "k_lanes", "v_lanes", "programs_before"])
-def backward_past(
-    gk_past, gv_past, gk_out, gv_out, alpha, beta, k_past, v_past, k_partials, v_partials,
+def backward_state(
+    gk_state, gv_state, gk_out, gv_out, alpha, beta, k_state, v_state, k_partials, v_partials,
     cu_seqlens, seq_idx, mask, links, T, G, Dk, Dv, R, sequences, k_lanes, v_lanes, programs_before,
     gk_b, gk_t, gk_g, gk_d, gv_b, gv_t, gv_g, gv_d,
     W: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the newest W - 1 rows of history, and their share of those of the coefficients.
+    """Gradients of the newest W - 1 rows of state, and their share of those of the coefficients.
 
-    One program for BLOCK_S sequences, one row of the history of each, and one head of k or v.
+    One program for BLOCK_S sequences, one row of the state of each, and one head of k or v.
     """
     lanes = k_lanes + v_lanes
     lane = tl.program_id(0) % lanes
@@ -298,16 +298,16 @@ def backward_past(
     there = sequence < sequences
     sequence = tl.minimum(sequence, sequences - 1)
     b, row, end = _first_of(sequence, cu_seqlens, mask, links, T)
-    past_row = (sequence + 1) * R - back
+    state_row = (sequence + 1) * R - back
     if gk_out is not None:
         if lane < k_lanes:
-            _backward_past_head(
-                gk_past, gk_out, gk_b, gk_t, gk_g, gk_d, k_past, alpha, k_partials, G, Dk, lane, back, program,
-                row, (row < end) & there, end, past_row, there, b, T, seq_idx, links, W, BLOCK_K, ACC,
+            _backward_state_head(
+                gk_state, gk_out, gk_b, gk_t, gk_g, gk_d, k_state, alpha, k_partials, G, Dk, lane, back, program,
+                row, (row < end) & there, end, state_row, there, b, T, seq_idx, links, W, BLOCK_K, ACC,
             )  # fmt: skip
     if gv_out is not None:
         if lane >= k_lanes:
-            _backward_past_head(
-                gv_past, gv_out, gv_b, gv_t, gv_g, gv_d, v_past, beta, v_partials, G, Dv, lane - k_lanes, back, program,
-                row, (row < end) & there, end, past_row, there, b, T, seq_idx, links, W, BLOCK_V, ACC,
+            _backward_state_head(
+                gv_state, gv_out, gv_b, gv_t, gv_g, gv_d, v_state, beta, v_partials, G, Dv, lane - k_lanes, back,
+                program, row, (row < end) & there, end, state_row, there, b, T, seq_idx, links, W, BLOCK_V, ACC,
             )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Nothing waits for the device and no shape depends on data, so that CUDA graphs can be made of it.
 
-Shapes: B batch, T positions, S sequences, R rows of history, H query heads, G KV heads, D head size, W window.
+Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvshift.ops.triton.launch import compute_dtype, links, shift, window_of
-from kvshift.ops.triton.next_state import tails
+from kvshift.ops.triton.next_state import next_state
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
@@ -65,43 +65,45 @@ def triton_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None
 
 def shift_triton(
     inputs: Sequence[Tensor],
-    mixes: Sequence[Tensor | None],
-    pasts: Sequence[Tensor | None],
+    coefficients: Sequence[Tensor | None],
+    states: Sequence[Tensor | None],
     sequences: int,
     max_rows: int,
     boundaries: Boundaries,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Shift one or two tensors that share their boundaries, and their next histories; as `kvshift.ops.shift._shift`."""
+    """Shift one or two tensors that share their boundaries, and their next states; as `kvshift.ops.shift._shift`."""
     k, v = inputs[0], inputs[-1]
-    alpha, beta = mixes[0], mixes[1] if len(mixes) > 1 else None
-    k_past, v_past = pasts[0], pasts[1] if len(pasts) > 1 else None
-    not_turned = (None, None, None, None, 0.0)
-    _, k_hat, v_hat = _shift(None, k, v, alpha, beta, k_past, v_past, *not_turned, boundaries=boundaries)
-    shifted = [x if mix is None else y for x, mix, y in zip(inputs, mixes, (k_hat, v_hat), strict=False)]
+    alpha, beta = coefficients[0], coefficients[1] if len(coefficients) > 1 else None
+    k_state, v_state = states[0], states[1] if len(states) > 1 else None
+    not_rotated = (None, None, None, None, 0.0)
+    _, k_hat, v_hat = _shift(None, k, v, alpha, beta, k_state, v_state, *not_rotated, boundaries=boundaries)
+    shifted = [x if own is None else y for x, own, y in zip(inputs, coefficients, (k_hat, v_hat), strict=False)]
     second = v if len(inputs) > 1 else None
-    return shifted, tails_triton(k, second, k_past, v_past, sequences, window_of(*mixes), max_rows, boundaries)
+    return shifted, next_state_triton(
+        k, second, k_state, v_state, sequences, window_of(*coefficients), max_rows, boundaries
+    )
 
 
-def tails_triton(
+def next_state_triton(
     k: Tensor,
     v: Tensor | None,
-    k_past: Tensor | None,
-    v_past: Tensor | None,
+    k_state: Tensor | None,
+    v_state: Tensor | None,
     sequences: int,
     window: int,
     max_rows: int,
     boundaries: Boundaries,
 ) -> list[Tensor]:
-    """The next histories of k and, where there is one, of v; arguments as in `shift_triton`."""
-    rows = window - 1 if k_past is None else k_past.shape[1]
+    """The next states of k and, where there is one, of v; arguments as in `shift_triton`."""
+    rows = window - 1 if k_state is None else k_state.shape[1]
     if boundaries.cu_seqlens is None and boundaries.seq_idx is None and boundaries.mask is None:
         rows = min(max_rows, rows + k.shape[1])
-    pasts = [None if past is None else past.contiguous() for past in (k_past, v_past)]
-    histories = tails(k, v, *pasts, sequences, rows, *boundaries.tensors())
-    return list(histories[: 1 if v is None else 2])
+    states = [None if state is None else state.contiguous() for state in (k_state, v_state)]
+    states = next_state(k, v, *states, sequences, rows, *boundaries.tensors())
+    return list(states[: 1 if v is None else 2])
 
 
-def turn_triton(
+def shift_norm_rope_triton(
     q: Tensor | None,
     k: Tensor,
     v: Tensor,
@@ -113,11 +115,11 @@ def turn_triton(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     eps: float = 0.0,
-    k_past: Tensor | None = None,
-    v_past: Tensor | None = None,
+    k_state: Tensor | None = None,
+    v_state: Tensor | None = None,
     boundaries: Boundaries | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shift keys and values, normalise and turn queries and keys, in one launch: the shift rides on the rotation.
+    """Shift keys and values, normalise and rotate queries and keys, in one launch.
 
         y = shift(k, alpha);  z = y / sqrt(mean(y^2) + eps) * k_scale;  k_out = (z1 cos - z2 sin, z2 cos + z1 sin)
 
@@ -130,22 +132,23 @@ def turn_triton(
         cos, sin: (L, T, D/2), L = 1 or B.
         q_scale, k_scale: (D,), both or None: without norm.
         eps: of the norm.
-        k_past, v_past: histories, (S, R, G, D); without gradients alone.
+        k_state, v_state: states, (S, R, G, D); without gradients alone.
         boundaries: padding and documents.
 
     Returns:
         q, k and v as attention takes them; for no q an empty tensor.
 
     Raises:
-        ValueError: gradients are to be recorded, and there are histories.
+        ValueError: gradients are to be recorded, and there are states.
     """
     trained = any(x is not None and x.requires_grad for x in (q, k, v, alpha, beta, q_scale, k_scale))
-    if (k_past is not None or v_past is not None) and trained and torch.is_grad_enabled():
-        raise ValueError("k_past and v_past must be None where gradients are recorded: none flows through a history")
-    past = k_past, v_past
+    if (k_state is not None or v_state is not None) and trained and torch.is_grad_enabled():
+        raise ValueError("k_state and v_state must be None where gradients are recorded: none flows through a state")
     found = boundaries or Boundaries()
     table = aligned_tables(cos, sin)
-    q_out, k_out, v_out = _shift(q, k, v, alpha, beta, *past, *table, q_scale, k_scale, eps, boundaries=found)
+    q_out, k_out, v_out = _shift(
+        q, k, v, alpha, beta, k_state, v_state, *table, q_scale, k_scale, eps, boundaries=found
+    )
     return q_out, k_out, v if beta is None else v_out
 
 
@@ -162,8 +165,8 @@ def _shift(
     v: Tensor,
     alpha: Tensor | None,
     beta: Tensor | None,
-    k_past: Tensor | None,
-    v_past: Tensor | None,
+    k_state: Tensor | None,
+    v_state: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     q_scale: Tensor | None,
@@ -173,7 +176,7 @@ def _shift(
     boundaries: Boundaries,
 ) -> tuple[Tensor, Tensor, Tensor]:
     compute = compute_dtype(k)
-    mixes = [None if mix is None else mix.to(compute).contiguous() for mix in (alpha, beta)]
-    pasts = [None if past is None else past.contiguous() for past in (k_past, v_past)]
-    scales = [None if scale is None else scale.contiguous() for scale in (q_scale, k_scale)]
-    return shift(q, k, v, *mixes, *pasts, cos, sin, *scales, eps, *boundaries.tensors())
+    coefficients = [x if x is None else x.to(compute).contiguous() for x in (alpha, beta)]
+    states = [x if x is None else x.contiguous() for x in (k_state, v_state)]
+    scales = [x if x is None else x.contiguous() for x in (q_scale, k_scale)]
+    return shift(q, k, v, *coefficients, *states, cos, sin, *scales, eps, *boundaries.tensors())

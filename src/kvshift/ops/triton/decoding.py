@@ -1,6 +1,6 @@
 """One token of every sequence: shift, QK-norm, rotation, the write into the cache and the next state, in one launch.
 
-Shapes: B batch, R rows of history, H query heads, G KV heads, D head size, W window.
+Shapes: B batch, R rows of state, H query heads, G KV heads, D head size, W window.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -9,17 +9,17 @@ Shapes: B batch, R rows of history, H query heads, G KV heads, D head size, W wi
 import triton
 import triton.language as tl
 
-from kvshift.ops.triton.forward import _forward_plain, _forward_turned, _load_rows, _store_rows
+from kvshift.ops.triton.forward import _forward_plain, _forward_rotated, _load_rows, _store_rows
 
 
 @triton.jit
 def _remember(state, x, x_b, x_g, x_d, heads, D, head, b, slot, real, R, BLOCK: tl.constexpr, ACC: tl.constexpr):
-    """Append the raw row of one head to its history, whose oldest row is forgotten."""
+    """Append the raw row of one head to its state, whose oldest row is forgotten."""
     d = tl.arange(0, BLOCK)
     in_head = d < D
     row = tl.arange(0, 1) + slot * R
     state += head * D
-    tl.debug_barrier()  # all threads have read the history
+    tl.debug_barrier()  # all threads have read the state
     for i in range(R - 1):
         later = _load_rows(state, heads * D, row + i + 1, real, d, in_head, ACC)
         tl.debug_barrier()
@@ -38,7 +38,7 @@ def step(
     OWN_PAGES: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     STATE_K: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """q turned into q_out; k shifted and turned, and v shifted, into their caches; raw k and v into their states.
+    """q rotated into q_out; k shifted and rotated, and v shifted, into their caches; raw k and v into their states.
 
     Slots count rows, page after page; OWN_PAGES: within the page of that batch row. Negative ones are left alone.
     Behind the end of its own page a token is written nowhere, and its q becomes NaN: nobody overlooks that.
@@ -65,7 +65,7 @@ def step(
     line = at % page_size
     if lane < q_lanes:
         for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, H)):
-            _forward_turned(
+            _forward_rotated(
                 q_out + (b * H + head) * Dk, 0, here, q, q_b, 0, q_g, q_d, None, None, q_scale,
                 cos, sin, table_b, table_t, H, Dk, head, row, real, row, newest, b, 1, None, None, 1, BLOCK_K, EPS, ACC,
             )  # fmt: skip
@@ -75,7 +75,7 @@ def step(
                 _store_rows(q_out + (b * H + head) * Dk, 0, row, here & is_full, d, d < Dk, nan)
     if (lane >= q_lanes) & (lane < q_lanes + k_lanes):
         for head in range((lane - q_lanes) * HEADS, tl.minimum((lane - q_lanes + 1) * HEADS, G)):
-            _forward_turned(
+            _forward_rotated(
                 k_cache + page * kc_page + line * kc_row + (b * 0 + head) * kc_g, 0, written,
                 k, k_b, 0, k_g, k_d, alpha, k_state, k_scale,
                 cos, sin, table_b, table_t, G, Dk, head, row, real, row, newest, b, 1, None, None, W, BLOCK_K, EPS, ACC,

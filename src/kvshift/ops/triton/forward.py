@@ -5,10 +5,10 @@ is read by its strides; offsets of rows have 64 bits. Arithmetic is in ACC (floa
 once. What is None is compiled out; sizes that change from call to call are not compiled in.
 
 Where a token's predecessor stands is found by walking: one step back per lag, until the walk leaves the sequence. It
-then goes on into the history of that sequence, or ends at a document boundary (`_step_back`). Backward, in
+then continues in the state of that sequence, or ends at a document boundary (`_step_back`). Backward, in
 `backward.py`, walks the other way.
 
-Shapes: B batch, T positions, S sequences, R rows of history, H query heads, G KV heads, D head size, W window.
+Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
 Boundaries: `cu_seqlens` (S + 1), `seq_idx` (B, T), `mask` (B, T), `links` (B, T, 2): the real position before and the
 one after, -1 and T where there is none; present with a mask.
 """
@@ -69,7 +69,7 @@ def _step_back(row, inside, alive, depth, first, b, T, seq_idx, links):
 
     Returns:
         row; inside: whether it is a position of this call; alive: whether there is anything, else the term is zero;
-        depth: how far the walk went into the history, 1 for its newest row.
+        depth: how far the walk went into the state, 1 for its newest row.
     """
     at = b * T
     before = row - 1
@@ -150,14 +150,14 @@ def _add(total, term, weight):
 
 @triton.jit
 def _shifted(
-    x, stride, column, past, past_stride, past_column, in_head, weights,
+    x, stride, column, state, state_stride, state_column, in_head, weights,
     row, real, first, newest, b, T, seq_idx, links, W: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """weights[0] x[t] + weights[1] x[t-1] + ... without the terms whose weight is zero; x itself if weights is None.
 
     Args:
-        x, past: at the first element of this head, and batch row, or of the history of all sequences.
-        newest: behind which row of `past` the history of this sequence ends.
+        x, state: at the first element of this head, and batch row, or of the state of all sequences.
+        newest: behind which row of `state` the state of this sequence ends.
     """
     total = _load_rows(x, stride, row, real, column, in_head, ACC)
     if weights is not None:
@@ -168,10 +168,10 @@ def _shifted(
         for lag in tl.static_range(1, W):
             row, inside, alive, depth = _step_back(row, inside, alive, depth, first, b, T, seq_idx, links)
             term = _load_rows(x, stride, row, inside & alive, column, in_head, ACC)
-            if past is not None:
-                of_past = alive & (inside == 0)
-                before = _load_rows(past, past_stride, newest - depth, of_past, past_column, in_head, ACC)
-                term = tl.where(of_past[:, None], before, term)
+            if state is not None:
+                of_state = alive & (inside == 0)
+                before = _load_rows(state, state_stride, newest - depth, of_state, state_column, in_head, ACC)
+                term = tl.where(of_state[:, None], before, term)
             total = _add(total, term, tl.load(weights + lag).to(ACC))
     return total
 
@@ -194,7 +194,7 @@ def _inverse_norm(low, high, D, EPS: tl.constexpr):
 
 @triton.jit
 def _forward_plain(
-    y, y_t, written, x, x_b, x_t, x_g, x_d, weights, past, heads, D, head,
+    y, y_t, written, x, x_b, x_t, x_g, x_d, weights, state, heads, D, head,
     t, real, first, newest, b, T, seq_idx, links, W: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """One head, shifted, into the rows of y, at the first element of the head, that are to be written."""
@@ -203,37 +203,37 @@ def _forward_plain(
     x += b * x_b + (b * 0 + head) * x_g
     if weights is not None:
         weights += head * W
-    if past is not None:
-        past += head * D
+    if state is not None:
+        state += head * D
     value = _shifted(
-        x, x_t, d.to(tl.int64) * x_d, past, heads * D, d, in_head, weights,
+        x, x_t, d.to(tl.int64) * x_d, state, heads * D, d, in_head, weights,
         t, real, first, newest, b, T, seq_idx, links, W, ACC,
     )  # fmt: skip
     _store_rows(y, y_t, t, written, d, in_head, value)
 
 
 @triton.jit
-def _forward_turned(
-    y, y_t, written, x, x_b, x_t, x_g, x_d, weights, past, scale, cos, sin, table_b, table_t, heads, D, head,
+def _forward_rotated(
+    y, y_t, written, x, x_b, x_t, x_g, x_d, weights, state, scale, cos, sin, table_b, table_t, heads, D, head,
     t, real, first, newest, b, T, seq_idx, links,
     W: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One head, shifted, normalised by its root mean square and turned: in two halves, as the rotation pairs them."""
+    """One head, shifted, normalised by its root mean square and rotated: in two halves, as the rotation pairs them."""
     half = D // 2
     d = tl.arange(0, BLOCK)
     in_half = d < half
     x += b * x_b + (b * 0 + head) * x_g
     if weights is not None:
         weights += head * W
-    if past is not None:
-        past += head * D
+    if state is not None:
+        state += head * D
     column = d.to(tl.int64) * x_d
     low = _shifted(
-        x, x_t, column, past, heads * D, d, in_half, weights,
+        x, x_t, column, state, heads * D, d, in_half, weights,
         t, real, first, newest, b, T, seq_idx, links, W, ACC,
     )  # fmt: skip
     high = _shifted(
-        x, x_t, column + (b * 0 + half) * x_d, past, heads * D, d + half, in_half, weights,
+        x, x_t, column + (b * 0 + half) * x_d, state, heads * D, d + half, in_half, weights,
         t, real, first, newest, b, T, seq_idx, links, W, ACC,
     )  # fmt: skip
     if scale is not None:
@@ -247,16 +247,16 @@ def _forward_turned(
 
 @triton.jit(do_not_specialize=["T", "tiles", "R", "sequences", "search_steps", "q_lanes", "k_lanes", "v_lanes"])
 def forward(
-    q_out, k_out, v_out, q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale, cos, sin, table_b, table_t,
+    q_out, k_out, v_out, q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale, cos, sin, table_b, table_t,
     cu_seqlens, seq_idx, mask, links,
     T, tiles, H, G, Dk, Dv, R, sequences, search_steps, q_lanes, k_lanes, v_lanes,
     q_b, q_t, q_g, q_d, k_b, k_t, k_g, k_d, v_b, v_t, v_g, v_d,
     W: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     EPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """q turned, k shifted (and turned), v shifted. A lane is HEADS heads of q, of k or of v.
+    """q rotated, k shifted (and rotated), v shifted. A lane is HEADS heads of q, of k or of v.
 
-    `q` is None without rotary embedding, `cos` with it. BLOCK_K spans a head of k, or half of one that is turned.
+    `q` is None without rotary embedding, `cos` with it. BLOCK_K spans a head of k, or half of one that is rotated.
     """
     lanes = q_lanes + k_lanes + v_lanes
     lane = tl.program_id(0) % lanes
@@ -272,7 +272,7 @@ def forward(
     if q is not None:
         if lane < q_lanes:
             for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, H)):
-                _forward_turned(
+                _forward_rotated(
                     q_out + (b * T * H + head) * Dk, H * Dk, t < T, q, q_b, q_t, q_g, q_d, None, None, q_scale,
                     cos, sin, table_b, table_t, H, Dk, head, t, t < T, first, newest, b, T, None, None,
                     1, BLOCK_K, EPS, ACC,
@@ -281,12 +281,12 @@ def forward(
         for head in range((lane - q_lanes) * HEADS, tl.minimum((lane - q_lanes + 1) * HEADS, G)):
             if cos is None:
                 _forward_plain(
-                    k_out + (b * T * G + head) * Dk, G * Dk, t < T, k, k_b, k_t, k_g, k_d, alpha, k_past,
+                    k_out + (b * T * G + head) * Dk, G * Dk, t < T, k, k_b, k_t, k_g, k_d, alpha, k_state,
                     G, Dk, head, t, real, first, newest, b, T, seq_idx, links, W, BLOCK_K, ACC,
                 )  # fmt: skip
             else:
-                _forward_turned(
-                    k_out + (b * T * G + head) * Dk, G * Dk, t < T, k, k_b, k_t, k_g, k_d, alpha, k_past, k_scale,
+                _forward_rotated(
+                    k_out + (b * T * G + head) * Dk, G * Dk, t < T, k, k_b, k_t, k_g, k_d, alpha, k_state, k_scale,
                     cos, sin, table_b, table_t, G, Dk, head, t, k_real, first, newest, b, T, seq_idx, links,
                     W, BLOCK_K, EPS, ACC,
                 )  # fmt: skip
@@ -294,7 +294,7 @@ def forward(
         lane -= q_lanes + k_lanes
         for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, G)):
             _forward_plain(
-                v_out + (b * T * G + head) * Dv, G * Dv, t < T, v, v_b, v_t, v_g, v_d, beta, v_past,
+                v_out + (b * T * G + head) * Dv, G * Dv, t < T, v, v_b, v_t, v_g, v_d, beta, v_state,
                 G, Dv, head, t, real, first, newest, b, T, seq_idx, links, W, BLOCK_V, ACC,
             )  # fmt: skip
 
@@ -303,43 +303,43 @@ def forward(
 
 
 @triton.jit
-def _tail_of_head(
-    tail, x, x_b, x_t, x_g, x_d, past, heads, D, head, N, row, inside, alive, depth, first, sequence, there, newest,
-    b, T, seq_idx, links, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+def _next_state_of_head(
+    next_rows, x, x_b, x_t, x_g, x_d, state, heads, D, head, N, row, inside, alive, depth, first, sequence, there,
+    newest, b, T, seq_idx, links, BACKWARD: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Rows of one head, the newest last, by a walk from the end; BACKWARD: their gradients to where they came from."""
     d = tl.arange(0, BLOCK)
     in_head = d < D
     x += (b * x_b + (b * 0 + head) * x_g)[:, None]
-    tail += head * D
+    next_rows += head * D
     column = d.to(tl.int64) * x_d
     for i in range(N):
         at = (sequence + 1) * N - 1 - i
         of_x = inside & alive
-        of_past = alive & (inside == 0)
+        of_state = alive & (inside == 0)
         if BACKWARD:
-            value = _load_rows(tail, heads * D, at, alive, d, in_head, ACC)
+            value = _load_rows(next_rows, heads * D, at, alive, d, in_head, ACC)
             _store_rows(x, x_t, row, of_x, column, in_head, value)
-            if past is not None:
-                _store_rows(past + head * D, heads * D, newest - depth, of_past, d, in_head, value)
+            if state is not None:
+                _store_rows(state + head * D, heads * D, newest - depth, of_state, d, in_head, value)
         else:
             value = _load_rows(x, x_t, row, of_x, column, in_head, ACC)
-            if past is not None:
-                before = _load_rows(past + head * D, heads * D, newest - depth, of_past, d, in_head, ACC)
-                value = tl.where(of_past[:, None], before, value)
-            _store_rows(tail, heads * D, at, there, d, in_head, value)
+            if state is not None:
+                before = _load_rows(state + head * D, heads * D, newest - depth, of_state, d, in_head, ACC)
+                value = tl.where(of_state[:, None], before, value)
+            _store_rows(next_rows, heads * D, at, there, d, in_head, value)
         row, inside, alive, depth = _step_back(row, inside, alive, depth, first, b, T, seq_idx, links)
 
 
 @triton.jit(do_not_specialize=["T", "R", "N", "sequences", "lanes"])
-def tails(
-    k_tail, v_tail, k, v, k_past, v_past, cu_seqlens, seq_idx, mask, links, T, G, Dk, Dv, R, N, sequences, lanes,
+def next_state(
+    k_next, v_next, k, v, k_state, v_state, cu_seqlens, seq_idx, mask, links, T, G, Dk, Dv, R, N, sequences, lanes,
     k_b, k_t, k_g, k_d, v_b, v_t, v_g, v_d,
     BACKWARD: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The last N rows of every sequence, history included, (S, N, G, D); a program for BLOCK_S sequences of one head.
+    """The last N rows of every sequence, state included, (S, N, G, D); a program for BLOCK_S sequences of one head.
 
-    BACKWARD: `k_tail` and `v_tail` are gradients, and k, v, k_past, v_past zeros that take them.
+    BACKWARD: `k_next` and `v_next` are gradients, and k, v, k_state, v_state zeros that take them.
     """
     lane = tl.program_id(0) % lanes
     sequence = tl.program_id(0) // lanes * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -355,13 +355,13 @@ def tails(
     depth = tl.where(inside, 0, 1)
     newest = (sequence + 1) * R
     if lane < G:
-        _tail_of_head(
-            k_tail, k, k_b, k_t, k_g, k_d, k_past, G, Dk, lane, N, row, inside, there, depth, first, sequence, there,
+        _next_state_of_head(
+            k_next, k, k_b, k_t, k_g, k_d, k_state, G, Dk, lane, N, row, inside, there, depth, first, sequence, there,
             newest, b, T, seq_idx, links, BACKWARD, BLOCK_K, ACC,
         )  # fmt: skip
     if v is not None:
         if lane >= G:
-            _tail_of_head(
-                v_tail, v, v_b, v_t, v_g, v_d, v_past, G, Dv, lane - G, N, row, inside, there, depth, first,
+            _next_state_of_head(
+                v_next, v, v_b, v_t, v_g, v_d, v_state, G, Dv, lane - G, N, row, inside, there, depth, first,
                 sequence, there, newest, b, T, seq_idx, links, BACKWARD, BLOCK_V, ACC,
             )  # fmt: skip

@@ -3,7 +3,7 @@
 `kvshift::shift` is forward, for keys and values and, with a rotary embedding, queries; `kvshift::shift_backward` its
 gradients.
 
-Shapes: B batch, T positions, S sequences, R rows of history, H query heads, G KV heads, D head size, W window.
+Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvshift.ops.boundaries import plan_shift
-from kvshift.ops.plain import gradients, turn_plain
+from kvshift.ops.plain import gradients, shift_norm_rope_plain
 from kvshift.ops.triton.registration import registered
 
 
@@ -41,11 +41,11 @@ class Tiling:
 TILING = {
     "forward": Tiling(),
     "backward": Tiling(elements=2048),
-    "forward, turned": Tiling(elements=2048, heads=4),
-    "backward, turned": Tiling(elements=2048, heads=4),
+    "forward, rotated": Tiling(elements=2048, heads=4),
+    "backward, rotated": Tiling(elements=2048, heads=4),
 }
 
-# Of a tile at most, in the kernels of the history: a row each of several sequences.
+# Of a tile at most, in the kernels of the state: a row each of several sequences.
 ELEMENTS_OF_ROWS = 1024
 
 
@@ -57,10 +57,10 @@ def kernels() -> SimpleNamespace:
     return SimpleNamespace(
         forward=forward.forward,
         links=forward.links,
-        tails=forward.tails,
+        next_state=forward.next_state,
         step=decoding.step,
         backward=backward.backward,
-        backward_past=backward.backward_past,
+        backward_state=backward.backward_state,
     )
 
 
@@ -93,14 +93,14 @@ def _grid(
     alpha: Tensor | None,
     beta: Tensor | None,
     *,
-    turned: bool,
+    rotated: bool,
     normed: bool,
 ) -> _Grid:
-    tiling = TILING[f"{direction}, turned" if turned else direction]
+    tiling = TILING[f"{direction}, rotated" if rotated else direction]
     batch, positions, heads, size = k.shape
-    block_k = power_of_2(size // 2 if turned else size)
+    block_k = power_of_2(size // 2 if rotated else size)
     block_v = power_of_2(v.shape[3])
-    widest = max(block_k * (2 if turned else 1), block_v)
+    widest = max(block_k * (2 if rotated else 1), block_v)
     window = window_of(alpha, beta)
     wide = k.dtype == torch.float64
     halvings = (window > 2) + wide + (wide and window > 4) + (direction == "backward" and normed)
@@ -109,7 +109,7 @@ def _grid(
     return _Grid(
         tiles=-(-positions // block_t),
         q_lanes=0 if q is None else -(-q.shape[2] // tiling.heads),
-        k_lanes=lanes if turned or alpha is not None else 0,
+        k_lanes=lanes if rotated or alpha is not None else 0,
         v_lanes=0 if beta is None else lanes,
         batch=batch,
         meta={
@@ -141,9 +141,9 @@ def sequences_of_a_tile(sequences: int, widest: int) -> int:
     return min(power_of_2(sequences), max(1, ELEMENTS_OF_ROWS // widest))
 
 
-def window_of(*mixes: Tensor | None) -> int:
-    """W of the coefficients, (G, W), that there are; 1 where nothing is shifted."""
-    return next((mix.shape[1] for mix in mixes if mix is not None), 1)
+def window_of(*coefficients: Tensor | None) -> int:
+    """W of those that there are, (G, W); 1 where nothing is shifted."""
+    return next((x.shape[1] for x in coefficients if x is not None), 1)
 
 
 def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -187,23 +187,23 @@ def _like_gradients(
     v: Tensor,
     alpha: Tensor | None,
     beta: Tensor | None,
-    k_past: Tensor | None,
-    v_past: Tensor | None,
+    k_state: Tensor | None,
+    v_state: Tensor | None,
     cos: Tensor | None,
     q_scale: Tensor | None,
     k_scale: Tensor | None,
 ) -> list[Tensor]:
-    """Room for the gradients of q, k, v, alpha, beta, k_past, v_past, q_scale and k_scale; none where none is due."""
+    """For the gradients of q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale; no element where none is due."""
     shifted_k = None if alpha is None and cos is None else k
     shifted_v = None if beta is None else v
-    due = (gq_out, shifted_k, shifted_v, alpha, beta, k_past, v_past, q_scale, k_scale)
+    due = (gq_out, shifted_k, shifted_v, alpha, beta, k_state, v_state, q_scale, k_scale)
     return [k.new_empty(0) if x is None else x.new_empty(x.shape) for x in due]
 
 
 def _fake_gradients(
-    gq_out, gk_out, gv_out, q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, *_: Any
+    gq_out, gk_out, gv_out, q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, *_: Any
 ) -> list[Tensor]:
-    return _like_gradients(gq_out, k, v, alpha, beta, k_past, v_past, cos, q_scale, k_scale)
+    return _like_gradients(gq_out, k, v, alpha, beta, k_state, v_state, cos, q_scale, k_scale)
 
 
 @registered("shift_backward", fake=_fake_gradients)
@@ -216,8 +216,8 @@ def shift_backward(
     v: Tensor,
     alpha: Tensor | None,
     beta: Tensor | None,
-    k_past: Tensor | None,
-    v_past: Tensor | None,
+    k_state: Tensor | None,
+    v_state: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     q_scale: Tensor | None,
@@ -228,10 +228,10 @@ def shift_backward(
     mask: Tensor | None,
     links: Tensor | None,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale; q is looked at only if there is a norm."""
-    gradients = _like_gradients(gq_out, k, v, alpha, beta, k_past, v_past, cos, q_scale, k_scale)
-    gq, gk, gv, galpha, gbeta, gk_past, gv_past, gq_scale, gk_scale = gradients
-    grid = _grid("backward", gq_out, k, v, alpha, beta, turned=cos is not None, normed=k_scale is not None)
+    """Gradients of q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale; q is looked at only if there is a norm."""
+    gradients = _like_gradients(gq_out, k, v, alpha, beta, k_state, v_state, cos, q_scale, k_scale)
+    gq, gk, gv, galpha, gbeta, gk_state, gv_state, gq_scale, gk_scale = gradients
+    grid = _grid("backward", gq_out, k, v, alpha, beta, rotated=cos is not None, normed=k_scale is not None)
     if grid.programs == 0:
         for gradient in gradients:
             gradient.zero_()
@@ -239,9 +239,9 @@ def shift_backward(
     sequences, (heads, window) = _sequences(k, cu_seqlens), (k.shape[2], grid.meta["W"])
     compute, tiles = compute_dtype(k), grid.batch * grid.tiles
     block_s = sequences_of_a_tile(sequences, max(grid.meta["BLOCK_K"], grid.meta["BLOCK_V"]))
-    past_programs = 0 if k_past is None else -(-sequences // block_s) * (window - 1)
+    state_programs = 0 if k_state is None else -(-sequences // block_s) * (window - 1)
     # What each program gives to the coefficients; added up by one reduction, in one order.
-    partials = torch.empty(2, tiles + past_programs, heads, window, dtype=compute, device=k.device)
+    partials = torch.empty(2, tiles + state_programs, heads, window, dtype=compute, device=k.device)
     q_partials, k_partials = (
         None if scale is None else torch.empty(tiles * lanes, k.shape[3], dtype=compute, device=k.device)
         for scale, lanes in ((q_scale, grid.q_lanes), (k_scale, grid.k_lanes))
@@ -257,14 +257,14 @@ def shift_backward(
             *strides(gq_out), *strides(gk_out), *strides(gv_out), *strides(q), *k.stride(), *v.stride(),
             EPS=eps, **grid.meta,
         )  # fmt: skip
-        if k_past is not None and past_programs:
-            for past in (gk_past, gv_past):
-                past.zero_()  # rows older than a window reads
+        if k_state is not None and state_programs:
+            for state in (gk_state, gv_state):
+                state.zero_()  # rows older than a window reads
             k_lanes, v_lanes = 0 if alpha is None else heads, 0 if beta is None else heads
             meta = {name: grid.meta[name] for name in ("W", "BLOCK_K", "BLOCK_V", "ACC")}
-            kernels().backward_past[(past_programs * (k_lanes + v_lanes),)](
-                gk_past, gv_past, gk_out, gv_out, alpha, beta, k_past, v_past, partials[0], partials[1], *bounds,
-                k.shape[1], *sizes, k_past.shape[1], sequences, k_lanes, v_lanes, tiles,
+            kernels().backward_state[(state_programs * (k_lanes + v_lanes),)](
+                gk_state, gv_state, gk_out, gv_out, alpha, beta, k_state, v_state, partials[0], partials[1], *bounds,
+                k.shape[1], *sizes, k_state.shape[1], sequences, k_lanes, v_lanes, tiles,
                 *strides(gk_out), *strides(gv_out), BLOCK_S=block_s, **meta,
             )  # fmt: skip
     sums = partials.sum(1)
@@ -272,23 +272,23 @@ def shift_backward(
     gbeta = gbeta if beta is None else sums[1].clone()
     gq_scale = gq_scale if q_partials is None else q_partials.sum(0).to(gq_scale.dtype)
     gk_scale = gk_scale if k_partials is None else k_partials.sum(0).to(gk_scale.dtype)
-    return [gq, gk, gv, galpha, gbeta, gk_past, gv_past, gq_scale, gk_scale]
+    return [gq, gk, gv, galpha, gbeta, gk_state, gv_state, gq_scale, gk_scale]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, eps, *bounds = inputs
+    q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, eps, *bounds = inputs
     ctx.has_q, ctx.eps = q is not None, eps
     kept_q = None if q_scale is None else q
-    ctx.save_for_backward(kept_q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, *bounds)
+    ctx.save_for_backward(kept_q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, *bounds)
 
 
 def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, *bounds = ctx.saved_tensors
-    gq, gk, gv, galpha, gbeta, gk_past, gv_past, gq_scale, gk_scale = shift_backward(
+    q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, *bounds = ctx.saved_tensors
+    gq, gk, gv, galpha, gbeta, gk_state, gv_state, gq_scale, gk_scale = shift_backward(
         gq_out if ctx.has_q else None,
         gk_out if cos is not None or alpha is not None else None,
         gv_out if beta is not None else None,
-        q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, ctx.eps, *bounds,
+        q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, ctx.eps, *bounds,
     )  # fmt: skip
 
     def of(x: Tensor | None, gradient: Tensor) -> Tensor | None:
@@ -300,8 +300,8 @@ def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) -> tuple
         of(beta, gv),
         of(alpha, galpha),
         of(beta, gbeta),
-        of(k_past, gk_past),
-        of(v_past, gv_past),
+        of(k_state, gk_state),
+        of(v_state, gv_state),
         None,
         None,
         of(q_scale, gq_scale),
@@ -311,10 +311,10 @@ def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) -> tuple
 
 
 def _watched_backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, cu_seqlens, seq_idx, mask, _ = ctx.saved_tensors
+    q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, cu_seqlens, seq_idx, mask, _ = ctx.saved_tensors
     if ctx.has_q and q is None:  # rotated alone: any numbers will do
         q = k.new_zeros(gq_out.shape)
-    rows = window_of(alpha, beta) - 1 if k_past is None else k_past.shape[1]
+    rows = window_of(alpha, beta) - 1 if k_state is None else k_state.shape[1]
     bounds = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
     sources = None
     if any(bound is not None for bound in bounds.values()):
@@ -322,13 +322,13 @@ def _watched_backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) 
     sequences = _sequences(k, cu_seqlens)
     returned = (ctx.has_q, cos is not None or alpha is not None, beta is not None)
 
-    def forward(q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale) -> tuple[Tensor, ...]:
-        outputs = turn_plain(
-            q, k, v, alpha, beta, k_past, v_past, cos, sin, q_scale, k_scale, ctx.eps, sources, sequences
+    def forward(q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale) -> tuple[Tensor, ...]:
+        outputs = shift_norm_rope_plain(
+            q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, ctx.eps, sources, sequences
         )
         return tuple(y for y, is_one in zip(outputs, returned, strict=True) if y is not None and is_one)
 
-    inputs = (q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale)
+    inputs = (q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale)
     grads = tuple(g for g, is_one in zip((gq_out, gk_out, gv_out), returned, strict=True) if is_one)
     *given, gq_scale, gk_scale = gradients(forward, inputs, grads)
     return (*given, None, None, gq_scale, gk_scale, *(None,) * 5)
@@ -337,7 +337,7 @@ def _watched_backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) 
 def _like_outputs(
     q: Tensor | None, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, cos: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the outputs; none where there is nothing to compute."""
+    """For the outputs; no element where there is nothing to compute."""
     nothing = k.new_empty
     return (
         nothing(0) if q is None else q.new_empty(q.shape),
@@ -346,7 +346,7 @@ def _like_outputs(
     )
 
 
-def _fake_outputs(q, k, v, alpha, beta, k_past, v_past, cos, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_outputs(q, k, v, alpha, beta, k_state, v_state, cos, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _like_outputs(q, k, v, alpha, beta, cos)
 
 
@@ -357,8 +357,8 @@ def shift(
     v: Tensor,
     alpha: Tensor | None,
     beta: Tensor | None,
-    k_past: Tensor | None,
-    v_past: Tensor | None,
+    k_state: Tensor | None,
+    v_state: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     q_scale: Tensor | None,
@@ -369,21 +369,21 @@ def shift(
     mask: Tensor | None,
     links: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs for q, k and v, as in `call.turn_triton`; with cos None, k and v are shifted alone.
+    """Outputs for q, k and v, as in `call.shift_norm_rope_triton`; with cos None, k and v are shifted alone.
 
     An empty tensor where there is nothing to compute: for no q, for k with neither alpha nor cos, for v without beta.
     """
     q_out, k_out, v_out = _like_outputs(q, k, v, alpha, beta, cos)
-    grid = _grid("forward", q, k, v, alpha, beta, turned=cos is not None, normed=k_scale is not None)
+    grid = _grid("forward", q, k, v, alpha, beta, rotated=cos is not None, normed=k_scale is not None)
     if grid.programs == 0:
         return q_out, k_out, v_out
     sequences = _sequences(k, cu_seqlens)
     with on_device(k):
         kernels().forward[(grid.programs,)](
-            q_out, k_out, v_out, q, k, v, alpha, beta, k_past, v_past, q_scale, k_scale,
+            q_out, k_out, v_out, q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale,
             cos, sin, *table_strides(cos), cu_seqlens, seq_idx, mask, links,
             k.shape[1], grid.tiles, 0 if q is None else q.shape[2], k.shape[2], k.shape[3], v.shape[3],
-            0 if k_past is None else k_past.shape[1], sequences, sequences.bit_length(),
+            0 if k_state is None else k_state.shape[1], sequences, sequences.bit_length(),
             grid.q_lanes, grid.k_lanes, grid.v_lanes, *strides(q), *k.stride(), *v.stride(),
             EPS=eps, **grid.meta,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Decoding: one token of every sequence in one launch, `kvshift::step`, for static shapes and CUDA graphs.
 
-Shapes: B batch, R rows of history, H query heads, G KV heads, D head size, W window, P pages, N rows of a page.
+Shapes: B batch, R rows of state, H query heads, G KV heads, D head size, W window, P pages, N rows of a page.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def step_triton(
     k_scale: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """What `turn_triton` does to one token of every sequence; keys and values go into the cache, in place.
+    """What `shift_norm_rope_triton` does to one token of every sequence; keys and values go into the cache, in place.
 
-        k_cache[slot // N, slot % N] = turned(norm(alpha[:, 0] k + alpha[:, 1] k_state[state_slot, -1] + ...))
+        k_cache[slot // N, slot % N] = rotated(norm(alpha[:, 0] k + alpha[:, 1] k_state[state_slot, -1] + ...))
         k_state[state_slot] = (k_state[state_slot, 1:], k)                                     and the same for v
 
     No gradients. A row whose state slot is negative is left alone, as those are with which a batch is filled up for a
@@ -61,10 +61,10 @@ def step_triton(
         state_slots: (B,) integers, no two alike but the negative ones; None: row b has slot b.
         cache_slots: (B,) integers, or one for all: where in the cache the token goes, page after page.
         own_pages: row b has page b, and `cache_slots` count within it. A token behind its end is written nowhere.
-        q_scale, k_scale, eps: of the QK-norm, as in `turn_triton`.
+        q_scale, k_scale, eps: of the QK-norm, as in `shift_norm_rope_triton`.
 
     Returns:
-        q, turned, (B, 1, H, D); zero where the state slot is negative, NaN where the page of its row is full.
+        q, rotated, (B, 1, H, D); zero where the state slot is negative, NaN where the page of its row is full.
 
     Raises:
         ValueError: a tensor has the wrong shape or strides; the message names it.
@@ -93,10 +93,10 @@ def step_triton(
     _check(k_state, slots, "state_slots must be ({},), or None for as many states", batch)
     _check(cache_slots, cache_slots.numel() in (1, batch), "cache_slots must be ({},) or a single one", batch)
     compute = compute_dtype(k)
-    mixes = [None if mix is None else mix.to(compute).contiguous() for mix in (alpha, beta)]
+    coefficients = [x if x is None else x.to(compute).contiguous() for x in (alpha, beta)]
     table = aligned_tables(cos, sin)
     return _step(
-        q, k, v, *mixes, *table, k_state, v_state, k_cache, v_cache, state_slots, cache_slots, own_pages,
+        q, k, v, *coefficients, *table, k_state, v_state, k_cache, v_cache, state_slots, cache_slots, own_pages,
         q_scale, k_scale, eps,
     )  # fmt: skip
 
