@@ -1,7 +1,8 @@
-"""Whether somebody follows a call operation by operation."""
+"""Whether somebody follows a call operation by operation, and whether tensors are what they seem."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch._C import _TorchDispatchModeKey
 from torch.autograd import forward_ad
 
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
+PLAIN: tuple[type, ...] = (Tensor, torch.nn.Parameter)
 _BATCHED = torch._C._parse_dispatch_key("Batched")  # what `is_grads_batched` hands to backward
 
 
@@ -35,6 +37,14 @@ def is_watched(*gradients: Tensor) -> bool:
         or forward_ad._current_level >= 0
         or (len(gradients) > 0 and any(map(_is_batched, gradients)))
     )
+
+
+def subclass_refusal(tensors: Iterable[Tensor | None], plain: tuple[type, ...] = PLAIN) -> str | None:
+    """Why a kernel, which reads memory by its address, cannot take one of them; None if it can take all."""
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in plain:
+            return f"it takes plain tensors, got a {type(tensor).__name__}"
+    return None
 
 
 def _is_active(tracer: _TorchDispatchModeKey) -> bool:

@@ -20,13 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
 from kvshift.ops.plain import gradients_of_shift, state_after
-from kvshift.ops.watched import is_watched
+from kvshift.ops.watched import is_watched, subclass_refusal
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # What torch calls the machine: what the compiler does; rows whose gradients of coefficients are summed in float32,
 # before those sums are added in float64. Half as many lanes would each add up twice as many terms.
 _BUILDS = {"AVX512": ("x86-64-v4", 32), "AVX2": ("x86-64-v3", 16)}
-_PLAIN = (Tensor, torch.nn.Parameter)
 _MAX_WINDOW = 16
 _PARALLEL = 2**15  # elements from which a second thread pays
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -55,10 +54,7 @@ def cpu_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:
         return f"it knows {', '.join(_DTYPES.values())}, the tensors are {x.dtype}"
     if window > _MAX_WINDOW:
         return f"its window is {_MAX_WINDOW} at most, got {window}"
-    for tensor in (x, *others):
-        if tensor is not None and type(tensor) not in _PLAIN:
-            return f"it takes plain tensors, got a {type(tensor).__name__}"
-    return _kernels().refusal
+    return subclass_refusal((x, *others)) or _kernels().refusal
 
 
 class _Shift(torch.autograd.Function):

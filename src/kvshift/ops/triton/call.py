@@ -17,9 +17,10 @@ from torch import Tensor
 
 from kvshift.ops.triton.launch import compute_dtype, links, shift, window_of
 from kvshift.ops.triton.next_state import next_state
+from kvshift.ops.watched import PLAIN, subclass_refusal
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_PLAIN = (Tensor, torch.nn.Parameter, torch._subclasses.FakeTensor)
+_PLAIN = (*PLAIN, torch._subclasses.FakeTensor)
 _MAX_WINDOW = 8
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton runs kernels as Python, on CPU tensors
@@ -57,10 +58,7 @@ def triton_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None
         return f"it runs on CUDA devices (on the CPU in Triton's interpreter), the tensors are on {x.device}"
     if torch.compiler.is_exporting():  # of tensors without data, which are no plain ones
         return None
-    for tensor in (x, *others):
-        if tensor is not None and type(tensor) not in _PLAIN:
-            return f"it takes plain tensors, got a {type(tensor).__name__}"
-    return None
+    return subclass_refusal((x, *others), _PLAIN)
 
 
 def shift_triton(

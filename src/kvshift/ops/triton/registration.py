@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kvshift.ops.watched import is_watched
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+from kvshift.ops.watched import PLAIN, is_watched
 
 Result = TypeVar("Result")
 
@@ -58,7 +56,7 @@ def registered(
             if torch.compiler.is_compiling():
                 return overloads(*args)
             tensors = [x for x in args if isinstance(x, Tensor)]
-            if torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in _PLAIN for x in tensors):
+            if torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in PLAIN for x in tensors):
                 return overloads(*args)
             if differentiable is not None and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
                 return differentiable(*args)
