@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvshift import KVShiftAttention, ShiftOptions
-from kvshift.layers.positions import alibi_slopes, cached_places, count_tokens, rotary_table, rotate, visible
+from kvshift.layers.positions import alibi_slopes, cached_positions, count_tokens, rotary_table, rotate, visible
 from tests.layers.attention_cases import GQA, MHA, VARIED, B, D, E, T, close, make, tokens, with_shift_options
 from tests.layers.attention_reference import reference_attention
 
@@ -251,7 +251,7 @@ def test_counted_positions_are_the_default():
 
 def test_who_sees_whom():
     """Cached: one padded column and ranks 0, 1. New: padding, rank 2, padding, rank 3."""
-    past = cached_places(torch.tensor([2]), 3, packed=False)
+    past = cached_positions(torch.tensor([2]), 3, packed=False)
     new, seen = count_tokens(
         1, 4, torch.device("cpu"), seen=torch.tensor([2]), mask=torch.tensor([[False, True, False, True]])
     )

@@ -386,7 +386,7 @@ def test_what_is_made_again_must_have_the_layout_of_the_first(wrong, message):
     output, _ = outputs_of(x)
     with recomputed([output], lambda: [wrong(x.detach())], [x]):
         y = output.square().sum()
-    with pytest.raises(RuntimeError, match=f"made again for backward has .*{message}"):
+    with pytest.raises(RuntimeError, match=f"recomputed for backward has .*{message}"):
         y.backward()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvshift.layers.attention_state import AttentionState, flush_right
 from kvshift.layers.options import ShiftOptions
-from kvshift.layers.positions import Places, alibi_slopes, cached_places, count_tokens, rotary_table, visible
+from kvshift.layers.positions import Positions, alibi_slopes, cached_positions, count_tokens, rotary_table, visible
 from kvshift.layers.recompute import KEEP_ALL
 from kvshift.layers.shift import KVShift, check_is_shift
 from kvshift.ops import ShiftState
@@ -122,7 +122,7 @@ class KVShiftAttention(nn.Module):
         self.shift = KVShift(num_kv_heads, shift_options, num_heads=num_heads, device=device)
 
     def reset_parameters(self) -> None:
-        """Draw the start values anew: PyTorch's own for the linear maps, `KVShift`'s for the coefficients."""
+        """Draw the start values again: PyTorch's own for the linear maps, `KVShift`'s for the coefficients."""
         for module in self.children():
             cast(Any, module).reset_parameters()
 
@@ -145,7 +145,7 @@ class KVShiftAttention(nn.Module):
             cu_seqlens: boundaries of the sequences packed into the one row of x (B = 1): (S + 1,) integers, from 0 to
                 T without falling. Nothing is seen across them.
             seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The
-                first of a row goes on from `state`; the new state is that of the last. Not with `cu_seqlens`.
+                first of a sequence continues from `state`; the new state is that of the last. Not with `cu_seqlens`.
             positions: (B, T), where the rotary embedding takes its angles. None counts the real tokens of each
                 document, those of `state` included.
             state: what an earlier call returned, for the same B rows or S sequences; None where they begin here.
@@ -170,22 +170,22 @@ class KVShiftAttention(nn.Module):
             state = self._checked(state, sequences, k)
         start = self._start(sequences, k) if state is None else state.shift
         batch, length = x.shape[:2]
-        places, seen = count_tokens(batch, length, x.device, seen=None if state is None else state.seen, **where)
+        current, seen = count_tokens(batch, length, x.device, seen=None if state is None else state.seen, **where)
         rotary = None
         if self.position_encoding == "rope":
-            turns = places.rank if positions is None else positions
-            rotary = rotary_table(turns, self.head_dim, self.rope_base, q.dtype)
+            rotary_positions = current.rank if positions is None else positions
+            rotary = rotary_table(rotary_positions, self.head_dim, self.rope_base, q.dtype)
         finish = {"rotary": rotary, "norms": (self.q_norm, self.k_norm) if self.qk_norm else None}
         raw = k, v
         q, k, v, next_state = self.shift(q, k, v, state=start, **where, **finish)
-        key_places = places
+        key_positions = current
         if state is not None:
-            past_k, past_v, past_places = self._past(state, packed=cu_seqlens is not None)
+            past_k, past_v, past_positions = self._past(state, packed=cu_seqlens is not None)
             k, v = torch.cat([past_k, k], dim=1), torch.cat([past_v, v], dim=1)
-            key_places = past_places.followed_by(places)
+            key_positions = past_positions.followed_by(current)
 
         plain = state is None and not bounded and self.sliding_window is None and self.position_encoding != "alibi"
-        bias = None if plain else self._bias(places, key_places, q.dtype)
+        bias = None if plain else self._bias(current, key_positions, q.dtype)
         heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         keep_raw = KEEP_ALL
         if state is None and torch.is_grad_enabled():
@@ -198,13 +198,13 @@ class KVShiftAttention(nn.Module):
 
         packed = None
         if cu_seqlens is not None:
-            packed = torch.where(key_places.rank >= 0, key_places.document, -1).squeeze(0)
+            packed = torch.where(key_positions.rank >= 0, key_positions.document, -1).squeeze(0)
         elif bounded:  # what the next token sees: the real keys of the last document of each row
-            kept = (key_places.rank >= 0) & (key_places.document == key_places.document[:, -1:])
+            kept = (key_positions.rank >= 0) & (key_positions.document == key_positions.document[:, -1:])
             k, v = flush_right(k, v, kept, k.shape[1])
         if state is None:
             return out, AttentionState(k, v, seen, next_state, self.max_rollback, self.max_rollback, packed)
-        # With boundaries a sequence may have got fewer tokens than positions: its history has not grown.
+        # With boundaries a sequence may have got fewer tokens than positions: its state has not grown.
         rollback = min(state.max_rollback, state.rollback + (0 if bounded else length))
         return out, AttentionState(k, v, seen, next_state, rollback, state.max_rollback, packed)
 
@@ -225,16 +225,16 @@ class KVShiftAttention(nn.Module):
             return start
         return replace(start, q=k.new_zeros(sequences, rows, self.num_heads, self.head_dim))
 
-    def _past(self, state: AttentionState, packed: bool) -> tuple[Tensor, Tensor, Places]:
-        """The cached keys and values that can still be seen, with their places; all in one row for a pack."""
+    def _past(self, state: AttentionState, packed: bool) -> tuple[Tensor, Tensor, Positions]:
+        """The cached keys and values that can still be seen, with their positions; all in one row for a pack."""
         k, v = state.k, state.v
         if self.sliding_window is not None:  # a roll-back brings this many older ones into the window
             first = max(0, k.shape[1] - (self.sliding_window - 1 + state.max_rollback))
             k, v = k[:, first:], v[:, first:]
-        places = cached_places(state.seen, k.shape[1], packed)
-        return (k.flatten(0, 1).unsqueeze(0), v.flatten(0, 1).unsqueeze(0), places) if packed else (k, v, places)
+        current = cached_positions(state.seen, k.shape[1], packed)
+        return (k.flatten(0, 1).unsqueeze(0), v.flatten(0, 1).unsqueeze(0), current) if packed else (k, v, current)
 
-    def _bias(self, queries: Places, keys: Places, dtype: torch.dtype) -> Tensor:
+    def _bias(self, queries: Positions, keys: Positions, dtype: torch.dtype) -> Tensor:
         """What softmax is told about each pair: (L, 1, T, K) booleans, or with ALiBi (L, H, T, K) terms to add."""
         seen_LTK = visible(queries, keys, self.sliding_window).unsqueeze(1)
         if self.position_encoding != "alibi":

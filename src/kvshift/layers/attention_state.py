@@ -20,7 +20,7 @@ class AttentionState:
     """The cache of one `KVShiftAttention` layer for S sequences.
 
     Sequences are flushed right: the newest keys stand last, and columns from before a sequence began are padding. So
-    sequences of any lengths go on together. A layer with a sliding window drops keys that no later token can reach.
+    sequences of any lengths continue together. A layer with a sliding window drops keys that no later token can reach.
     Every method moves all parts at once and returns a new state.
 
     Attributes:

@@ -18,8 +18,8 @@ from kvshift.ops.rope import rotate_half as rotate_half
 
 
 @dataclass(frozen=True)
-class Places:
-    """The place of every token in its sequence.
+class Positions:
+    """The position of every token in its sequence.
 
     Attributes:
         document: (L, T), the sequence of the pack, or the document of the row, that holds the token.
@@ -29,9 +29,9 @@ class Places:
     document: Tensor
     rank: Tensor
 
-    def followed_by(self, later: Places) -> Places:
+    def followed_by(self, later: Positions) -> Positions:
         """These tokens, and after them those."""
-        return Places(torch.cat([self.document, later.document], dim=1), torch.cat([self.rank, later.rank], dim=1))
+        return Positions(torch.cat([self.document, later.document], dim=1), torch.cat([self.rank, later.rank], dim=1))
 
 
 def count_tokens(
@@ -43,7 +43,7 @@ def count_tokens(
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
     mask: Tensor | None = None,
-) -> tuple[Places, Tensor]:
+) -> tuple[Positions, Tensor]:
     """Place the tokens of this call.
 
     Args:
@@ -54,12 +54,12 @@ def count_tokens(
         cu_seqlens, seq_idx, mask: as in `kvshift.kv_shift`; at most one of the first two.
 
     Returns:
-        Their places and the new `seen`. With `seq_idx` that is of the last document of each row.
+        Their positions and the new `seen`. With `seq_idx` that is of the last document of each row.
     """
     order_T = torch.arange(length, device=device)
     if seen is None and cu_seqlens is None and seq_idx is None and mask is None:
         rank_LT = order_T.unsqueeze(0)
-        return Places(torch.zeros_like(rank_LT), rank_LT), torch.full((batch,), length, device=device)
+        return Positions(torch.zeros_like(rank_LT), rank_LT), torch.full((batch,), length, device=device)
 
     real_BT = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
     before_BT = real_BT.cumsum(1) - real_BT.long()  # real tokens of this call that stand before
@@ -71,7 +71,7 @@ def count_tokens(
         seen_S = torch.zeros_like(bound[1:]) if seen is None else seen
         rank_BT = before_BT + (seen_S - before_bound[:-1])[document_T]
         return (
-            Places(document_T.unsqueeze(0), torch.where(real_BT, rank_BT, -1)),
+            Positions(document_T.unsqueeze(0), torch.where(real_BT, rank_BT, -1)),
             seen_S + before_bound.diff(),
         )
 
@@ -81,17 +81,17 @@ def count_tokens(
         starts_BT = document_starts(seq_idx, real_BT)
         document_BT = starts_BT.cumsum(1)
         first_BT = torch.where(starts_BT, before_BT, 0).cummax(1).values
-    # Only the first document of a row goes on from earlier calls.
+    # Only the first document of a row continues earlier calls.
     rank_BT = before_BT - first_BT + torch.where(document_BT == 0, seen_B.unsqueeze(1), 0)
     zero_B1 = torch.zeros(batch, 1, dtype=torch.long, device=device)
     last_document_B = torch.cat([zero_B1, document_BT], dim=1).amax(1)
     last_first_B = torch.cat([zero_B1, first_BT], dim=1).amax(1)
     seen_after = total_B - last_first_B + torch.where(last_document_B == 0, seen_B, 0)
-    return Places(document_BT, torch.where(real_BT, rank_BT, -1)), seen_after
+    return Positions(document_BT, torch.where(real_BT, rank_BT, -1)), seen_after
 
 
-def cached_places(seen: Tensor, length: int, packed: bool) -> Places:
-    """Places of the last `length` tokens of every sequence; those before a sequence began have a rank below 0.
+def cached_positions(seen: Tensor, length: int, packed: bool) -> Positions:
+    """Positions of the last `length` tokens of every sequence; those before a sequence began have a rank below 0.
 
     Args:
         seen: (S,), tokens of each sequence.
@@ -100,12 +100,12 @@ def cached_places(seen: Tensor, length: int, packed: bool) -> Places:
     """
     rank_SN = seen.unsqueeze(1) + torch.arange(-length, 0, device=seen.device)
     if not packed:
-        return Places(torch.zeros_like(rank_SN), rank_SN)
+        return Positions(torch.zeros_like(rank_SN), rank_SN)
     document_SN = torch.arange(seen.shape[0], device=seen.device).unsqueeze(1).expand_as(rank_SN)
-    return Places(document_SN.reshape(1, -1), rank_SN.reshape(1, -1))
+    return Positions(document_SN.reshape(1, -1), rank_SN.reshape(1, -1))
 
 
-def visible(queries: Places, keys: Places, window: int | None) -> Tensor:
+def visible(queries: Positions, keys: Positions, window: int | None) -> Tensor:
     """Which key each query attends to: (L, T, K) booleans.
 
         keys of its own document with  rank_q - window < rank_k <= rank_q

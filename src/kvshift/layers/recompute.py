@@ -1,4 +1,4 @@
-"""Tensors that attention would keep for backward although they are cheap to make again.
+"""Tensors that attention would keep for backward although they are cheap to recompute.
 
 The shift keeps the raw keys and values, whose products with gradients are the gradients of its coefficients; attention
 keeps the shifted ones. Backward can make the latter from the former with one pass over memory, so one of the two is
@@ -32,8 +32,8 @@ _REPEAT = ["ViewBackward0", "CloneBackward0", "ExpandBackward0", "UnsqueezeBackw
 def is_worth_it(x: Tensor) -> bool:
     """Whether x is so large that making it again costs less than 1 % of a training step.
 
-    Each layer takes some 0.2 ms of the processor whatever the size. On a CPU that is 1 % where a layer's part of a step
-    takes 20 ms; on a GPU it is nothing as long as the processor waits for the GPU, not the GPU for it.
+    Each layer takes some 0.2 ms of CPU time whatever the size. On a CPU that is 1 % where a layer's part of a step
+    takes 20 ms; on a GPU it is nothing as long as the CPU waits for the GPU, not the GPU for it.
     """
     return x.numel() >= _WORTH_IT["cpu" if x.is_cpu else "device"]
 
@@ -66,7 +66,7 @@ def recomputed(
 
     Left out are views of an output, whatever their shape, and two kinds of copies: in another dtype, as autocast makes
     them, and with each head repeated for a group of query heads, as `repeat_kv` of transformers does. All else is kept.
-    What is made again stays until it has been asked for as often as it was left out: one call of `function` for one
+    What is recomputed stays until it has been asked for as often as it was left out: one call of `function` for one
     backward pass.
 
     Args:
@@ -121,7 +121,7 @@ class _View:
     def of(self, x: Tensor) -> Tensor:
         if x.untyped_storage().nbytes() != self.bytes or x.dtype != self.dtype:
             raise RuntimeError(
-                f"what was made again for backward has {x.untyped_storage().nbytes()} bytes of {x.dtype}, "
+                f"what was recomputed for backward has {x.untyped_storage().nbytes()} bytes of {x.dtype}, "
                 f"expected {self.bytes} of {self.dtype}"
             )
         return x.as_strided(*self.place)

@@ -82,13 +82,13 @@ class KVShift(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the start values anew."""
+        """Draw the start values again."""
         with torch.no_grad():
             for name, start in self.start_values(generator).items():
                 getattr(self, name).copy_(start)
 
     def start_values(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Start values of the parameters, by name; drawn anew at each call."""
+        """Start values of the parameters, by name; drawn again at each call."""
         return {
             name: _start_values(parameter, self.options, generator)
             for name, parameter in self.named_parameters(recurse=False)
@@ -121,7 +121,7 @@ class KVShift(nn.Module):
             rotary: tables by which q and k are rotated last (`kvshift.ops.rope.apply_rotary`).
             norms: QK-norm of q and of k, between shift and rotation: modules like `torch.nn.RMSNorm`. What is done here
                 after the shift can share one pass over memory with it; on a GPU it does.
-            keep_state: False where no other call goes on from here.
+            keep_state: False if no other call continues from here.
 
         Returns:
             q, k, v and the new state (None if `targets` is empty or it is not kept). The state may share memory with k
@@ -202,9 +202,9 @@ class KVShift(nn.Module):
             k, v, alpha, beta, shifts_queries="q" in self.targets, rotary=rotary, norms=norms, state=state,
             cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, backend=backend,
         )  # fmt: skip
-        history = () if state is None else (state.k, state.v)
+        state_tensors = () if state is None else (state.k, state.v)
         read = [] if k_norm is None else [*k_norm.parameters(), *k_norm.buffers()]
-        inputs = (k, v, alpha, beta, *history, cu_seqlens, seq_idx, mask, *(rotary or ()), *read)
+        inputs = (k, v, alpha, beta, *state_tensors, cu_seqlens, seq_idx, mask, *(rotary or ()), *read)
         outputs = [tensor if is_trained else None for tensor, is_trained in zip(shifted, trained, strict=True)]
         return recomputed(outputs, again, [tensor for tensor in inputs if tensor is not None])
 

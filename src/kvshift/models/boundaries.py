@@ -61,7 +61,7 @@ def document_start(documents: Tensor, seen: int | Tensor, begun: Tensor | None) 
     """Where each position's document begins, (B, T), in tokens of the whole row, those before this call included.
 
     Args:
-        documents: (B, T), as `document_index` numbers them; number 0 goes on with what was last in the row.
+        documents: (B, T), as `document_index` numbers them; number 0 continues what was last in the row.
         seen: tokens of each row before this call.
         begun: (B,), where the last of their documents began; None for 0.
     """
@@ -82,7 +82,7 @@ def check_flash_documents(
 ) -> None:
     """Refuse documents that flash attention would let see each other: it reads boundaries, but no mask of pairs.
 
-    Transformers gives it those of one row without padding, by `cu_seq_lens_q` or where `position_ids` start anew.
+    Transformers gives it those of one row without padding, by `cu_seq_lens_q` or where `position_ids` restart.
 
     Args:
         documents: as `document_index` numbers them, of all that names them.
@@ -103,7 +103,7 @@ def check_flash_documents(
     if not named:
         raise ValueError(
             "flash attention separates the documents of one unpadded row, named by cu_seq_lens_q or by position_ids "
-            "that start anew with each, and not those of several rows, of padded ones, or of a cache that goes on with "
+            "that restart with each, and not those of several rows, of padded ones, or of a cache that continues "
             "a pack: set attn_implementation to sdpa or flex_attention for these"
         )
 

@@ -1,6 +1,6 @@
 """Cache layers that carry the last raw keys and values beside the shifted and rotated ones.
 
-Transformers builds a cache from `config.layer_types`; its "hybrid" layers have room for such a state, but some of
+Transformers builds a cache from `config.layer_types`; its "hybrid" layers have a buffer for such a state, but some of
 their methods move the keys and values only. `adopt_cache` puts the layers below in their place while the cache is
 still empty, so that every operation on the cache moves both.
 """
@@ -88,7 +88,7 @@ class ShiftCacheLayer:
         return q.transpose(1, 2), *self.update(k.transpose(1, 2), v.transpose(1, 2))  # type: ignore[attr-defined]
 
     def read_shift(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState | None:
-        """The rows before the tokens of k and v, (B, T, G, D), with room for these where all are kept; None: zeros."""
+        """The rows before the tokens of k and v, (B, T, G, D), with space for these if all are kept; None: zeros."""
         state = self.shift_state
         if not self.record_past:
             return state
@@ -237,7 +237,7 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
 
 
 class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
-    """Room for a fixed number of tokens, allocated at the first."""
+    """A buffer for a fixed number of tokens, allocated at the first."""
 
     def step(
         self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, norms: Norms | None
@@ -254,7 +254,7 @@ class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
 
 
 class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowLayer):
-    """Room for one attention window, allocated at the first token."""
+    """A buffer for one attention window, allocated at the first token."""
 
 
 def adopt_cache(cache: Cache, config: ShiftConfig) -> None:

@@ -262,7 +262,7 @@ FLASH_CALLS = {
     "one row, by position_ids": ({"position_ids": RESTART}, True),
     "one row, by cu_seq_lens": ({"position_ids": None, "cu_seq_lens": torch.tensor([0, 2, 5])}, True),
     "by seq_idx alone: position_ids are made from it": ({"position_ids": None, "seq_idx": RESTART // 2}, True),
-    "by seq_idx, position_ids go on": (
+    "by seq_idx, position_ids continue": (
         {"position_ids": torch.arange(5).unsqueeze(0), "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])},
         False,
     ),
@@ -291,5 +291,5 @@ def test_flash_attention_refuses_to_go_on_with_a_pack():
     cache = DynamicCache(config=model.config)
     model(random_tokens(1, 5), position_ids=RESTART, past_key_values=cache)
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="or of a cache that goes on with a pack"):
+    with pytest.raises(ValueError, match="or of a cache that continues a pack"):
         create_masks(model.config, torch.zeros(1, 1, 48), None, cache, torch.tensor([[3]]))
