@@ -28,7 +28,7 @@ class _Command:
 
 _COMMANDS = {
     "compare": _Command(
-        "Train twins, with and without KV shift",
+        "Train twins, such as without and with KV shift",
         "kvshift.lab.compare.compare_config:CompareConfig",
         "kvshift.lab.compare.compare:compare",
         from_file=True,

@@ -5,10 +5,21 @@ import math
 
 
 def write_run(
-    folder, *, seed=0, shift_targets=("k", "v"), steps=60, gain=0.0, rows=7, heads=3, layers=2, parameters=5003
+    folder,
+    *,
+    seed=0,
+    variant=None,
+    shift_targets=("k", "v"),
+    steps=60,
+    gain=0.0,
+    rows=7,
+    heads=3,
+    layers=2,
+    parameters=5003,
 ):
     """A finished run, evaluated every 10 steps; with x = exp(-step / 20) its loss is 2 + 3 x - gain (1 - x)."""
     folder.mkdir(parents=True)
+    shift_targets = shift_targets if variant is None else ()
     tokens_per_step = 352
 
     def loss_at(step):
@@ -38,7 +49,7 @@ def write_run(
             "out": str(folder),
             "seed": seed,
             "steps": steps,
-            "model": {"hidden_size": 53, "shift_targets": list(shift_targets)},
+            "model": {"hidden_size": 53, "variant": variant, "shift_targets": list(shift_targets)},
             "data": {"corpus": "tinyshakespeare"},
             "config_hash": f"0f3a{len(shift_targets)}",
             "data_facts": {"train_sample": "5e"},

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, plot_learning, save_figure
 from kvshift.lab.errors import LabError
 
@@ -47,6 +48,20 @@ def test_curves_of_several_seeds_have_an_interval(tmp_path):
     means = next(line for line in differences.lines if line.get_label().startswith("mean")).get_ydata()
     singles = [line.get_ydata() for line in differences.lines[:3]]
     assert list(means) == pytest.approx([sum(column) / 3 for column in zip(*singles, strict=True)])
+
+
+def test_each_of_several_variants_has_its_difference(tmp_path):
+    folders = [folder for seed in range(2) for folder in write_pair(tmp_path, seed=seed, gain=0.1 + 0.01 * seed)]
+    others = [
+        write_run(tmp_path / f"seed-{s}" / "smear", seed=s, variant="smear", gain=0.05 - 0.02 * s) for s in range(2)
+    ]
+    figure = plot_curves([*folders, *others])
+    colors = colors_of(["vanilla", "KV-shift", "smear"])
+    _, differences = figure.axes
+    assert differences.get_title() == "Validation loss, minus vanilla's"
+    means = {line.get_label(): line for line in differences.lines if "mean" in line.get_label()}
+    assert [*means] == [f"{name}: mean difference over seeds" for name in ("KV-shift", "smear")]
+    assert [line.get_color() for line in means.values()] == [colors["KV-shift"], colors["smear"]]
 
 
 def test_without_twins_there_is_no_difference_to_draw(tmp_path):

@@ -3,18 +3,21 @@
 import base64
 import json
 import re
+import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from kvshift.lab.analysis.report import write_report
+from kvshift.lab.analysis.report import verdicts, write_report
 
-from .run_folders import write_pair
+from .run_folders import write_pair, write_run
 
 pytestmark = pytest.mark.no_models
 
-STEP_TIME = {"milliseconds": {"vanilla": 31.0, "shifted": 37.0}, "ratio": 1.19, "low": 1.17, "high": 1.23}
+RATIO = {"ratio": 1.19, "low": 1.17, "high": 1.23}
+STEP_TIME = {"milliseconds": {"vanilla": 31.0, "kv-shift": 37.0}, "ratios": {"kv-shift": RATIO}}
 SAMPLES = {
     "prompt": "ROMEO:",
     "seed": 0,
@@ -62,7 +65,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
 def test_the_page_says_what_the_files_say(tmp_path):
     summary = written(tmp_path, [0, 1])
     words = " ".join("".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).words).split())
-    assert summary["verdict"]["text"] in words
+    assert verdicts(summary) in words
     for expected in (
         "× 1.190 (quartiles 1.170 to 1.230)",
         "<b>What</b> & light",  # text, not markup
@@ -80,7 +83,7 @@ def test_summary_and_table_are_written(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(summary))
     text = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert re.search(r"^\| validation loss \| 2\.1494 ± 0\.0130 \|", text, re.MULTILINE)
-    assert text.rstrip().endswith(summary["verdict"]["text"] + ".")
+    assert text.rstrip().endswith(verdicts(summary) + ".")
     names = {path.name for path in tmp_path.iterdir()}
     assert {"curves.png", "curves.svg", "coefficients-seed-0.png", "coefficients-seed-0.svg"} <= names
 
@@ -97,3 +100,27 @@ def test_drawn_twice_it_is_the_same_bytes(tmp_path):
     first = {name: (tmp_path / name).read_bytes() for name in files}
     write_report(tmp_path, [0])
     assert {name: (tmp_path / name).read_bytes() for name in files} == first
+
+
+def test_of_three_variants_all_are_shown(tmp_path):
+    write_pair(tmp_path, gain=0.1)
+    write_run(tmp_path / "seed-0" / "smear", variant="smear", gain=0.05)
+    summary = write_report(tmp_path, [0], ("vanilla", "kv-shift", "smear"))
+    words = " ".join("".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).words).split())
+    assert "smear and KV-shift and vanilla" in words
+    assert verdicts(summary) in words
+    assert "KV-shift minus vanilla is -0.0950" in verdicts(summary)
+    assert "smear minus vanilla is -0.0475" in verdicts(summary)
+    assert str(tmp_path.resolve() / "seed-0" / "smear") in words
+
+
+def test_the_comparison_of_the_readme_is_still_drawn(tmp_path):
+    """Its step times were measured when there were no more than two variants."""
+    kept = Path(__file__).parents[3] / "results" / "compare"
+    shutil.copytree(kept, tmp_path / "compare", ignore=shutil.ignore_patterns("learning_rates"))
+    write_report(tmp_path / "compare", range(10))
+    rows = [
+        [line for line in (out / "table.md").read_text().splitlines() if "|" in line]
+        for out in (tmp_path / "compare", kept)
+    ]
+    assert rows[0] == rows[1]

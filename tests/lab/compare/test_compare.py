@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tyro
 
 import kvshift.lab.compare.compare as module
 from kvshift.lab.analysis.comparison import summarize
-from kvshift.lab.analysis.report import read_pair
-from kvshift.lab.compare.compare import CompareConfig, TrainingError, child_config, command_line, compare
+from kvshift.lab.analysis.report import read_twins
+from kvshift.lab.compare.compare import CompareConfig, TrainingError, child_config, compare
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.folder import FolderInUseError, RunFailedError, RunFolder
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig
+from kvshift.lab.training.options_file import parse
+from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, to_json
 
 from ..analysis.run_folders import write_run
 
@@ -39,7 +39,7 @@ def children(monkeypatch):
 
         def run(self, command):
             assert command[:5] == [sys.executable, "-P", "-m", "kvshift", "train"]
-            config = tyro.cli(TrainConfig, args=command[5:])
+            config = parse(TrainConfig, command[5:])
             name = "/".join(config.out.parts[-2:])
             self.append(name)
             code = dict(self.codes).get(name, 0)
@@ -48,7 +48,8 @@ def children(monkeypatch):
                 gain = 0.1 + 0.01 * config.seed if targets else 0.0
                 config.out.joinpath(".lock").unlink(missing_ok=True)
                 config.out.rmdir()
-                write_run(config.out, seed=config.seed, shift_targets=targets, gain=gain)
+                variant = config.model.variant
+                write_run(config.out, seed=config.seed, variant=variant, shift_targets=targets, gain=gain)
             return code
 
     found = Children()
@@ -59,7 +60,11 @@ def children(monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """The numbers alone: drawing takes a second."""
-    monkeypatch.setattr(module, "write_report", lambda out, seeds: summarize([read_pair(out, seed) for seed in seeds]))
+    monkeypatch.setattr(
+        module,
+        "write_report",
+        lambda out, seeds, variants: summarize([read_twins(out, seed, variants) for seed in seeds]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,17 +82,14 @@ def undrawn(monkeypatch):
         TrainConfig(out=Path("x"), model=ModelConfig(freeze_shift=True, shift_init="identity", rope_theta=1e5)),
     ],
 )
-def test_the_command_line_makes_the_config(config):
-    assert tyro.cli(TrainConfig, args=command_line(config)) == config
-
-
-def test_what_is_the_default_is_not_said():
-    assert command_line(TrainConfig(out=Path("x"), steps=7)) == ["--out", "x", "--steps", "7"]
+def test_a_child_is_handed_its_options_as_a_file(config, tmp_path):
+    (tmp_path / "options.json").write_text(json.dumps(to_json(config)))
+    assert parse(TrainConfig, ["--config", str(tmp_path / "options.json")]) == config
 
 
 def test_twins_differ_in_the_shift_alone():
     train = TrainConfig(out=Path("out"), steps=7, model=ModelConfig(hidden_size=64, shift_targets=("v",)))
-    vanilla, shifted = (child_config(train, 5, side) for side in ("vanilla", "kvshift"))
+    vanilla, shifted = (child_config(train, 5, variant) for variant in ("vanilla", "kv-shift"))
     assert (vanilla.out, shifted.out) == (Path("out/seed-5/vanilla"), Path("out/seed-5/kvshift"))
     assert (vanilla.model.shift_targets, shifted.model.shift_targets) == ((), ("v",))
     assert vanilla.seed == shifted.seed == 5
@@ -97,7 +99,7 @@ def test_twins_differ_in_the_shift_alone():
 
 def test_twins_that_start_from_a_model_differ_in_the_shift_too():
     train = TrainConfig(out=Path("out"), init_from="llama")
-    targets = [child_config(train, 0, side).model.shift_targets for side in ("vanilla", "kvshift")]
+    targets = [child_config(train, 0, variant).model.shift_targets for variant in ("vanilla", "kv-shift")]
     assert targets == [(), ("k", "v")]
 
 
@@ -105,9 +107,9 @@ def test_all_seeds_are_run_and_shown(tmp_path, children, capsys):
     summary = compare(config_for(tmp_path / "out", seeds=2, seed=3))
     assert children == ["seed-3/vanilla", "seed-3/kvshift", "seed-4/vanilla", "seed-4/kvshift"]
     out, err = capsys.readouterr()
-    assert "seed 3, vanilla (1 of 4): kvshift train --out" in err
-    assert f"Validation loss: {summary['verdict']['text']}." in out
-    assert "2 seeds" in summary["verdict"]["text"]
+    assert f"seed 3, vanilla (1 of 4): kvshift train --config {tmp_path / 'out' / 'seed-3' / 'vanilla.json'}\n" in err
+    assert f"Validation loss: {summary['verdicts']['kv-shift']['text']}." in out
+    assert "2 seeds" in summary["verdicts"]["kv-shift"]["text"]
     assert re.search(r"^validation loss, seed 4 ", out, re.MULTILINE)
     for path in re.findall(r"/\S+", out)[-6:]:
         assert Path(path).is_relative_to((tmp_path / "out").resolve())
@@ -133,6 +135,23 @@ def test_seeds_can_be_added_and_left_out(tmp_path, children, undrawn):
     assert children == ["seed-1/vanilla", "seed-1/kvshift", "seed-2/vanilla", "seed-2/kvshift"]
     assert len(compare(config_for(tmp_path / "out", seeds=2))["seeds"]) == 2
     assert len(children) == 4
+
+
+def test_three_variants(tmp_path, children, capsys):
+    config = replace(config_for(tmp_path / "out", seeds=2), variants=("vanilla", "smear", "kv-shift"))
+    summary = compare(config)
+    assert children == [f"seed-{seed}/{name}" for seed in (0, 1) for name in ("vanilla", "smear", "kvshift")]
+    assert list(summary["verdicts"]) == ["smear", "kv-shift"]
+    options = [json.loads((tmp_path / "out" / "seed-1" / f"{n}.json").read_text()) for n in ("vanilla", "smear")]
+    assert [each["model"]["variant"] for each in options] == [None, "smear"]
+    assert [each["model"]["shift_targets"] for each in options] == [[], []]
+    assert re.search(
+        r"^ +vanilla +smear +KV-shift +smear to vanilla +KV-shift to vanilla$", capsys.readouterr().out, re.M
+    )
+    children.clear()
+    again = compare(replace(config, variants=("vanilla", "kv-shift")))
+    assert children == []
+    assert list(again["verdicts"]) == ["kv-shift"]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +208,21 @@ def test_what_changes_no_number_may_differ(tmp_path, children, undrawn):
         ({"train": TrainConfig(out=Path("x"), extend=True)}, "extend is for kvshift train"),
         ({"train": TrainConfig(out=Path("x"), steps=0)}, "steps must be 1 or more, got 0"),
         ({"train": TrainConfig(out=Path("x"), model=ModelConfig(shift_targets=()))}, r"at least one of q, k, v"),
+        ({"variants": ("vanilla",)}, "variants must be two or more, each once, got vanilla"),
+        ({"variants": ("smear", "vanilla", "smear")}, "two or more, each once, got smear vanilla smear"),
+        ({"variants": ("vanilla", "kvshift")}, r"variants must be one of vanilla, kv-shift, smear, .*, got 'kvshift'"),
+        ({"train": TrainConfig(out=Path("x"), model=ModelConfig(variant="smear"))}, r"model\.variant \(smear\) is for"),
+        (
+            {"train": TrainConfig(out=Path("x"), init_from="llama"), "variants": ("vanilla", "smear")},
+            "variants names smear, but init_from starts vanilla and kv-shift alone",
+        ),
+        (
+            {
+                "train": TrainConfig(out=Path("x"), model=ModelConfig(shift_window=3)),
+                "variants": ("vanilla", "smear"),
+            },
+            r"refine kv-shift, and variants are vanilla, smear",
+        ),
     ],
 )
 def test_options_that_cannot_be(tmp_path, children, changes, message):
@@ -357,5 +391,6 @@ def test_killed_outright_and_given_again_it_goes_on(tmp_path, child_environment)
     assert samples["prompt"] == "To be"
     assert samples["texts"]["vanilla"] == samples["texts"]["KV-shift"] != ""
     step_time = json.loads((out / "step_time.json").read_text())
-    assert step_time["low"] <= step_time["ratio"] <= step_time["high"]
+    ratio = step_time["ratios"]["kv-shift"]
+    assert ratio["low"] <= ratio["ratio"] <= ratio["high"]
     assert step_time["batch_rows"] == 2

@@ -1,4 +1,4 @@
-"""Two functions timed beside each other."""
+"""Functions timed beside each other."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_ratio_of_two_steps():
     clock = Clock()
     steps = {"vanilla": clock.step("vanilla", 0.08), "shifted": clock.step("shifted", 0.1)}
     found = side_by_side(steps, WallClock(now=clock), 10.0)
-    assert [found[name] for name in ("low", "ratio", "high")] == pytest.approx([1.25] * 3)
+    assert found["ratios"] == {"shifted": pytest.approx({"low": 1.25, "ratio": 1.25, "high": 1.25})}
     assert found["milliseconds"] == {"vanilla": pytest.approx(80), "shifted": pytest.approx(100)}
     assert found["steps_per_turn"] == 2  # 0.15 seconds, nearly
     assert found["rounds"] == -(-10.0 // (2 * 2 * 0.18))
@@ -39,7 +39,7 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio():
     slower = {"vanilla": lambda now: 0.1 * (1 + now / 20), "shifted": lambda now: 0.125 * (1 + now / 20)}
     steps = {name: clock.step(name, seconds) for name, seconds in slower.items()}
     found = side_by_side(steps, WallClock(now=clock), 20.0)
-    assert found["ratio"] == pytest.approx(1.25, rel=0.001)
+    assert found["ratios"]["shifted"]["ratio"] == pytest.approx(1.25, rel=0.001)
     # One after the other, as two runs would be, the second would look twice as slow.
     assert found["milliseconds"]["shifted"] > 1.3 * 125
 
@@ -52,6 +52,14 @@ def test_rounds_are_mirrored_and_there_are_enough():
     assert "".join(clock.calls) == "vsvs" + 5 * "vssv"  # warm-up, then the rounds
 
 
+def test_of_three_each_has_its_ratio_to_the_first():
+    clock = Clock()
+    steps = {name: clock.step(name, seconds) for name, seconds in (("v", 1.0), ("s", 3.0), ("m", 2.0))}
+    found = side_by_side(steps, WallClock(now=clock), 0.0)
+    assert {name: ratio["ratio"] for name, ratio in found["ratios"].items()} == pytest.approx({"s": 3.0, "m": 2.0})
+    assert "".join(clock.calls) == "vsmvsm" + 5 * "vsmmsv"
+
+
 def test_it_waits_for_the_device():
     clock = Clock()
     queued = []
@@ -61,7 +69,7 @@ def test_it_waits_for_the_device():
         clock.now += sum(queued)
         queued.clear()
 
-    assert side_by_side(steps, WallClock(wait, clock), 0.0)["ratio"] == 2.0
+    assert side_by_side(steps, WallClock(wait, clock), 0.0)["ratios"]["shifted"]["ratio"] == 2.0
 
 
 def test_a_step_that_fails_is_named():

@@ -111,7 +111,7 @@ def test_runs_of_before_and_of_now_are_read_alike(
         assert model.config.shift_targets == []
         assert "model of type" not in caplog.text
         texts.append(sample({"vanilla": run, "kvshift": finished}, **options))
-        assert measure_step_time(run, finished, 0)["rounds"] == 5
+        assert measure_step_time({"vanilla": run, "kv-shift": finished}, 0)["rounds"] == 5
     assert texts[0] == texts[1]
     assert texts[0]["texts"].keys() == {"vanilla", "KV-shift"}
 

@@ -1,9 +1,9 @@
-"""Twins with and without KV shift, set side by side: one summary of numbers, and one table of it."""
+"""Variants trained alike, set side by side: one summary of numbers, and one table of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,94 +11,101 @@ from kvshift.lab.analysis.runs import Run
 from kvshift.lab.analysis.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
 from kvshift.lab.errors import LabError
 
-__all__ = ["Pair", "explanation", "summarize", "table"]
-
-_SIDES = ("vanilla", "shifted")
+__all__ = ["Twins", "explanation", "summarize", "table"]
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two finished runs with one seed, equal in everything but the shift."""
+class Twins:
+    """Finished runs with one seed, equal in everything but the variant.
+
+    Attributes:
+        seed: of all of them.
+        runs: by the names of their variants, two or more; the first is the baseline.
+    """
 
     seed: int
-    vanilla: Run
-    shifted: Run
+    runs: Mapping[str, Run]
 
     @property
-    def sides(self) -> dict[str, Run]:
-        """The runs by the keys of the summary."""
-        return dict(zip(_SIDES, (self.vanilla, self.shifted), strict=True))
+    def baseline(self) -> Run:
+        """What the others are compared with."""
+        return next(iter(self.runs.values()))
+
+    @property
+    def others(self) -> dict[str, Run]:
+        """All but the baseline."""
+        return dict(list(self.runs.items())[1:])
 
 
-def summarize(pairs: Sequence[Pair], step_time: dict[str, Any] | None = None) -> dict[str, Any]:
-    """All numbers of a comparison, ready for JSON. Differences are shifted minus vanilla, ratios shifted to vanilla.
+def summarize(twins: Sequence[Twins], step_time: dict[str, Any] | None = None) -> dict[str, Any]:
+    """All numbers of a comparison, ready for JSON, by the names of variants.
+
+    Differences ("verdicts", "difference" of a seed) are minus the baseline, ratios are to it, and it has none.
 
     Args:
-        pairs: one for each seed.
+        twins: one for each seed, of the same variants.
         step_time: what `kvshift.lab.compare.step_time` measured, handed through.
     """
-    seeds = [_of_one_seed(pair) for pair in pairs]
-    by_row = None
-    if len(seeds) == 1:
-        by_row = Estimate(**seeds[0]["difference"])
-    first = pairs[0]
-    loss = {side: _over_seeds([seed["loss"][side] for seed in seeds]) for side in _SIDES}
-    names = {side: run.name for side, run in first.sides.items()}
-    found = verdict(
-        [seed["difference"]["mean"] for seed in seeds], rows=by_row, names=(names["shifted"], names["vanilla"])
-    )
+    seeds = [_of_one_seed(each) for each in twins]
+    first = twins[0]
+    names = {variant: run.name for variant, run in first.runs.items()}
+    loss = {variant: _over_seeds([seed["loss"][variant] for seed in seeds]) for variant in names}
+    verdicts = {
+        variant: verdict(
+            [seed["difference"][variant]["mean"] for seed in seeds],
+            rows=Estimate(**seeds[0]["difference"][variant]) if len(seeds) == 1 else None,
+            names=(names[variant], first.baseline.name),
+        )
+        for variant in first.others
+    }
     return {
         "names": names,
-        "verdict": asdict(found),
-        "validation_rows": len(first.vanilla.result["eval_losses_per_row"]),
-        "loss": {side: asdict(estimate) for side, estimate in loss.items()},
-        "perplexity": {side: _perplexity(estimate) for side, estimate in loss.items()},
+        "verdicts": {variant: asdict(found) for variant, found in verdicts.items()},
+        "validation_rows": len(first.baseline.result["eval_losses_per_row"]),
+        "loss": {variant: asdict(estimate) for variant, estimate in loss.items()},
+        "perplexity": {variant: _perplexity(estimate) for variant, estimate in loss.items()},
         "seeds": seeds,
         "step_time": step_time,
-        "peak_memory": _peak_memory(pairs),
-        "parameters": {side: run.result["parameters"] for side, run in first.sides.items()},
-        "shift_parameters": first.shifted.result["shift_parameters"],
+        "peak_memory": _peak_memory(twins),
+        "parameters": {variant: run.result["parameters"] for variant, run in first.runs.items()},
     }
 
 
-def _refuse_strangers(pair: Pair) -> None:
+def _refuse_strangers(baseline: Run, other: Run) -> None:
     """Twins were given the same options and found the same data; what they recorded shows it."""
     from kvshift.lab.training.train_config import differences  # brings the libraries that read data
 
-    lines = [
-        line
-        for line in differences(pair.vanilla.config, pair.shifted.config)
-        if not line.startswith(("config_hash:", "model.shift_", "model.freeze_shift:"))
-    ]
+    of_variants = ("config_hash:", "model.variant:", "model.shift_", "model.freeze_shift:")
+    lines = [line for line in differences(baseline.config, other.config) if not line.startswith(of_variants)]
     if lines:
-        raise LabError(f"{pair.vanilla.folder} and {pair.shifted.folder} are no twins: {'; '.join(lines)}")
+        raise LabError(f"{baseline.folder} and {other.folder} are no twins: {'; '.join(lines)}")
 
 
-def _of_one_seed(pair: Pair) -> dict[str, Any]:
-    _refuse_strangers(pair)
-    rows = {side: run.result["eval_losses_per_row"] for side, run in pair.sides.items()}
-    if len(rows["vanilla"]) != len(rows["shifted"]):
-        raise LabError(
-            f"{pair.shifted.folder}: {len(rows['shifted'])} validation sequences, but {len(rows['vanilla'])} in "
-            f"{pair.vanilla.folder}; runs are compared on the same sequences"
-        )
-    loss = {side: _final_loss(run) for side, run in pair.sides.items()}
-    by_row = paired_difference(rows["shifted"], rows["vanilla"], pair.vanilla.result["eval_tokens_per_row"])
-    # The difference of the two reported losses, so that the numbers of a line add up; its error is over sequences.
-    difference = Estimate(loss["shifted"].mean - loss["vanilla"].mean, by_row.stderr, by_row.n)
-    target = loss["vanilla"].mean
-    reach = {
-        unit: {
-            # Where its run ended, though its curve may have dipped below its final loss before.
-            "vanilla": pair.vanilla.series("eval", unit)[0][-1],
-            "shifted": _reached(pair.shifted, unit, target),
-        }
-        for unit in ("step", "tokens")
+def _of_one_seed(twins: Twins) -> dict[str, Any]:
+    baseline, names = twins.baseline, list(twins.runs)
+    loss = {variant: _final_loss(run) for variant, run in twins.runs.items()}
+    # Where the baseline's run ended, though its curve may have dipped below its final loss before.
+    reach: dict[str, dict[str, Any]] = {
+        unit: {names[0]: baseline.series("eval", unit)[0][-1]} for unit in ("step", "tokens")
     }
+    differences = {}
+    for variant, run in twins.others.items():
+        _refuse_strangers(baseline, run)
+        ours, theirs = (each.result["eval_losses_per_row"] for each in (run, baseline))
+        if len(ours) != len(theirs):
+            raise LabError(
+                f"{run.folder}: {len(ours)} validation sequences, but {len(theirs)} in {baseline.folder}; runs are "
+                "compared on the same sequences"
+            )
+        by_row = paired_difference(ours, theirs, baseline.result["eval_tokens_per_row"])
+        # The difference of the reported losses, so that the numbers of a line add up; its error is over sequences.
+        differences[variant] = Estimate(loss[variant].mean - loss[names[0]].mean, by_row.stderr, by_row.n)
+        for unit, reached in reach.items():
+            reached[variant] = _reached(run, unit, loss[names[0]].mean)
     return {
-        "seed": pair.seed,
-        "loss": {side: asdict(estimate) for side, estimate in loss.items()},
-        "difference": asdict(difference),
+        "seed": twins.seed,
+        "loss": {variant: asdict(estimate) for variant, estimate in loss.items()},
+        "difference": {variant: asdict(estimate) for variant, estimate in differences.items()},
         "reach": reach,
     }
 
@@ -114,13 +121,12 @@ def _perplexity(loss: Estimate) -> dict[str, Any]:
     return asdict(Estimate(value, None if loss.stderr is None else value * loss.stderr, loss.n))
 
 
-def _peak_memory(pairs: Sequence[Pair]) -> dict[str, float] | None:
-    """Bytes of each side, the mean over seeds; None where the system does not tell."""
-    peaks = {side: [pair.sides[side].result["peak_memory_bytes"] for pair in pairs] for side in _SIDES}
-    if None in peaks["vanilla"] + peaks["shifted"]:
+def _peak_memory(twins: Sequence[Twins]) -> dict[str, float] | None:
+    """Bytes of each variant, the mean over seeds; None where the system does not tell."""
+    peaks = {variant: [each.runs[variant].result["peak_memory_bytes"] for each in twins] for variant in twins[0].runs}
+    if any(None in values for values in peaks.values()):
         return None
-    mean = {side: _mean(values) for side, values in peaks.items()}
-    return {**mean, "ratio": mean["shifted"] / mean["vanilla"]}
+    return {variant: _mean(values) for variant, values in peaks.items()}
 
 
 def _reached(run: Run, unit: str, target: float) -> float | None:
@@ -133,48 +139,61 @@ def _final_loss(run: Run) -> Estimate:
 
 
 def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The lines of the comparison: what, vanilla, shifted, and how they differ. The first line is the heading."""
+    """The lines of the comparison, the heading first: what, each variant, and how each differs from the baseline."""
     names, seeds = summary["names"], summary["seeds"]
-    rows: list[tuple[str, ...]] = [("", names["vanilla"], names["shifted"], "difference or ratio")]
+    baseline, *others = names
+    heads = ["difference or ratio"] if len(others) == 1 else [f"{names[o]} to {names[baseline]}" for o in others]
+    rows: list[tuple[str, ...]] = [("", *names.values(), *heads)]
     for seed in seeds:
         label = "validation loss" if len(seeds) == 1 else f"validation loss, seed {seed['seed']}"
-        rows.append(
-            (label, *(_plus_minus(seed["loss"][side]) for side in _SIDES), _plus_minus(seed["difference"], "+"))
-        )
+        losses = (_plus_minus(seed["loss"][variant]) for variant in names)
+        rows.append((label, *losses, *(_plus_minus(seed["difference"][variant], "+") for variant in others)))
     if len(seeds) > 1:
-        found = summary["verdict"]
-        difference = f"{found['difference']:+.4f}"
-        if found["low"] is not None:
-            difference += f" (95 %: {found['low']:+.4f} to {found['high']:+.4f})"
+        means = (_plus_minus(summary["loss"][variant]) for variant in names)
         rows.append(
-            (f"mean of {len(seeds)} seeds", *(_plus_minus(summary["loss"][side]) for side in _SIDES), difference)
+            (f"mean of {len(seeds)} seeds", *means, *(_interval(summary["verdicts"][variant]) for variant in others))
         )
     perplexity = summary["perplexity"]
-    ratio = perplexity["shifted"]["mean"] / perplexity["vanilla"]["mean"]
-    rows.append(("perplexity", *(_plus_minus(perplexity[side], digits=2) for side in _SIDES), f"× {ratio:.4f}"))
-    rows += [_reach(seeds, unit, label, names["vanilla"]) for unit, label in (("step", "steps"), ("tokens", "tokens"))]
+    ratios = (f"× {perplexity[variant]['mean'] / perplexity[baseline]['mean']:.4f}" for variant in others)
+    rows.append(("perplexity", *(_plus_minus(perplexity[variant], digits=2) for variant in names), *ratios))
+    rows += [_reach(seeds, unit, label, names) for unit, label in (("step", "steps"), ("tokens", "tokens"))]
     if (step := summary["step_time"]) is not None:
-        milliseconds = (f"{step['milliseconds'][side]:.1f} ms" for side in _SIDES)
-        ratio = f"× {step['ratio']:.3f} (quartiles {step['low']:.3f} to {step['high']:.3f})"
-        rows.append(("time of a step", *milliseconds, ratio))
+        milliseconds = (f"{step['milliseconds'][variant]:.1f} ms" for variant in names)
+        rows.append(("time of a step", *milliseconds, *(_quartiles(step["ratios"][variant]) for variant in others)))
     if (memory := summary["peak_memory"]) is not None:
-        mebibytes = (f"{memory[side] / 2**20:,.0f} MiB" for side in _SIDES)
-        rows.append(("peak memory", *mebibytes, f"× {memory['ratio']:.3f}"))
+        mebibytes = (f"{memory[variant] / 2**20:,.0f} MiB" for variant in names)
+        ratios = (f"× {memory[variant] / memory[baseline]:.3f}" for variant in others)
+        rows.append(("peak memory", *mebibytes, *ratios))
     count = summary["parameters"]
-    rows.append(("parameters", *(f"{count[side]:,}" for side in _SIDES), f"{count['shifted'] - count['vanilla']:+,}"))
+    more = (f"{count[variant] - count[baseline]:+,}" for variant in others)
+    rows.append(("parameters", *(f"{count[variant]:,}" for variant in names), *more))
     return rows
 
 
-def _reach(seeds: list[dict[str, Any]], unit: str, label: str, vanilla: str) -> tuple[str, ...]:
-    theirs = [seed["reach"][unit]["vanilla"] for seed in seeds]
-    ours = [seed["reach"][unit]["shifted"] for seed in seeds]
-    title = f"{label} to {vanilla}'s final loss"
-    reached = [value for value in ours if value is not None]
-    if len(reached) < len(ours):
-        missed = "not reached" if len(ours) == 1 else f"not reached by {len(ours) - len(reached)} of {len(ours)} seeds"
-        return (title, f"{_mean(theirs):,.0f}", missed, "")
-    ratio = _mean(one / other for one, other in zip(reached, theirs, strict=True))
-    return (title, f"{_mean(theirs):,.0f}", f"{_mean(reached):,.0f}", f"× {ratio:.2f}")
+def _interval(found: dict[str, Any]) -> str:
+    ends = "" if found["low"] is None else f" (95 %: {found['low']:+.4f} to {found['high']:+.4f})"
+    return f"{found['difference']:+.4f}{ends}"
+
+
+def _quartiles(ratio: dict[str, float]) -> str:
+    return f"× {ratio['ratio']:.3f} (quartiles {ratio['low']:.3f} to {ratio['high']:.3f})"
+
+
+def _reach(seeds: list[dict[str, Any]], unit: str, label: str, names: dict[str, str]) -> tuple[str, ...]:
+    baseline, *others = names
+    theirs = [seed["reach"][unit][baseline] for seed in seeds]
+    cells, ratios = [f"{_mean(theirs):,.0f}"], []
+    for variant in others:
+        ours = [seed["reach"][unit][variant] for seed in seeds]
+        reached = [value for value in ours if value is not None]
+        missed = len(ours) - len(reached)
+        if missed:
+            cells.append("not reached" if len(ours) == 1 else f"not reached by {missed} of {len(ours)} seeds")
+            ratios.append("")
+        else:
+            cells.append(f"{_mean(reached):,.0f}")
+            ratios.append(f"× {_mean(one / other for one, other in zip(reached, theirs, strict=True)):.2f}")
+    return (f"{label} to {names[baseline]}'s final loss", *cells, *ratios)
 
 
 def _plus_minus(estimate: dict[str, Any], sign: str = "", digits: int = 4) -> str:
@@ -197,8 +216,11 @@ def explanation(summary: dict[str, Any]) -> str:
             "in those of the mean, over seeds. Steps and tokens are means over seeds."
         )
     if summary["step_time"] is not None:
+        both = "both" if len(summary["names"]) == 2 else "all"
         text += (
             " The times of a step are medians over rounds; beside them stands the median of the ratios of single "
-            "rounds, in which both models ran next to each other: it need not be the ratio of the two times."
+            f"rounds, in which {both} models ran next to each other: it need not be the ratio of the two times."
         )
+    if len(summary["names"]) > 2 and len(summary["seeds"]) > 1:
+        text += " Each interval is one of 95 % by itself: that all of them hold is less likely."
     return text

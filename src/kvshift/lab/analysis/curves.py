@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # takes a second to import
 __all__ = ["plot_coefficients", "plot_curves", "plot_learning", "save_figure"]
 
 
-def plot_curves(folders: Sequence[Path]) -> Figure:
-    """Loss over tokens of finished runs; for vanilla and one other model with the same seeds, their difference too.
+def plot_curves(folders: Sequence[Path], *, baseline: str = "vanilla") -> Figure:
+    """Loss over tokens of finished runs; where a baseline and the others have the same seeds, their differences too.
 
     Pale lines are training losses, dots the evaluations; each seed has its own line.
     """
@@ -35,15 +35,22 @@ def plot_curves(folders: Sequence[Path]) -> Figure:
     by_name: dict[str, dict[int, Run]] = {}
     for run in runs:
         by_name.setdefault(run.name, {})[run.config["seed"]] = run
-    others = [name for name in by_name if name != "vanilla"]
-    paired = "vanilla" in by_name and len(others) == 1 and by_name["vanilla"].keys() == by_name[others[0]].keys()
+    others = {name: seeds for name, seeds in by_name.items() if name != baseline}
+    paired = baseline in by_name and others and all(s.keys() == by_name[baseline].keys() for s in others.values())
 
     figure = Figure(figsize=(10, 4.2) if paired else (6, 4.2), layout="constrained")
     losses = figure.add_subplot(1, 2 if paired else 1, 1)
     _draw_losses(losses, by_name)
     if paired:
         differences = figure.add_subplot(1, 2, 2, sharex=losses)
-        _draw_differences(differences, by_name["vanilla"], by_name[others[0]], others[0])
+        for name, seeds in others.items():
+            of = f"{name}: " if len(others) > 1 else ""
+            _draw_differences(differences, by_name[baseline], seeds, colors_of(by_name)[name], of=of)
+        difference = f"{next(iter(others))} minus {baseline}" if len(others) == 1 else f"minus {baseline}'s"
+        differences.axhline(0, color="black", linewidth=0.8)
+        differences.set(ylabel="difference (nats per token)", title=f"Validation loss, {difference}")
+        _count_tokens(differences)
+        differences.grid(alpha=0.25)
     legend_below(figure)
     return figure
 
@@ -75,26 +82,23 @@ def _count_tokens(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.2M
 
 
-def _draw_differences(axes: Axes, vanilla: Mapping[int, Run], shifted: Mapping[int, Run], name: str) -> None:
-    color = colors_of((name, "vanilla"))[name]
+def _draw_differences(
+    axes: Axes, baseline: Mapping[int, Run], other: Mapping[int, Run], color: str, *, of: str
+) -> None:
     columns: dict[float, list[float]] = {}
-    for seed, run in shifted.items():
-        theirs = dict(zip(*vanilla[seed].series("eval", "tokens", "loss"), strict=True))
+    for seed, run in other.items():
+        theirs = dict(zip(*baseline[seed].series("eval", "tokens", "loss"), strict=True))
         ours = zip(*run.series("eval", "tokens", "loss"), strict=True)
         points = [(tokens, loss - theirs[tokens]) for tokens, loss in ours if tokens in theirs]
-        axes.plot(*zip(*points, strict=True), color=color, alpha=0.4 if len(shifted) > 1 else 1, linewidth=1)
+        axes.plot(*zip(*points, strict=True), color=color, alpha=0.4 if len(other) > 1 else 1, linewidth=1)
         for tokens, difference in points:
             columns.setdefault(tokens, []).append(difference)
-    whole = {tokens: values for tokens, values in columns.items() if len(values) == len(shifted) > 1}
+    whole = {tokens: values for tokens, values in columns.items() if len(values) == len(other) > 1}
     if whole:
         low, high = zip(*(t_interval(values) for values in whole.values()), strict=True)
         mean = [statistics.fmean(values) for values in whole.values()]
-        axes.plot(list(whole), mean, color=color, linewidth=2, label="mean difference over seeds")
-        axes.fill_between(list(whole), low, high, color=color, alpha=0.15, linewidth=0, label="its 95 % interval")
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(ylabel="difference (nats per token)", title=f"Validation loss, {name} minus vanilla")
-    _count_tokens(axes)
-    axes.grid(alpha=0.25)
+        axes.plot(list(whole), mean, color=color, linewidth=2, label=f"{of}mean difference over seeds")
+        axes.fill_between(list(whole), low, high, color=color, alpha=0.15, linewidth=0, label=f"{of}its 95 % interval")
 
 
 def plot_learning(metrics: Path, variant: str = "vanilla") -> Figure | None:

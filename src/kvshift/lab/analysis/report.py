@@ -8,60 +8,77 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshift.lab.analysis.comparison import Pair, explanation, summarize, table
+from kvshift.lab.analysis.comparison import Twins, explanation, summarize, table
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, save_figure
 from kvshift.lab.analysis.pages import inline, render
 from kvshift.lab.analysis.runs import Run, read_json, read_run
 from kvshift.lab.analysis.tables import as_markdown
 
-__all__ = ["read_pair", "write_report"]
+__all__ = ["PAIR", "read_twins", "run_folder", "verdicts", "write_report"]
 
 _TEMPLATE = "report.html.jinja"
 
+PAIR = ("vanilla", "kv-shift")
 
-def read_pair(out: Path, seed: int) -> Pair:
+
+def run_folder(out: Path, seed: int, variant: str) -> Path:
+    """Where `kvshift compare` has the run of one seed and one variant: OUT/seed-0/kvshift."""
+    return out / f"seed-{seed}" / variant.replace("-", "")
+
+
+def read_twins(out: Path, seed: int, variants: Sequence[str] = PAIR) -> Twins:
     """The twins of one seed in the folder of a comparison."""
-    folder = out / f"seed-{seed}"
-    return Pair(seed, read_run(folder / "vanilla"), read_run(folder / "kvshift"))
+    return Twins(seed, {variant: read_run(run_folder(out, seed, variant)) for variant in variants})
 
 
-def write_report(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
+def verdicts(summary: dict[str, Any]) -> str:
+    """What the comparison has shown of each variant against the baseline, in words."""
+    return "; ".join(found["text"] for found in summary["verdicts"].values())
+
+
+def write_report(out: Path, seeds: Sequence[int], variants: Sequence[str] = PAIR) -> dict[str, Any]:
     """Draw everything again from the files in the folder of a comparison.
 
     Reads the runs of `seeds`, and step_time.json and samples.json where they are there. Writes summary.json, table.md,
     curves.png and .svg, coefficients-seed-S.png and .svg, and report.html.
 
+    Args:
+        out: the folder.
+        seeds: of the runs.
+        variants: which of them; the first is the baseline.
+
     Returns:
         The summary; see `comparison.summarize`.
     """
-    pairs = [read_pair(out, seed) for seed in seeds]
-    step_time, samples = (_read_if_there(out / name) for name in ("step_time.json", "samples.json"))
-    summary = summarize(pairs, step_time)
+    twins = [read_twins(out, seed, variants) for seed in seeds]
+    samples = _read_if_there(out / "samples.json")
+    summary = summarize(twins, _step_time(out / "step_time.json", variants))
     rows = table(summary)
     _write(out / "summary.json", json.dumps(summary, indent=1) + "\n")
-    text = f"{as_markdown(rows)}\n\n{explanation(summary)}\n\nValidation loss: {summary['verdict']['text']}.\n"
+    text = f"{as_markdown(rows)}\n\n{explanation(summary)}\n\nValidation loss: {verdicts(summary)}.\n"
     _write(out / "table.md", text)
 
-    curves = save_figure(plot_curves([run.folder for pair in pairs for run in pair.sides.values()]), out / "curves")
+    runs = [(each.seed, run) for each in twins for run in each.runs.values()]
+    baseline = twins[0].baseline
+    curves = save_figure(plot_curves([run.folder for _, run in runs], baseline=baseline.name), out / "curves")
     coefficients = []
-    for pair in pairs:
-        figure = plot_coefficients(pair.shifted.folder)
+    for seed, run in runs:
+        figure = plot_coefficients(run.folder)
         if figure is not None:
-            images = save_figure(figure, out / f"coefficients-seed-{pair.seed}")
-            coefficients.append({"seed": pair.seed, "image": inline(images[1])})
-    runs = [(pair.seed, run) for pair in pairs for run in pair.sides.values()]
+            images = save_figure(figure, out / f"coefficients-seed-{seed}")
+            coefficients.append({"seed": seed, "image": inline(images[1])})
     page = render(
         _TEMPLATE,
-        title=f"{summary['names']['shifted']} and {summary['names']['vanilla']}",
-        verdict=summary["verdict"]["text"],
+        title=" and ".join(reversed(summary["names"].values())),
+        verdict=verdicts(summary),
         table=rows,
         explanation=explanation(summary),
         curves=inline(curves[1]),
         coefficients=coefficients,
         samples=samples,
         runs=[_description(seed, run) for seed, run in runs],
-        config=json.dumps(pairs[0].vanilla.config, indent=1),
-        environment=json.dumps(pairs[0].vanilla.environment, indent=1),
+        config=json.dumps(baseline.config, indent=1),
+        environment=json.dumps(baseline.environment, indent=1),
     )
     _write(out / "report.html", page)
     return summary
@@ -70,6 +87,16 @@ def write_report(out: Path, seeds: Sequence[int]) -> dict[str, Any]:
 def _description(seed: int, run: Run) -> dict[str, Any]:
     command = shlex.join(["kvshift", *run.environment["command"][1:]])
     return {"name": run.name, "seed": seed, "folder": str(run.folder.resolve()), "command": command}
+
+
+def _step_time(path: Path, variants: Sequence[str]) -> Any:
+    """As `kvshift.lab.compare.step_time` has it now; before there were more than two variants, it had one ratio."""
+    found = _read_if_there(path)
+    if found is None or "ratios" in found:
+        return found
+    ratio = {name: found.pop(name) for name in ("ratio", "low", "high")}
+    milliseconds = dict(zip(variants, found["milliseconds"].values(), strict=True))
+    return {**found, "milliseconds": milliseconds, "ratios": {variants[1]: ratio}}
 
 
 def _read_if_there(path: Path) -> Any:

@@ -1,7 +1,8 @@
-"""`kvshift compare`: twins with and without KV shift, trained alike, set side by side.
+"""`kvshift compare`: variants, such as vanilla and KV shift, trained alike and set side by side.
 
-OUT/compare.json                    options that both twins share
+OUT/compare.json                    options that all twins share
 OUT/seed-S/vanilla, .../kvshift     run folders of `kvshift train`, each trained by a process of its own
+OUT/seed-S/vanilla.json, ...        the options of each
 OUT/step_time.json, samples.json    measured and written once all runs are finished
 OUT/report.html, table.md, summary.json, curves.png, ...    drawn from the files above; see `analysis.report`
 """
@@ -18,10 +19,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from kvshift.lab.analysis.comparison import explanation, table
-from kvshift.lab.analysis.report import write_report
+from kvshift.lab.analysis.report import run_folder, verdicts, write_report
 from kvshift.lab.analysis.runs import is_finished, read_json
 from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.compare.compare_config import CompareConfig
@@ -29,10 +30,9 @@ from kvshift.lab.errors import LabError
 from kvshift.lab.messages import say
 from kvshift.lab.runs.folder import FolderInUseError, RunFailedError, RunFolder, write_json
 from kvshift.lab.training.train_config import TrainConfig, differences, to_json
+from kvshift.lab.variants.by_name import with_variant
 
-__all__ = ["CompareConfig", "TrainingError", "child_config", "command_line", "compare"]
-
-SIDES = ("vanilla", "kvshift")
+__all__ = ["CompareConfig", "TrainingError", "child_config", "compare"]
 
 # -P: `-m` alone would import what lies in the current directory before what is installed.
 _TRAIN = (sys.executable, "-P", "-m", "kvshift", "train")
@@ -66,15 +66,15 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
     seeds = range(config.train.seed, config.train.seed + config.seeds)
     with RunFolder(out).locked():
         _adopt_folder(config)
-        runs = [(seed, side) for seed in seeds for side in SIDES]
-        for number, (seed, side) in enumerate(runs, start=1):
-            _train(child_config(config.train, seed, side), f"seed {seed}, {side} ({number} of {len(runs)})")
-        folders = {side: child_config(config.train, seeds[0], side).out for side in SIDES}
+        runs = [(seed, variant) for seed in seeds for variant in config.variants]
+        for number, (seed, variant) in enumerate(runs, start=1):
+            _train(child_config(config.train, seed, variant), f"seed {seed}, {variant} ({number} of {len(runs)})")
+        folders = {variant: run_folder(out, seeds[0], variant) for variant in config.variants}
         with _no_bars():
             _measure_step_time(config, folders)
             _write_samples(config, folders)
         try:
-            summary = write_report(out, seeds)
+            summary = write_report(out, seeds, config.variants)
         except OSError as error:
             raise RunFailedError(
                 f"the report in {out} could not be written: {error}; the runs are kept, and the same command draws it"
@@ -83,40 +83,16 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
     return summary
 
 
-def child_config(train: TrainConfig, seed: int, side: str) -> TrainConfig:
-    """Options of one run; twins differ in `out` and, vanilla having no shift, in `model.shift_targets`."""
-    model = train.model
-    if side == "vanilla":
-        model = dataclasses.replace(model, shift_targets=())
-    elif train.init_from is not None and model.shift_targets is None:  # which would be what that model has: none
-        model = dataclasses.replace(model, shift_targets=("k", "v"))
-    return dataclasses.replace(train, out=train.out / f"seed-{seed}" / side, seed=seed, model=model)
-
-
-def command_line(config: TrainConfig) -> list[str]:
-    """Arguments of `kvshift train` that make `config`; what is the default there is left out."""
-    return list(_arguments(config, TrainConfig(out=Path()), ""))
-
-
-def _arguments(config: Any, default: Any, prefix: str) -> Iterator[str]:
-    hints = get_type_hints(type(config))
-    for item in dataclasses.fields(config):
-        value, usual = getattr(config, item.name), getattr(default, item.name)
-        name = item.name.replace("_", "-")
-        if dataclasses.is_dataclass(value):
-            yield from _arguments(value, usual, f"{prefix}{name}.")
-        elif value == usual:
-            continue
-        elif hints[item.name] is bool:
-            yield f"--{prefix}{name}" if value else f"--{prefix}no-{name}"
-        elif isinstance(value, tuple):
-            yield from (f"--{prefix}{name}", *map(str, value))
-        else:
-            yield from (f"--{prefix}{name}", str(value))
+def child_config(train: TrainConfig, seed: int, variant: str) -> TrainConfig:
+    """Options of one run; twins differ in `out` and in what `with_variant` says."""
+    model = with_variant(train.model, variant)
+    if model.shift_targets and train.init_from is None:
+        model = dataclasses.replace(model, shift_targets=train.model.shift_targets)  # None: what size or file says
+    return dataclasses.replace(train, out=run_folder(train.out, seed, variant), seed=seed, model=model)
 
 
 def _adopt_folder(config: CompareConfig) -> None:
-    """Write down what the twins share, or find that it is what was written down before."""
+    """Write down what all twins share, or find that it is what was written down before."""
     path = config.train.out / "compare.json"
     options = to_json(config.train)
     if RunFolder(config.train.out).config.exists():
@@ -138,7 +114,9 @@ def _train(config: TrainConfig, label: str) -> None:
         say(f"{label}: finished before")
         return
     _wait_until_free(config.out, label)
-    arguments = command_line(config)
+    options = config.out.with_suffix(".json")
+    write_json(options, to_json(config))
+    arguments = ["--config", str(options)]
     say(f"\n{label}: kvshift train {shlex.join(arguments)}")
     code = _run([*_TRAIN, *arguments])
     if code != 0:
@@ -199,12 +177,12 @@ def _no_bars() -> Iterator[None]:
 
 def _measure_step_time(config: CompareConfig, folders: dict[str, Path]) -> None:
     path = config.train.out / "step_time.json"
-    if path.exists() or config.step_time_seconds == 0:
+    if config.step_time_seconds == 0 or (path.exists() and [*read_json(path)["milliseconds"]] == [*folders]):
         return
     from kvshift.lab.compare.step_time import measure_step_time
 
-    say(f"\ntime of a step, alternating between both ({config.step_time_seconds:g} s)")
-    write_json(path, measure_step_time(folders["vanilla"], folders["kvshift"], config.step_time_seconds))
+    say(f"\ntime of a step, all side by side ({config.step_time_seconds:g} s)")
+    write_json(path, measure_step_time(folders, config.step_time_seconds))
 
 
 def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
@@ -212,18 +190,19 @@ def _write_samples(config: CompareConfig, folders: dict[str, Path]) -> None:
     if config.sample_tokens == 0:
         path.unlink(missing_ok=True)
         return
-    asked = {"prompt": config.prompt, "tokens": config.sample_tokens, "temperature": config.temperature}
-    if path.exists() and read_json(path)["asked"] == asked:
+    asked: dict[str, Any] = {"prompt": config.prompt, "tokens": config.sample_tokens, "temperature": config.temperature}
+    what = {**asked, "variants": list(folders)}
+    if path.exists() and read_json(path)["asked"] == what:
         return
     from kvshift.lab.compare.samples import sample
 
     say("a sample of each")
-    write_json(path, {"asked": asked, **sample(folders, seed=config.train.seed, **asked)})
+    write_json(path, {"asked": what, **sample(folders, seed=config.train.seed, **asked)})
 
 
 def _show(out: Path, summary: dict[str, Any]) -> None:
     print(f"\n{as_text(table(summary), rule=True)}\n\n{explanation(summary)}\n")
-    print(f"Validation loss: {summary['verdict']['text']}.\n")
+    print(f"Validation loss: {verdicts(summary)}.\n")
     if (out / "samples.json").exists():
         samples = read_json(out / "samples.json")
         for name, text in samples["texts"].items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +11,7 @@ import tyro
 
 from kvshift.lab.errors import LabError, require_unicode
 from kvshift.lab.training.train_config import TrainConfig
+from kvshift.lab.variants.by_name import VARIANTS, find_entry, with_variant
 
 __all__ = ["CompareConfig"]
 
@@ -22,10 +23,14 @@ class CompareConfig:
     train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(
         default_factory=lambda: TrainConfig(out=Path("runs/compare"), steps=400)
     )
-    """What both twins share. `out` is the folder of the comparison, `seed` the first seed, and `model.shift_*` what
-    the one has and the other, vanilla, has not."""
+    """What all twins share. `out` is the folder of the comparison, `seed` the first seed, and `model.shift_*` what
+    kv-shift has and the others have not."""
+    variants: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(help=f"Two or more of {', '.join(VARIANTS)}; the first is what the others are compared with."),
+    ] = ("vanilla", "kv-shift")
     seeds: int = 1
-    """Pairs of runs, with seeds `seed`, `seed` + 1, ...; 3 or more say what seeds change (95 % interval)."""
+    """Runs of each variant, with seeds `seed`, `seed` + 1, ...; 3 or more say what seeds change (95 % interval)."""
     step_time_seconds: float = 15.0
     """Seconds spent at the end on measuring the time of a step of both twins, alternately; 0: not measured."""
     prompt: str | None = None
@@ -45,11 +50,28 @@ class CompareConfig:
         if self.prompt == "":
             raise LabError("prompt must not be empty")
         require_unicode(self.prompt or "", "prompt")
-        if self.train.model.shift_targets == ():
-            raise LabError("model.shift_targets must name at least one of q, k, v: without, both models are vanilla")
+        self._check_variants()
         for name in ("extend", "overwrite"):
             if getattr(self.train, name):
                 raise LabError(f"{name} is for kvshift train; for another comparison choose another folder for out")
         if "RANK" in os.environ:
             raise LabError("compare starts its own processes, one after the other: start it without torchrun")
         self.train.check()
+
+    def _check_variants(self) -> None:
+        model, entries = self.train.model, [find_entry(name, "variants") for name in self.variants]
+        if len(set(self.variants)) < max(2, len(self.variants)):
+            raise LabError(f"variants must be two or more, each once, got {' '.join(self.variants) or 'none'}")
+        if model.variant is not None:
+            raise LabError(f"model.variant ({model.variant}) is for kvshift train; name it among variants")
+        if model.shift_targets == ():
+            raise LabError("model.shift_targets must name at least one of q, k, v: without, kv-shift is vanilla")
+        if not any(entry.shifts for entry in entries) and with_variant(model, "vanilla") != replace(
+            model, shift_targets=()
+        ):
+            raise LabError(
+                f"model.shift_* and model.freeze_shift refine kv-shift, and variants are {', '.join(self.variants)}"
+            )
+        others = [name for name in self.variants if name not in ("vanilla", "kv-shift")]
+        if self.train.init_from is not None and others:
+            raise LabError(f"variants names {others[0]}, but init_from starts vanilla and kv-shift alone")

@@ -1,14 +1,14 @@
-"""How long a training step of each of two models takes, side by side.
+"""How long a training step of each of several models takes, side by side.
 
-Two runs, one after the other, cannot be compared by their times: other work on the machine, the clock and the heat of
-the CPU differ. Here both models stand in one process and are timed beside each other on the same sequences, as in
+Runs, one after the other, cannot be compared by their times: other work on the machine, the clock and the heat of
+the processor differ. Here all models stand in one process and are timed beside each other on the same rows, as in
 `kvshift bench` (`kvshift.lab.compare.timing`).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +30,22 @@ _LEAST_SECONDS = 0.15  # of steps in a row: long against the clock's resolution,
 _FEWEST_ROUNDS = 5
 
 
-def measure_step_time(vanilla: Path, shifted: Path, seconds: float) -> dict[str, Any]:
-    """Compare a step (forward, backward, clipping, AdamW) of two finished runs on the same sequences.
+def measure_step_time(folders: Mapping[str, Path], seconds: float) -> dict[str, Any]:
+    """Compare a step (forward, backward, clipping, AdamW) of finished runs on the same rows.
 
     Args:
-        vanilla, shifted: run folders; their final models are trained on, in memory only.
+        folders: of runs by name, the baseline first; their final models are trained on, in memory only.
         seconds: to measure for; 5 rounds are measured in any case.
 
     Returns:
         What `side_by_side` returns, with "batch_rows" and "device".
     """
-    config = read_run(vanilla).options()
-    data = load_text_data(config.data, seed=config.seed, tokenizer_folder=vanilla / "tokenizer")
+    baseline = next(iter(folders.values()))
+    config = read_run(baseline).options()
+    data = load_text_data(config.data, seed=config.seed, tokenizer_folder=baseline / "tokenizer")
     rows = [data.validation[number % len(data.validation)] for number in range(config.batch_size)]
     batch = {name: tensor.to(config.device) for name, tensor in collate(rows).items()}
-    steps: dict[str, Callable[[int], object]] = {
-        "vanilla": _step_of(vanilla, batch, config),
-        "shifted": _step_of(shifted, batch, config),
-    }
+    steps = {name: _step_of(folder, batch, config) for name, folder in folders.items()}
     clock = WallClock(torch.cuda.synchronize) if config.device == "cuda" else WallClock()
     return {**side_by_side(steps, clock, seconds), "batch_rows": len(rows), "device": config.device}
 
@@ -73,8 +71,8 @@ def _step_of(folder: Path, batch: dict[str, Any], config: TrainConfig) -> Callab
     return step
 
 
-def side_by_side(steps: dict[str, Callable[[int], object]], clock: Clock, seconds: float) -> dict[str, Any]:
-    """Time two functions in rounds of A B B A.
+def side_by_side(steps: Mapping[str, Callable[[int], object]], clock: Clock, seconds: float) -> dict[str, Any]:
+    """Time functions in rounds of A B B A, or A B C C B A.
 
     Args:
         steps: the baseline first.
@@ -82,19 +80,18 @@ def side_by_side(steps: dict[str, Callable[[int], object]], clock: Clock, second
         seconds: to measure for.
 
     Returns:
-        "ratio": median over rounds of the second's time to the first's; "low" and "high": its quartiles; "rounds";
-        "steps_per_turn": of the first, in a row; "milliseconds": median of each, per step.
+        "ratios" of all but the first, by name: "ratio", the median over rounds of its time to the first's, with its
+        quartiles "low" and "high"; "rounds"; "steps_per_turn": of the first, in a row; "milliseconds": median of
+        each, per step.
     """
     found = measure(steps, clock, _FEWEST_ROUNDS, seconds=seconds, least_seconds=_LEAST_SECONDS, there_and_back=True)
     for name, times in found.items():
         if times.failure is not None:
             raise RunFailedError(f"a step of {name} could not be timed: {times.failure}")
-    base, ours = found.values()
-    ratio = ratios(ours, base)
+    base, *_ = found.values()
+    to_base = {name: ratios(times, base) for name, times in found.items() if times is not base}
     return {
-        "ratio": ratio.median,
-        "low": ratio.low,
-        "high": ratio.high,
+        "ratios": {name: {"ratio": q.median, "low": q.low, "high": q.high} for name, q in to_base.items()},
         "rounds": len(base.seconds),
         "steps_per_turn": base.calls,
         "milliseconds": {name: 1e3 * statistics.median(times.seconds) for name, times in found.items()},
