@@ -1,4 +1,4 @@
-"""CONTRIBUTING's steps for a new task and a new recipe, followed on toys; `models/test_decoder.py` adds a family."""
+"""CONTRIBUTING's steps for a task, a recipe and a variant, followed on toys; `models/test_decoder.py` adds a family."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from types import ModuleType
 
 import pytest
 import torch
+from huggingface_hub.dataclasses import strict
 from matplotlib.figure import Figure
 
-from kvshift import cli
+from kvshift import KVShift, ShiftOptions, cli
+from kvshift.lab.analysis.runs import read_run
+from kvshift.lab.errors import LabError
 from kvshift.lab.tasks import Batch, concatenate, make_task
 from kvshift.lab.tasks.batch import IGNORED
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 from kvshift.lab.tasks.registry import TASKS
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
 from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.by_name import VARIANTS
+from kvshift.lab.variants.by_name import Entry as Variant
+from kvshift.lab.variants.small_gpt2 import GPT2Options
+from kvshift.lab.variants.uncached import UncachedConfig, UncachedGeneration, UncachedLlamaModel, become
+from kvshift.lab.variants.variant import ModelVariant
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.recipes.catalogue import CATALOGUE, Entry, Preset
 from kvshift.recipes.claims import Claim, percent
 from kvshift.recipes.jobs import TrainingJob
@@ -151,3 +160,58 @@ def test_a_recipe_is_a_module_and_an_entry(tmp_path: Path, capsys: pytest.Captur
     assert (
         f"| Copies | nothing | {claim.ours} | a toy | **not shown** |" in (tmp_path / "toy/smoke/report.md").read_text()
     )
+
+
+class Reversed(KVShift):
+    """Where an attention has its shift: each value head with its dimensions in reverse order."""
+
+    def __init__(self, num_kv_heads: int) -> None:
+        super().__init__(num_kv_heads, ShiftOptions(targets=()))
+
+    def forward(self, q, k, v, **where):
+        return super().forward(q, k, v.flip(-1), **where)
+
+
+@strict
+class ReversedConfig(UncachedConfig, KVShiftLlamaConfig):
+    model_type = "toy_reversed"
+    loaded_by = "tests.test_extending.ReversedLlama"
+    use_cache: bool | dict[str, bool] = False
+
+
+class ReversedLlama(UncachedGeneration, KVShiftLlamaForCausalLM):
+    config_class = ReversedConfig
+
+    def __init__(self, config: ReversedConfig) -> None:
+        super().__init__(config)
+        become(self.model, UncachedLlamaModel)
+        for layer in self.model.layers:
+            layer.self_attn.shift = Reversed(config.num_key_value_heads)
+
+
+@pytest.fixture
+def variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("kvshift.lab.variants.upside_down")
+    models = {KVShiftLlamaConfig: ReversedLlama}
+    module.VARIANT = ModelVariant(name="upside-down", models=models, decodes_with_cache=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(VARIANTS, "upside-down", Variant("upside-down", "reversed values", "#000000"))
+
+
+@pytest.mark.usefixtures("task", "variant")
+def test_a_variant_is_a_module_and_a_line(tmp_path: Path, capsys: pytest.CaptureFixture):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number * number} is the square of {number}.\n" for number in range(300)))
+    small = ["--steps", "2", "--batch-size", "2", "--eval-rows", "3", "--report-to", "--device", "cpu"]
+    small += ["--model.hidden-size", "12", "--model.num-attention-heads", "2", "--data.vocab-size", "281"]
+    command = ["train", "--model.variant", "upside-down", "--data.corpus", str(text), "--data.sequence-length", "17"]
+    assert cli.main([*command, *small, "--out", str(tmp_path / "run")]) == 0
+    assert "reversed values: " in capsys.readouterr().err
+    assert read_run(tmp_path / "run").name == "reversed values"
+    assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "7 is", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("7 is")
+    config = TaskTrainConfig(
+        out=tmp_path / "task", task=CopyConfig(), model=GPT2Options(variant="upside-down"), steps=1, device="cpu"
+    )
+    with pytest.raises(LabError, match=r"model\.variant upside-down has no kvshift_lab_gpt2; it has kvshift_llama"):
+        train_task(config)

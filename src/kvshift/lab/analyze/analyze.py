@@ -26,7 +26,6 @@ from kvshift.lab.messages import say, say_nothing
 from kvshift.lab.runs.folder import write_bytes, write_json
 from kvshift.lab.runs.loading import load_tokenizer, load_weights, locate, model_folder
 from kvshift.lab.training.train_config import to_json
-from kvshift.lab.variants.small_gpt2 import LabGPT2
 
 __all__ = ["AnalyzeConfig", "analyze"]
 
@@ -43,8 +42,8 @@ def analyze(config: AnalyzeConfig) -> Path:
     model = load_weights(folder, dtype=config.dtype, device=config.device, attn_implementation="eager")
     lowest = _lowest_token(config.run) if config.lowest_token is None else config.lowest_token
     highest = config.highest_token
-    if highest is None and isinstance(model, LabGPT2):
-        highest = model.config.classes - 1  # its embedding may have more rows than there are tokens
+    if highest is None and (tokens := getattr(model.config, "classes", None)) is not None:
+        highest = tokens - 1  # of the lab's GPT-2, whose embedding may have more rows than there are tokens
     options = dataclasses.replace(config, lowest_token=lowest, highest_token=highest)
     measured = measure_heads(model, options)
     heads = [dataclasses.asdict(head) for head in measured.heads]

@@ -1,7 +1,7 @@
 """How long a training step of each of several models takes, side by side.
 
 Runs, one after the other, cannot be compared by their times: other work on the machine, the clock and the heat of
-the processor differ. Here all models stand in one process and are timed beside each other on the same rows, as in
+the CPU differ. Here all models stand in one process and are timed beside each other on the same sequences, as in
 `kvshift bench` (`kvshift.lab.compare.timing`).
 """
 
@@ -31,7 +31,7 @@ _FEWEST_ROUNDS = 5
 
 
 def measure_step_time(folders: Mapping[str, Path], seconds: float) -> dict[str, Any]:
-    """Compare a step (forward, backward, clipping, AdamW) of finished runs on the same rows.
+    """Compare a step (forward, backward, clipping, AdamW) of finished runs on the same sequences.
 
     Args:
         folders: of runs by name, the baseline first; their final models are trained on, in memory only.
