@@ -135,7 +135,7 @@ def check_pack_is_its_sequences(case: Case, backend: str, lengths: Sequence[int]
 
 
 def check_pieces_are_the_whole(case: Case, backend: str, *ways: Sequence[int]) -> None:
-    """A row fed in pieces, the state passed on, gives every bit of the row fed whole.
+    """A sequence fed in pieces, the state passed on, gives every bit of the sequence fed whole.
 
     Each of the `ways` to cut it is positions of the row; of a pack, positions of each of its sequences.
     """
@@ -184,7 +184,7 @@ def _pieces_of_sequences(bounds: list[int], cuts: Sequence[int]) -> tuple[list[l
 
 
 def check_padding_is_as_if_absent(backend: str, masks: Sequence[Sequence[int]], rows: int | None, pad: float) -> None:
-    """A padded row gives at its real tokens every bit of the same row alone, and zero at the pads.
+    """A padded sequence gives at its real tokens every bit of the same sequence alone, and zero at the pads.
 
     Keys, values and gradients of results at the pads are all `pad`.
     """

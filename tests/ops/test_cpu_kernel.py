@@ -59,7 +59,9 @@ def test_every_remainder_of_a_vector(dtype, size, window, kernel):
             assert torch.equal(result, expected[name]), name
 
 
-@pytest.mark.parametrize("shape", [{"batch": 3, "positions": 301}, {"lengths": [401, 1, 0, 439]}], ids=["rows", "pack"])
+@pytest.mark.parametrize(
+    "shape", [{"batch": 3, "positions": 301}, {"lengths": [401, 1, 0, 439]}], ids=["sequences", "pack"]
+)
 def test_the_number_of_threads_changes_no_bit(shape, kernel):
     case = random_case(5, heads=5, k_dim=67, v_dim=61, rows=1, **shape)
     assert case.k.numel() > cpu_kernel._PARALLEL

@@ -344,7 +344,7 @@ def turned_plainly(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "pack"])
+@pytest.mark.parametrize("packed", [False, True], ids=["sequences", "pack"])
 def test_shift_norm_and_rotation_in_one_launch(packed, norm, dtype):
     """Error against the formula in fp64, on the whole, that of one operation after another in this dtype at the most.
 

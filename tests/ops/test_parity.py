@@ -60,7 +60,7 @@ def test_coefficients_may_have_a_dtype_of_their_own(dtype, coefficient_dtype, fa
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("grad_layout", [*LAYOUTS, "expanded"])
-@pytest.mark.parametrize("mode", [MODES["state"], MODES["pack, state"]], ids=["rows", "pack"])
+@pytest.mark.parametrize("mode", [MODES["state"], MODES["pack, state"]], ids=["sequences", "pack"])
 @pytest.mark.parametrize("block", [2**19, 100], ids=["one block", "many"])
 @pytest.mark.slow_on_triton(grad_layout=["plain", "heads first", "every other"])
 def test_strides_change_no_bit_but_the_order_of_the_coefficients_sum(

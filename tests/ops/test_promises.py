@@ -155,7 +155,9 @@ def test_without_gradients_nothing_is_kept(fast_backend):
     assert not k_hat.requires_grad
 
 
-@pytest.mark.parametrize("shape", [{"batch": 3, "positions": 149}, {"lengths": [301, 1, 0, 139]}], ids=["rows", "pack"])
+@pytest.mark.parametrize(
+    "shape", [{"batch": 3, "positions": 149}, {"lengths": [301, 1, 0, 139]}], ids=["sequences", "pack"]
+)
 def test_the_same_bits_on_every_run(shape, monkeypatch, fast_backend):
     """Gradients of the coefficients are sums over all tokens: in one order, also with two threads in each block."""
     if fast_backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":

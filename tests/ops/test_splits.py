@@ -1,4 +1,4 @@
-"""A row fed in pieces, the state passed on, is the row fed whole: every bit, in every dtype, for every cut."""
+"""A sequence fed in pieces, the state passed on, gives the whole: every bit, in every dtype, for every cut."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_every_cut(case: Case, backend: str, positions: int) -> None:
 @rows
 @windows
 @few_on_triton
-def test_rows(dtype, spare_rows, window, backend):
+def test_sequences(dtype, spare_rows, window, backend):
     leave_to_one_dtype(backend, dtype)
     kept = None if spare_rows is None else window - 1 + spare_rows
     check_every_cut(random_case(2, 2, 7, dtype=dtype, window=window, rows=kept), backend, 7)
@@ -103,7 +103,7 @@ def test_search_for_cuts_that_matter(case, data):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dims", [(64, 128), (37, 5)], ids=str)
-def test_long_rows_in_blocks_and_threads(dtype, dims):
+def test_long_sequences_in_blocks_and_threads(dtype, dims):
     """Several blocks, long enough for two threads; odd sizes leave remainders of every vector width."""
     case = random_case(17, 1, 1031, heads=5, k_dim=dims[0], v_dim=dims[1], dtype=dtype)
     threads = torch.get_num_threads()
@@ -117,7 +117,7 @@ def test_long_rows_in_blocks_and_threads(dtype, dims):
 
 
 @pytest.mark.parametrize("window", [2, 3, 4])
-@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["row", "pack"])
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["sequence", "pack"])
 def test_gradients_come_back_through_the_state(window, lengths, backend):
     """Back-propagation through two pieces gives the gradients of the whole."""
     shape = {"lengths": lengths, "positions": 7, "window": window, "rows": window}

@@ -76,7 +76,9 @@ def test_nothing_and_one_token(mode):
     assert_within_one_rounding(random_case(31, **mode), "triton", through_state=True)
 
 
-@pytest.mark.parametrize("mode", [{"rows": 5}, {"seq_idx": [[0, 0, 1, 1, 1]], "window": 3}], ids=["rows", "documents"])
+@pytest.mark.parametrize(
+    "mode", [{"rows": 5}, {"seq_idx": [[0, 0, 1, 1, 1]], "window": 3}], ids=["sequences", "documents"]
+)
 def test_a_single_tensor_is_shifted_like_keys(mode):
     case = random_case(41, 1, 5, **mode)
     whole = outcome(case, "triton")

@@ -208,7 +208,7 @@ def test_a_gradient_may_come_back_to_a_single_result(only, norm):
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
-@pytest.mark.parametrize("mode", [{}, {"mask": HOLES}, {"lengths": [2, 0, 3]}], ids=["rows", "padding", "pack"])
+@pytest.mark.parametrize("mode", [{}, {"mask": HOLES}, {"lengths": [2, 0, 3]}], ids=["sequences", "padding", "pack"])
 def test_memory_kept_for_backward_is_the_inputs(mode, norm):
     """Queries only with a norm; with padding two 32-bit numbers for each token."""
     case = random_fused(41, **mode, norm=norm)

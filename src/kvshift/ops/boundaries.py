@@ -41,8 +41,8 @@ def sequence_of_positions(cu_seqlens: Tensor, positions: int) -> Tensor:
 class ShiftPlan:
     """Where every output takes its rows from.
 
-    Rows are numbered per batch row as if its state stood before it: 0 .. Q-1 are rows of state (Q = R for batch
-    rows; Q = S * R for a pack, sequence after sequence), Q .. Q+T-1 are the positions. -1 means zero.
+    Rows are numbered per batch entry as if its state stood before it: 0 .. Q-1 are rows of state (Q = R for batch
+    entries; Q = S * R for a pack, sequence after sequence), Q .. Q+T-1 are the positions. -1 means zero.
 
     Attributes:
         sources: (B, T, W), the row that lag j of position t reads.

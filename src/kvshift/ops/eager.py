@@ -86,7 +86,7 @@ class _Slices(torch.autograd.Function):
         now, *earlier = _lags(coefficients, x)
         dtype, lags = now.weight.dtype, len(earlier)
         partial_sums: list[list[Tensor]] = [[] for _ in (now, *earlier)]  # by lag: (G, D) of each span
-        products = torch.empty(0, dtype=dtype, device=x.device)  # one room for all blocks: new pages cost more
+        products = torch.empty(0, dtype=dtype, device=x.device)  # one buffer for all blocks: new pages cost more
 
         def block(start: int, end: int, out: Tensor | None) -> Tensor:
             g = grad_y[:, start : end + lags].to(dtype)  # the last block has nothing to look ahead to

@@ -83,7 +83,7 @@ def _newest(x: Tensor, state: Tensor, rows: int) -> Tensor:
 
 
 def by_batch(state: Tensor, x: Tensor) -> Tensor:
-    """(S, R, ...) as (B, Q, ...): the sequences of a pack one after another, those of batch rows as they are."""
+    """(S, R, ...) as (B, Q, ...): the sequences of a pack one after another, those of batch entries as they are."""
     return state.reshape(x.shape[0], state.shape[0] // x.shape[0] * state.shape[1], *state.shape[2:])
 
 

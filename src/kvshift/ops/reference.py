@@ -31,7 +31,7 @@ def shift_reference(
     Args:
         x: (B, T, G, D).
         coefficients: (G, W), column j for lag j; None returns x as it is.
-        state: (S, R, G, D): the rows before each sequence (`cu_seqlens`) or batch row (otherwise).
+        state: (S, R, G, D): the rows before each sequence (`cu_seqlens`) or batch entry (otherwise).
         keep: how many rows of state to return; at most R plus the tokens of the shortest sequence.
         cu_seqlens: (S + 1,) boundaries of packed sequences; B is 1.
         seq_idx: (B, T) number of the document at each position. State belongs to a row's first document.

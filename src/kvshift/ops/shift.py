@@ -57,8 +57,8 @@ def kv_shift(
         alpha: coefficients of the keys, (G, W), column j for lag j; W = 2 in the paper. Best kept in fp32.
             None returns the keys as they are.
         beta: coefficients of the values, (G, W). None returns the values as they are.
-        state: what an earlier call returned: the last raw rows of the B batch rows, or of the S sequences of
-            `cu_seqlens`. None where the sequences begin here.
+        state: what an earlier call returned: the last raw keys and values of the B batch entries, or of the S
+            sequences of `cu_seqlens`. None where the sequences begin here.
         cu_seqlens: boundaries of the sequences packed into the one row of k (B = 1): (S + 1,) int32 or int64, from
             0 to P without falling. A sequence may be empty: its state passes through.
         seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The

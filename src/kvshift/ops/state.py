@@ -60,7 +60,7 @@ class ShiftState:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> ShiftState:
-        """The state of `sequences` sequences that have not begun, with room for `rows` rows each.
+        """The state of `sequences` sequences that have not begun, of `rows` rows each.
 
         For a window W and roll-backs of up to n tokens ask for `rows = W - 1 + n`.
         """

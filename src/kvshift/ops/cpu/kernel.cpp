@@ -282,7 +282,7 @@ void forward(const Shape& n, T* y, Rows<const T> x, Rows<const T> state, const A
 
 // Every row, of state or of x, gathers the gradients of the positions that read it; the same pass gives the
 // gradient of the coefficients. It is summed over spans of rows, (spans, G, W), which the caller adds up: the same
-// bits whatever the number of threads. `scratch` has room for (threads, G, W, 128 bytes).
+// bits whatever the number of threads. `scratch` holds (threads, G, W, 128 bytes).
 template <class T, class A, bool streams>
 void backward(const Shape& n, T* grad_x, T* grad_state, double* grad_weights, void* scratch, int64_t spans,
               Rows<const T> grad_y, Rows<const T> x, Rows<const T> state, const A* weights, const int64_t* readers,

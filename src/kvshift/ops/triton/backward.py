@@ -241,7 +241,7 @@ def backward(
 
 @triton.jit
 def _first_of(sequence, cu_seqlens, mask, links, T):
-    """Batch row, first real position and end of each sequence; T or more if it has none."""
+    """Batch entry, first real position and end of each sequence; T or more if it has none."""
     b, first, end = _span_of(sequence, cu_seqlens, T)
     row = first
     if mask is not None:

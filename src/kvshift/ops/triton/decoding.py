@@ -40,7 +40,7 @@ def step(
 ):  # fmt: skip
     """q rotated into q_out; k shifted and rotated, and v shifted, into their caches; raw k and v into their states.
 
-    Slots count rows, page after page; OWN_PAGES: within the page of that batch row. Negative ones are left alone.
+    Slots count rows, page after page; OWN_PAGES: within the page of that batch entry. Negative ones are left alone.
     Behind the end of its own page a token is written nowhere, and its q becomes NaN: nobody overlooks that.
     """
     lanes = q_lanes + k_lanes + v_lanes

@@ -1,6 +1,6 @@
 """The operator on a GPU: forward and the next state, each one launch for keys and values (and queries).
 
-One program computes a tile: up to BLOCK_T positions of one batch row, for HEADS heads one after another. Every tensor
+One program computes a tile: up to BLOCK_T positions of one batch entry, for HEADS heads one after another. Every tensor
 is read by its strides; offsets of rows have 64 bits. Arithmetic is in ACC (float32, or float64 for float64), rounded
 once. What is None is compiled out; sizes that change from call to call are not compiled in.
 
@@ -44,7 +44,7 @@ def _sequence_of(t, b, T, cu_seqlens, sequences, search_steps):
 
 @triton.jit
 def _span_of(sequence, cu_seqlens, T):
-    """Batch row of each sequence, and the positions between which it lies."""
+    """Batch entry of each sequence, and the positions between which it lies."""
     b = sequence.to(tl.int64)
     first = sequence * 0
     end = first + T
@@ -156,7 +156,7 @@ def _shifted(
     """weights[0] x[t] + weights[1] x[t-1] + ... without the terms whose weight is zero; x itself if weights is None.
 
     Args:
-        x, state: at the first element of this head, and batch row, or of the state of all sequences.
+        x, state: at the first element of this head, and batch entry, or of the state of all sequences.
         newest: behind which row of `state` the state of this sequence ends.
     """
     total = _load_rows(x, stride, row, real, column, in_head, ACC)
@@ -178,7 +178,7 @@ def _shifted(
 
 @triton.jit
 def _angles(cos, sin, table_b, table_t, b, row, there, d, in_half, ACC: tl.constexpr):
-    """Of rows of the tables, (L, T, D/2); table_b is 0 where all batch rows have the same."""
+    """Of rows of the tables, (L, T, D/2); table_b is 0 where all batch entries have the same."""
     at = b * table_b + row.to(tl.int64)[:, None] * table_t + d[None, :]
     seen = there[:, None] & in_half[None, :]
     return tl.load(cos + at, mask=seen, other=1.0).to(ACC), tl.load(sin + at, mask=seen, other=0.0).to(ACC)

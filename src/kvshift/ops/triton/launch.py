@@ -73,7 +73,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 class _Grid:
     """The programs of a launch."""
 
-    tiles: int  # of a batch row
+    tiles: int  # of a batch entry
     q_lanes: int
     k_lanes: int
     v_lanes: int
@@ -156,7 +156,7 @@ def strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def table_strides(cos: Tensor | None) -> tuple[int, int]:
-    """Of batch rows and positions of a table (L, T, D/2), as a kernel takes them; sin has the same."""
+    """Of batch entries and positions of a table (L, T, D/2), as a kernel takes them; sin has the same."""
     return (0, 0) if cos is None else (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1))
 
 
