@@ -4,7 +4,7 @@ Shapes: B batch, T positions, S sequences, R rows of state, Q rows of state per 
 D head size, W window, n positions of a block.
 
 Without boundaries a lag is a slice (`_Slices`); with padding or documents it is a gather along a `ShiftPlan`
-(`_Gather`). Either works through the positions in blocks that stay in the processor's cache: one pass over memory
+(`_Gather`). Either works through the positions in blocks that stay in the CPU's cache: one pass over memory
 forward, one backward, nothing kept for backward but the inputs, no temporary larger than a block.
 """
 

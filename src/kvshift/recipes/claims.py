@@ -108,7 +108,7 @@ def at_most(found: ReachComparison, ratio: float) -> Direction:
 
 
 def reached(found: Reach, within: float) -> Direction:
-    """Whether a model comes to its level within so many steps: by the interval of the mean steps.
+    """Whether a model reaches its level within so many steps: by the interval of the mean steps.
 
     Where some seed has not come so far, or there is no interval, by the sign test, `in_every_seed`.
     """

@@ -166,7 +166,7 @@ def _rates_of(records: Sequence[Record]) -> str:
 
 
 def _rates(records: Sequence[Record], score: Score | None) -> str:
-    """The grid of learning rates: what each arm's runs came to, in bold where its own rate was chosen."""
+    """The grid of learning rates: what the runs of each arm reached, in bold where its own rate was chosen."""
     arms, best = by_arm(records), best_rates(records, score)
     rates = sorted({rate for by_rate in arms.values() for rate in by_rate})
     rows = [("learning rate", *(f"{rate:.2g}" for rate in rates))]

@@ -98,7 +98,7 @@ def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | No
 
 
 def _gpu_share(workers: int, gpus: int) -> float:
-    """Of a GPU for each worker, such that all find room: one, or a part that fits into one a whole number of times."""
+    """Of a GPU for each worker, such that all fit: one, or a part that fits into one a whole number of times."""
     return 1 / math.ceil(workers / gpus) if gpus else 0
 
 

@@ -273,7 +273,7 @@ RECIPE = Recipe(
         "new letters, and a model that always writes the likeliest one may repeat itself.",
         "The laptop trains on up to 4 operations and asks for 5, modulo 5 instead of 23, with words for tokens and "
         "labels on solutions alone. A row holds the longest question with its solution, and no question has a word "
-        "that training lacks. A guess of the number is right once in 5; of the questions 48 % ask for a constant, "
+        "that training lacks. Chance for the number is 1 in 5; of the questions 48 % ask for a constant, "
         "which its statement gives.",
         "The preset ye is the laptop with problems after Ye et al. (docs/tasks.md), whose quantities are in part "
         "implied by a structure and never stated, and whose solutions define what is needed and nothing else; "

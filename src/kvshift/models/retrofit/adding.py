@@ -23,7 +23,7 @@ def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identi
     With init="identity" the model computes what it did before, bit for bit, until its coefficients are trained (on a
     CPU with head sizes that are a multiple of 4, as those of pretrained models are; matrix products of other sizes
     round by the layout of their operands). The coefficients are float32 in a model of any dtype and belong to no
-    weight decay: see `kvshift.param_groups`. Weights keep their tensors and names; the coefficients come to stand
+    weight decay: see `kvshift.param_groups`. Weights keep their tensors and names; the coefficients are placed
     beside them as `attn.shift.alpha` and `attn.shift.beta`. The model changes its class (GPT2LMHeadModel becomes
     KVShiftGPT2LMHeadModel, a subclass) and its configuration.
 
