@@ -1,49 +1,62 @@
-"""What one token costs the host in one attention layer: calls counted, in ours and in transformers' own Llama.
+"""What one token costs the host in one layer, in ours and in transformers' own Llama.
 
-    python benchmarks/host.py                 counts alone: the same on every machine
-    python benchmarks/host.py --time          microseconds too, on an idle machine
-    python benchmarks/host.py --out results/host/rows.jsonl
+    python benchmarks/host.py                                 operations and calls, the same on every machine
+    python benchmarks/host.py --rounds 100                    microseconds too, on an idle machine
+    python benchmarks/host.py --rounds 100 --out results/host/rows.jsonl
 
-Decoding a small model waits for the host, which prepares and starts every operation. Each row is one token through the
-attention of one layer (projections, shift, rotation, cache, attention, output), after a prompt; width 256, 4 heads.
-"operations": of PyTorch's dispatcher, each of which is at least one launch on a GPU; "functions": calls of Python.
+Decoding a small model waits for the host, which prepares and starts every operation. Here it does little else: a model
+of 8 layers is so narrow, 64, that its arithmetic takes next to no time, and decodes 20 tokens after a prompt of 7. Each
+number is one layer's share of one token; what is done once for all layers is shared out too.
+
+"operations" are those of PyTorch's dispatcher, most of which are a launch on a GPU; "functions" are calls of Python.
+"kv shift, no look" is what a GPU's host runs: it may not look whether a coefficient is zero, as that would wait for the
+GPU. The times are a CPU's, which leaves out the launches; a round takes the fastest token of each model, and "ratio" is
+the median over rounds of the ratio to transformers, with its quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import random
+import statistics
 import sys
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.utils import benchmark
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, LlamaConfig, LlamaModel, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from kvshift.lab.runs.folder import environment
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaModel
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.ops import eager
 
+LAYERS, PROMPT, TOKENS = 8, 7, 20
 SIZE = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": LAYERS,
     "vocab_size": 8,
     "attn_implementation": "sdpa",
 }
+BASELINE = "transformers"
 MODELS: dict[str, Callable[[], Any]] = {
-    "transformers": lambda: LlamaModel(LlamaConfig(**SIZE)),
-    "vanilla": lambda: KVShiftLlamaModel(KVShiftLlamaConfig(**SIZE, shift_targets=())),
-    "kv shift": lambda: KVShiftLlamaModel(KVShiftLlamaConfig(**SIZE)),
+    BASELINE: lambda: LlamaForCausalLM(LlamaConfig(**SIZE)),
+    "vanilla": lambda: KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**SIZE, shift_targets=())),
+    "kv shift": lambda: KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**SIZE)),
+    "kv shift, no look": lambda: KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**SIZE)),
 }
-PROMPT = 7
 
 
-class _Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):
     """How many operations run."""
 
     count = 0
@@ -53,20 +66,32 @@ class _Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def token_of(name: str, kind: str) -> Callable[[], Any]:
-    """One token of one attention layer, as often as it is called."""
-    torch.manual_seed(0)
-    model = MODELS[name]().eval()
-    config = model.config
-    cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=1 << 12)
-    model(input_ids=torch.ones(1, PROMPT, dtype=torch.long), past_key_values=cache)
-    attention, x = model.layers[0].self_attn, torch.randn(1, 1, config.hidden_size)
-    rotary = model.rotary_emb(x, torch.tensor([[PROMPT]]))
-    if name != "transformers":
-        from kvshift.ops.rope import half_tables
+class Decoding:
+    """One model that reads a prompt and then decodes a token at a time."""
 
-        rotary = half_tables(*rotary)
-    return lambda: attention(x, position_embeddings=rotary, attention_mask=None, past_key_values=cache)
+    def __init__(self, name: str, cache: str) -> None:
+        torch.manual_seed(0)
+        self.name, self.kind = name, cache
+        self.model = MODELS[name]().eval()
+        self.token = torch.ones(1, 1, dtype=torch.long)
+
+    def begin(self) -> None:
+        """Read the prompt, and a token: some things are made at the first alone."""
+        config = self.model.config
+        length = PROMPT + TOKENS + 3
+        dynamic = self.kind == "dynamic"
+        self.cache = DynamicCache(config=config) if dynamic else StaticCache(config=config, max_cache_len=length)
+        self.model(input_ids=self.token.expand(1, PROMPT), past_key_values=self.cache)
+        self.next()
+
+    def next(self) -> None:
+        """Decode a token."""
+        self.model(input_ids=self.token, past_key_values=self.cache)
+
+    def looking(self) -> AbstractContextManager[Any]:
+        """Around everything, on behalf of a GPU."""
+        blind = self.name.endswith("no look")
+        return mock.patch.object(eager, "may_look", return_value=False) if blind else nullcontext()
 
 
 def functions_called(call: Callable[[], Any]) -> int:
@@ -85,36 +110,77 @@ def functions_called(call: Callable[[], Any]) -> int:
     return counted - 1
 
 
+def counts(decoding: Decoding) -> dict[str, Any]:
+    """Of one token, a layer's share."""
+    with decoding.looking():
+        decoding.begin()
+        with Operations() as operations:
+            decoding.next()
+        called = functions_called(decoding.next)
+    return {"operations": operations.count / LAYERS, "functions": called / LAYERS}
+
+
+def fastest_token(decoding: Decoding) -> float:
+    """Microseconds of the fastest of 20 tokens, a layer's share."""
+    with decoding.looking():
+        decoding.begin()
+        times = []
+        for _ in range(TOKENS):
+            start = time.perf_counter()
+            decoding.next()
+            times.append(time.perf_counter() - start)
+    return min(times) / LAYERS * 1e6
+
+
+def times(models: dict[str, Decoding], rounds: int) -> dict[str, dict[str, Any]]:
+    """Microseconds, and ratios to transformers in the same round; the order is drawn anew in each."""
+    found: dict[str, list[float]] = {name: [] for name in models}
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name in random.sample(list(models), len(models)):
+                found[name].append(fastest_token(models[name]))
+    finally:
+        gc.enable()
+    rows = {}
+    for name, measured in found.items():
+        ratios = [own / base for own, base in zip(measured, found[BASELINE], strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        median = statistics.median(ratios)
+        rows[name] = {"microseconds": statistics.median(measured), "ratio": median, "quartiles": [low, high]}
+    return rows
+
+
 @torch.no_grad()
-def measure(name: str, kind: str, *, timed: bool) -> dict[str, Any]:
-    """One row."""
-    call = token_of(name, kind)
-    for _ in range(3):  # what is made at the first call alone
-        call()
-    with _Operations() as operations:
-        call()
-    row = {"model": name, "cache": kind, "operations": operations.count, "functions": functions_called(call)}
-    if timed:
-        timing = benchmark.Timer("call()", globals={"call": call}).blocked_autorange(min_run_time=2)
-        row["microseconds"] = timing.median * 1e6
-    return row
+def measure(rounds: int) -> list[dict[str, Any]]:
+    """A row for each kind of cache and each model."""
+    rows = []
+    for cache in ("dynamic", "static"):
+        models = {name: Decoding(name, cache) for name in MODELS}
+        timed = times(models, rounds) if rounds else {name: {} for name in models}
+        rows += [{"model": name, "cache": cache, **counts(models[name]), **timed[name]} for name in models]
+    return rows
 
 
 def main() -> None:
     """Print a line for each model and cache, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--time", action="store_true", help="measure microseconds too")
+    parser.add_argument("--rounds", type=int, default=0, help="of timing; at least 2, or 0 for counts alone")
     parser.add_argument("--out", type=Path, help="a file of JSON lines to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [measure(name, kind, timed=options.time) for kind in ("dynamic", "static") for name in MODELS]
+    rows = measure(options.rounds)
     for row in rows:
-        print(
-            "  ".join(f"{key} {value:.0f}" if key == "microseconds" else f"{key} {value}" for key, value in row.items())
+        line = (
+            f"{row['cache']:8} {row['model']:18} {row['operations']:6.1f} operations {row['functions']:6.1f} functions"
         )
+        if options.rounds:
+            low, high = row["quartiles"]
+            line += f" {row['microseconds']:7.1f} us, ratio {row['ratio']:.3f} ({low:.3f} to {high:.3f})"
+        print(line)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        stamp = environment(torch.device("cpu"), processes=1)
+        stamp = environment(torch.device("cpu"), processes=1) | {"options": {"rounds": options.rounds}}
         options.out.write_text("".join(json.dumps(row | stamp) + "\n" for row in rows))
 
 

@@ -10,9 +10,10 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint
 
 from kvshift import KVShift
-from kvshift.layers import recompute, shift
-from kvshift.layers.recompute import is_worth_it, may_recompute, recomputed
-from kvshift.ops import fused
+from kvshift.layers import shift
+from kvshift.layers.recompute import recomputed
+from kvshift.ops import dispatch, fused
+from kvshift.ops.dispatch import is_worth_recomputing, may_recompute
 from tests.layers.attention_cases import GQA, MHA, VARIED, B, D, E, T, make, tokens
 from tests.layers.kept import bytes_kept
 
@@ -29,7 +30,7 @@ WHERE = {
 
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch):
-    monkeypatch.setattr(recompute, "_WORTH_IT", {"cpu": 0})
+    monkeypatch.setattr(dispatch, "_WORTH_RECOMPUTING", {"cpu": 0})
 
 
 @pytest.fixture
@@ -187,9 +188,9 @@ def test_a_frozen_layer_trains_its_coefficients(keep_all):
 
 def test_small_tensors_are_kept(monkeypatch):
     monkeypatch.undo()
-    assert not is_worth_it(torch.empty(2**20 - 1, device="meta").expand(1, -1)[:, :10])
-    assert not is_worth_it(torch.empty(2**20 - 1))
-    assert is_worth_it(torch.empty(2**20))
+    assert not is_worth_recomputing(torch.empty(2**20 - 1, device="meta").expand(1, -1)[:, :10])
+    assert not is_worth_recomputing(torch.empty(2**20 - 1))
+    assert is_worth_recomputing(torch.empty(2**20))
 
 
 def test_hooks_of_others_get_their_tensors(shifts, keep_all):

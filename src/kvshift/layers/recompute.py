@@ -16,46 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import _has_any_global_hook
-
-from kvshift.ops.watched import is_watched
 
 KEEP_ALL: AbstractContextManager[None] = nullcontext()
 """Stands for `recomputed` where nothing is to be left out."""
 
-_WORTH_IT = {"cpu": 2**20, "device": 2**21}  # elements
 _PLAIN = (Tensor, nn.Parameter)
 _CAST = "ToCopyBackward0"
 _REPEAT = ["ViewBackward0", "CloneBackward0", "ExpandBackward0", "UnsqueezeBackward0"]
-
-
-def is_worth_it(x: Tensor) -> bool:
-    """Whether x is so large that making it again costs less than 1 % of a training step.
-
-    Each layer takes some 0.2 ms of CPU time whatever the size. On a CPU that is 1 % where a layer's part of a step
-    takes 20 ms; on a GPU it is nothing as long as the CPU waits for the GPU, not the GPU for it.
-    """
-    return x.numel() >= _WORTH_IT["cpu" if x.is_cpu else "device"]
-
-
-def may_recompute(*modules: nn.Module) -> bool:
-    """Whether a graph is being recorded eagerly whose saved tensors nobody else handles, through `modules` as they are.
-
-    Only the innermost hooks on saved tensors see a tensor: activation checkpointing, `save_on_cpu` or the user's own
-    must get theirs. A compiler decides by itself what to compute again. Hooks on a module may change what it returns.
-    """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_watched():
-        return False
-    autograd = getattr(torch._C, "_autograd", None)
-    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    enabled = getattr(autograd, "_saved_tensors_hooks_is_enabled", None)
-    if top is None or enabled is None or not enabled() or top(True) is not None:
-        return False
-    if _has_any_global_hook():
-        return False
-    return not any(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules
-    )
 
 
 @contextmanager

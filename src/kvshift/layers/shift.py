@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from kvshift.layers.options import ShiftOptions, Target
-from kvshift.layers.recompute import KEEP_ALL, is_worth_it, may_recompute, recomputed
+from kvshift.layers.recompute import KEEP_ALL, recomputed
 from kvshift.ops import ShiftState
-from kvshift.ops.dispatch import Columns, Norms, may_step
+from kvshift.ops.dispatch import Columns, Norms, is_worth_recomputing, may_recompute, may_step
 from kvshift.ops.eager import columns_of
 from kvshift.ops.fused import CacheSlot, recomputation, shift_norm_rope, step_norm_rope
 from kvshift.ops.rope import Rotary
@@ -185,7 +185,7 @@ class KVShift(nn.Module):
             shifted: what it made of them and attention is about to be given, in any view.
             state, cu_seqlens, seq_idx, mask, rotary, norms, backend: as `forward` got them.
         """
-        if not (is_worth_it(raw[0]) and may_recompute(self, *(norms or ()))):
+        if not (is_worth_recomputing(raw[0]) and may_recompute(self, *(norms or ()))):
             return KEEP_ALL
         parameters = [getattr(self, _COEFFICIENT[target]) for target in ("k", "v")]
         if any(parameter is not None and not isinstance(parameter, nn.Parameter) for parameter in parameters):

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from kvshift.ops.cpu.kernel import cpu_refusal
 from kvshift.ops.rope import Rotary
@@ -21,6 +22,7 @@ from kvshift.ops.watched import is_watched
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
 _REFUSALS = {"cpu": cpu_refusal, "triton": triton_refusal}
+_WORTH_RECOMPUTING = {"cpu": 2**20, "device": 2**21}  # elements
 
 Norms = tuple[nn.Module, nn.Module]
 """Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
@@ -153,6 +155,35 @@ def may_step(k: Tensor, backend: str) -> bool:
 def takes_step(call: Call) -> bool:
     """Whether a token is shifted, normalised, rotated and written into its cache slot in one launch."""
     return may_step(call.inputs[0], call.backend) and fused_path(call) == "launch"
+
+
+def is_worth_recomputing(x: Tensor) -> bool:
+    """Whether x is so large that shifting it once more in backward costs less than 1 % of a training step.
+
+    Each layer takes some 0.2 ms of CPU time whatever the size. On a CPU that is 1 % where a layer's part of a step
+    takes 20 ms; on a GPU it is nothing as long as the host waits for the GPU, not the GPU for it.
+    """
+    return x.numel() >= _WORTH_RECOMPUTING["cpu" if x.is_cpu else "device"]
+
+
+def may_recompute(*modules: nn.Module) -> bool:
+    """Whether a graph is being recorded eagerly whose saved tensors nobody else handles, through `modules` as they are.
+
+    Only the innermost hooks on saved tensors see a tensor: activation checkpointing, `save_on_cpu` or the user's own
+    must get theirs. A compiler decides by itself what to compute again. Hooks on a module may change what it returns.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_watched():
+        return False
+    autograd = getattr(torch._C, "_autograd", None)
+    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
+    enabled = getattr(autograd, "_saved_tensors_hooks_is_enabled", None)
+    if top is None or enabled is None or not enabled() or top(True) is not None:
+        return False
+    if _has_any_global_hook():
+        return False
+    return not any(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules
+    )
 
 
 def norm_scales(norms: Norms | None) -> tuple[Tensor | None, Tensor | None, float]:

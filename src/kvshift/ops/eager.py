@@ -124,8 +124,7 @@ def shift_next_token(
         columns: `columns_of(coefficients)`, where the caller has kept them.
     """
     dtype, rows = torch.float64 if x.dtype is torch.float64 else torch.float32, state.shape[1]
-    # A CPU sees in a microsecond that no coefficient is zero; elsewhere that would wait for the device.
-    looks = coefficients.is_cpu and (columns is not None or not torch.compiler.is_compiling())
+    looks = may_look(coefficients) and (columns is not None or not torch.compiler.is_compiling())
     if columns is None or coefficients.dtype is not dtype:
         columns = columns_of(coefficients.to(dtype))
     y = x * columns[0]  # in the dtype of the arithmetic
@@ -141,6 +140,11 @@ def shift_next_token(
         else:
             y = torch.where(zeros[lag], y, torch.addcmul(y, row, columns[lag]))
     return y if x.dtype is dtype else y.to(x.dtype)
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether a number can be read without waiting for a device. (A CPU reads all coefficients in a microsecond.)"""
+    return x.is_cpu
 
 
 def columns_of(coefficients: Tensor) -> tuple[Tensor, ...]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvshift.layers import recompute, shift
-from kvshift.ops import fused
+from kvshift.layers import shift
+from kvshift.ops import dispatch, fused
 from tests.layers.kept import bytes_kept
 from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
 
@@ -20,7 +20,7 @@ VARIANTS = {
 
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch):
-    monkeypatch.setattr(recompute, "_WORTH_IT", {"cpu": 0})
+    monkeypatch.setattr(dispatch, "_WORTH_RECOMPUTING", {"cpu": 0})
 
 
 @pytest.fixture

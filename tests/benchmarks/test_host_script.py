@@ -1,0 +1,46 @@
+"""benchmarks/host.py: what it counts, by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import host  # pyright: ignore[reportMissingImports]
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[tuple[str, str], dict]:
+    return {(row["cache"], row["model"]): row for row in host.measure(rounds=0)}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_the_shift_takes_no_more_operations_than_its_rotation_saves(rows, cache):
+    ours, plain = rows[cache, "kv shift"]["operations"], rows[cache, "vanilla"]["operations"]
+    theirs = rows[cache, host.BASELINE]["operations"]
+    assert plain < theirs
+    copies_of_state = 2 if cache == "static" else 0
+    assert ours == plain + 2 * 2 + copies_of_state  # a product and a sum, of keys and of values
+    assert ours <= theirs + copies_of_state
+
+
+def test_what_does_not_look_masks_instead(rows):
+    looks, masks = (rows["dynamic", name]["operations"] for name in ("kv shift", "kv shift, no look"))
+    # of keys and of values: the comparison, two views of it, a masked product and a choice between sums
+    assert masks == looks + 2 * 5
+
+
+def test_the_command(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sys, "argv", ["host.py", "--rounds", "2", "--out", str(out)])
+    monkeypatch.setattr(host, "TOKENS", 3)
+    host.main()
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(written) == len(capsys.readouterr().out.splitlines()) == 2 * len(host.MODELS)
+    for row in written:
+        assert row["microseconds"] > 0
+        assert row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1]
+        assert row["commit"]
