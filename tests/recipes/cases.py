@@ -27,9 +27,14 @@ class Counting:
     label: str
     seed: int = 0
     ends: str = "well"
+    beads: int = 7
 
     def is_finished(self, out: Path) -> bool:
         return (out / "result.json").exists()
+
+    def other_options(self, options: Mapping[str, Any]) -> list[str]:
+        there = options["beads"]
+        return [] if there == self.beads else [f"beads: {there} there, {self.beads} here"]
 
     def run(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -54,7 +59,7 @@ class Counting:
     def record(self, out: Path) -> dict[str, Any]:
         return {
             "config_hash": "0123456789abcdef",
-            "options": {"beads": 7},
+            "options": {"beads": self.beads},
             "environment": {"started": "2026-01-02T03:04:05", "commit": "c0ffee", "hardware": HARDWARE},
             "curve": {},
             "result": json.loads((out / "result.json").read_text()),

@@ -16,7 +16,12 @@ from ..lab.analysis.drawn import colors_by_label, first_points_cut_off, hidden_b
 pytestmark = pytest.mark.no_models
 
 RESULTS = Path(__file__).parents[2] / "results"
-KEPT = sorted(path for name in CATALOGUE for path in (RESULTS / name).glob("*.jsonl"))
+KEPT = sorted(
+    path
+    for name, entry in CATALOGUE.items()
+    for preset in entry.presets
+    if (path := RESULTS / name / f"{preset}.jsonl").exists()
+)
 NO_STEPS = ("fig02", "tab03", "depth")  # from left to right
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -12,11 +12,11 @@ import torch
 
 from kvshift.lab.analysis.runs import is_finished, read_json, read_run
 from kvshift.lab.errors import LabError
-from kvshift.lab.runs.beginning import enter, refuse_other_options
+from kvshift.lab.runs.beginning import enter, other_options, refuse_other_options
 from kvshift.lab.runs.folder import RunFolder, environment, write_json
 from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
 from kvshift.lab.training.train import train
-from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_hash, to_json
+from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_hash, differences, to_json
 from kvshift.recipes.watching import last_step
 
 __all__ = ["SHARED", "Computation", "RunJob", "TextJob", "TrainingJob"]
@@ -82,6 +82,9 @@ class TrainingJob(RunJob):
         """Raises a LabError where `out` holds a run with other options."""
         return out.exists() and enter(RunFolder(out), task_options(self.config))
 
+    def other_options(self, options: Mapping[str, Any]) -> list[str]:
+        return other_options(options, task_options(self.config))
+
     def run(self, out: Path) -> None:
         train_task(replace(self.config, out=out))
 
@@ -100,6 +103,10 @@ class TextJob(RunJob):
     def is_finished(self, out: Path) -> bool:
         """Raises a LabError where `out` holds a run with other options, or where the text is not to be found."""
         return out.exists() and enter(RunFolder(out), to_json(self._here()))
+
+    def other_options(self, options: Mapping[str, Any]) -> list[str]:
+        """The text need not lie on this machine."""
+        return other_options(options, to_json(self.config))
 
     def run(self, out: Path) -> None:
         train(replace(self._here(), out=out))
@@ -159,6 +166,9 @@ class Computation:
             return False
         refuse_other_options(RunFolder(out), read_json(out / "config.json"), to_json(self.config))
         return True
+
+    def other_options(self, options: Mapping[str, Any]) -> list[str]:
+        return differences(options, to_json(self.config))
 
     def run(self, out: Path) -> None:
         folder = RunFolder(out)

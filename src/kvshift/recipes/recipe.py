@@ -44,6 +44,10 @@ class Job(Protocol):
         """Whether `out` holds all that `record` reads; a LabError where it holds the work of other options."""
         ...
 
+    def other_options(self, options: Mapping[str, Any]) -> list[str]:
+        """A line for each option that is another in those of a record than here, by the comparison of `is_finished`."""
+        ...
+
     def run(self, out: Path) -> None:
         """Do the work, or resume it, or find that it is done."""
         ...

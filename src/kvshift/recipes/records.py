@@ -1,4 +1,8 @@
-"""results/RECIPE/PRESET.jsonl: what is kept of the runs of a recipe, one JSON object a line."""
+"""What is kept of the runs of a recipe, one JSON object a line.
+
+RESULTS/RECIPE/PRESET.jsonl           of all runs of a preset; the results page is made from these
+RESULTS/RECIPE/PRESET.partial.jsonl   of those that are finished, until all are
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from filelock import FileLock
+
 from kvshift.lab.analysis.runs import read_lines
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.folder import write_bytes
 from kvshift.recipes.jobs import RunJob
 from kvshift.recipes.recipe import Job, Record
 
-__all__ = ["read_records", "record_of", "write_records"]
+__all__ = ["KeptRecords", "read_records", "record_of", "write_records"]
 
 _KEPT = ("started", "commit", "versions", "hardware", "platform")
 
@@ -25,8 +31,7 @@ def record_of(job: Job, out: Path) -> Record:
         environment["continued"] = [
             {name: part.get(name) for name in ("step", *_KEPT)} for part in found["environment"]["continued"]
         ]
-    tunes = job.tunes if isinstance(job, RunJob) else None
-    return Record(label=job.label, seed=job.seed, tunes=tunes, **{**found, "environment": environment})
+    return Record(label=job.label, seed=job.seed, tunes=_tunes(job), **{**found, "environment": environment})
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
@@ -45,3 +50,80 @@ def read_records(path: Path) -> list[Record]:
         except TypeError as error:
             raise LabError(f"{path}:{number}: not a record of a recipe: {error}") from error
     return records
+
+
+class KeptRecords:
+    """The records of one preset of one recipe in a folder of results, from which a study resumes on any machine.
+
+    Attributes:
+        whole: the file of all runs. One of an older setting is left alone until `complete`.
+        partial: the file of those that are finished so far.
+    """
+
+    def __init__(self, results: Path, recipe: str, preset: str) -> None:
+        self.whole = results / recipe / f"{preset}.jsonl"
+        self.partial = results / recipe / f"{preset}.partial.jsonl"
+
+    def find(self, job: Job) -> tuple[Record, Path] | None:
+        """The record of a job, and its file; a LabError where a partial one has other options."""
+        for path in (self.partial, self.whole):
+            record = _by_run(path).get((job.label, job.seed, _tunes(job)))
+            if record is None:
+                continue
+            lines = job.other_options(record.options)
+            if not lines:
+                return record, path
+            if path == self.partial:
+                listed = "\n  ".join(lines)
+                raise LabError(
+                    f"results: {path} holds {job.label}, seed {job.seed}, with other options:\n  {listed}\n"
+                    "put these options back to resume that study, or take the file away to begin another"
+                )
+        return None
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Write those that are not in the whole file to the partial one, beside what this holds."""
+        self.whole.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.whole.parent / ".lock"):  # other processes may add theirs
+            whole, before = _by_run(self.whole), _by_run(self.partial)
+            runs = {_run_of(record): record for record in records}
+            after = before | {run: record for run, record in runs.items() if whole.get(run) != record}
+            if after != before:
+                write_records(self.partial, [*after.values()])
+
+    def complete(self, records: Sequence[Record]) -> None:
+        """Replace the whole file, and remove the partial one."""
+        write_records(self.whole, records)
+        self.partial.unlink(missing_ok=True)
+
+    def refuse_to_forget(self, jobs: Sequence[Job]) -> None:
+        """Raise a LabError where a file keeps runs besides those of `jobs`, which would be lost once all are finished.
+
+        A whole file that keeps none of `jobs` is of an older setting, and is meant to be replaced.
+        """
+        asked = {(job.label, job.seed, _tunes(job)) for job in jobs}
+        for path in (self.partial, self.whole):
+            runs = _by_run(path)
+            lost = [run for run in runs if run not in asked]
+            if lost and (path == self.partial or len(lost) < len(runs)):
+                label, seed, _ = lost[0]
+                raise LabError(
+                    f"results: {path} keeps {len(lost)} runs that this call does not make ({label}, seed {seed} ...); "
+                    "ask for at least as many seeds, or take that file away"
+                )
+
+
+_Run = tuple[str, int, str | None]
+
+
+def _run_of(record: Record) -> _Run:
+    return record.label, record.seed, record.tunes
+
+
+def _by_run(path: Path) -> dict[_Run, Record]:
+    """In the order of the file; none, where there is no such file."""
+    return {_run_of(record): record for record in read_records(path)} if path.exists() else {}
+
+
+def _tunes(job: Job) -> str | None:
+    return job.tunes if isinstance(job, RunJob) else None

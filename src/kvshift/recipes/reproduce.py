@@ -3,6 +3,9 @@
 OUT/RECIPE/PRESET/LABEL/seed-S/    a folder for each job; finished ones are kept, killed ones resume
 OUT/RECIPE/PRESET/records.jsonl    what is kept of them, one line each; figure and report are drawn from it
 OUT/RECIPE/PRESET/RECIPE.png, .svg, report.md
+
+With RESULTS, each record is also kept there as soon as its run has ended, and a run whose record is there is not run
+again.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from kvshift.lab.analysis.curves import save_figure
+from kvshift.lab.analysis.runs import is_finished
 from kvshift.lab.errors import LabError
 from kvshift.lab.messages import say
 from kvshift.lab.runs.folder import RunFailedError, RunFolder, write_bytes
@@ -23,7 +27,7 @@ from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.page import SMOKE, report
 from kvshift.recipes.recipe import Job, Recipe, Record, reported
-from kvshift.recipes.records import read_records, record_of, write_records
+from kvshift.recipes.records import KeptRecords, record_of, write_records
 from kvshift.recipes.reproduce_config import ReproduceConfig
 from kvshift.recipes.sweep import sweep
 from kvshift.recipes.tuning import at_best_rates, best_rates, tuning_jobs
@@ -51,37 +55,21 @@ def reproduce(config: ReproduceConfig) -> None:
     folder = config.out / recipe.name / config.preset
     jobs = recipe.jobs(config.preset, seeds)
     tuning = [] if preset.grid is None else tuning_jobs(recipe.jobs(config.preset, preset.grid.seeds), preset.grid)
-    _refuse_to_forget(config, [*tuning, *jobs])
+    store = None if config.results is None else KeptRecords(config.results, recipe.name, config.preset)
+    if store is not None:
+        store.refuse_to_forget([*tuning, *jobs])
+    say(f"{recipe.name}, {config.preset}: {recipe.title} ({recipe.source}); {preset.cost}")
+    records: list[Record] = []
+    if tuning:
+        records = _run(tuning, folder, config, store, earlier=[])
+        best = best_rates(records, recipe.tuned_by)
+        for arm, rate in best.items():
+            say(f"{arm}: learning rate {rate:.2g} is the best of the grid")
+        jobs = at_best_rates(jobs, best)
+    records = _run(jobs, folder, config, store, earlier=records)
     with RunFolder(folder).locked():
-        say(f"{recipe.name}, {config.preset}: {recipe.title} ({recipe.source}); {preset.cost}")
-        records = _run(tuning, folder, config, kept=[])
-        if tuning:
-            best = best_rates(records, recipe.tuned_by)
-            for arm, rate in best.items():
-                say(f"{arm}: learning rate {rate:.2g} is the best of the grid")
-            jobs = at_best_rates(jobs, best)
-        records = _run(jobs, folder, config, kept=records)
-        _show(recipe, config, folder, records)
-
-
-def kept_at(config: ReproduceConfig) -> Path:
-    """Where the records are kept besides, if anywhere."""
-    assert config.results is not None
-    assert config.recipe is not None
-    return config.results / config.recipe / f"{config.preset}.jsonl"
-
-
-def _refuse_to_forget(config: ReproduceConfig, jobs: Sequence[Job]) -> None:
-    """Records that are kept are replaced by those of the same jobs and more, never by fewer."""
-    if config.results is None or not kept_at(config).exists():
-        return
-    asked = {(job.label, job.seed) for job in jobs}
-    lost = [record for record in read_records(kept_at(config)) if (record.label, record.seed) not in asked]
-    if lost:
-        raise LabError(
-            f"results: {kept_at(config)} keeps {len(lost)} runs that this call does not make ({lost[0].label}, seed "
-            f"{lost[0].seed} ...); ask for at least as many seeds, or take that file away"
-        )
+        write_records(folder / "records.jsonl", records)
+        _show(recipe, config, folder, store, records)
 
 
 def folder_of(folder: Path, job: Job) -> Path:
@@ -90,31 +78,40 @@ def folder_of(folder: Path, job: Job) -> Path:
     return folder / label / f"seed-{job.seed}"
 
 
-def _run(jobs: Sequence[Job], folder: Path, config: ReproduceConfig, *, kept: Sequence[Record]) -> list[Record]:
-    """Run what is missing of `jobs`; returns the records `kept` from before and those of all jobs, written down.
+def _run(
+    jobs: Sequence[Job], folder: Path, config: ReproduceConfig, store: KeptRecords | None, *, earlier: Sequence[Record]
+) -> list[Record]:
+    """Run what is missing of `jobs`; returns the `earlier` records and those of all jobs, written down.
 
     Raises:
         RunFailedError: at least one failed; the others are kept.
     """
     places = [(job, folder_of(folder, job)) for job in jobs]
-    missing = [(job, out) for job, out in places if not job.is_finished(out)]
-    if len(missing) < len(jobs):
-        say(f"{len(jobs) - len(missing)} of {len(jobs)} runs were finished before")
-    problems = []
-    if missing:
-        with watching(missing) as ended:
-            start = time.monotonic()
+    found = _find(places, folder, store)
+    if len(found) == len(places):
+        return [*earlier, *found.values()]
+    with RunFolder(folder).locked():
+        left = [place for number, place in enumerate(places) if number not in found]
+        work, problems = [(job, out) for job, out in left if not job.is_finished(out)], []
+        if work:
+            with watching(work) as ended:
+                start = time.monotonic()
 
-            def done(number: int, problem: str | None) -> None:
-                ended.add(number)
-                job = missing[number][0]
-                what = "finished" if problem is None else f"FAILED: {problem}"
-                place = f"[{len(ended)} of {len(missing)}, {time.monotonic() - start:.0f} s]"
-                tqdm.write(f"{place} {job.label}, seed {job.seed}: {what}", file=sys.stderr)
+                def done(number: int, problem: str | None) -> None:
+                    ended.add(number)
+                    job, out = work[number]
+                    what = "finished" if problem is None else f"FAILED: {problem}"
+                    place = f"[{len(ended)} of {len(work)}, {time.monotonic() - start:.0f} s]"
+                    tqdm.write(f"{place} {job.label}, seed {job.seed}: {what}", file=sys.stderr)
+                    if store is not None and problem is None:
+                        store.add([record_of(job, out)])
 
-            problems = sweep(missing, workers=config.jobs, cluster=config.cluster, done=done)
-    records = [*kept, *(record_of(job, out) for job, out in places if job.is_finished(out))]
-    write_records(folder / "records.jsonl", records)
+                problems = sweep(work, workers=config.jobs, cluster=config.cluster, done=done)
+        for number, (job, out) in enumerate(places):
+            if number not in found and job.is_finished(out):
+                found[number] = record_of(job, out)
+        records = [*earlier, *(record for _, record in sorted(found.items()))]
+        write_records(folder / "records.jsonl", records)
     if problems:
         listed = "\n  ".join(problems)
         raise RunFailedError(
@@ -123,14 +120,50 @@ def _run(jobs: Sequence[Job], folder: Path, config: ReproduceConfig, *, kept: Se
     return records
 
 
-def _show(recipe: Recipe, config: ReproduceConfig, folder: Path, records: Sequence[Record]) -> None:
+def _find(places: Sequence[tuple[Job, Path]], folder: Path, store: KeptRecords | None) -> dict[int, Record]:
+    """The records of the jobs that are finished, in their folders or in the store, by number; the store gets all.
+
+    Another process may be at work in the folders: those of unfinished runs are not touched.
+    """
+    found: dict[int, Record] = {}
+    counts: dict[Path, int] = {}
+    for number, (job, out) in enumerate(places):
+        kept = None if store is None else store.find(job)
+        record, path = _record_in(job, out), folder
+        if record is None and kept is not None:
+            record, path = kept
+        if record is not None:
+            found[number] = record
+            counts[path] = counts.get(path, 0) + 1
+    if found:
+        where = ", ".join(f"{count} in {path}" for path, count in counts.items())
+        say(f"{len(found)} of {len(places)} runs were finished before: {where}")
+        if store is not None:
+            store.add([*found.values()])
+    return found
+
+
+def _record_in(job: Job, out: Path) -> Record | None:
+    """The record of a finished job; a LabError where it had other options."""
+    if not is_finished(out):
+        return None
+    try:
+        record = record_of(job, out)
+    except LabError:  # training has ended, and what comes after it has not
+        return None
+    return record if job.is_finished(out) else None
+
+
+def _show(
+    recipe: Recipe, config: ReproduceConfig, folder: Path, store: KeptRecords | None, records: Sequence[Record]
+) -> None:
     shown = reported(records)
     claims = recipe.claims(shown)
     images = save_figure(recipe.plot(shown), folder / recipe.name)
     page = folder / "report.md"
     write_bytes(page, report(recipe, config.preset, records, claims, figure=f"{recipe.name}.svg").encode())
-    if config.results is not None:
-        write_records(kept_at(config), records)
+    if store is not None:
+        store.complete(records)
     print(f"\n{_text(claims)}\n")
     if config.preset == "smoke":
         print(f"{SMOKE}.\n")

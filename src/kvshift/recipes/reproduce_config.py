@@ -35,7 +35,8 @@ class ReproduceConfig:
     out: Path = Path("runs/reproduce")
     """Folder of all recipes."""
     results: Path | None = None
-    """Also keep the records here, as RESULTS/RECIPE/PRESET.jsonl, which `docs/results.md` is made from."""
+    """Also keep the records here, as RESULTS/RECIPE/PRESET.jsonl, which `docs/results.md` is made from; until all runs
+    are finished, as PRESET.partial.jsonl. A run whose record is here is not run again."""
 
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -21,9 +21,19 @@ from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.train_config import ModelConfig, config_hash, differences
 from kvshift.models.llama import KVShiftLlamaConfig
 
-__all__ = ["Start", "begin", "data_facts", "enter", "refuse_foreign", "refuse_other_options", "resolved_model"]
+__all__ = [
+    "Start",
+    "begin",
+    "data_facts",
+    "enter",
+    "other_options",
+    "refuse_foreign",
+    "refuse_other_options",
+    "resolved_model",
+]
 
 _SAMPLED_ROWS = 256
+_PARTS = {"model", "optimizer", "data"}  # of the options, objects; a task run has no data
 
 
 @dataclass(frozen=True)
@@ -49,18 +59,27 @@ def enter(folder: RunFolder, options: dict[str, Any], extend: bool | None = None
         remove_folder(folder.tokenizer)
         folder.environment.unlink(missing_ok=True)
         return False
-    given = {name: value for name, value in options.items() if value not in (None, "auto")}
-    known = {name: old.get(name) for name in given}
-    for part in {"model", "optimizer", "data"} & given.keys():  # a task run has no data
-        given[part] = {name: value for name, value in options[part].items() if value is not None}
-        known[part] = {name: _object(folder, old, part).get(name) for name in given[part]}
+    for part in _PARTS & options.keys():
+        _object(folder, old, part)
     longer = extend is not None and extends(old, options)
-    if longer:
-        del given["steps"]
-    _refuse(folder, differences({name: known[name] for name in given}, given))
+    given = {name: value for name, value in options.items() if not (longer and name == "steps")}
+    _refuse(folder, other_options(old, given))
     if longer:
         refuse_extension(folder, old, options, extend=bool(extend))
     return folder.result.exists() and not longer
+
+
+def other_options(old: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """A line for each of the `options` that decides numbers and is another in `old`, those of a run that has begun.
+
+    What `options` leave open (None, "auto") the run has filled in: it is not compared.
+    """
+    given = {name: value for name, value in options.items() if value not in (None, "auto")}
+    known = {name: old.get(name) for name in given}
+    for part in _PARTS & given.keys():
+        given[part] = {name: value for name, value in options[part].items() if value is not None}
+        known[part] = {name: (old.get(part) or {}).get(name) for name in given[part]}
+    return differences(known, given)
 
 
 def refuse_foreign(folder: RunFolder) -> None:

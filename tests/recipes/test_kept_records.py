@@ -1,0 +1,239 @@
+"""A study resumes from the records that are kept of it, without the folders of its runs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.runs import folder as folders
+from kvshift.lab.runs.folder import FolderInUseError, RunFolder
+from kvshift.lab.training.callbacks import InterruptedRunError
+from kvshift.recipes import jobs as kinds
+from kvshift.recipes import mqar, page
+from kvshift.recipes import reproduce as module
+from kvshift.recipes.catalogue import Entry, Preset, find_recipe
+from kvshift.recipes.jobs import TrainingJob
+from kvshift.recipes.recipe import Recipe, Record
+from kvshift.recipes.records import KeptRecords, read_records, write_records
+from kvshift.recipes.reproduce import ReproduceConfig, folder_of, reproduce
+
+from .cases import Counting, made_up, runs
+
+OF_THE_MACHINE = ("seconds", "processor_seconds", "peak_memory_bytes")
+
+
+@pytest.fixture
+def beads(monkeypatch: pytest.MonkeyPatch) -> list[Counting]:
+    """The jobs of a recipe that trains nothing; a test may change them."""
+    jobs = [Counting(label=f"Beads, {kind}", seed=seed) for kind in "ab" for seed in (0, 1)]
+    entry = Entry(name="abacus", title="counting", presets={"smoke": Preset(seeds=2, cost="nothing")})
+    recipe = Recipe(
+        entry=entry,
+        source="Figure 0",
+        jobs=lambda preset, seeds: [job for job in jobs if job.seed in seeds],
+        plot=lambda records: Figure(),
+        claims=lambda records: [],
+    )
+    monkeypatch.setattr(module, "find_recipe", lambda name: recipe)
+    return jobs
+
+
+def config(path: Path, recipe: str = "abacus", **changes: Any) -> ReproduceConfig:
+    made = ReproduceConfig(recipe=recipe, preset="smoke", out=path / "out", results=path / "kept", jobs=1)
+    return replace(made, **changes)
+
+
+def store(path: Path) -> KeptRecords:
+    return KeptRecords(path / "kept", "abacus", "smoke")
+
+
+def stop_after(beads: list[Counting], number: int, path: Path) -> list[Record]:
+    """Run as many of the jobs and be stopped; what is kept."""
+    good = beads[number]
+    beads[number] = replace(good, ends="interrupted")
+    with pytest.raises(InterruptedRunError):
+        reproduce(config(path))
+    beads[number] = good
+    return read_records(store(path).partial)
+
+
+@pytest.mark.slow
+def test_a_study_with_a_grid_resumes_without_its_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Four tuning runs and two reported: stopped among the first, then among the others."""
+
+    def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
+        return [replace(job, config=replace(job.config, steps=1)) for job in mqar.RECIPE.jobs(preset, seeds)[2:]]
+
+    recipe = replace(mqar.RECIPE, jobs=jobs, claims=lambda records: [], plot=lambda records: Figure())
+    monkeypatch.setattr(module, "find_recipe", lambda name: recipe)
+    train, ran = kinds.train_task, []
+
+    def train_until(end: int) -> None:
+        def training(config: Any) -> dict[str, Any]:
+            if len(ran) == end:
+                raise InterruptedRunError("told to end")
+            ran.append(config)
+            return train(config)
+
+        monkeypatch.setattr(kinds, "train_task", training)
+
+    partial = tmp_path / "kept" / "mqar" / "smoke.partial.jsonl"
+    for end in (3, 5):
+        train_until(end)
+        with pytest.raises(InterruptedRunError):
+            reproduce(config(tmp_path, "mqar"))
+        assert len(read_records(partial)) == end
+        shutil.rmtree(tmp_path / "out")
+    kept = read_records(partial)
+    train_until(99)
+    capsys.readouterr()
+    reproduce(config(tmp_path, "mqar"))
+    said = capsys.readouterr().err
+    assert f"4 of 4 runs were finished before: 4 in {partial}" in said
+    assert f"1 of 2 runs were finished before: 1 in {partial}" in said
+    assert len(ran) == 6
+    assert not partial.exists()
+    records = read_records(tmp_path / "kept" / "mqar" / "smoke.jsonl")
+    assert records[:5] == kept
+
+    reproduce(config(tmp_path / "at-once", "mqar"))
+    for one, other in zip(records, read_records(tmp_path / "at-once/kept/mqar/smoke.jsonl"), strict=True):
+        assert _numbers(one) == _numbers(other)
+
+
+def _numbers(record: Record) -> dict[str, Any]:
+    result = {name: value for name, value in record.result.items() if name not in OF_THE_MACHINE}
+    return {**vars(record), "environment": None, "result": result}
+
+
+def test_what_is_kept_is_not_run_again(beads: list[Counting], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    kept = stop_after(beads, 2, tmp_path)
+    assert [(record.label, record.seed) for record in kept] == [("Beads, a", 0), ("Beads, a", 1)]
+    shutil.rmtree(tmp_path / "out")
+    reproduce(config(tmp_path))
+    assert [runs(folder_of(tmp_path / "out/abacus/smoke", job)) for job in beads] == [0, 0, 1, 1]
+    assert read_records(store(tmp_path).whole)[:2] == kept
+    assert not store(tmp_path).partial.exists()
+    shutil.rmtree(tmp_path / "out")
+    capsys.readouterr()
+    reproduce(config(tmp_path))
+    assert f"4 of 4 runs were finished before: 4 in {store(tmp_path).whole}" in capsys.readouterr().err
+    assert [runs(folder_of(tmp_path / "out/abacus/smoke", job)) for job in beads] == [0, 0, 0, 0]
+    assert not store(tmp_path).partial.exists()
+
+
+def test_a_partial_record_of_other_options_is_refused(beads: list[Counting], tmp_path: Path) -> None:
+    stop_after(beads, 2, tmp_path)
+    shutil.rmtree(tmp_path / "out")
+    before = store(tmp_path).partial.read_bytes()
+    beads[1] = replace(beads[1], beads=8)
+    beads[1].run(folder_of(tmp_path / "out/abacus/smoke", beads[1]))  # the new one is finished, too
+    with pytest.raises(
+        LabError, match=r"smoke\.partial\.jsonl holds Beads, a, seed 1, with other options:\n  beads: 7 there, 8 here"
+    ):
+        reproduce(config(tmp_path))
+    assert store(tmp_path).partial.read_bytes() == before
+    assert not (tmp_path / "out/abacus/smoke/beads-b").exists()
+
+
+def test_records_of_an_older_setting_stay_until_all_are_new(beads: list[Counting], tmp_path: Path) -> None:
+    """Those of other runs, which are never asked for again, and those of the same runs with other options."""
+    old = [replace(made_up(f"Beads, {kind}", 0, options={"beads": 6}), tunes="Beads") for kind in "ab"]
+    for records in (old, [replace(record, tunes=None) for record in old]):
+        write_records(store(tmp_path).whole, records)
+        before = store(tmp_path).whole.read_bytes()
+        stop_after(beads, 2, tmp_path)
+        assert store(tmp_path).whole.read_bytes() == before
+        reproduce(config(tmp_path))
+        assert [record.options["beads"] for record in read_records(store(tmp_path).whole)] == [7] * 4
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_partial_records_are_not_lost_by_fewer_seeds(beads: list[Counting], tmp_path: Path) -> None:
+    stop_after(beads, 2, tmp_path)
+    with pytest.raises(LabError, match=r"partial\.jsonl keeps 1 runs that this call does not make \(Beads, a, seed 1 "):
+        reproduce(config(tmp_path, seeds=1))
+
+
+def test_what_another_process_has_finished_is_kept_while_it_works(beads: list[Counting], tmp_path: Path) -> None:
+    """It may have been begun without results, or by an older version: its folders say what is finished."""
+    folder = tmp_path / "out/abacus/smoke"
+    for job in beads[:2]:
+        job.run(folder_of(folder, job))
+    with RunFolder(folder).locked(), pytest.raises(FolderInUseError, match="in use by another process"):
+        reproduce(config(tmp_path))
+    assert [record.seed for record in read_records(store(tmp_path).partial)] == [0, 1]
+    assert [runs(folder_of(folder, job)) for job in beads] == [1, 1, 0, 0]
+
+
+def test_half_a_job_is_not_taken_and_not_touched(beads: list[Counting], tmp_path: Path) -> None:
+    """Training has ended, and another process writes what comes after it."""
+    job: Any = find_recipe("fig08").jobs("smoke", range(1))[0]
+    TrainingJob.run(job, tmp_path)
+    part = tmp_path / ".errors.json.part"
+    part.write_text("{")
+    assert (tmp_path / "result.json").exists()
+    assert module._record_in(job, tmp_path) is None
+    assert part.exists()
+
+
+def test_two_processes_add_to_one_file(tmp_path: Path) -> None:
+    first, second = store(tmp_path), store(tmp_path)
+    first.add([made_up("a")])
+    second.add([made_up("b")])
+    first.add([made_up("a"), made_up("c")])
+    assert [record.label for record in read_records(first.partial)] == ["a", "b", "c"]
+
+
+def test_a_process_killed_while_it_writes_leaves_the_file_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def fsync(number: int) -> None:
+        raise Killed
+
+    store(tmp_path).add([made_up("a")])
+    before = store(tmp_path).partial.read_bytes()
+    monkeypatch.setattr(folders.os, "fsync", fsync)
+    with pytest.raises(Killed):
+        store(tmp_path).add([made_up("b")])
+    monkeypatch.undo()
+    assert store(tmp_path).partial.with_name(".smoke.partial.jsonl.part").exists()
+    assert store(tmp_path).partial.read_bytes() == before
+    store(tmp_path).add([made_up("c")])
+    assert [record.label for record in read_records(store(tmp_path).partial)] == ["a", "c"]
+
+
+def test_what_a_run_filled_in_does_not_differ() -> None:
+    """Device, precision and vocabulary; where the text lay is not asked for."""
+    job: Any = find_recipe("depth").jobs("laptop", [0])[0]
+    job = replace(job, config=replace(job.config, data=replace(job.config.data, vocab_size=None)))
+    asked = kinds.to_json(job.config)
+    assert asked["device"] == "auto"
+    filled = {
+        **asked,
+        "device": "cpu",
+        "bf16": "no",
+        "data": {**asked["data"], "vocab_size": 512},
+        "model": {name: 4 if value is None else value for name, value in asked["model"].items()},
+        "data_facts": {"tokens": 512},
+    }
+    assert job.other_options(filled) == []
+    assert job.other_options({**filled, "steps": 2}) == [f"steps: 2 there, {job.config.steps} here"]
+
+
+def test_the_page_ignores_partial_records(beads: list[Counting], tmp_path: Path) -> None:
+    before = page.results_page(tmp_path)
+    write_records(tmp_path / "fig01a" / "laptop.partial.jsonl", [made_up("vanilla, 2 layers")])
+    assert page.results_page(tmp_path) == before
