@@ -215,7 +215,7 @@ class KVShift(nn.Module):
         """The coefficients in force for one target, (heads, W)."""
         name = _COEFFICIENT[target]
         # Module.__getattr__ takes long, at every token; a parametrized one is an attribute alone.
-        parameter = self._parameters[name] if name in self._parameters else getattr(self, name)
+        parameter: Any = self._parameters[name] if name in self._parameters else getattr(self, name)
         if parameter is None or (self.options.constraint == "free" and type(parameter) is nn.Parameter):
             return parameter
         if hasattr(parameter, "to_local"):  # sharded like the heads by tensor parallelism: this rank's part
@@ -230,10 +230,11 @@ class KVShift(nn.Module):
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
         addresses = tuple(x.data_ptr() if type(x) is nn.Parameter else None for x in (alpha, beta))
-        if self._kept_columns is None or self._kept_columns[0] != addresses:
-            views = tuple(columns_of(x) if type(x) is nn.Parameter else None for x in (alpha, beta))
-            self._kept_columns = addresses, views
-        return self._kept_columns[1]
+        kept = self._kept_columns
+        if kept is None or kept[0] != addresses:
+            of_alpha, of_beta = (columns_of(x) if type(x) is nn.Parameter else None for x in (alpha, beta))
+            kept = self._kept_columns = addresses, (of_alpha, of_beta)
+        return kept[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVShift:
         """Follow every move and cast of the model except one to a dtype smaller than float32."""

@@ -211,7 +211,8 @@ def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) ->
 
 def _one_token(call: Call, state: ShiftState | None) -> Results | None:
     """The next token of every sequence at a window of 2; None where `_apart` must do it, or say what is wrong."""
-    (k, v), (alpha, beta), q, rotary, new = call.inputs, call.coefficients, call.q, call.rotary, None
+    (k, v), (alpha, beta), new = call.inputs, call.coefficients, None
+    q, rotary = cast(Tensor, call.q), cast(Rotary, call.rotary)  # or None, which is no token
     if not (_is_token_beside(k, k) and _is_token_beside(k, v) and _is_token_beside(k, q) and q.shape[3] == k.shape[3]):
         return None
     if alpha is not None or beta is not None:

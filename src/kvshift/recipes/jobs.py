@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ SHARED = "KVSHIFT_SHARED_DATA"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunJob:
+class RunJob(ABC):
     """Train one model.
 
     Attributes:
@@ -49,6 +50,16 @@ class RunJob:
         if not tuning:
             return replace(self, config=config)
         return replace(self, label=f"{self.label}, rate {rate:.2g}", config=config, tunes=self.label)
+
+    @abstractmethod
+    def is_finished(self, out: Path) -> bool:
+        """See `Job`, as for all that follows."""
+
+    @abstractmethod
+    def other_options(self, options: Mapping[str, Any]) -> list[str]: ...
+
+    @abstractmethod
+    def run(self, out: Path) -> None: ...
 
     def progress(self, out: Path) -> tuple[int, int]:
         """By the last line of metrics."""
