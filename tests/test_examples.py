@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_tiny_gpt_learns_induction_in_one_layer():
     run = subprocess.run(
         [sys.executable, ROOT / "examples" / "tiny_gpt.py"],

@@ -55,6 +55,7 @@ def read(out):
     return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_part_leaves_rows_table_and_plot(preset, tmp_path, capsys):
     parts = ("op", "layer", "train", "prefill", "decode", "sweep")
     bench(config(tmp_path, *parts))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvshift.benchmarks.bench_report import draw, markdown, write
 from kvshift.benchmarks.rows import read_rows
 from kvshift.lab.analysis.colors import VERMILLION
@@ -44,6 +46,7 @@ def test_times_and_ratios_that_seem_to_contradict_each_other_are_explained():
     assert "it need not be the ratio of the two times beside it" in markdown(ROWS)
 
 
+@pytest.mark.slow
 def test_the_profiler_prints_nothing():
     code = (
         "import torch; from kvshift.benchmarks.peak import peak_bytes; "

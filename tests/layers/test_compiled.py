@@ -109,6 +109,7 @@ def checkpoints(layer: nn.Module, x: Tensor) -> int:
     return sum(len(list(graph.children())) for graph in counter.graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "targets", [("k",), *(pytest.param(x, marks=pytest.mark.slow) for x in [("v",), ("q", "k", "v")])], ids=str
@@ -138,6 +139,7 @@ def test_transforms_of_functions_are_seen_when_compiled_too():
         assert torch.equal(call(x), x)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_where_ddp_refuses_checkpoints_all_is_kept(monkeypatch):
     layer, x = make(GQA), tokens(2, 11)

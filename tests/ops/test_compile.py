@@ -109,6 +109,7 @@ class Shift(nn.Module):
         return kv_shift(k, v, self.alpha, self.beta, state=state, mask=mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("masked", "rows", "strict"),
     [

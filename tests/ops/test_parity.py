@@ -84,6 +84,7 @@ def test_search_for_a_call_that_differs_from_the_reference(case, backend):
     assert_within_one_rounding(case, backend, through_state=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)  # each takes the interpreter a quarter of a second
 @given(case=cases())
 def test_search_for_a_call_whose_kernels_differ_from_the_reference(case):
@@ -91,6 +92,7 @@ def test_search_for_a_call_whose_kernels_differ_from_the_reference(case):
     assert_within_one_rounding(case, "triton", through_state=True)
 
 
+@pytest.mark.slow
 @given(case=cases())
 def test_search_for_a_call_whose_blocks_differ_from_the_reference(case):
     """Blocks of one to three positions: their borders fall everywhere."""

@@ -19,7 +19,7 @@ from .strategies import cases
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 rows = pytest.mark.parametrize("spare_rows", [None, 0, 3], ids=["fresh", "state", "spare rows"])
 windows = pytest.mark.parametrize("window", [2, 3, 4])
-few_on_triton = pytest.mark.slow_on_triton(window=[3], spare_rows=[3])
+few_on_triton = pytest.mark.slow_on_triton(window=[3, 4], spare_rows=[3])
 
 
 def check_every_cut(case: Case, backend: str, positions: int) -> None:
@@ -69,7 +69,7 @@ def test_padded_packs(spare_rows, window, backend):
 
 
 @windows
-@pytest.mark.slow_on_triton(window=[3])
+@pytest.mark.slow_on_triton(window=[3, 4])
 def test_cuts_inside_numbered_documents(window, backend):
     """A row's first document continues the state, so a cut that falls on a boundary needs a fresh state instead."""
     numbers = [[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5]]

@@ -260,6 +260,7 @@ def nothing_compiled_before() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [few_of(COMPILED, name, "padding, state") for name in COMPILED])
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):

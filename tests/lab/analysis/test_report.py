@@ -114,6 +114,7 @@ def test_of_three_variants_all_are_shown(tmp_path):
     assert str(tmp_path.resolve() / "seed-0" / "smear") in words
 
 
+@pytest.mark.slow
 def test_the_comparison_of_the_readme_is_still_drawn(tmp_path):
     """Its step times were measured when there were no more than two variants."""
     kept = Path(__file__).parents[3] / "results" / "compare"

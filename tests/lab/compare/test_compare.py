@@ -103,6 +103,7 @@ def test_twins_that_start_from_a_model_differ_in_the_shift_too():
     assert targets == [(), ("k", "v")]
 
 
+@pytest.mark.slow
 def test_all_seeds_are_run_and_shown(tmp_path, children, capsys):
     summary = compare(config_for(tmp_path / "out", seeds=2, seed=3))
     assert children == ["seed-3/vanilla", "seed-3/kvshift", "seed-4/vanilla", "seed-4/kvshift"]

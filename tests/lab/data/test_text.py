@@ -291,6 +291,7 @@ def test_every_block_of_the_page_runs(tmp_path, monkeypatch, capsys):
     assert "First Citizen" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.skipif(not SHARED.exists(), reason="KVSHIFT_SHARED_DATA names no folder of reference data")
 def test_a_real_corpus_with_validation_of_its_own(tmp_path):

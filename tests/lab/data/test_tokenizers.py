@@ -73,6 +73,7 @@ def test_bpe_learns_from_the_first_characters_of_a_large_text(monkeypatch):
     assert limited.get_vocab() == train_bpe(iter(["abab", "aba"]), 300).get_vocab()
 
 
+@pytest.mark.slow
 def test_bpe_is_the_same_in_another_process_with_other_threads(tmp_path):
     program = (
         "import sys; from kvshift.lab.data.tokenizers import train_bpe;"

@@ -158,6 +158,7 @@ def test_a_line_that_was_cut_off_goes(corpus, tmp_path, finished):
     assert_same_run(out, finished)
 
 
+@pytest.mark.slow
 def test_signal_leaves_a_checkpoint(corpus, tmp_path, uninterrupted):
     """SIGTERM, as a scheduler sends it: the step is finished and saved, and the same call resumes there."""
     config = tiny(corpus, tmp_path / "run", steps=40)
@@ -175,6 +176,7 @@ def test_signal_leaves_a_checkpoint(corpus, tmp_path, uninterrupted):
     assert_same_run(config.out, uninterrupted("plain"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "documents, accumulated"])
 def test_lines_after_a_signal_are_those_of_a_run_without_one(corpus, tmp_path, monkeypatch, kind):
     """Signals twice within one mean, at the step of a line, and at that of an evaluation that writes no line."""

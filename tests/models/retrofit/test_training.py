@@ -97,6 +97,7 @@ def test_a_step_moves_every_parameter_from_the_identity():
         assert not torch.equal(tensor, start[name]), f"{name} did not move"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # torch's own
 def test_a_compiled_step_has_no_graph_break():
     torch._dynamo.reset()
