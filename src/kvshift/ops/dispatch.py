@@ -74,6 +74,8 @@ def choose_backend(backend: str) -> str:
     Raises:
         ValueError: there is no such backend.
     """
+    if backend == _AUTO == "auto":
+        return backend
     for name, value in (("backend", backend), ("the environment variable KVSHIFT_BACKEND", _AUTO)):
         if value not in BACKENDS:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, BACKENDS))}; got {value!r}")
@@ -112,11 +114,9 @@ def fused_path(call: Call) -> FusedPath:
     next token of generation takes a few plain operations on every device: preparing a launch keeps the host longer
     (docs/findings.md).
     """
-    k, backend, (cu_seqlens, seq_idx, mask) = call.inputs[0], call.backend, call.boundaries
-    if backend != "auto" or _AUTO != "auto":
-        backend = choose_backend(backend)
-        if backend == "reference" and (call.norms is None or all(map(_is_plain, call.norms))):
-            return "reference"
+    k, backend, (cu_seqlens, seq_idx, mask) = call.inputs[0], choose_backend(call.backend), call.boundaries
+    if backend == "reference" and (call.norms is None or all(map(_is_plain, call.norms))):
+        return "reference"
     if call.rotary is None or call.shifts_queries or not isinstance(k, Tensor) or is_watched():
         return "apart"
     may_be_next = cu_seqlens is seq_idx is mask is None and not torch.is_grad_enabled() and k.ndim == 4
