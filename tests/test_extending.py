@@ -176,7 +176,6 @@ class Reversed(KVShift):
 class ReversedConfig(UncachedConfig, KVShiftLlamaConfig):
     model_type = "toy_reversed"
     loaded_by = "tests.test_extending.ReversedLlama"
-    use_cache: bool | dict[str, bool] = False
 
 
 class ReversedLlama(UncachedGeneration, KVShiftLlamaForCausalLM):
@@ -193,7 +192,7 @@ class ReversedLlama(UncachedGeneration, KVShiftLlamaForCausalLM):
 def variant(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("kvshift.lab.variants.upside_down")
     models = {KVShiftLlamaConfig: ReversedLlama}
-    module.VARIANT = ModelVariant(name="upside-down", models=models, decodes_with_cache=False)
+    module.VARIANT = ModelVariant(name="upside-down", models=models)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(VARIANTS, "upside-down", Variant("upside-down", "reversed values", "#000000"))
 

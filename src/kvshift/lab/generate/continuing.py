@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-__all__ = ["continue_rows", "decodes_with_cache"]
+from kvshift.lab.variants.uncached import decodes_with_cache
+
+__all__ = ["continue_rows"]
 
 
 def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, *, seed: int, **kwargs: Any) -> Tensor:
@@ -47,8 +49,3 @@ def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, 
             **kwargs,
         )
     return written[:, ids.shape[1] :]
-
-
-def decodes_with_cache(model: Any) -> bool:
-    """Whether a model computes a token from a cache of those before it; models of variants that do not say so."""
-    return getattr(model, "decodes_with_cache", True)

@@ -69,7 +69,6 @@ class KeyOffsetLlamaConfig(UncachedConfig, KVShiftLlamaConfig):
 
     model_type = "kvshift_key_offset_llama"
     loaded_by: ClassVar[str] = "kvshift.lab.variants.key_offset.KeyOffsetLlamaForCausalLM"
-    use_cache: bool | dict[str, bool] = False
 
 
 class KeyOffsetLlamaForCausalLM(UncachedGeneration, KVShiftLlamaForCausalLM):
@@ -90,7 +89,6 @@ class KeyOffsetGPT2Config(UncachedConfig, LabGPT2Config):
 
     model_type = "kvshift_key_offset_lab_gpt2"
     loaded_by: ClassVar[str] = "kvshift.lab.variants.key_offset.KeyOffsetGPT2"
-    use_cache: bool | dict[str, bool] = False
 
 
 class KeyOffsetGPT2(LabGPT2):
@@ -116,5 +114,4 @@ def _offset_layers(model: nn.Module, head_size: int, num_kv_heads: int) -> None:
 VARIANT = ModelVariant(
     name="key-offset",
     models={KVShiftLlamaConfig: KeyOffsetLlamaForCausalLM, LabGPT2Config: KeyOffsetGPT2},
-    decodes_with_cache=False,
 )

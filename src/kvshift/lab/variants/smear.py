@@ -108,7 +108,6 @@ class SmearLlamaConfig(UncachedConfig, KVShiftLlamaConfig):
 
     model_type = "kvshift_smear_llama"
     loaded_by: ClassVar[str] = "kvshift.lab.variants.smear.SmearLlamaForCausalLM"
-    use_cache: bool | dict[str, bool] = False
 
 
 class SmearLlamaForCausalLM(UncachedGeneration, KVShiftLlamaForCausalLM):
@@ -129,7 +128,6 @@ class SmearGPT2Config(UncachedConfig, LabGPT2Config):
 
     model_type = "kvshift_smear_lab_gpt2"
     loaded_by: ClassVar[str] = "kvshift.lab.variants.smear.SmearGPT2"
-    use_cache: bool | dict[str, bool] = False
 
 
 class SmearGPT2(LabGPT2):
@@ -147,5 +145,4 @@ class SmearGPT2(LabGPT2):
 VARIANT = ModelVariant(
     name="smear",
     models={KVShiftLlamaConfig: SmearLlamaForCausalLM, LabGPT2Config: SmearGPT2},
-    decodes_with_cache=False,
 )

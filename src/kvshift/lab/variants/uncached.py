@@ -18,6 +18,7 @@ __all__ = [
     "UncachedGeneration",
     "UncachedLlamaModel",
     "become",
+    "decodes_with_cache",
 ]
 
 
@@ -67,6 +68,11 @@ class UncachedGeneration:
         if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is True:
             raise ValueError(f"use_cache must be False and past_key_values None: {_no_cache(self)}")
         generation_config.use_cache = model_kwargs["use_cache"] = False
+
+
+def decodes_with_cache(model: Any) -> bool:
+    """Whether a model, or a class of models, computes a token from a cache of those before it; most do not say so."""
+    return getattr(model, "decodes_with_cache", True)
 
 
 def become(module: nn.Module, subclass: type[nn.Module]) -> None:

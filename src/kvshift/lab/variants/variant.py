@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from kvshift.lab.errors import LabError
 from kvshift.lab.seeds import generator_for, seed_for
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
+from kvshift.lab.variants.uncached import decodes_with_cache
 from kvshift.layers import KVShift
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
@@ -65,19 +66,22 @@ class ModelVariant:
 
     Attributes:
         name: as in `by_name`.
-        models: by the configuration of the family.
-        decodes_with_cache: see `Variant`.
+        models: by the configuration of the family; one that decodes without a cache says so, as `UncachedGeneration`.
     """
 
     name: str
     models: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = field(default_factory=lambda: FAMILIES)
-    decodes_with_cache: bool = True
 
     def __post_init__(self) -> None:
         for model_class in self.models.values():
             config_class: Any = model_class.config_class
             AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
             AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+
+    @property
+    def decodes_with_cache(self) -> bool:
+        """See `Variant`."""
+        return all(map(decodes_with_cache, self.models.values()))
 
     def build(self, size: Size, *, seed: int) -> PreTrainedModel:
         """See `Variant`. The weights are drawn for vanilla and taken over where name and shape are the same."""
