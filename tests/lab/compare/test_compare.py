@@ -211,7 +211,7 @@ def test_what_changes_no_number_may_differ(tmp_path, children, undrawn):
         ({"train": TrainConfig(out=Path("x"), model=ModelConfig(shift_targets=()))}, r"at least one of q, k, v"),
         ({"variants": ("vanilla",)}, "variants must be two or more, each once, got vanilla"),
         ({"variants": ("smear", "vanilla", "smear")}, "two or more, each once, got smear vanilla smear"),
-        ({"variants": ("vanilla", "kvshift")}, r"variants must be one of vanilla, kv-shift, smear, .*, got 'kvshift'"),
+        ({"variants": ("vanilla", "kvshift")}, r"variants must be one of vanilla, kv-shift, .*, got 'kvshift'"),
         ({"train": TrainConfig(out=Path("x"), model=ModelConfig(variant="smear"))}, r"model\.variant \(smear\) is for"),
         (
             {"train": TrainConfig(out=Path("x"), init_from="llama"), "variants": ("vanilla", "smear")},
@@ -222,7 +222,14 @@ def test_what_changes_no_number_may_differ(tmp_path, children, undrawn):
                 "train": TrainConfig(out=Path("x"), model=ModelConfig(shift_window=3)),
                 "variants": ("vanilla", "smear"),
             },
-            r"refine kv-shift, and variants are vanilla, smear",
+            r"model\.shift_window is 3, which refines kv-shift, but variants are vanilla, smear",
+        ),
+        (
+            {
+                "train": TrainConfig(out=Path("x"), model=ModelConfig(shift_window=3)),
+                "variants": ("k-shift", "kv-shift-gate"),
+            },
+            r"model\.shift_window is 3, which refines kv-shift, but variants are k-shift, kv-shift-gate",
         ),
     ],
 )

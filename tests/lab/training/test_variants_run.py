@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from kvshift.lab.training.task_training import TaskTrainConfig, train_task
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import load_trained
-from kvshift.lab.variants.by_name import VARIANTS
-from kvshift.lab.variants.small_gpt2 import GPT2Options
+from kvshift.lab.variants.by_name import VARIANTS, find_variant
+from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2Config
+from kvshift.models.llama import KVShiftLlamaConfig
 
 from .cases import assert_same_run, losses, result, tiny, weights
 
-OTHERS = [name for name in VARIANTS if name not in ("vanilla", "kv-shift")]
+OTHERS = [entry.name for entry in VARIANTS.values() if not entry.shifts and entry.name != "vanilla"]
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +98,16 @@ def test_tasks_are_learned_with_it(name: str, size: ModelConfig | GPT2Options, t
     train_task(config)
     assert read_run(tmp_path).name == VARIANTS[name].label
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert name.replace("-", "_") in loaded.config.model_type
+    models: Any = find_variant(name).models
+    family = KVShiftLlamaConfig if isinstance(size, ModelConfig) else LabGPT2Config
+    assert type(loaded) is models[family]
     assert loaded(input_ids=torch.zeros(1, 16, dtype=torch.long)).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ({"variant": "smeared"}, r"model\.variant must be one of vanilla, kv-shift, smear, .*, got 'smeared'"),
+        ({"variant": "smeared"}, r"model\.variant must be one of vanilla, kv-shift, .*, got 'smeared'"),
         ({"variant": "smear", "shift_window": 3}, r"model\.shift_window is 3, but model\.variant is smear"),
     ],
 )

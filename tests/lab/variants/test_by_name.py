@@ -9,7 +9,15 @@ import pytest
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.errors import LabError
 from kvshift.lab.training.train_config import ModelConfig, TrainConfig, config_hash, to_json
-from kvshift.lab.variants.by_name import VARIANTS, label_of, settled, shift_label, variant_of, with_variant
+from kvshift.lab.variants.by_name import (
+    VARIANTS,
+    find_variant,
+    label_of,
+    settled,
+    shift_label,
+    variant_of,
+    with_variant,
+)
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 
 SIZES = [ModelConfig(hidden_size=24), GPT2Options(width=24)]
@@ -40,6 +48,30 @@ def test_what_refines_a_shift_stays_where_something_shifts(size: ModelConfig | G
     assert with_variant(refined, "vanilla") == with_variant(size, "vanilla")
 
 
+@sizes
+@pytest.mark.parametrize(
+    ("name", "targets", "window", "constraint"),
+    [
+        ("k-shift", ("k",), 2, "free"),
+        ("v-shift", ("v",), 2, "free"),
+        ("qkv-shift", ("q", "k", "v"), 2, "free"),
+        ("kv-shift-window-3", ("k", "v"), 3, "free"),
+        ("kv-shift-window-4", ("k", "v"), 4, "free"),
+        ("kv-shift-gate", ("k", "v"), 2, "gate"),
+        ("kv-shift-clamp", ("k", "v"), 2, "clamp"),
+    ],
+)
+def test_a_name_that_says_options_of_the_shift_is_these_options(
+    size: ModelConfig | GPT2Options, name: str, targets: tuple, window: int, constraint: str
+) -> None:
+    said = {"shift_targets": targets, "shift_window": window, "shift_constraint": constraint}
+    assert with_variant(size, name) == settled(replace(size, variant=name)) == replace(size, **said)
+    assert variant_of(to_json(replace(size, **said))) == name
+    refined = replace(size, shift_init="identity", freeze_shift=True)
+    assert with_variant(refined, name) == replace(refined, **said)
+    assert find_variant(name) is find_variant("kv-shift")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -47,6 +79,15 @@ def test_what_refines_a_shift_stays_where_something_shifts(size: ModelConfig | G
         ({"variant": "vanilla", "shift_window": 3}, r"model\.shift_window is 3, but model\.variant is vanilla"),
         ({"variant": "vanilla", "freeze_shift": True}, r"model\.freeze_shift is True, but model\.variant is vanilla"),
         ({"variant": "kv-shift", "shift_targets": ()}, r"model\.shift_targets must name at least one of q, k, v"),
+        ({"variant": "k-shift", "shift_targets": ()}, r"model\.shift_targets must name at least one of q, k, v"),
+        (
+            {"variant": "k-shift", "shift_targets": ("v",)},
+            r"model\.shift_targets is \('v',\), but model\.variant is k-shift, for which it is \('k',\)",
+        ),
+        (
+            {"variant": "kv-shift-window-4", "shift_window": 3},
+            r"model\.shift_window is 3, but model\.variant is kv-shift-window-4, for which it is 4",
+        ),
     ],
     ids=str,
 )
@@ -66,9 +107,13 @@ def test_labels_of_a_shift() -> None:
     assert [shift_label(targets) for targets in ("", "k", "qkv")] == ["vanilla", "K-shift", "QKV-shift"]
     assert label_of({"shift_targets": ["v"]}) == "V-shift"
     assert label_of({"shift_targets": None}) == "KV-shift"
+    assert label_of({"shift_targets": ["v"], "shift_window": 3, "shift_constraint": "clamp"}) == (
+        "V-shift, window 3, clamp"
+    )
+    assert variant_of({"shift_targets": ["v"], "shift_window": 3}) == "kv-shift"
 
 
 def test_every_variant_has_a_color_of_its_own_in_every_figure() -> None:
     labels = [entry.label for entry in VARIANTS.values()]
     assert colors_of(labels) == {entry.label: entry.color for entry in VARIANTS.values()}
-    assert len(set(colors_of([*labels, "K-shift", "V-shift", "QKV-shift"]).values())) == len(labels) + 3
+    assert len(set(colors_of(labels).values())) == len(labels)

@@ -86,7 +86,7 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
 def child_config(train: TrainConfig, seed: int, variant: str) -> TrainConfig:
     """Options of one run; twins differ in `out` and in what `with_variant` says."""
     model = with_variant(train.model, variant)
-    if model.shift_targets and train.init_from is None:
+    if variant == "kv-shift" and train.init_from is None:
         model = dataclasses.replace(model, shift_targets=train.model.shift_targets)  # None: what size or file says
     return dataclasses.replace(train, out=run_folder(train.out, seed, variant), seed=seed, model=model)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ import tyro
 
 from kvshift.lab.errors import LabError, require_unicode
 from kvshift.lab.training.train_config import TrainConfig
-from kvshift.lab.variants.by_name import VARIANTS, find_entry, with_variant
+from kvshift.lab.variants.by_name import VARIANTS, find_entry
 
 __all__ = ["CompareConfig"]
 
@@ -66,12 +66,14 @@ class CompareConfig:
             raise LabError(f"model.variant ({model.variant}) is for kvshift train; name it among variants")
         if model.shift_targets == ():
             raise LabError("model.shift_targets must name at least one of q, k, v: without, kv-shift is vanilla")
-        if not any(entry.shifts for entry in entries) and with_variant(model, "vanilla") != replace(
-            model, shift_targets=()
-        ):
-            raise LabError(
-                f"model.shift_* and model.freeze_shift refine kv-shift, and variants are {', '.join(self.variants)}"
-            )
-        others = [name for name in self.variants if name not in ("vanilla", "kv-shift")]
+        for item in fields(model):
+            value = getattr(model, item.name)
+            of_shift = item.name.startswith(("shift_", "freeze_shift")) and value != item.default
+            if of_shift and not any(entry.shifts and item.name not in entry.fixes for entry in entries):
+                raise LabError(
+                    f"model.{item.name} is {value!r}, which refines kv-shift, but variants are "
+                    f"{', '.join(self.variants)}"
+                )
+        others = [entry.name for entry in entries if not entry.shifts and entry.name != "vanilla"]
         if self.train.init_from is not None and others:
             raise LabError(f"variants names {others[0]}, but init_from starts vanilla and kv-shift alone")

@@ -6,7 +6,7 @@ A variant's module is imported when one of its models is built or loaded; this o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,14 +38,23 @@ class Entry:
     Attributes:
         name: what a user types.
         label: in tables and figures.
-        color: in all figures. The colour-blind can tell them apart.
-        shifts: whether the options `shift_*` say what its layers shift.
+        color: in all figures. The colour-blind can tell those of the first lines apart.
+        shifts: whether it is KV shift, of which the options `shift_*` say the rest.
+        fixes: those of these options that the name itself says.
     """
 
     name: str
     label: str
     color: str
     shifts: bool = False
+    fixes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+def _shift(
+    name: str, label: str, color: str, *, targets: str = "kv", window: int = 2, constraint: str = "free"
+) -> Entry:
+    fixes = {"shift_targets": tuple(targets), "shift_window": window, "shift_constraint": constraint}
+    return Entry(name, label, color, shifts=True, fixes=fixes)
 
 
 VARIANTS: Mapping[str, Entry] = {
@@ -53,13 +62,17 @@ VARIANTS: Mapping[str, Entry] = {
     for entry in (
         Entry("vanilla", "vanilla", "#0072b2"),
         Entry("kv-shift", "KV-shift", "#d55e00", shifts=True),
+        _shift("k-shift", "K-shift", "#009e73", targets="k"),
+        _shift("v-shift", "V-shift", "#cc79a7", targets="v"),
+        _shift("qkv-shift", "QKV-shift", "#e69f00", targets="qkv"),
+        _shift("kv-shift-window-3", "KV-shift, window 3", "#cc3311", window=3),
+        _shift("kv-shift-window-4", "KV-shift, window 4", "#661100", window=4),
+        _shift("kv-shift-gate", "KV-shift, gate", "#ddaa33", constraint="gate"),
+        _shift("kv-shift-clamp", "KV-shift, clamp", "#999933", constraint="clamp"),
         Entry("smear", "smear", "#56b4e9"),
         Entry("key-offset", "key offset", "#882255"),
     )
 }
-
-# Options say these two by shift_targets alone, as they did before there were others: runs keep their digests.
-_BY_TARGETS = ("vanilla", "kv-shift")
 
 
 def find_entry(name: str, where: str = "variant") -> Entry:
@@ -70,12 +83,19 @@ def find_entry(name: str, where: str = "variant") -> Entry:
 
 
 def find_variant(name: str, where: str = "variant") -> Variant:
-    """The variant of that name: `VARIANT` of `kvshift.lab.variants.NAME`, with _ for -, which is imported."""
-    return import_module(f"kvshift.lab.variants.{find_entry(name, where).name.replace('-', '_')}").VARIANT
+    """The variant of that name, which is imported: `VARIANT` of `kvshift.lab.variants.NAME`, with _ for -.
+
+    All that are KV shift with options that their names say are the one of `kv_shift`.
+    """
+    module = "kv-shift" if find_entry(name, where).shifts else name
+    return import_module(f"kvshift.lab.variants.{module.replace('-', '_')}").VARIANT
 
 
 def with_variant(options: _Options, name: str) -> _Options:
     """The options of a model with the variant of that name; what refines a shift is left out where nothing shifts.
+
+    KV shift and vanilla are said by the options `shift_*` alone, also where a name says these options, so that a run is
+    the same by either.
 
     Args:
         options: a `ModelConfig` or `GPT2Options`.
@@ -83,10 +103,10 @@ def with_variant(options: _Options, name: str) -> _Options:
     """
     given: Any = options
     entry = find_entry(name)
-    kept = {"variant": None if name in _BY_TARGETS else name}
     if entry.shifts:
-        return replace(given, **kept, shift_targets=given.shift_targets or ("k", "v"))
-    return replace(given, **kept, **dict(_refinements(given)) | {"shift_targets": ()})
+        return replace(given, variant=None, **{"shift_targets": given.shift_targets or ("k", "v"), **entry.fixes})
+    kept = None if name == "vanilla" else name
+    return replace(given, variant=kept, **dict(_refinements(given)) | {"shift_targets": ()})
 
 
 def settled(options: _Options) -> _Options:
@@ -98,36 +118,57 @@ def settled(options: _Options) -> _Options:
     given: Any = options
     if given.variant is None:
         return options
-    if find_entry(given.variant, "model.variant").shifts:
-        if given.shift_targets == ():
-            raise LabError(
-                f"model.shift_targets must name at least one of q, k, v with model.variant {given.variant}, got none; "
-                "the model without shift is the variant vanilla"
-            )
-        return with_variant(options, given.variant)
-    for field, default in _refinements(given):
-        value = getattr(given, field)
-        if value != default and (field, value) != ("shift_targets", ()):
-            raise LabError(f"model.{field} is {value!r}, but model.variant is {given.variant}, which shifts nothing")
-    return with_variant(options, given.variant)
+    entry = find_entry(given.variant, "model.variant")
+    if entry.shifts and given.shift_targets == ():
+        raise LabError(
+            f"model.shift_targets must name at least one of q, k, v with model.variant {given.variant}, got none; "
+            "the model without shift is the variant vanilla"
+        )
+    made: Any = with_variant(options, given.variant)
+    for name, default in _refinements(given):
+        value, fixed = getattr(given, name), getattr(made, name)
+        if value not in (default, fixed):
+            why = f"for which it is {fixed!r}" if entry.shifts else "which shifts nothing"
+            raise LabError(f"model.{name} is {value!r}, but model.variant is {given.variant}, {why}")
+    return made
 
 
 def variant_of(model: Mapping[str, Any]) -> str:
-    """The name of a run's variant, from what was recorded of its model."""
+    """The name of a run's variant, from what was recorded of its model.
+
+    It is "kv-shift" for every combination of the options `shift_*` that has no name of its own.
+    """
     if model.get("variant") is not None:
         return model["variant"]
-    return "vanilla" if model.get("shift_targets") == [] else "kv-shift"
+    if model.get("shift_targets") == []:
+        return "vanilla"
+    said = _said_of_shift(model)
+    return next((name for name, entry in VARIANTS.items() if entry.fixes == said), "kv-shift")
 
 
 def label_of(model: Mapping[str, Any]) -> str:
     """What tables and figures call a run's variant, from what was recorded of its model: "vanilla", "K-shift" ..."""
     name = variant_of(model)
-    return shift_label(model.get("shift_targets") or "kv") if name == "kv-shift" else find_entry(name).label
+    if name != "kv-shift":
+        return find_entry(name).label
+    said = _said_of_shift(model)
+    refined = [f"window {said['shift_window']}"] if said["shift_window"] != 2 else []
+    refined += [said["shift_constraint"]] if said["shift_constraint"] != "free" else []
+    return ", ".join([shift_label(said["shift_targets"]), *refined])
 
 
 def shift_label(targets: Sequence[str]) -> str:
     """What tables and figures call a model that shifts these of "q", "k", "v"."""
     return f"{''.join(targets).upper()}-shift" if targets else VARIANTS["vanilla"].label
+
+
+def _said_of_shift(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What `Entry.fixes` may hold, from what was recorded of a model."""
+    return {
+        "shift_targets": tuple(sorted(model.get("shift_targets") or "kv", key="qkv".index)),
+        "shift_window": model.get("shift_window") or 2,
+        "shift_constraint": model.get("shift_constraint") or "free",
+    }
 
 
 def _refinements(options: Any) -> list[tuple[str, Any]]:
