@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,8 +30,11 @@ class ShuffledEpochs(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = generator_for("order of rows", self.seed)
-        for start in range(0, self.count, self.rows):
-            yield from torch.randperm(self.rows, generator=generator)[: self.count - start].tolist()
+        epochs = (
+            torch.randperm(self.rows, generator=generator)[: self.count - start].tolist()
+            for start in range(0, self.count, self.rows)
+        )
+        return chain.from_iterable(epochs)
 
 
 class EndlessStream(IterableDataset):

@@ -70,9 +70,11 @@ class Task(Protocol):
         ...
 
 
-def concatenate(batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """Batches to one dict of input_ids, labels and slices: a `data_collator` where an item is a whole batch."""
-    return {name: torch.cat([getattr(batch, name) for batch in batches]) for name in ("input_ids", "labels", "slices")}
+def concatenate(
+    batches: Sequence[Batch], fields: Sequence[str] = ("input_ids", "labels", "slices")
+) -> dict[str, Tensor]:
+    """Batches to one dict of the named fields: a `data_collator` where an item is a whole batch."""
+    return {name: torch.cat([getattr(batch, name) for batch in batches]) for name in fields}
 
 
 def count_correct(predicted: Tensor, labels: Tensor, slices: Tensor, slice_count: int) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
-"""What happens beside the training loop: lines of metrics, leaving when told to."""
+"""What happens beside the training loop: lines of metrics and of progress, leaving when told to."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,17 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from kvshift.lab.errors import LabError
+from kvshift.lab.messages import say
 from kvshift.lab.runs.folder import Metrics
 from kvshift.lab.runs.processes import Processes
+from kvshift.lab.runs.progress import SECONDS_APART, Counter
 from kvshift.lab.variants.variant import shift_layers
 
 __all__ = [
     "Evaluation",
     "GracefulStop",
     "InterruptedRunError",
+    "Progress",
     "Recorder",
     "Schedule",
     "coefficients",
@@ -173,6 +178,88 @@ class Recorder(TrainerCallback):
             if kind != "coefficients":
                 place["tokens"] = state.global_step * self._tokens
             self._metrics.write(**place, **values)
+
+
+class Progress(TrainerCallback):
+    """Training loss, tokens per second and time left, as a bar or as lines; a bar or lines in long evaluations; a line
+    for each evaluation.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        evaluation: Callable[[dict[str, Any]], Evaluation],
+        *,
+        tokens_per_step: int,
+        shown: bool,
+    ) -> None:
+        """Without `shown` there are the lines of evaluations alone.
+
+        Args:
+            recorder: knows how long steps take; told of each log before this callback is.
+            evaluation: turns Trainer's metrics into words.
+            tokens_per_step: of all processes together.
+            shown: see above.
+        """
+        self._recorder, self._evaluation, self._tokens, self._shown = recorder, evaluation, tokens_per_step, shown
+        self._bar: Any = None
+        self._evaluating: Counter | None = None
+        self._first, self._start, self._said = 0, 0.0, -SECONDS_APART
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._first, self._start = state.global_step, time.perf_counter()
+        self._bar = tqdm(
+            total=state.max_steps,
+            initial=state.global_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None if self._shown else True,
+        )
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._bar.update()
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" not in logs:
+            return
+        rate = f"{self._tokens / max(self._recorder.step_seconds, 1e-9):,.0f} tokens/s"
+        self._bar.set_postfix_str(f"loss {logs['loss']:.4f}, {rate}", refresh=False)
+        now = time.perf_counter()
+        if self._shown and self._bar.disable and now - self._said >= SECONDS_APART:
+            self._said = now
+            left = (now - self._start) / (state.global_step - self._first) * (state.max_steps - state.global_step)
+            say(
+                f"step {state.global_step:,} of {state.max_steps:,}: training loss {logs['loss']:.4f}, {rate}, "
+                f"{tqdm.format_interval(left)} left"
+            )
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if self._evaluating is None:
+            self._evaluating = Counter("evaluation", len(eval_dataloader), "batches", shown=self._shown)
+        self._evaluating.update()
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        self._end_evaluation()
+        text = f"step {state.global_step} of {state.max_steps}: {self._evaluation(metrics).text}"
+        tqdm.write(text, file=sys.stderr)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Also after an error, so that its message stands on a line of its own."""
+        self._end_evaluation()
+        if self._bar is not None:
+            self._bar.close()
+
+    def _end_evaluation(self) -> None:
+        if self._evaluating is not None:
+            self._evaluating.close()
+            self._evaluating = None
 
 
 @torch.no_grad()

@@ -24,8 +24,7 @@ from kvshift.lab.runs.beginning import Start, enter, refuse_foreign
 from kvshift.lab.runs.folder import Metrics, RunFailedError, RunFolder, remove_folder
 from kvshift.lab.runs.overwriting import refuse_what_is_no_run
 from kvshift.lab.runs.processes import PATIENCE, Processes
-from kvshift.lab.runs.progress import Progress
-from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError, Recorder, Schedule, whole
+from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, whole
 from kvshift.lab.training.train_config import RunConfig, TrainConfig
 from kvshift.lab.training.trainer import RunTrainer
 from kvshift.lab.variants.building import declare_plain_llama

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class TaskTrainer(RunTrainer):
             processes,
             train_dataset=train,
             eval_dataset=evaluation,  # Trainer asks for one; `evaluate` reads the batches itself
-            data_collator=concatenate,
+            data_collator=partial(concatenate, fields=("input_ids", "labels")),  # the loss knows of no slices
         )
 
     @property
@@ -73,11 +74,6 @@ class TaskTrainer(RunTrainer):
         self.log({"eval_loss": self.scores["loss"], **accuracy})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.scores)
         return self.scores
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's own loss, which does not know of slices."""
-        inputs = {name: tensor for name, tensor in inputs.items() if name != "slices"}
-        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler:
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)  # type: ignore[arg-type]
