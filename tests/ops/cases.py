@@ -74,11 +74,7 @@ def random_case(
     grad_layout: str = "plain",
 ) -> Case:
     """Normal numbers of `dtype`; a state of `rows` rows, or none; `lengths` pack that many sequences into one row."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
+    normal = normal_numbers(seed, dtype)
     if lengths is not None:
         batch, positions = 1, sum(lengths)
     sequences = batch if lengths is None else len(lengths)
@@ -102,6 +98,16 @@ def random_case(
         None if mask is None else torch.tensor(mask, dtype=torch.bool).reshape(batch, positions),
         tuple(grads),
     )
+
+
+def normal_numbers(seed: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """normal(*shape): numbers that follow one another for a seed, in `dtype` or the one that is given as dtype=."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return normal
 
 
 def boundaries(lengths: Sequence[int]) -> Tensor:

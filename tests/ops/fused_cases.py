@@ -19,7 +19,7 @@ from kvshift.ops.fused import Results, shift_norm_rope
 from kvshift.ops.rope import half_tables, rotate_half
 from kvshift.ops.triton.call import Boundaries, shift_norm_rope_triton
 
-from .cases import boundaries, lay_out, spread
+from .cases import boundaries, lay_out, normal_numbers, spread
 from .rounding import assert_close
 
 Outputs = tuple[Tensor | None, Tensor, Tensor]
@@ -130,11 +130,7 @@ def random_fused(
         tables: L.
         shifted: which of "q", "k" and "v" have coefficients.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
+    normal = normal_numbers(seed, dtype)
     if lengths is not None:
         batch, positions = 1, sum(lengths)
     sequences = batch if lengths is None else len(lengths)

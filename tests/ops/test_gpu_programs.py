@@ -16,7 +16,7 @@ from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton.call import Boundaries, shift_norm_rope_triton
 
 from . import checks
-from .cases import Case, outcome, random_case
+from .cases import Case, normal_numbers, outcome, random_case
 from .device import DEVICE, MARKS, carry, needs_cuda
 from .rounding import assert_within_one_rounding
 from .test_triton_call import COMPILED
@@ -350,13 +350,9 @@ def test_shift_norm_and_rotation_in_one_launch(packed, norm, dtype):
 
     But for one unit, of a sum of N terms sqrt(N) of them: what is rounded once may by chance be rounded worse.
     """
-    generator = torch.Generator().manual_seed(19)
+    normal = normal_numbers(19, dtype)
     batch, positions, heads, groups, size = (1 if packed else 2), 9, 5, 3, 6
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    angles = torch.randn(1, positions, size // 2, generator=generator, dtype=torch.float64)
+    angles = normal(1, positions, size // 2, dtype=torch.float64)
     inputs = {
         "q": normal(batch, positions, heads, size),
         "k": normal(batch, positions, groups, size),

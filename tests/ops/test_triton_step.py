@@ -12,6 +12,8 @@ from torch import Tensor
 from kvshift.ops.triton.call import shift_norm_rope_triton, triton_refusal
 from kvshift.ops.triton.step import step_triton
 
+from .cases import normal_numbers
+
 SLOTS = [4, -1, 0, 2, 1]  # of the states: row 1 only fills up the batch
 CACHE_SLOTS = [3, 5, -1, 17, 9]  # in the cache, of 4 pages of 8 rows: row 2 is not written there
 
@@ -46,11 +48,7 @@ def a_call(
     *, window: int = 2, rows: int = 1, dtype: torch.dtype = torch.float32, norm: bool = False, tables: int = 1
 ) -> Call:
     """Five sequences, 5 query and 3 KV heads; the cache of keys has its heads before its rows."""
-    generator = torch.Generator().manual_seed(2)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
+    normal = normal_numbers(2, dtype)
     scales = {"q_scale": normal(6), "k_scale": normal(6), "eps": 0.1} if norm else {}
     return Call(
         {

@@ -116,12 +116,9 @@ def _model(name: str, fields: dict[str, Any], dtype: torch.dtype, device: torch.
 
 def _exact(model: Any) -> Any:
     """Our model in float64, by the reference, with the weights of `model`, which may be transformers'."""
-    config = model.config
-    if not isinstance(config, KVShiftLlamaConfig):
-        fields = {name: value for name, value in config.to_dict().items() if name not in ("model_type", "dtype")}
-        config = KVShiftLlamaConfig(**fields, shift_targets=())
+    fields = {name: value for name, value in model.config.to_dict().items() if name not in ("model_type", "dtype")}
     with model.device:
-        exact = exactly(KVShiftLlamaForCausalLM(config))
+        exact = exactly(KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**{"shift_targets": (), **fields})))
     exact.load_state_dict(model.state_dict())
     return exact.double().train(model.training)  # the coefficients of a checkpoint load in float32
 

@@ -53,8 +53,11 @@ class ShiftOptions:
             name: what its fields are called in messages, up to the option.
         """
         values = {field.name: getattr(source, f"shift_{field.name}") for field in fields(cls)}
-        _check(**values, name=name)
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ValueError:
+            _check(**values, name=name)  # which says it with the names of the configuration
+            raise
 
     def as_fields(self) -> dict[str, Any]:
         """The inverse of `of`: fields of a configuration, with a list where JSON has one."""
