@@ -27,7 +27,7 @@ test-slow: .venv/stamp  ## Run the tests that take long: compilers, several proc
 
 # When a process is killed, and what recipes draw: the same on every transformers, and minutes long.
 OLDEST_WITHOUT := tests/lab/training/test_resume.py::test_kill_9 tests/recipes/test_reproduce.py::test_smoke \
-	tests/lab/generate/test_prompts.py::test_kill_and_rerun tests/lab/compare/test_compare.py::test_killed_outright
+	tests/lab/generate/test_prompts.py::test_kill_and_rerun tests/lab/compare/test_compare_processes.py::test_killed_outright
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/stamp  ## Run what depends on transformers on the oldest that is supported

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvshift import KVShiftAttention, ShiftOptions
+from kvshift import AttentionState, KVShiftAttention, ShiftOptions
 
 B, T, E, D = 3, 11, 37, 10
 MHA, GQA = (5, 5), (6, 2)
+
+DOCUMENTS = [3, 0, 1, 5, 2]
+BOUNDS = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], dtype=torch.int32)
+# Document numbers may fall, come again, and be negative: only a change counts.
+NUMBERS = torch.tensor([7] * 3 + [-1] + [7] * 5 + [4] * 2)
 
 # Where documents and padding are, by name: of two rows, or of one that is a pack, of 11 tokens.
 ATTENTION: dict[str, dict[str, Any]] = {
     "plain": {},
     "mask": {"mask": torch.arange(11) >= torch.tensor([[10], [4]])},
     "seq_idx": {"seq_idx": torch.tensor([7] * 3 + [4] * 6 + [7] * 2).expand(2, -1)},
-    "cu_seqlens": {"cu_seqlens": torch.tensor([0, *itertools.accumulate([3, 0, 1, 5, 2])], dtype=torch.int32)},
+    "cu_seqlens": {"cu_seqlens": BOUNDS},
 }
 
 # Every option at least once, in few combinations.
@@ -66,3 +72,56 @@ def close(actual: Tensor, expected: Tensor) -> None:
     units = 4 * (6 * D) ** 0.5 / 2 * torch.finfo(expected.dtype).eps
     bound = 1e-12 * max(1.0, scale) if expected.dtype == torch.float64 else units * scale
     torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
+
+
+def gradients(out: Tensor, weights: Tensor, layer: KVShiftAttention, x: Tensor) -> tuple[Tensor, ...]:
+    """Of x and of every parameter, for the weighted sum of the output."""
+    wanted = [x, *layer.parameters()]
+    return torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True)
+
+
+def close_all(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        close(a, e)
+
+
+def left_mask(pads: list[int]) -> Tensor:
+    return torch.arange(T) >= torch.tensor(pads).unsqueeze(1)
+
+
+MASKS = {
+    "left": left_mask([0, 4, 10]),
+    "right": left_mask([0, 4, 10]).flip(1),
+    "between": torch.tensor([[1] * T, [0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0], [0] * T], dtype=torch.bool),
+}
+
+
+def run(layer: KVShiftAttention, *calls: Any) -> tuple[list[Tensor], Any]:
+    """Feed the pieces one after another; each is x, or (x, arguments)."""
+    outs, state = [], None
+    for call in calls:
+        x, arguments = call if isinstance(call, tuple) else (call, {})
+        out, state = layer(x, state=state, **arguments)
+        outs.append(out)
+    return outs, state
+
+
+def close_states(layer: KVShiftAttention, actual: AttentionState, expected: AttentionState) -> None:
+    """Equal in all that later calls can see, however many columns each has before."""
+    actual, expected = actual.unpack(), expected.unpack()
+    assert actual.seen.tolist() == expected.seen.tolist()
+    reach = T * T if layer.sliding_window is None else layer.sliding_window - 1 + layer.max_rollback
+    for s, seen in enumerate(expected.seen.tolist()):
+        shared = min(seen, reach, actual.k.shape[1], expected.k.shape[1])
+        for name in ("k", "v"):
+            a, e = getattr(actual, name)[s], getattr(expected, name)[s]
+            close(a[a.shape[0] - shared :], e[e.shape[0] - shared :])
+    if expected.shift is None:
+        assert actual.shift is None
+        return
+    for name in ("k", "v", "q"):
+        a, e = getattr(actual.shift, name), getattr(expected.shift, name)
+        assert (a is None) == (e is None)
+        if e is not None:
+            rows = min(a.shape[1], e.shape[1])
+            close(a[:, a.shape[1] - rows :], e[:, e.shape[1] - rows :])

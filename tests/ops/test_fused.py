@@ -25,13 +25,13 @@ from .fused_cases import (
     NOTHING,
     WITH_STATE,
     FusedCase,
-    assert_within_rounding,
     by_loops,
     fused,
     outcome,
     random_fused,
     without_state,
 )
+from .fused_rounding import assert_within_rounding
 
 Call = Callable[..., Results]
 

@@ -18,7 +18,8 @@ import torch
 from . import checks
 from .cases import random_case
 from .conftest import skip_unless_built
-from .fused_cases import assert_within_rounding, fused, random_fused
+from .fused_cases import fused, random_fused
+from .fused_rounding import assert_within_rounding
 from .mutants import Mutant
 from .rounding import assert_within_one_rounding
 

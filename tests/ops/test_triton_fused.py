@@ -21,15 +21,14 @@ from .fused_cases import (
     NOTHING,
     WITH_STATE,
     FusedCase,
-    assert_within_rounding,
     by_loops,
     launched,
     outcome,
     random_fused,
-    results_with_bounds,
     unfused,
     without_state,
 )
+from .fused_rounding import assert_within_rounding, results_with_bounds
 
 
 @pytest.fixture(autouse=True)

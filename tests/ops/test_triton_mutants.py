@@ -17,7 +17,8 @@ from kvshift.ops.triton.launch import Tiling
 from . import checks, test_triton_step
 from .cases import random_case
 from .conftest import skip_unless_built
-from .fused_cases import assert_within_rounding, random_fused
+from .fused_cases import random_fused
+from .fused_rounding import assert_within_rounding
 from .mutants import ROOT, Mutant
 from .rounding import assert_within_one_rounding
 
