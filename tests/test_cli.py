@@ -143,7 +143,7 @@ def test_an_unknown_option_ends_with_2(command, capsys):
     assert "--numbre" in capsys.readouterr().err
 
 
-def test_what_the_user_can_mend_is_a_line_and_an_exit_code(command, capsys):
+def test_what_the_user_can_fix_is_a_line_and_an_exit_code(command, capsys):
     assert cli.main(["count", "--number", "-1"]) == 4
     captured = capsys.readouterr()
     assert captured.err == "kvshift count: number must be 0 or more, got -1\n"

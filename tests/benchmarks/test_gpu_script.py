@@ -50,7 +50,7 @@ def test_a_step_that_hangs_is_stopped_and_one_that_fails_is_named(gpu, tmp_path)
     assert "well" in (tmp_path / "log").read_text()
 
 
-def test_rows_that_were_cut_off_are_left_out_of_the_summary(gpu, tmp_path):
+def test_sequences_that_were_cut_off_are_left_out_of_the_summary(gpu, tmp_path):
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "rows.jsonl").write_text('{"part": "op", "ca')
     assert gpu.summary(tmp_path, [("op", "stopped after 9 s", 9.0)]).startswith("op")

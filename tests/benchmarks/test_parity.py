@@ -50,7 +50,7 @@ def test_one_launch_for_shift_and_rotary_embedding_agrees_with_the_reference(dty
     assert check_formulation(pretender, shape, dtype, CPU, backward=False, table=table).problem is not None
 
 
-def test_short_rows_and_single_tokens_are_checked_too():
+def test_short_sequences_and_single_tokens_are_checked_too():
     for shape in ((1, 1, 2, 3), (1, 40, 2, 3), (2, 1, 2, 3)):
         assert check(OURS, shape=shape).problem is None, shape
 

@@ -19,7 +19,7 @@ BOUNDS = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], dtype=torch.int32)
 # Document numbers may fall, come again, and be negative: only a change counts.
 NUMBERS = torch.tensor([7] * 3 + [-1] + [7] * 5 + [4] * 2)
 
-# Where documents and padding are, by name: of two rows, or of one that is a pack, of 11 tokens.
+# Where documents and padding are, by name: of two sequences, or of one that is a pack, of 11 tokens.
 ATTENTION: dict[str, dict[str, Any]] = {
     "plain": {},
     "mask": {"mask": torch.arange(11) >= torch.tensor([[10], [4]])},

@@ -37,7 +37,7 @@ def test_packed_documents_equal_separate_ones(options, boundaries):
     close_all(gradients(packed, weights, layer, x), gradients(separate, weights, layer, x))
 
 
-def test_rows_of_a_batch_have_documents_of_their_own():
+def test_sequences_of_a_batch_have_documents_of_their_own():
     layer = make(GQA, sliding_window=5)
     lengths = [[4, 7], [11], [1, 2, 8]]
     x = tokens(B, T)
@@ -104,7 +104,7 @@ def test_padding_inside_documents(options):
 
 @pytest.mark.parametrize("length", [0, 1])
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
-def test_short_rows(options, length):
+def test_short_sequences(options, length):
     layer = make(**options)
     x = tokens(B, length)
     expected = torch.zeros(B, 0, E, dtype=x.dtype)

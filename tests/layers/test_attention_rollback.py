@@ -51,7 +51,7 @@ def test_crop_reaches_back_over_several_calls_and_a_pack(options):
 
 
 @torch.no_grad()
-def test_crop_of_more_than_a_row_has_seen_leaves_it_not_begun():
+def test_crop_of_more_than_a_sequence_has_seen_leaves_it_not_begun():
     layer = make(GQA, max_rollback=4)
     x, y = tokens(2, 6), tokens(2, 5, seed=1)
     _, state = layer(x, mask=torch.arange(6) < torch.tensor([[6], [2]]))
@@ -64,7 +64,7 @@ def test_crop_of_more_than_a_row_has_seen_leaves_it_not_begun():
 
 @pytest.mark.parametrize("targets", [(), ("k", "v")], ids=["plain", "shifted"])
 @torch.no_grad()
-def test_crop_beyond_the_history_is_refused(targets):
+def test_crop_beyond_the_state_is_refused(targets):
     layer = make(max_rollback=3, shift_targets=targets, shift_window=3)
     _, state = layer(tokens(B, T))
     with pytest.raises(
@@ -78,7 +78,7 @@ def test_crop_beyond_the_history_is_refused(targets):
         cropped.crop(2)
     _, refilled = layer(tokens(B, 1), state=cropped)
     refilled.crop(2)
-    # A row of a padded chunk may have got no token at all.
+    # A sequence of a padded chunk may have got no token at all.
     _, ragged = layer(tokens(B, 2), state=cropped, mask=torch.ones(B, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="cannot crop 2 tokens"):
         ragged.crop(2)
@@ -100,7 +100,7 @@ def test_the_cache_of_a_sliding_window_stays_bounded(max_rollback):
 
 
 @torch.no_grad()
-def test_the_state_keeps_raw_rows_for_the_window_and_the_roll_back():
+def test_the_state_is_long_enough_for_the_window_and_the_roll_back():
     layer = make(GQA, shift_window=3, max_rollback=4)
     _, state = layer(tokens(B, T))
     assert isinstance(state.shift, ShiftState)

@@ -37,7 +37,7 @@ def test_gradients_pass_through_the_state(options):
 
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
 @torch.no_grad()
-def test_rows_of_any_padding_go_on_as_if_alone(options):
+def test_sequences_of_any_padding_continue_as_if_alone(options):
     """A prompt padded on the left, on the right and in between, one token, a ragged chunk, and two more tokens."""
     layer = make(**options)
     prompt = torch.tensor(
@@ -109,7 +109,7 @@ def test_packs_and_batches_continue_each_other(options):
 
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
 @torch.no_grad()
-def test_the_last_document_of_a_row_goes_on(options):
+def test_the_last_document_of_a_sequence_continues(options):
     layer = make(**options)
     x, y, z = tokens(B, 5), tokens(B, 4, seed=1), tokens(B, 3, seed=2)
     seq_idx = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [3, 2, 2, 2, 1]])

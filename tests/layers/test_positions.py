@@ -8,7 +8,7 @@ from tests.layers.attention_cases import GQA, MASKS, B, D, T, close, make, token
 from tests.layers.attention_reference import reference_attention
 
 
-def test_positions_turn_queries_and_keys():
+def test_positions_rotate_queries_and_keys():
     layer = make(GQA)
     x = tokens(2, T)
     positions = torch.tensor([[5, 0, 3, 3, 8, 2, 1, 40, 7, 6, 9], list(range(100, 100 + T))])

@@ -47,7 +47,7 @@ def test_only_what_the_graph_says_is_a_copy_is_left_out(copy, left_out):
     ("wrong", "message"),
     [(lambda x: x[:, :4] * 2, r"672 bytes of torch.float32, expected 840"), (lambda x: (2 * x).int(), r"torch.int32")],
 )
-def test_what_is_made_again_must_have_the_layout_of_the_first(wrong, message):
+def test_what_is_recomputed_must_have_the_layout_of_the_first(wrong, message):
     x = torch.randn(2, 5, 3, 7, requires_grad=True)
     output, _ = outputs_of(x)
     with recomputed([output], lambda: [wrong(x.detach())], [x]):

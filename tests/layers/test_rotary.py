@@ -46,7 +46,7 @@ def counted(monkeypatch) -> list:
 
 
 @dtypes
-def test_the_turn_has_the_bits_of_transformers(dtype):
+def test_the_rotation_has_the_bits_of_transformers(dtype):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     angle = torch.rand(2, 5, D // 2).mul(6).repeat(1, 1, 2)
@@ -218,7 +218,7 @@ def test_decoding_names_what_disagrees(change, error, message, rotated):
 
 @pytest.mark.parametrize("targets", [(), ("k", "v")], ids=str)
 @torch.no_grad()
-def test_queries_of_other_rows_are_rotated_as_in_many_calls(targets, counted):
+def test_queries_of_other_sequences_are_rotated_as_in_many_calls(targets, counted):
     """Not a case of attention, but of memory: nothing is read that is not there."""
     layer, rotary = KVShift(G, ShiftOptions(targets=targets)), tables(1, 1, torch.float32)
     (_, k, v), (q, *_) = inputs(5, 1, torch.float32), inputs(2, 1, torch.float32)

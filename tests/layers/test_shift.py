@@ -228,7 +228,7 @@ def test_bad_boundaries_are_refused_with_and_without_targets(targets):
         shift(q, k, v, cu_seqlens=torch.tensor([0, T]))
 
 
-def test_a_longer_history_is_kept_for_roll_back():
+def test_a_longer_state_is_kept_for_roll_back():
     shift = layer(targets=("q", "k", "v"), window=3)
     q, k, v = qkv()
     rows = 2 + 3

@@ -73,7 +73,7 @@ def random_case(
     layout: str = "plain",
     grad_layout: str = "plain",
 ) -> Case:
-    """Normal numbers of `dtype`; a state of `rows` rows, or none; `lengths` pack that many sequences into one row."""
+    """Normal numbers of `dtype`; a state of `rows` rows, or none; `lengths` pack that many into one batch entry."""
     normal = normal_numbers(seed, dtype)
     if lengths is not None:
         batch, positions = 1, sum(lengths)

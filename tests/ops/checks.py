@@ -59,7 +59,7 @@ def check_hand_worked_values(backend: str) -> None:
         "gradient of alpha": [[11, 15, 11], [11, 7, 0]],
         # lag 0: 5 + 6 + 8, 2*1 + 0; lag 1: 2 + 5 + 7, 2*6 + 2; lag 2: 4 + 2 + 6, 2*2 + 0
         "gradient of beta": [[19, 14, 12], [2, 14, 4]],
-        # the older row is read by position 0 (lag 2), the newer by 0 (lag 1) and 1 (lag 2)
+        # the older row of state is read by position 0 (lag 2), the newer by 0 (lag 1) and 1 (lag 2)
         "gradient of state.k": [[100, -1], [10, -1]],
         "gradient of state.v": [[0, 2], [-1, 6]],
     }
@@ -137,7 +137,7 @@ def check_pack_is_its_sequences(case: Case, backend: str, lengths: Sequence[int]
 def check_pieces_are_the_whole(case: Case, backend: str, *ways: Sequence[int]) -> None:
     """A sequence fed in pieces, the state passed on, gives every bit of the sequence fed whole.
 
-    Each of the `ways` to cut it is positions of the row; of a pack, positions of each of its sequences.
+    Each of the `ways` to cut it is positions of the sequence; of a pack, positions of each of its sequences.
     """
     whole = case.call(backend)
     for cuts in ways:
@@ -214,7 +214,7 @@ def check_padding_is_as_if_absent(backend: str, masks: Sequence[Sequence[int]], 
 
 
 def check_reordered_sequences_continue(backend: str) -> None:
-    """Beams that change places: row i continues as row order[i] would have."""
+    """Reordered beams: sequence i continues as sequence order[i] would have."""
     case = random_case(5, batch=3, positions=2)
     order = [2, 0, 0]
     _, _, state = case.call(backend)

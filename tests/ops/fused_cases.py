@@ -228,7 +228,7 @@ def without_state(case: FusedCase) -> Outputs:
 
 
 def unfused(case: FusedCase) -> Outputs:
-    """One operation of PyTorch after the other, in the dtype of the tensors, for rows without boundaries or state."""
+    """One operation of PyTorch after the other, in the dtype of the tensors, without boundaries or state."""
     table = half_tables(case.cos.repeat(1, 1, 2), case.sin.repeat(1, 1, 2))
 
     def shift(x: Tensor, coefficients: Tensor | None) -> Tensor:

@@ -37,7 +37,7 @@ def assert_within_one_rounding(case: Case, backend: str, *, through_state: bool,
     for name, result in results.items():
         if backend == "reference" and compute != case.k.dtype and name.startswith("gradient"):
             continue  # autograd rounds each of its terms
-        if name.startswith("new_state"):  # rows as they came
+        if name.startswith("new_state"):  # keys and values as they came
             assert torch.equal(result.double(), exact[name]), name
             continue
         terms, roundings = case.window, 1

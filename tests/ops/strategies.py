@@ -9,7 +9,7 @@ from .cases import DTYPES, LAYOUTS, Case, random_case
 
 @st.composite
 def cases(draw: st.DrawFn, dtypes: tuple = DTYPES) -> Case:
-    """Rows or a pack, with or without state, padding, and document numbers; empty ones and single tokens included."""
+    """A batch or a pack, with or without state, padding, and document numbers; empty ones and single tokens too."""
     window = draw(st.integers(2, 4), "window")
     shape: dict = {"window": window, "dtype": draw(st.sampled_from(dtypes), "dtype")}
     if draw(st.booleans(), "packed"):

@@ -80,7 +80,7 @@ def test_the_number_of_threads_changes_no_bit(shape, kernel):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_results_are_written_past_the_cache_with_the_same_bits(dtype, kernel):
-    """From 2 MiB on, in whole lines of the cache; the mask makes rows of every number of terms."""
+    """From 2 MiB on, in whole lines of the cache; the mask makes sums of every number of terms."""
     positions = 2**21 // (2 * 5 * 192 * dtype.itemsize) + 1
     generator = torch.Generator().manual_seed(17)
     x, grad = (torch.randn(2, positions, 5, 192, generator=generator).to(dtype) for _ in range(2))

@@ -28,7 +28,7 @@ CHANGED = ("k_state", "v_state", "k_cache", "v_cache")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_on_the_device_is_the_split_of_the_whole(dtype):
-    """One token after a state: what `shift_norm_rope_triton` gives, bit for bit; rows without a slot are left alone."""
+    """One token after a state: what `shift_norm_rope_triton` gives, bit for bit; without a slot nothing is written."""
     call = a_call_there(window=3, rows=2, dtype=dtype, norm=True, tables=5)
     before = call.copy()
     q_out = call.run()
@@ -86,7 +86,7 @@ def test_a_cuda_graph_decodes():
             assert torch.equal(static[name], eager[name]), name
 
 
-def turned_plainly(
+def rotated_plainly(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, scales: tuple, bounds: dict
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The formula of `shift_norm_rope_triton`, each operation in the dtype of its arguments."""
@@ -134,7 +134,7 @@ def test_shift_norm_and_rotation_in_one_launch(packed, norm, dtype):
         scales = {name: leaves[name] for name in leaves if "scale" in name}
         bounds = None if pack is None else pack.to(DEVICE)
         if op == "plain":
-            outputs = turned_plainly(*five, cos, sin, tuple(scales.values()), {"cu_seqlens": bounds})
+            outputs = rotated_plainly(*five, cos, sin, tuple(scales.values()), {"cu_seqlens": bounds})
         else:
             found = Boundaries.of(bounds, None, None)
             outputs = shift_norm_rope_triton(*five, cos, sin, **scales, eps=0.1 if norm else 0.0, boundaries=found)

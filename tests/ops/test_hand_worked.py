@@ -15,7 +15,7 @@ BOTH = torch.tensor([[1.0, 0.0]])
 
 
 def column(*numbers: float) -> Tensor:
-    """A row of tokens with one head of one number."""
+    """A sequence of tokens with one head of one number."""
     return torch.tensor(numbers, dtype=torch.float32).reshape(1, -1, 1, 1)
 
 
@@ -59,7 +59,7 @@ def test_documents_begin_anew(backend):
 
 
 def test_documents_by_number(backend):
-    """Only the first document of a row continues from the state; the state is the last document's."""
+    """Only the first document of a sequence continues from the state; the state is the last document's."""
     state = ShiftState(column(8, 7), column(0, 0), 2)
     numbers = torch.tensor([[4, 4, 9, 4]])  # a number seen before is a new document all the same
     k_hat, _, new_state = kv_shift(
@@ -77,7 +77,7 @@ def test_padding_is_skipped(backend):
     assert state.k.item() == 2
 
 
-def test_a_row_of_padding_alone_keeps_its_state(backend):
+def test_a_sequence_of_padding_alone_keeps_its_state(backend):
     state = ShiftState(column(8, 7), column(4, 3), 2)
     mask = torch.zeros(1, 3, dtype=torch.bool)
     k_hat, _, new_state = kv_shift(column(1, 2, 3), column(1, 2, 3), TEN, BOTH, state=state, mask=mask, backend=backend)
@@ -108,7 +108,7 @@ def test_one_tensor_alone(backend):
     assert state.flatten().tolist() == [5, 1]
 
 
-def test_history_grows_to_its_limit(backend):
+def test_state_grows_to_its_limit(backend):
     """After a crop, rows come back one for each token."""
     state, held = ShiftState.zeros(1, 1, 1, rows=3).crop(2), []
     for number in (1.0, 2.0, 3.0):

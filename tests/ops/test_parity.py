@@ -153,7 +153,7 @@ def test_a_single_input_may_need_its_gradient_alone(trained, fast_backend):
     assert all(x.grad is None for name, x in leaves.items() if name != trained)
 
 
-def test_coefficients_of_a_long_row_keep_their_precision(fast_backend):
+def test_coefficients_of_a_long_sequence_keep_their_precision(fast_backend):
     """A running sum in fp32 would be off by 1e-4 here; a tree of sums is not. The interpreter is too slow for it."""
     interpreted = fast_backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     positions = 2_003 if interpreted else 100_003

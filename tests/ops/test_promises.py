@@ -185,7 +185,7 @@ def test_there_is_no_second_derivative(fast_backend):
 
 @pytest.mark.parametrize("missing", ["alpha", "beta"])
 @modes
-def test_a_tensor_without_coefficients_has_its_history_kept_all_the_same(missing, mode, backend):
+def test_a_tensor_without_coefficients_has_its_state_kept_all_the_same(missing, mode, backend):
     case = random_case(23, **mode)
     without = replace(case, **{missing: None})
     *both, state = case.call(backend)
@@ -209,7 +209,7 @@ def test_a_tensor_without_coefficients_has_its_history_kept_all_the_same(missing
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("padded", [False, True], ids=["", "mask"])
-def test_rows_of_nothing(shape, padded, backend):
+def test_sequences_of_nothing(shape, padded, backend):
     case = random_case(29, *shape, rows=2)
     if padded:
         case = replace(case, mask=torch.ones(shape, dtype=torch.bool))

@@ -71,7 +71,7 @@ def test_padded_packs(spare_rows, window, backend):
 @windows
 @pytest.mark.slow_on_triton(window=[3, 4])
 def test_cuts_inside_numbered_documents(window, backend):
-    """A row's first document continues the state, so a cut that falls on a boundary needs a fresh state instead."""
+    """The first document of a sequence continues the state, so a cut on a boundary needs a fresh state instead."""
     numbers = [[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5]]
     case = random_case(11, 2, 7, window=window, rows=4, seq_idx=numbers)
     check_pieces_are_the_whole(case, backend, [0], [1], [2], [4], [6], [7], [1, 2, 4, 6])

@@ -64,7 +64,7 @@ def test_reorder(queries):
         assert torch.equal(x, torch.stack([y[i] for i in order]))
 
 
-def test_reordered_rows_go_on(backend):
+def test_reordered_sequences_continue(backend):
     check_reordered_sequences_continue(backend)
 
 
@@ -85,7 +85,7 @@ def test_cropped_tokens_were_never_seen(tokens, window, backend):
 
 
 @pytest.mark.parametrize(("window", "tokens", "needed"), [(2, 3, 4), (3, 2, 4), (4, 1, 4), (2, 100, 101)])
-def test_a_crop_beyond_the_history_says_what_would_have_been_needed(window, tokens, needed):
+def test_a_crop_beyond_the_state_says_what_would_have_been_needed(window, tokens, needed):
     message = f"cannot crop {tokens} tokens: the state holds 3 rows .* keep max_rows >= {needed} .it is 3.*recovered"
     with pytest.raises(ValueError, match=message):
         a_state().crop(tokens, window=window)
@@ -123,7 +123,7 @@ def test_speculative_decoding_is_plain_decoding(window, accepted, backend):
     assert torch.equal(state.k[:, -(window - 1) :], state_plain.k)
 
 
-def test_rows_come_back_one_for_each_token_up_to_the_limit(backend):
+def test_the_state_grows_by_one_for_each_token_up_to_the_limit(backend):
     case = random_case(7, 2, 6, rows=5)
     state, rows = case.state.crop(4), []
     for t in range(6):
@@ -136,8 +136,8 @@ def test_rows_come_back_one_for_each_token_up_to_the_limit(backend):
     assert rows == [2, 3, 4, 5, 5, 5]
 
 
-def test_with_boundaries_the_number_of_rows_stays(backend):
-    """How many real tokens a row has is data; the shape of its state must not depend on it."""
+def test_with_boundaries_the_state_keeps_its_length(backend):
+    """How many real tokens a sequence has is data; the shape of its state must not depend on it."""
     case = random_case(11, 2, 4, rows=5)
     cropped = case.state.crop(3)
     mask = torch.ones(2, 4, dtype=torch.bool)
@@ -190,7 +190,7 @@ def test_split_and_stack_are_inverses(sizes, parts, queries):
     assert_same_state(pieces[-1], state.select(range(5 - parts[-1], 5)))
 
 
-def test_requests_that_arrived_apart_go_on_together(backend):
+def test_requests_that_arrived_apart_continue_together(backend):
     """Batched decoding of three requests with prompts of different lengths is each of them alone."""
     case = random_case(13, batch=3, positions=7)
     alone, states = [], []

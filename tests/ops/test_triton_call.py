@@ -46,7 +46,7 @@ def test_a_window_of_three_in_every_dtype_of_keys_and_of_coefficients(dtype):
 
 @pytest.mark.parametrize("positions", [0, 1, 7, 1025])
 def test_every_position_is_linked_to_the_real_ones_beside_it(positions):
-    """Rows with holes, with padding at both ends, with a single token, with none."""
+    """Sequences with holes, with padding at both ends, with a single token, with none."""
     rows = [[t % 3 > 0 for t in range(positions)], [2 < t < positions - 2 for t in range(positions)]]
     rows += [[t == positions // 2 for t in range(positions)], [False] * positions]
     found = triton_launch.links(torch.tensor(rows, dtype=torch.bool).view(4, positions))
@@ -158,7 +158,7 @@ def test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum(tiling, mode,
     [{"lengths": [3, 0, 1, 5, 2]}, {"mask": [[1, 0, 1], [0, 0, 0], [1, 1, 0], [0, 1, 1], [1, 1, 1]]}],
     ids=["pack", "padding"],
 )
-def test_tiles_of_history_change_no_bit_but_the_order_of_the_coefficients_sum(sequences, mode, monkeypatch):
+def test_tiles_of_state_change_no_bit_but_the_order_of_the_coefficients_sum(sequences, mode, monkeypatch):
     """Tiles of one sequence, of several, and of more than are left at the end."""
     case = random_case(79, 5, 3, rows=2, window=3, k_dim=8, v_dim=3, **mode)
     whole = outcome(case, "triton")
@@ -343,7 +343,7 @@ def test_every_tensor_of_a_call_must_be_plain(argument):
         odd.call("triton")
 
 
-def test_without_triton_it_is_named_and_auto_goes_on(monkeypatch):
+def test_without_triton_it_is_named_and_auto_takes_another(monkeypatch):
     case = random_case(101, 1, 3)
     monkeypatch.setattr(triton_call, "_HAS_TRITON", False)
     with pytest.raises(ValueError, match=r'backend "triton" cannot be used here: Triton is not installed'):

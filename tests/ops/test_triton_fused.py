@@ -78,7 +78,7 @@ def test_states_are_read(mode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cut", [1, 2, 4])
-def test_a_row_in_two_pieces_has_the_bits_of_the_whole(cut, dtype):
+def test_a_sequence_in_two_pieces_has_the_bits_of_the_whole(cut, dtype):
     case = random_fused(11, dtype=dtype, window=3, tables=2)
     whole = launched(case)
     rows = [torch.cat([torch.zeros_like(x[:, :2]), x[:, :cut]], dim=1)[:, -2:] for x in (case.k, case.v)]

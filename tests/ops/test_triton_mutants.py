@@ -67,7 +67,7 @@ def check_padding_backward() -> None:
     assert_within_one_rounding(random_case(31, 2, 6, mask=HOLES), "triton", through_state=False)
 
 
-def check_turn() -> None:
+def check_rotation() -> None:
     assert_within_rounding(random_fused(13, 2, 3, tables=2, norm=False))
 
 
@@ -79,11 +79,11 @@ def check_norm_of_a_wide_window() -> None:
     assert_within_rounding(random_fused(19, 1, 5, window=3))
 
 
-def check_turned_documents() -> None:
+def check_rotated_documents() -> None:
     assert_within_rounding(random_fused(23, 1, 6, queries=None, seq_idx=DOCUMENTS[:1]))
 
 
-def check_turned_padding() -> None:
+def check_rotated_padding() -> None:
     assert_within_rounding(random_fused(29, 1, 6, queries=None, mask=HOLES[:1]))
 
 
@@ -218,13 +218,13 @@ MUTANTS = {
         KERNELS,
         "at = b * table_b + row.to(tl.int64)[:, None] * table_t",
         "at = row.to(tl.int64)[:, None] * table_t",
-        check_turn,
+        check_rotation,
     ),
     "rotation the other way": KernelMutant(
         KERNELS,
         "low * c - high * s)",
         "low * c + high * s)",
-        check_turn,
+        check_rotation,
     ),
     "walk forward across the end": KernelMutant(
         BACKWARD,
@@ -236,13 +236,13 @@ MUTANTS = {
         BACKWARD,
         "        stays = stays & same\n",
         "",
-        check_turned_documents,
+        check_rotated_documents,
     ),
     "walk forward into holes": KernelMutant(
         BACKWARD,
         "        after = tl.load(links + (at + row) * 2 + 1, mask=inside, other=0)\n",
         "        after = row + 1\n",
-        check_turned_padding,
+        check_rotated_padding,
     ),
     "sums of one tile lost": KernelMutant(
         BACKWARD,
@@ -254,7 +254,7 @@ MUTANTS = {
         BACKWARD,
         "low = g_low * c + g_high * s",
         "low = g_low * c - g_high * s",
-        check_turn,
+        check_rotation,
     ),
     "norm's gradient without its mean": KernelMutant(
         BACKWARD,

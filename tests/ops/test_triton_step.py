@@ -14,8 +14,8 @@ from kvshift.ops.triton.step import step_triton
 
 from .cases import normal_numbers
 
-SLOTS = [4, -1, 0, 2, 1]  # of the states: row 1 only fills up the batch
-CACHE_SLOTS = [3, 5, -1, 17, 9]  # in the cache, of 4 pages of 8 rows: row 2 is not written there
+SLOTS = [4, -1, 0, 2, 1]  # of the states: sequence 1 only fills up the batch
+CACHE_SLOTS = [3, 5, -1, 17, 9]  # in the cache, of 4 pages of 8 rows: sequence 2 is not written there
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ class Call:
 def a_call(
     *, window: int = 2, rows: int = 1, dtype: torch.dtype = torch.float32, norm: bool = False, tables: int = 1
 ) -> Call:
-    """Five sequences, 5 query and 3 KV heads; the cache of keys has its heads before its rows."""
+    """Five sequences, 5 query and 3 KV heads; the cache of keys has its heads before its positions."""
     normal = normal_numbers(2, dtype)
     scales = {"q_scale": normal(6), "k_scale": normal(6), "eps": 0.1} if norm else {}
     return Call(
@@ -123,7 +123,7 @@ def test_a_step_writes_nothing_else():
 
 
 def test_pages_of_their_own_count_from_the_start_of_each():
-    """As the static cache of transformers has it: one length for all rows."""
+    """As the static cache of transformers has it: one length for all sequences."""
     shape = {"k_cache": torch.zeros(5, 8, 3, 6), "v_cache": torch.zeros(5, 8, 3, 7)}
     own = a_call().with_(**shape, cache_slots=torch.tensor(3), own_pages=True)
     counted = own.with_(cache_slots=torch.arange(5) * 8 + 3, own_pages=False).copy()
@@ -135,7 +135,7 @@ def test_pages_of_their_own_count_from_the_start_of_each():
 
 
 def test_behind_the_end_of_its_page_a_token_is_written_nowhere():
-    """Not into the page of the next row, nor, from the last, into memory of others; and nobody overlooks it."""
+    """Not into the page of the next sequence, nor, from the last, into memory of others; and nobody overlooks it."""
     pages = {"k_cache": torch.zeros(7, 8, 3, 6), "v_cache": torch.zeros(7, 8, 3, 7)}
     first_five = {name: x[:5] for name, x in pages.items()}
     call = a_call().with_(**first_five, state_slots=None, own_pages=True)
@@ -145,7 +145,7 @@ def test_behind_the_end_of_its_page_a_token_is_written_nowhere():
     assert call.with_(cache_slots=torch.tensor(7)).run().isfinite().all()
 
 
-def test_rows_have_the_state_of_their_number_by_default():
+def test_sequences_have_the_state_of_their_number_by_default():
     call = a_call().with_(state_slots=None)
     counted = call.with_(state_slots=torch.arange(5)).copy()
     assert torch.equal(call.run(), counted.run())
@@ -154,7 +154,7 @@ def test_rows_have_the_state_of_their_number_by_default():
 
 
 @pytest.mark.parametrize("shifted", ["alpha", "beta", "neither"])
-def test_what_is_not_shifted_is_turned_and_stored_as_it_is(shifted):
+def test_what_is_not_shifted_is_rotated_and_stored_as_it_is(shifted):
     identity = torch.tensor([[1.0, 0.0]]).expand(3, 2)
     missing = {name: None for name in ("alpha", "beta") if name != shifted}
     call = a_call().with_(**missing)

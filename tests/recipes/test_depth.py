@@ -61,7 +61,7 @@ def test_twins_differ_in_the_shift_alone(preset: str):
 
 def test_no_run_of_the_laptop_reads_its_text_twice():
     config = depth.LAPTOP
-    assert config.steps * config.batch_size <= 69_814  # rows of the corpus, as a run recorded them
+    assert config.steps * config.batch_size <= 69_814  # sequences of the corpus, as a run recorded them
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_the_paper_preset_has_the_published_schedule():
 
 
 class Oracle(torch.nn.Module):
-    """Answers each question rightly, but every `wrong`-th letter of rows with k = 2; in training all are wrong."""
+    """Answers each question rightly, but every `wrong`-th letter of sequences with k = 2; in training all are wrong."""
 
     def __init__(self, task: HopTask) -> None:
         super().__init__()

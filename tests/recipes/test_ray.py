@@ -96,7 +96,7 @@ def test_with_one_gpu_there_is_one_job_at_a_time_and_one_that_fails_stops_no_oth
 
 
 @pytest.mark.parametrize(("workers", "gpus", "share"), [(2, 0, 0), (2, 1, 0.5), (3, 2, 0.5), (4, 4, 1), (2, 8, 1)])
-def test_all_workers_find_room_on_the_gpus(workers: int, gpus: int, share: float) -> None:
+def test_all_workers_fit_on_the_gpus(workers: int, gpus: int, share: float) -> None:
     assert _gpu_share(workers, gpus) == share
 
 

@@ -83,7 +83,7 @@ def test_a_right_table_would_hold(records: list[Record]) -> None:
     assert {claim.direction for claim in RECIPE.claims(records)} == {"holds"}
 
 
-def test_logits_that_part_between_places_would_fail(records: list[Record]) -> None:
+def test_logits_that_part_between_positions_would_fail(records: list[Record]) -> None:
     records[-1].result["settings"][0]["logits"]["target"]["spread"] = 1e-3
     assert RECIPE.claims(records)[0].direction == "fails"
 

@@ -29,7 +29,7 @@ def test_one_seed(tmp_path):
     summary = summarize([read_twins(tmp_path, 0)], STEP_TIME)
     left = math.exp(-3)
     assert summary["seeds"][0]["difference"]["kv-shift"]["mean"] == pytest.approx(-0.1 * (1 - left), rel=1e-12)
-    # The rows differ by that, and by the difference of two sines.
+    # The sequences differ by that, and by the difference of two sines.
     spread = [0.001 * (math.sin(7 * row * 1.1) - math.sin(7 * row)) for row in range(7)]
     mean = sum(spread) / 7
     stderr = math.sqrt(sum((value - mean) ** 2 for value in spread) / 6 / 7)
@@ -147,7 +147,7 @@ def test_steps_are_counted_to_the_end_of_vanilla_even_if_it_dipped_before(tmp_pa
     assert summarize([read_twins(tmp_path, 0)])["seeds"][0]["reach"]["step"]["vanilla"] == 60
 
 
-def test_runs_on_other_rows_are_not_compared(tmp_path):
+def test_runs_on_other_sequences_are_not_compared(tmp_path):
     write_run(tmp_path / "seed-0" / "vanilla", shift_targets=(), rows=5)
     write_run(tmp_path / "seed-0" / "kvshift", rows=7)
     with pytest.raises(LabError, match="7 validation sequences, but 5"):

@@ -78,7 +78,7 @@ def test_attention_has_a_panel_for_each_head():
         assert [tuple(line.get_ydata()) for line in axes.lines] == [(2.5, 2.5), (0, 1)]
 
 
-def test_long_rows_have_no_tokens_on_their_axes():
+def test_long_sequences_have_no_tokens_on_their_axes():
     plain, _colorbar = map_attention([np.eye(50)], ["one"], tokens=["a"] * 50).axes
     assert len(plain.get_xticks()) < 50
     assert not plain.lines

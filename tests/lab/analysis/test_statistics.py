@@ -25,7 +25,7 @@ def test_pairing_removes_what_both_share():
     assert paired_difference([2.5], [2.0], [3]) == Estimate(0.5, None, 1)
 
 
-def test_rows_count_by_their_tokens():
+def test_sequences_count_by_their_tokens():
     # d = (1 * 1 + 3 * 5) / 4 = 4; w (d_i - d) = -3 and 3, whose deviation is sqrt(18); over mean weight 2, sqrt(2)
     assert paired_difference([2.0, 7.0], [1.0, 2.0], [1, 3]) == Estimate(4.0, pytest.approx(1.5, rel=1e-15), 2)
 

@@ -119,7 +119,7 @@ def test_shares():
     assert shares(None, 3).tolist() == [[1.0]] * 3
 
 
-def test_rows_too_short_to_tell_places_apart():
+def test_sequences_too_short_to_tell_positions_apart():
     with pytest.raises(ValueError, match="length at least 6; got 22 positions and length 5"):
         attention_scores(look_back(1), length=5, beta=NOW)
     with pytest.raises(ValueError, match="got 22 positions and length 12"):
@@ -234,8 +234,8 @@ def test_batches_do_not_matter():
     assert parts.behaviour["second"] == pytest.approx(whole.behaviour["second"], rel=1e-5)
 
 
-def test_the_half_that_comes_again_is_told_from_the_first_by_one_place_exactly():
-    # With the token that begins rows, every place moves by one; of a perfect head all N - 1 answers must stay right.
+def test_the_half_that_comes_again_is_told_from_the_first_by_one_position_exactly():
+    # With a token at the start, every position moves by one; of a perfect head all N - 1 answers must stay right.
     found = measure_heads(by_hand(), replace(ROWS, begin=7))
     assert found.behaviour["second"]["accuracy"] == 1
     assert found.heads[0].alone > 0.99
@@ -285,7 +285,7 @@ def test_without_probabilities_nothing_is_measured():
         measure_heads(model, ROWS)
 
 
-def test_rows_are_different_tokens_that_come_twice():
+def test_sequences_are_different_tokens_that_come_twice():
     config = RepeatConfig(length=N, rows=5, lowest_token=3, highest_token=16, begin=9)
     rows = repeated_rows(config, vocab_size=23, positions=None)
     assert rows.shape == (5, 1 + T)
@@ -322,6 +322,6 @@ def test_length_follows_the_model(vocab_size, positions, begin, expected):
         ({"begin": 23}, "begin must be one of the model's tokens, 0 to 22, got 23"),
     ],
 )
-def test_rows_that_cannot_be_made(options, message):
+def test_sequences_that_cannot_be_made(options, message):
     with pytest.raises(LabError, match=message):
         repeated_rows(RepeatConfig(**options), vocab_size=23, positions=64, window=2)

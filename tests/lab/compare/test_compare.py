@@ -256,7 +256,7 @@ def test_a_report_that_cannot_be_written(tmp_path, children):
     assert children == []
 
 
-def test_an_interrupt_between_runs_says_how_to_go_on(tmp_path, children, monkeypatch):
+def test_an_interrupt_between_runs_says_how_to_resume(tmp_path, children, monkeypatch):
     def interrupt(folder, label):
         raise KeyboardInterrupt
 
@@ -272,7 +272,7 @@ def test_two_comparisons_in_one_folder_refuse(tmp_path, children):
     assert children == []
 
 
-def test_a_run_that_still_goes_on_is_waited_for(tmp_path, children, undrawn, capsys):
+def test_a_run_that_is_not_finished_is_waited_for(tmp_path, children, undrawn, capsys):
     folder = tmp_path / "out" / "seed-0" / "vanilla"
     folder.mkdir(parents=True)
     hold = (

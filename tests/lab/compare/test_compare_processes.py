@@ -79,7 +79,7 @@ def test_a_fault_of_the_child_reaches_the_user(tmp_path, child_environment):
 
 
 @pytest.mark.slow
-def test_killed_outright_and_given_again_it_goes_on(tmp_path, child_environment):
+def test_killed_outright_and_given_again_it_resumes(tmp_path, child_environment):
     """With frozen identity coefficients the twins are one model, so every number of theirs is the same."""
     out, corpus = tmp_path / "out", tmp_path / "numbers.txt"
     corpus.write_text("".join(f"{number * number} is the square of {number}.\n" for number in range(300)))

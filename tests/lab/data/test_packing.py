@@ -1,4 +1,4 @@
-"""Rows against a plain loop, and what the model makes of them against each document alone."""
+"""Sequences against a plain loop, and what the model makes of them against each document alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_example_at_the_head_of_the_module():
 
 
 @pytest.mark.parametrize("length", [2, 3, 5, 7, 11, 31])
-def test_rows_equal_a_plain_loop(length):
+def test_sequences_equal_a_plain_loop(length):
     assert rows_of(DOCUMENTS, length) == rows_by_loop(DOCUMENTS, length)
 
 
@@ -75,7 +75,7 @@ def test_concat_holds_the_same_tokens_and_nothing_else():
     assert rows_of(DOCUMENTS, 7, "concat") == [{"input_ids": row["input_ids"]} for row in separate]
 
 
-def test_row_that_exactly_fits_is_kept_and_one_token_less_is_dropped():
+def test_a_sequence_that_exactly_fits_is_kept_and_one_token_less_is_dropped():
     tokens = sum(len(ids(document)) + 1 for document in DOCUMENTS)
 
     assert len(rows_of(DOCUMENTS, tokens)) == 1
@@ -115,7 +115,7 @@ def documents_dataset(documents: list[Any] = DOCUMENTS) -> datasets.Dataset:
 
 
 @pytest.mark.parametrize("how", ["concat", "documents"])
-def test_dataset_and_stream_hold_the_same_rows(how):
+def test_dataset_and_stream_hold_the_same_sequences(how):
     documents = documents_dataset()
     expected = rows_of(DOCUMENTS, 7, how)
     stored = pack_documents(documents, TOKENIZER, 7, how)
@@ -180,7 +180,7 @@ def model() -> KVShiftLlamaForCausalLM:
 
 
 def batch_of(documents: list[str], how: str) -> dict[str, torch.Tensor]:
-    """All documents in one row."""
+    """All documents in one sequence."""
     length = sum(len(ids(document)) + 1 for document in documents)
     return collate(list(pack(documents, ENCODER, EOS, length, how)))
 

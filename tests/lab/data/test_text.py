@@ -1,4 +1,4 @@
-"""From a configuration to rows: the parts together, the messages, and the same rows every time."""
+"""From a configuration to sequences: the parts together, the messages, and the same sequences every time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokens(rows: datasets.Dataset | datasets.IterableDataset) -> list[list[int]]
     return [torch.as_tensor(row["input_ids"]).tolist() for row in rows]
 
 
-def test_bundled_corpus_becomes_rows(tmp_path):
+def test_bundled_corpus_becomes_sequences(tmp_path):
     data = load(tmp_path)
 
     assert isinstance(data.train, datasets.Dataset)
@@ -59,7 +59,7 @@ def test_bundled_corpus_becomes_rows(tmp_path):
     assert whole[:900_000] == corpus[:900_000]
 
 
-def test_rows_of_documents_say_where_they_start(tmp_path, folder):
+def test_sequences_of_documents_say_where_they_start(tmp_path, folder):
     corpus = write_documents(folder / "a.jsonl", 31)
     data = load(tmp_path, corpus=corpus, packing="documents", vocab_size=300, sequence_length=64)
 
@@ -80,7 +80,7 @@ def test_bpe_is_trained_on_the_training_text_alone(tmp_path, folder):
     assert not any("eld" in token for token in vocabulary)
 
 
-def test_stream_holds_all_rows_in_an_order_of_the_seed(tmp_path, folder, monkeypatch):
+def test_stream_holds_all_sequences_in_an_order_of_the_seed(tmp_path, folder, monkeypatch):
     monkeypatch.setattr(sources, "STREAM_VALIDATION_DOCUMENTS", 3)
     corpus = write_documents(folder / "a.jsonl", 31)
     options = {"corpus": corpus, "vocab_size": 300, "sequence_length": 32}
@@ -100,7 +100,7 @@ def test_stream_holds_all_rows_in_an_order_of_the_seed(tmp_path, folder, monkeyp
     assert data.tokenizer.decode(in_order[0]).startswith("w3x0 w3x1")
 
 
-def test_stream_goes_on_where_its_state_was_taken(tmp_path, folder, monkeypatch):
+def test_stream_resumes_where_its_state_was_taken(tmp_path, folder, monkeypatch):
     monkeypatch.setattr(sources, "STREAM_VALIDATION_DOCUMENTS", 3)
     monkeypatch.setattr(packing, "_SHUFFLE_ROWS", 5)
     options = {"corpus": write_documents(folder / "a.jsonl", 31), "vocab_size": 300, "sequence_length": 32}
@@ -148,7 +148,7 @@ print(len(rows), hashlib.sha256(repr(rows).encode()).hexdigest())
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_get_the_same_rows(tmp_path, folder, cache):
+def test_processes_that_start_together_get_the_same_sequences(tmp_path, folder, cache):
     """One cache and one tokenizer folder, both empty at first."""
     corpus = write_documents(folder / "a.jsonl", 200)
     environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "common"), "HF_HUB_OFFLINE": "1"}
@@ -231,7 +231,7 @@ def test_stream_with_no_more_than_its_validation_is_refused(tmp_path, folder):
         load(tmp_path, corpus=corpus, streaming=True)
 
 
-def test_corpus_too_small_for_a_row_says_how_small(tmp_path, folder):
+def test_corpus_too_small_for_a_sequence_says_how_small(tmp_path, folder):
     (folder / "a.txt").write_text("zxjv")  # four letters and the end of text
     (folder / "b.txt").write_text("b" * 100)
     options = {"vocab_size": 257, "sequence_length": 6}
@@ -305,6 +305,6 @@ def test_a_real_corpus_with_validation_of_its_own(tmp_path):
     )
     starts = sum(int((row["position_ids"] == 0).sum()) for row in data.train)
 
-    # a row begins with position 0, and so do 352 documents, hardly one of them at the head of a row
+    # a sequence begins with position 0, and so do 352 documents, hardly one of them at the head of a sequence
     assert len(data.train) + 340 <= starts <= len(data.train) + 352
     assert len(data.validation) > 300

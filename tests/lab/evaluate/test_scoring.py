@@ -1,4 +1,4 @@
-"""Windows worked out by hand, and beside the rows of training."""
+"""Windows worked out by hand, and beside the sequences of training."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_bytes_and_blocks():
         assert np.concatenate(values).tolist() == expected
 
 
-def test_with_the_window_as_stride_they_are_the_rows_of_training():
+def test_with_the_window_as_stride_they_are_the_sequences_of_training():
     tokenizer = train_bpe(iter(["the rows of training"]), 270)
     documents = ["the rows of training", "are", "cut from one stream of tokens"]
     encode, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id
@@ -75,6 +75,6 @@ def test_with_the_window_as_stride_they_are_the_rows_of_training():
     found = list(windows(sequences(stream, begin=None, separator=eos), length=7, stride=7))
     rows = list(pack(documents, encode, eos, 7, "concat"))
     assert len(rows) >= 3
-    for window, row in zip(found, rows, strict=False):  # training leaves out an end that fills no row
+    for window, row in zip(found, rows, strict=False):  # training leaves out an end that fills no sequence
         np.testing.assert_array_equal(window.ids, row["input_ids"])
         assert len(window.sizes) == 6

@@ -1,4 +1,4 @@
-"""`kvshift generate`: every row as it would be alone, each fault named."""
+"""`kvshift generate`: every sequence as it would be alone, each fault named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ..generation_cases import PROMPTS, batch_config, lines, save_model, tokeniz
     ],
     ids=["greedy", "beams", "sampled beams", "repetition penalty", "prompt lookup"],
 )
-def test_rows_of_a_batch_are_as_alone(model_folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_sequences_of_a_batch_are_as_alone(model_folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     config = batch_config(model_folder, tmp_path, **options)
     if "samples" in options:  # draws differ from batch to batch; what is drawn must at least belong to its prompt
         generate(config)
@@ -309,7 +309,7 @@ def test_a_stdin_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
         generate(GenerateConfig(model="absent", prompt="-"))
 
 
-def test_by_default_as_many_tokens_as_the_model_has_room_for(
+def test_by_default_as_many_tokens_as_the_model_has_positions_for(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of its 64, the longest prompt taken off; so each prompt of a file gets the same number, in any batch."""

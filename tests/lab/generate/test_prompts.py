@@ -52,7 +52,7 @@ def test_a_file_that_was_cut_anywhere_ends_as_if_it_had_not_been(finished: tuple
         assert config.output.read_bytes() == content, cut
 
 
-def test_what_is_there_is_not_made_again(
+def test_what_is_there_is_not_computed_again(
     finished: tuple[GenerateConfig, bytes], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, content = finished
@@ -93,7 +93,7 @@ def test_kill_and_rerun(model_folder: Path, tmp_path: Path) -> None:
     assert fresh.output.read_bytes() == whole
 
 
-def test_a_greedy_file_goes_on_with_smaller_batches(model_folder: Path, tmp_path: Path) -> None:
+def test_a_greedy_file_continues_with_smaller_batches(model_folder: Path, tmp_path: Path) -> None:
     config = batch_config(model_folder, tmp_path)
     generate(config)
     content = config.output.read_bytes()

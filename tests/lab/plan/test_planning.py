@@ -195,7 +195,7 @@ def test_a_model_that_fits_nowhere() -> None:
         ({"batch_size": 6}, 6, 6 * 64),
         ({"batch_size": 6, "devices": 3}, 6, 6 * 3 * 64),
         ({"batch_size": None, "tokens_per_step": 64 * 15}, 15, 64 * 15),
-        ({"batch_size": None}, 2048 // 4, 524_288),  # the largest that fits is no divisor of the 8192 rows
+        ({"batch_size": None}, 2048 // 4, 524_288),  # the largest that fits is no divisor of the 8192 sequences
         ({"batch_size": None, "data": PlanData(sequence_length=100), "devices": 3}, 1747, 1747 * 300),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tasks of a size for tests, what must hold of each batch, and the rows that docstrings draw."""
+"""Tasks of a size for tests, what must hold of each batch, and the sequences that docstrings draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CFG: the grammar against its sentences written out one by one; rows and questions against the grammar."""
+"""CFG: the grammar against its sentences written out one by one; sequences and questions against the grammar."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def split(tokens: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("grammar", "length"), [(DRAWN, 11), (RAGGED, 3), (CFG3S, 64), (CFG3F, 512)], ids=["drawn", "ragged", "3s", "3f"]
 )
-def test_rows_are_windows_of_one_stream_of_sentences(grammar: CFGGrammar, length: int):
+def test_sequences_are_windows_of_one_stream_of_sentences(grammar: CFGGrammar, length: int):
     task = CFGTask(CFGConfig(grammar=grammar, length=length, prefix=1))
     batch = task.batch(seeded(3), 17)
     check_shape(task, batch, 17)
@@ -171,8 +171,8 @@ def test_rows_are_windows_of_one_stream_of_sentences(grammar: CFGGrammar, length
 
 
 @pytest.mark.parametrize("length", [2, 5, 23])
-def test_a_row_begins_anywhere_in_the_stream_and_chance_follows(length: int):
-    """Rows alone, one in a batch: the law of their first token, and of the labels in each slice."""
+def test_a_sequence_begins_anywhere_in_the_stream_and_chance_follows(length: int):
+    """Sequences alone, one in a batch: the law of their first token, and of the labels in each slice."""
     task = CFGTask(CFGConfig(grammar=DRAWN, length=length, prefix=2))
     rows = 4000
     generator = seeded(4)
@@ -190,7 +190,7 @@ def test_a_row_begins_anywhere_in_the_stream_and_chance_follows(length: int):
     for index, name in enumerate(task.slice_names):
         counts = labels[slices == index].bincount(minlength=3)
         best = int(counts.argmax())
-        # of a ratio of sums over rows, which are independent
+        # of a ratio of sums over sequences, which are independent
         right = ((labels == best) & (slices == index)).sum(dim=1).double()
         residual = right - task.chance[name] * (slices == index).sum(dim=1)
         assert abs(residual.mean()) < 3.5 * residual.std() / rows**0.5
@@ -224,7 +224,7 @@ def test_a_batch_depends_on_its_generator_alone():
     assert not training & evaluation
 
 
-def test_questions_take_turns():
+def test_questions_alternate():
     task = CFGTask(CFGConfig(grammar=CFG3S, length=64, prefix=11, temperature=0.5))
     assert isinstance(task, QuestionTask)
     assert (task.end_token, task.temperature) == (0, 0.5)
@@ -253,7 +253,7 @@ def test_the_judge_wants_one_whole_sentence():
 
 
 @pytest.mark.parametrize("grammar", [*TINY.values(), CFG3S, CFG3F], ids=[*TINY, "cfg3s", "cfg3f"])
-def test_an_answer_has_room_for_the_longest_sentence_and_its_end(grammar: CFGGrammar):
+def test_an_answer_may_be_as_long_as_the_longest_sentence_and_its_end(grammar: CFGGrammar):
     """And one that is cut off there, from the start or from a prefix, is no sentence."""
     task = CFGTask(CFGConfig(grammar=grammar, prefix=1))
     assert task.max_new_tokens == grammar.lengths.longest + 1
@@ -279,7 +279,7 @@ def test_a_config_goes_through_json():
     assert CFGConfig().grammar == CFG3F
 
 
-def test_the_rows_that_the_docstring_draws():
+def test_the_sequences_that_the_docstring_draws():
     rules = tuple(re.findall(r"^    (\d+ -> .*)$", cfg.__doc__ or "", flags=re.MULTILINE))
     assert rules == DRAWN.rules
     lines = (drawn_numbers(cfg, name) for name in FIELDS)
@@ -336,6 +336,6 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str):
         CFGConfig(**options)
 
 
-def test_a_batch_without_rows_is_refused():
+def test_a_batch_without_sequences_is_refused():
     with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
         CFGTask(CFGConfig()).batch(torch.Generator(), 0)

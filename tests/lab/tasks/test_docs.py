@@ -1,4 +1,4 @@
-"""docs/tasks.md: its code runs, and its rows are those of the docstrings, which other tests check."""
+"""docs/tasks.md: its code runs, and its sequences are those of the docstrings, which other tests check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_code_runs():
 
 
 @pytest.mark.parametrize("module", [induction, mqar, hop])
-def test_rows_are_those_of_the_docstring(module):
+def test_sequences_are_those_of_the_docstring(module):
     drawn = re.findall(r"^    (?:script|latest|raw|input_ids|labels|slices)  .*$", module.__doc__, flags=re.MULTILINE)
     assert len(drawn) >= 3
     assert all(line in TEXT for line in drawn)

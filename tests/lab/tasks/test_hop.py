@@ -64,7 +64,7 @@ def test_hops_are_uniform_or_as_asked():
 
 
 def test_letters_are_a_uniform_walk():
-    """Pairs of neighbours: each of the 12 allowed ones as often, also at the start of a row."""
+    """Pairs of neighbours: each of the 12 allowed ones as often, also at the start of a sequence."""
     batch = HopTask(HopConfig()).batch(seeded(2), 6000)
     letters = batch.input_ids[:, 1:-1] - 17
     for columns in (letters[:, :2], letters[:, -2:]):
@@ -77,7 +77,7 @@ def test_letters_are_a_uniform_walk():
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 8, 16])
 def test_share_of_undefined_targets(count: int):
-    """Of 98: none at k = 0, 4 at k = 1, 3 more for each further hop, half at k = 16; in every row the same."""
+    """Of 98: none at k = 0, 4 at k = 1, 3 more for each further hop, half at k = 16; in every sequence the same."""
     task = HopTask(HopConfig(hops=count))
     undefined = (task.batch(seeded(3), 200).slices == 17).sum(dim=1)
     assert undefined.unique().tolist() == [0 if count == 0 else 4 + 3 * (count - 1)]
@@ -104,7 +104,7 @@ def test_ids_are_those_of_sanford_et_al():
     assert labels[:, 1].unique().tolist() == [22]
 
 
-def test_the_row_that_the_docstring_draws():
+def test_the_sequence_that_the_docstring_draws():
     (row,), (labels,), (slices,) = (drawn(hop, name) for name in ("input_ids", "labels", "slices"))
     text = "".join(row[1:-1])
     hops = [hops_from(text, start, int(row[0])) for start in range(10)]
@@ -127,6 +127,6 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str):
         HopConfig(**options)
 
 
-def test_a_batch_without_rows_is_refused():
+def test_a_batch_without_sequences_is_refused():
     with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
         HopTask(HopConfig()).batch(torch.Generator(), 0)

@@ -1,4 +1,4 @@
-"""Rows against the printed script, walked token by token, and against its law, worked out draw by draw."""
+"""Sequences against the printed script, walked token by token, and against its law, worked out draw by draw."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def walk(row: list[int], mode: str) -> dict[int, int]:
 
 
 def named(row: list[int], unknown: int) -> tuple[int, ...]:
-    """The tokens of a row as 0, 1, ... in the order they appear; what is unknown as -1."""
+    """The tokens of a sequence as 0, 1, ... in the order they appear; what is unknown as -1."""
     names = {unknown: -1}
     return tuple(names.setdefault(token, len(names) - 1) for token in row)
 
 
 def law(mode: str, length: int, pool: int) -> dict[tuple[int, ...], float]:
-    """Probability of every row, its tokens named in the order they appear, by all draws of the printed script."""
+    """Probability of every sequence, its tokens named in the order they appear, by all draws of the printed script."""
     rows: defaultdict[tuple[int, ...], float] = defaultdict(float)
 
     def extend(row: list[int], after: dict[int, int], pos: list[int], probability: float) -> None:
@@ -85,7 +85,7 @@ def law(mode: str, length: int, pool: int) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize("mode", WALKED)
-def test_rows_come_with_the_probability_that_the_script_gives_them(mode: str):
+def test_sequences_come_with_the_probability_that_the_script_gives_them(mode: str):
     length, pool, count = 8, 4, 20_000
     expected = law(mode, length, pool)
     _, rows, _ = rows_of(count, mode=mode, length=length, pool=pool, vocab_size=30)
@@ -168,7 +168,7 @@ def test_ids_are_those_of_the_printed_script():
 
 
 def test_the_first_repeat_comes_where_the_birthday_problem_says():
-    """512 ids, never the one just drawn: mean 29.0. The specification measured 29.8 and median 28 in 600 rows."""
+    """512 ids, never the one just drawn: mean 29.0. The specification measured 29.8 and median 28 in 600 sequences."""
     none_yet, mean = 1.0, 0.0
     for before in range(2, 512):
         repeats = (before - 1) / 511
@@ -184,7 +184,7 @@ def test_the_first_repeat_comes_where_the_birthday_problem_says():
     assert abs(np.median(found) - 28) <= 2
 
 
-def test_repeats_in_a_row_of_the_paper():
+def test_repeats_in_a_sequence_of_the_paper():
     """112 in `script`, 118 in `latest`; whoever repairs the script otherwise gets another number."""
     for mode, repeats in (("script", 112), ("latest", 118)):
         _, _, slices = rows_of(300, seed=2, mode=mode)
@@ -192,8 +192,8 @@ def test_repeats_in_a_row_of_the_paper():
 
 
 def test_facts_about_the_printed_script():
-    """An unknown token about 20 times a row; 119 repeats, of which 82 % (69 %) have the token after the latest (the
-    first) earlier occurrence for their target; one row in three is a token too long, here cut; padding never."""
+    """An unknown token about 20 times a sequence; 119 repeats, of which 82 % (69 %) have the token after the latest
+    (the first) earlier occurrence for their target; one sequence in three is a token too long, here cut; no padding."""
     _, rows, slices = rows_of(600, seed=4, mode="raw")
     repeats, cut, latest, first = [], 0, [], []
     for row, of_row in zip(rows, slices, strict=True):
@@ -214,7 +214,7 @@ def test_facts_about_the_printed_script():
     assert statistics.fmean(repeats) == pytest.approx(119, abs=1)
     assert statistics.fmean(latest) == pytest.approx(0.82, abs=0.01)
     assert statistics.fmean(first) == pytest.approx(0.69, abs=0.01)
-    # near the end 54 % of draws are repeats, of two tokens each: 0.54 / 1.54 of rows end within one
+    # near the end 54 % of draws are repeats, of two tokens each: 0.54 / 1.54 of sequences end within one
     assert cut / len(rows) == pytest.approx(0.35, abs=3 * (0.35 * 0.65 / 600) ** 0.5)
 
 
@@ -236,7 +236,7 @@ def test_chance_at_the_sizes_of_the_paper_and_of_the_laptop():
     assert InductionTask(laptop).chance["first_repeat"] == pytest.approx(0.1760, abs=5e-5)
 
 
-def test_the_rows_that_the_docstring_draws():
+def test_the_sequences_that_the_docstring_draws():
     script, repeats = drawn_numbers(induction, "labels")
     (slices,) = drawn_numbers(induction, "slices")
     (row,) = drawn_numbers(induction, "script")
@@ -270,7 +270,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str):
 
 
 @pytest.mark.parametrize("mode", WALKED)
-def test_rows_without_a_repeat_start_anew(mode: str):
+def test_sequences_without_a_repeat_start_anew(mode: str):
     """19 of 20 do. The others repeat after 2 tokens or after 3: 1/60 against 59/60 2/60."""
     _, _, slices = rows_of(300, mode=mode, length=5, pool=61, vocab_size=90)
     after_two = int((slices[:, 3] == 0).sum())
@@ -279,7 +279,7 @@ def test_rows_without_a_repeat_start_anew(mode: str):
     assert abs(after_two / 300 - share) < 3 * (share * (1 - share) / 300) ** 0.5
 
 
-def test_the_smallest_rows():
+def test_the_smallest_sequences():
     for mode in WALKED:
         _, rows, _ = rows_of(19, mode=mode, length=4, pool=2, vocab_size=13)
         assert all(row[2:] == row[:2] for row in rows)

@@ -1,4 +1,4 @@
-"""MQAR: each answer is found by reading the row, and slots are drawn by their weights."""
+"""MQAR: each answer is found by reading the sequence, and slots are drawn by their weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_slots_are_drawn_one_after_the_other_by_their_weights():
     assert chisquare([found[cell] for cell in cells], expected).pvalue > 1e-3
 
 
-def test_chance_is_what_guessing_a_value_of_the_row_scores():
+def test_chance_is_what_guessing_a_value_of_the_sequence_scores():
     task = MQARTask(MQARConfig())
     batch = task.batch(seeded(3), 2000)
     guess = batch.input_ids[:, [1]].expand_as(batch.labels)
@@ -71,7 +71,7 @@ def test_chance_is_what_guessing_a_value_of_the_row_scores():
     assert right == 1 / 4  # exactly: each value is asked for once
 
 
-def test_the_row_that_the_docstring_draws():
+def test_the_sequence_that_the_docstring_draws():
     (row,), (labels,), (slices,) = (drawn_numbers(mqar, name) for name in ("input_ids", "labels", "slices"))
     values = dict(zip(row[0:6:2], row[1:6:2], strict=True))
     expected = [values[row[at - 1]] if at > 6 and row[at - 1] in values else -100 for at in range(16)]
@@ -95,7 +95,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str):
         MQARConfig(**options)
 
 
-def test_the_smallest_rows():
+def test_the_smallest_sequences():
     task = MQARTask(MQARConfig(length=8, pairs=2, vocab_size=6))
     batch = task.batch(seeded(4), 23)
     check_shape(task, batch, 23)

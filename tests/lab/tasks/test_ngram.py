@@ -1,4 +1,4 @@
-"""3-gram: one table, told by no token of the row but the pair."""
+"""3-gram: one table, told by no token of the sequence but the pair."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_best_guess_may_know():
         NGramTask(NGramConfig()).best_guess("x3")  # type: ignore[arg-type]
 
 
-def test_the_rows_that_the_docstring_draws():
+def test_the_sequences_that_the_docstring_draws():
     lines = (drawn_numbers(ngram, name) for name in ("input_ids", "labels", "slices"))
     for row, labels, slices in zip(*lines, strict=True):
         seen: dict[tuple[int, int], int] = {}

@@ -33,8 +33,8 @@ def test_no_number_twice(count: int, population: int):
     assert all(len(set(row)) == count for row in rows.tolist())
 
 
-def test_rows_that_fall_short_are_drawn_again(monkeypatch: pytest.MonkeyPatch):
-    """With 5 draws for 4 of 5 numbers most rows do."""
+def test_sequences_that_fall_short_are_drawn_again(monkeypatch: pytest.MonkeyPatch):
+    """With 5 draws for 4 of 5 numbers most sequences do."""
     monkeypatch.setattr("kvshift.lab.tasks.sampling._draws", lambda count, population: 5)
     rows = distinct_rows(48_000, 4, 5, seeded(2))
     found = Counter(map(tuple, rows.tolist()))
@@ -42,7 +42,7 @@ def test_rows_that_fall_short_are_drawn_again(monkeypatch: pytest.MonkeyPatch):
     assert chisquare(list(found.values())).pvalue > 1e-3
 
 
-def test_rows_differ_across_the_blocks_they_are_made_in(monkeypatch: pytest.MonkeyPatch):
+def test_sequences_differ_across_the_blocks_they_are_made_in(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvshift.lab.tasks.sampling._CELLS", 3 * 31)
     rows = distinct_rows(11, 7, 31, seeded(3))
     assert len(np.unique(rows, axis=0)) == 11

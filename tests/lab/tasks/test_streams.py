@@ -36,13 +36,13 @@ def test_no_two_batches_of_a_stream_have_the_same_generator(seed: int, number: i
 
 
 @pytest.mark.parametrize(("split", "lowest"), [("training", 0), ("evaluation", 2**31)])
-def test_a_stream_that_comes_to_the_end_of_its_half_goes_on_at_the_start(split: Split, lowest: int):
+def test_a_stream_that_reaches_the_end_of_its_half_continues_at_the_start(split: Split, lowest: int):
     to_the_end = lowest + 2**31 - 1 - generator_of(split, 11, 0).initial_seed()
     assert generator_of(split, 11, to_the_end).initial_seed() == lowest + 2**31 - 1
     assert generator_of(split, 11, to_the_end + 1).initial_seed() == lowest
 
 
-def test_training_and_evaluation_have_no_row_in_common():
+def test_training_and_evaluation_have_no_sequence_in_common():
     for task in TASKS.values():
         training, evaluation = (
             {tuple(row) for batch in batches for row in batch.input_ids.tolist()}
@@ -68,7 +68,7 @@ def test_a_batch_depends_on_split_seed_and_number_alone(task: Task):
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_a_generator_goes_on_from_batch_to_batch(task: Task):
+def test_a_generator_continues_from_batch_to_batch(task: Task):
     generator = torch.Generator().manual_seed(5)
     first = task.batch(generator, 11)
     second = task.batch(generator, 11)
@@ -96,7 +96,7 @@ def test_what_cannot_be_is_refused():
 
 
 @pytest.mark.parametrize(("rows", "batch_size", "sizes"), [(11, 4, [4, 4, 3]), (12, 4, [4, 4, 4]), (3, 7, [3])])
-def test_evaluation_rows_come_in_batches_of_one_stream(rows: int, batch_size: int, sizes: list[int]):
+def test_evaluation_sequences_come_in_batches_of_one_stream(rows: int, batch_size: int, sizes: list[int]):
     task = TASKS["hop"]
     batches = evaluation_batches(task, rows, batch_size, seed=5, first=13)
     assert [len(batch.input_ids) for batch in batches] == sizes

@@ -32,7 +32,7 @@ def write_corpus(path: Path, seed: int = 0) -> Path:
 
 
 def tiny(corpus: Path, out: Path, *, data: Mapping[str, Any] = {}, model: Mapping[str, Any] = {}, **changes: Any):
-    """12 steps of 4 rows of 37 tokens; lines at each step, evaluations at every fifth, checkpoints at every fourth."""
+    """12 steps of 4 sequences of 37 tokens; lines at each step, evaluations at every 5th, checkpoints at every 4th."""
     config = TrainConfig(
         out=out,
         data=DataConfig(corpus=str(corpus), vocab_size=281, sequence_length=LENGTH, **data),

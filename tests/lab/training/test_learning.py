@@ -19,7 +19,7 @@ from .cases import LENGTH, assert_same_bits, losses, metrics, result, tiny, weig
 
 
 class PlainTrainer(Trainer):
-    """transformers' own, but for the order of the rows."""
+    """transformers' own, but for the order of the sequences."""
 
     def get_train_dataloader(self):
         return self.accelerator.prepare(
@@ -111,7 +111,7 @@ def test_loss_is_the_mean_over_the_labels_of_a_step(corpus, tmp_path):
             for position, label in enumerate(labels.tolist()):
                 if label != -100:
                     total, count = total - log_p[position, label].item(), count + 1
-    assert count < 8 * (LENGTH - 1)  # documents begin inside rows
+    assert count < 8 * (LENGTH - 1)  # documents begin inside sequences
     assert losses(tmp_path)[0] == pytest.approx(total / count, rel=1e-6)
 
 

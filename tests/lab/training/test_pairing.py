@@ -75,7 +75,7 @@ def test_batches_are_equal(corpus, tmp_path, monkeypatch):
         monkeypatch.setattr(training, "collate", recording)
         seed = 7 if name == "other seed" else 0
         train(tiny(corpus, tmp_path / name, model=model, data={"packing": "documents"}, seed=seed, steps=3))
-    assert len(seen["shift"]) > 3  # validation rows too
+    assert len(seen["shift"]) > 3  # validation sequences too
     for name in ("input_ids", "position_ids", "labels"):
         for vanilla, shift in zip(seen["vanilla"], seen["shift"], strict=True):
             assert torch.equal(vanilla[name], shift[name])

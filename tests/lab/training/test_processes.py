@@ -1,4 +1,4 @@
-"""Two processes learn what one does with the same rows in a step."""
+"""Two processes learn what one does with the same sequences in a step."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from kvshift.lab.training.train import train
 from .cases import LENGTH, losses, metrics, result, tiny, weights
 
 ROOT = Path(__file__).parents[3]
-# Sums over rows are taken in another order.
+# Sums over sequences are taken in another order.
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
 
@@ -67,7 +67,7 @@ def test_two_processes_learn_as_one(corpus, tmp_path):
     for name in ("train_loss", "eval_loss", "eval_loss_stderr", "eval_losses_per_row"):
         torch.testing.assert_close(*(values.pop(name) for values in results), **CLOSE)
     assert results[0].pop("eval_perplexity") == pytest.approx(results[1].pop("eval_perplexity"), rel=1e-5)
-    assert results[0] == results[1]  # steps, tokens, rows, parameters, options
+    assert results[0] == results[1]  # steps, tokens, sequences, parameters, options
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(two)[name], tensor, rtol=0, atol=1e-3, msg=name)
 

@@ -62,7 +62,7 @@ def test_coefficients_in_force_and_of_queries(corpus, tmp_path):
 
 
 def test_result_is_that_of_the_saved_model(finished, corpus):
-    """The losses of each row, from model and tokenizer as a user loads them."""
+    """The losses of each sequence, from model and tokenizer as a user loads them."""
     values = result(finished)
     model = KVShiftLlamaForCausalLM.from_pretrained(finished / "model").eval()
     assert model.config.use_cache
@@ -88,7 +88,7 @@ def test_result_is_that_of_the_saved_model(finished, corpus):
     assert json.loads((finished / "result.json").read_text())["peak_memory_bytes"] > 2**20
 
 
-def test_row_losses_by_hand():
+def test_losses_of_sequences_by_hand():
     logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.125, 0.5, 0.375], [1.0, 1.0, 1.0]]]))
     labels = torch.tensor([[0, 1, 0]])
     sums, tokens = row_losses(logits, labels)

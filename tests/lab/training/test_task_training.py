@@ -35,7 +35,7 @@ TIMES = ("seconds", "processor_seconds", "step_seconds", "peak_memory_bytes")
 
 
 def tiny(out: Path, **changes: Any) -> TaskTrainConfig:
-    """11 steps of 5 rows of 13 tokens; evaluations at every third step, checkpoints at every fourth."""
+    """11 steps of 5 sequences of 13 tokens; evaluations at every third step, checkpoints at every fourth."""
     config = TaskTrainConfig(
         out=out,
         task=InductionConfig(length=13, vocab_size=37),
@@ -127,7 +127,7 @@ def test_the_evaluation_is_that_of_the_saved_model(finished: Path) -> None:
 
 
 @pytest.mark.parametrize("ended_before", [3, 4, 10])
-def test_a_run_that_was_ended_goes_on_with_the_same_bits(
+def test_a_run_that_was_ended_resumes_with_the_same_bits(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_before: int
 ) -> None:
     def ending(self: TaskBatches, number: int, original: Any = TaskBatches.__getitem__) -> Any:
@@ -181,7 +181,7 @@ def test_a_task_with_an_end_is_evaluated_whole(tmp_path: Path) -> None:
     assert 1 < result["evaluation"]["rows"] <= 13
 
 
-def test_final_rows(tmp_path: Path) -> None:
+def test_final_sequences(tmp_path: Path) -> None:
     result = train_task(tiny(tmp_path, steps=2, final_eval_rows=23))
     assert result["evaluation"]["rows"] == 23
     assert lines(tmp_path, "eval")[-1]["rows"] == 17
@@ -194,7 +194,7 @@ def test_training_stops_once_the_task_is_learned(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path, "eval")] == [3, 6, 9]
 
 
-def test_mastery_counts_evaluations_on_end() -> None:
+def test_early_stopping_counts_consecutive_evaluations() -> None:
     from transformers import TrainerControl, TrainerState
 
     def stops(values: list[float | None], before: list[float | None]) -> bool:

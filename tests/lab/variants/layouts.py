@@ -1,11 +1,11 @@
-"""Rows with padding and documents, and who is whose predecessor in them, by a loop."""
+"""Sequences with padding and documents, and who is whose predecessor in them, by a loop."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# By row: the document of each position, None on padding.
+# By sequence: the document of each position, None on padding.
 ROWS = [
     [0, 0, 0, 0, 0, 0, 0],
     [None, None, 0, 0, 1, 2, 2],
@@ -17,7 +17,7 @@ LAYOUTS = {"whole": ROWS[:1] * 5, "documents": [[0, 0, 1, 2, 2, 2, 3]] * 5, "pad
 
 
 def given(rows: list[list[int | None]]) -> dict[str, Tensor]:
-    """`mask` and `seq_idx` of rows."""
+    """`mask` and `seq_idx` of sequences."""
     mask = torch.tensor([[document is not None for document in row] for row in rows])
     return {"mask": mask, "seq_idx": torch.tensor([[document or 0 for document in row] for row in rows])}
 

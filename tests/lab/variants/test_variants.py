@@ -119,7 +119,7 @@ def test_documents_in_a_row_are_each_as_alone(name: str, family: str) -> None:
 @both_families
 @pytest.mark.parametrize("side", ["left", "right"])
 @every_variant
-def test_padded_rows_are_each_as_alone(name: str, side: str, family: str) -> None:
+def test_padded_sequences_are_each_as_alone(name: str, side: str, family: str) -> None:
     model, texts = shaken(name, family).double(), documents()
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad(texts, batch_first=True, padding_value=7, padding_side=side)

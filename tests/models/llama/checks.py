@@ -25,7 +25,7 @@ def logits_of(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
 
 
 def reference_of(model: PreTrainedModel, row: Tensor) -> Tensor:
-    """Logits (T, V) of one row by the reference."""
+    """Logits (T, V) of one sequence by the reference."""
     with torch.no_grad():
         return REFERENCES[model.config.model_type](model.state_dict(), model.config, row.tolist())
 
@@ -38,7 +38,7 @@ def new_tokens_of(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = Non
 
 
 def assert_greedy(model: PreTrainedModel, rows: Sequence[Tensor], generated: Tensor) -> None:
-    """Each row got the tokens that the reference gives it alone."""
+    """Each sequence got the tokens that the reference gives it alone."""
     for row, got in zip(rows, generated.tolist(), strict=True):
         reference = REFERENCES[model.config.model_type]
         expected = reference_greedy(model.state_dict(), model.config, row.tolist(), len(got), reference)
@@ -46,7 +46,7 @@ def assert_greedy(model: PreTrainedModel, rows: Sequence[Tensor], generated: Ten
 
 
 def assert_next(model: PreTrainedModel, rows: Sequence[Tensor], cache: Cache, next_ids: Tensor, **inputs) -> None:
-    """`cache` stands where these rows end: one more token gives the reference's logits."""
+    """`cache` stands where these sequences end: one more token gives the reference's logits."""
     got = logits_of(model, next_ids, past_key_values=cache, **inputs)[:, -1]
     for row, token, logits in zip(rows, next_ids, got, strict=True):
         torch.testing.assert_close(logits, reference_of(model, torch.cat([row, token]))[-1], rtol=0, atol=ATOL)
@@ -66,7 +66,7 @@ def check_decoding(model: PreTrainedModel, **options: Any) -> None:
 
 
 def check_left_padding(model: PreTrainedModel, **options: Any) -> None:
-    """Each row of a left-padded batch gets its own tokens."""
+    """Each sequence of a left-padded batch gets its own tokens."""
     rows = [random_tokens(length, seed=length) for length in (3, 11, 1, 8)]
     ids, mask = left_padded(rows)
     assert_greedy(model, rows, new_tokens_of(model, ids, mask, **options))
@@ -107,13 +107,13 @@ def check_beams(model: PreTrainedModel, **options: Any) -> None:
 
 
 def check_chunked_prefill(model: PreTrainedModel, **options: Any) -> None:
-    """The prompt in chunks of 1, 4 and 8, of which some hold padding alone, and some begin in the middle of a row."""
+    """The prompt in chunks of 1, 4 and 8, some of padding alone, and some that begin within a sequence."""
     for size in (1, 4, 8):
         check_left_padding(model, prefill_chunk_size=size, **options)
 
 
 def check_splits(model: PreTrainedModel, length: int = 9, atol: float = 1e-12, **inputs: Any) -> None:
-    """A row in two pieces is the row whole, wherever it is cut; and so is the row token by token."""
+    """A sequence in two pieces is the sequence whole, wherever it is cut; and so is the sequence token by token."""
     ids = random_tokens(1, length)
     whole = logits_of(model, ids)
     for sizes in [(cut, length - cut) for cut in range(1, length)] + [(1,) * length, (1, 3, 1, 2, length - 7)]:
@@ -139,7 +139,7 @@ def check_crop(model: PreTrainedModel) -> None:
 
 
 def check_selection(model: PreTrainedModel) -> None:
-    """Rows of a cache can be repeated, selected and reordered, as custom decoding loops do."""
+    """Sequences of a cache can be repeated, selected and reordered, as custom decoding loops do."""
     rows = random_tokens(3, 8)
     moves = {
         "batch_repeat_interleave": (2, torch.tensor([0, 0, 1, 1, 2, 2])),
@@ -154,7 +154,7 @@ def check_selection(model: PreTrainedModel) -> None:
 
 
 def check_documents(model: PreTrainedModel, atol: float = ATOL) -> None:
-    """Documents packed into one row give what each gives alone."""
+    """Documents packed into one sequence give what each gives alone."""
     documents = [random_tokens(length, seed=length) for length in (5, 1, 7, 2)]
     ids = torch.cat(documents).unsqueeze(0)
     positions = torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0)

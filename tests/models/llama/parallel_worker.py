@@ -19,7 +19,7 @@ from kvshift.models.llama import KVShiftLlamaForCausalLM
 from .checks import new_tokens_of
 from .tiny import left_padded, random_tokens
 
-# Sums over heads and rows are taken in another order.
+# Sums over heads and sequences are taken in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -61,7 +61,7 @@ def tensor_parallel(path: str, one: KVShiftLlamaForCausalLM) -> None:
 
 
 def data_parallel(path: str, one: KVShiftLlamaForCausalLM) -> None:
-    """Each process has a row; gradients are averaged."""
+    """Each process has a sequence; gradients are averaged."""
     model = KVShiftLlamaForCausalLM.from_pretrained(path)
     ids = random_tokens(2, 9)
     mask, row = torch.ones_like(ids), ids[dist.get_rank()].unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Llama with KV shift from the formulas: one row, no cache, no batch, no transformers. All else is compared with it.
+"""Llama with KV shift from the formulas: one sequence, no cache, batch or transformers. All else is compared with it.
 
 Shapes: T positions, H query heads, G KV heads, D head size, E model width, V vocabulary, W window.
 """

@@ -1,4 +1,4 @@
-"""The cache as an object: whatever is done to its keys and values is done to the raw rows of the shift too."""
+"""The cache as an object: whatever is done to its keys and values is done to the state of the shift too."""
 
 import copy
 
@@ -34,18 +34,18 @@ def filled(model, row: torch.Tensor, *, recording: bool = False) -> DynamicCache
 
 
 @every_variant
-def test_pieces_of_a_row_equal_the_row_in_float64(options: dict):
+def test_pieces_of_a_sequence_equal_the_sequence_in_float64(options: dict):
     check_splits(tiny_model(torch.float64, **options))
 
 
 @every_variant
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_pieces_of_a_row_equal_the_row_in_float32(options: dict, attention: str):
+def test_pieces_of_a_sequence_equal_the_sequence_in_float32(options: dict, attention: str):
     check_splits(tiny_model(attention=attention, **options), atol=2e-5)
 
 
 @every_variant
-def test_pieces_of_left_padded_rows_equal_the_rows(options: dict):
+def test_pieces_of_left_padded_sequences_equal_the_sequences(options: dict):
     """Cuts inside the padding, at its end and behind it; a piece may hold nothing but padding."""
     model = tiny_model(torch.float64, **options)
     rows = [random_tokens(length, seed=length) for length in (2, 8, 5)]
@@ -69,10 +69,10 @@ def test_pieces_of_left_padded_rows_equal_the_rows(options: dict):
     recorded=st.lists(st.integers(0, 3), min_size=9, max_size=9),
 )
 @hypothesis.settings(max_examples=60)
-def test_any_pieces_of_any_rows_with_drafts_in_between(
+def test_any_pieces_of_any_sequences_with_drafts_in_between(
     options: dict, lengths: list[int], sizes: list[int], recorded: list[int]
 ):
-    """After every piece some tokens are drafted and taken back; each row still is as the reference has it."""
+    """After every piece some tokens are drafted and taken back; each sequence still is as the reference has it."""
     model = tiny_model(torch.float64, **options)
     rows = [random_tokens(length, seed=length) for length in lengths]
     ids, mask = left_padded(rows)
@@ -129,13 +129,13 @@ def test_a_prefix_serves_several_continuations(options: dict):
 
 
 @every_variant
-def test_rows_can_be_repeated_selected_and_reordered(options: dict):
+def test_sequences_can_be_repeated_selected_and_reordered(options: dict):
     check_selection(tiny_model(torch.float64, **options))
 
 
 @every_variant
 @pytest.mark.parametrize("indices", [[1], [True, False, True]], ids=str)
-def test_rows_can_be_dropped(options: dict, indices: list):
+def test_sequences_can_be_dropped(options: dict, indices: list):
     model, rows = tiny_model(torch.float64, **options), random_tokens(3, 8)
     cache = filled(model, rows)
     cache.batch_select_indices(torch.tensor(indices))
@@ -144,7 +144,7 @@ def test_rows_can_be_dropped(options: dict, indices: list):
 
 
 @every_variant
-def test_rows_of_a_static_cache_can_be_reordered(options: dict):
+def test_sequences_of_a_static_cache_can_be_reordered(options: dict):
     model, rows, order = tiny_model(torch.float64, **options), random_tokens(3, 8), torch.tensor([2, 0, 0])
     cache = StaticCache(config=model.config, max_cache_len=16)
     logits_of(model, rows, past_key_values=cache)
@@ -250,7 +250,7 @@ def test_static_caches_refuse_what_they_cannot_do():
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("sliding", [None, 5])
-def test_every_layer_holds_the_last_raw_rows(static: bool, sliding: int | None):
+def test_every_layer_holds_the_last_raw_keys_and_values(static: bool, sliding: int | None):
     model = tiny_model(sliding_window=sliding, shift_window=3)
     cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
     raw = []

@@ -1,4 +1,4 @@
-"""Documents packed into one row: each gives what it gives alone, forward and backward."""
+"""Documents packed into one sequence: each gives what it gives alone, forward and backward."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def documents_of(seed: int = 0) -> list[Tensor]:
 
 
 def packed(documents: list[Tensor]) -> dict[str, Tensor]:
-    """One row, with all that says where its documents begin."""
+    """One sequence, with all that says where its documents begin."""
     lengths = [len(document) for document in documents]
     return {
         "input_ids": torch.cat(documents).unsqueeze(0),
@@ -71,7 +71,7 @@ def test_gradients_of_all_parameters(options: dict):
 
 
 @pytest.mark.parametrize("keys", [["position_ids"], ["position_ids", "seq_idx"]], ids=str)
-def test_several_packed_rows_in_one_batch(keys: list[str]):
+def test_several_packs_in_one_batch(keys: list[str]):
     """Their documents begin at different places."""
     model = tiny_model(shift_window=3)
     rows = [documents_of(), list(reversed(documents_of(seed=20)))]
@@ -197,7 +197,7 @@ def test_the_last_document_is_remembered_by_every_cache(options: dict, make: Any
 
 @every_variant
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_rows_of_a_packed_cache_are_reordered(options: dict, static: bool):
+def test_sequences_of_a_packed_cache_are_reordered(options: dict, static: bool):
     """As beam search does."""
     model = tiny_model(**options)
     rows = [documents_of(), list(reversed(documents_of(seed=20)))]
@@ -221,7 +221,7 @@ def test_tokens_are_taken_back_from_the_last_document_alone():
         assert_next(model, [documents[-1][: max(0, 7 - tokens)]], cache, random_tokens(1, 1, seed=9))
 
 
-def test_rows_of_a_packed_cache_move_with_the_place_where_their_document_began():
+def test_sequences_of_a_packed_cache_move_with_the_position_where_their_document_began():
     model = tiny_model()
     rows = [documents_of(), list(reversed(documents_of(seed=20)))]
     batch = {name: torch.cat([packed(documents)[name] for documents in rows]) for name in ["input_ids", "seq_idx"]}
@@ -244,7 +244,7 @@ def test_rows_of_a_packed_cache_move_with_the_place_where_their_document_began()
             torch.testing.assert_close(got[-1], wanted[-1], rtol=0, atol=ATOL)
 
 
-def test_a_cache_that_was_reset_has_no_document_to_go_on_with():
+def test_a_cache_that_was_reset_has_no_document_to_continue():
     model, documents = tiny_model(), documents_of()
     cache = DynamicCache(config=model.config)
     logits_of(model, packed(documents)["input_ids"], seq_idx=packed(documents)["seq_idx"], past_key_values=cache)
@@ -254,7 +254,7 @@ def test_a_cache_that_was_reset_has_no_document_to_go_on_with():
     torch.testing.assert_close(got, reference_of(model, row), rtol=0, atol=ATOL)
 
 
-def test_packed_rows_with_padding_on_either_side():
+def test_packs_with_padding_on_either_side():
     model, documents = tiny_model(), documents_of()
     inputs = packed(documents)
     for left, right in ((3, 0), (0, 3)):
@@ -310,7 +310,7 @@ def test_padding_between_positions_begins_no_document():
         torch.testing.assert_close(got[real], reference_of(model, row), rtol=0, atol=ATOL)
 
 
-def test_one_row_of_position_ids_serves_the_whole_batch():
+def test_position_ids_of_one_sequence_serve_the_whole_batch():
     model, documents = tiny_model(), documents_of()
     inputs = packed(documents)
     ids = torch.cat([inputs["input_ids"], inputs["input_ids"].roll(1, 1)])

@@ -73,7 +73,7 @@ def test_a_sliding_window_counts_padding_in_the_middle_as_in_mistral():
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
-def test_rows_shorter_than_the_window_equal_the_reference(length: int):
+def test_sequences_shorter_than_the_window_equal_the_reference(length: int):
     check_forward(tiny_model(shift_window=4, sliding_window=3), length)
 
 

@@ -1,4 +1,4 @@
-"""`generate`: cached = not cached = each row alone by the reference, for greedy, beam and sampled decoding."""
+"""`generate`: cached = not cached = each sequence alone by the reference, for greedy, beam and sampled decoding."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_beam_search(options: dict):
     check_beams(model, cache_implementation="static")
 
 
-def test_beams_change_places_in_the_test_above(model, monkeypatch):
+def test_beams_are_reordered_in_the_test_above(model, monkeypatch):
     """Otherwise a cache that is not reordered would pass."""
     moved = []
     original = DynamicCache.reorder_cache
@@ -108,7 +108,7 @@ def test_the_id_of_the_padding_does_not_matter(model, pad: int):
     assert_greedy(model, rows, new_tokens_of(model, ids, mask, pad_token_id=pad))
 
 
-def test_rows_that_end_early_are_padded_and_leave_the_others_alone(model):
+def test_sequences_that_end_early_are_padded_and_leave_the_others_alone(model):
     """After its end-of-sequence token, a sequence continues with padding that the mask counts as real."""
     rows = [random_tokens(length, seed=length) for length in (3, 9, 5)]
     free = [reference_greedy(model.state_dict(), model.config, row.tolist(), 9) for row in rows]
@@ -132,13 +132,13 @@ def test_embeddings_as_prompt(model):
 @pytest.mark.parametrize(
     "options", [{}, {"shift_window": 4, "shift_targets": ["q", "k", "v"]}], ids=["paper", "window 4"]
 )
-def test_right_padded_rows_go_on_from_their_last_token(options: dict):
+def test_right_padded_sequences_continue_from_their_last_token(options: dict):
     """(With a sliding window transformers counts the padding as tokens of the window, for every model.)"""
     check_right_padding(tiny_model(torch.float64, **options))
 
 
 def test_a_neighbour_padded_on_the_right_does_no_harm(model):
-    """The padded row itself is lost, and transformers warns: for any model it reads the first new token off the
+    """The padded sequence itself is lost, and transformers warns: for any model it reads the first new token off the
     padding and numbers the next ones from there. `check_right_padding` shows what to pass instead."""
     rows = [random_tokens(length, seed=length) for length in (3, 9)]
     generated = new_tokens_of(model, *right_padded(rows))
@@ -155,8 +155,8 @@ def test_a_conversation_continues_in_one_cache(options: dict):
         tokens = torch.cat([tokens, answer, random_tokens(1, 3, seed=turn)], dim=1)
 
 
-def test_a_batch_continues_with_padding_between_its_turns(model):
-    """Each turn is padded on the left, so padding stands in the middle of the rows."""
+def test_a_batch_continues_with_padding_between_its_messages(model):
+    """Each turn is padded on the left, so padding stands in the middle of the sequences."""
     cache, rows = DynamicCache(config=model.config), [torch.empty(0, dtype=torch.long)] * 2
     ids = mask = torch.empty(2, 0, dtype=torch.long)
     for turn, lengths in enumerate([(3, 6), (5, 2), (1, 4)]):
@@ -170,7 +170,7 @@ def test_a_batch_continues_with_padding_between_its_turns(model):
         rows = [torch.cat([row, words]) for row, words in zip(rows, answer, strict=True)]
 
 
-def test_generate_hands_back_a_cache_to_go_on_with(model):
+def test_generate_returns_a_cache_to_continue_from(model):
     prompt = random_tokens(1, 6)
     result = model.generate(prompt, do_sample=False, max_new_tokens=4, return_dict_in_generate=True)
     row = result.sequences[:, :-1]  # the last token was not fed

@@ -154,12 +154,12 @@ def keys_mixed_like_values(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVShift, "_mix", lambda self, target: mix(self, "v" if target == "k" else target))
 
 
-def lags_turned_round(patch: pytest.MonkeyPatch) -> None:
+def lags_reversed(patch: pytest.MonkeyPatch) -> None:
     mix = KVShift._mix
     patch.setattr(KVShift, "_mix", lambda self, target: None if target == "q" else mix(self, target).flip(1))
 
 
-def heads_turned_round(patch: pytest.MonkeyPatch) -> None:
+def heads_reversed(patch: pytest.MonkeyPatch) -> None:
     mix = KVShift._mix
     patch.setattr(KVShift, "_mix", lambda self, target: None if target == "q" else mix(self, target).flip(0))
 
@@ -191,8 +191,8 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], list[Callable]] = {
     documents_heeded_without_a_cache_alone: [check_documents],
     documents_begin_one_too_late: [check_documents],
     keys_mixed_like_values: [check_forward, check_decoding],
-    lags_turned_round: [check_forward, check_decoding],
-    heads_turned_round: [check_forward, check_decoding],
+    lags_reversed: [check_forward, check_decoding],
+    heads_reversed: [check_forward, check_decoding],
 }
 CASES = [(mutant, check) for mutant, checks in MUTANTS.items() for check in checks]
 

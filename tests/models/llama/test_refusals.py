@@ -190,7 +190,7 @@ def test_malformed_boundaries(inputs: dict, error: type[Exception], message: str
         tiny_model(shift_targets=targets)(random_tokens(1, 5), **inputs)
 
 
-def test_boundaries_of_a_batch_may_be_in_one_row_of_positions(model):
+def test_boundaries_of_a_batch_may_be_in_one_sequence_of_positions(model):
     with pytest.raises(ValueError, match=r"position_ids must be \(2, 5\) like input_ids, or \(1, 5\), got \(3, 5\)"):
         model(random_tokens(2, 5), position_ids=torch.arange(5).expand(3, -1))
 
@@ -286,7 +286,7 @@ def test_flash_attention_refuses_documents_that_it_would_not_separate(inputs: di
             call()
 
 
-def test_flash_attention_refuses_to_go_on_with_a_pack():
+def test_flash_attention_refuses_to_continue_a_pack():
     model = tiny_model()
     cache = DynamicCache(config=model.config)
     model(random_tokens(1, 5), position_ids=RESTART, past_key_values=cache)

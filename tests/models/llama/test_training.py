@@ -86,7 +86,7 @@ def test_a_compiled_step_has_no_graph_break(options: str, batch: str):
 
 
 def trained(tmp_path, steps: int, *, resume: bool = False, **arguments: Any) -> KVShiftLlamaForCausalLM:
-    """A few steps of transformers' Trainer, on always the same random rows."""
+    """A few steps of transformers' Trainer, on always the same random sequences."""
     set_seed(11)
     model = KVShiftLlamaForCausalLM(tiny_config(shift_window=3))
     rows = [{"input_ids": row, "labels": row} for row in random_tokens(16, 12)]
@@ -210,7 +210,7 @@ class TestBfloat16:
                 assert (moved > 1e-6).all(), name
                 assert (moved < 2e-4).all(), name  # so little that in bfloat16 most would not have moved at all
 
-    def test_pieces_of_a_row_are_as_near_to_float32_as_the_row(self):
+    def test_pieces_of_a_sequence_are_as_near_to_float32_as_the_sequence(self):
         model, ids = self.model(), random_tokens(1, 9)
         with torch.no_grad():
             exact = tiny_model(shift_window=3)(ids).logits

@@ -63,7 +63,7 @@ def random_tokens(*shape: int, seed: int = 0) -> Tensor:
 
 
 def left_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
-    """Rows of unequal length as one batch, padded on the left, and its attention mask."""
+    """Sequences of unequal length as one batch, padded on the left, and its attention mask."""
     length = max(len(row) for row in rows)
     ids = torch.stack([nn.functional.pad(row, (length - len(row), 0), value=pad) for row in rows])
     mask = torch.stack([nn.functional.pad(torch.ones_like(row), (length - len(row), 0)) for row in rows])
@@ -71,7 +71,7 @@ def left_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
 
 
 def right_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
-    """Rows of unequal length as one batch, padded on the right, and its attention mask."""
+    """Sequences of unequal length as one batch, padded on the right, and its attention mask."""
     length = max(len(row) for row in rows)
     ids = torch.stack([nn.functional.pad(row, (0, length - len(row)), value=pad) for row in rows])
     mask = torch.stack([nn.functional.pad(torch.ones_like(row), (0, length - len(row))) for row in rows])

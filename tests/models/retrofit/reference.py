@@ -1,4 +1,4 @@
-"""GPT-2 with KV shift from the formulas: one row, no cache, no batch, no transformers. All else is compared with it.
+"""GPT-2 with KV shift from the formulas: one sequence, no cache, batch or transformers. All else is compared with it.
 
 Shapes: T positions, H heads, D head size, E model width, V vocabulary, W window.
 """

@@ -1,4 +1,4 @@
-"""The edges that a shift can go wrong at: each call gives what the reference gives the row alone."""
+"""The edges that a shift can go wrong at: each call gives what the reference gives the sequence alone."""
 
 from collections.abc import Callable
 from functools import partial
@@ -128,7 +128,7 @@ def test_documents_named_by_other_arguments(name: str, use_cache: bool):
         torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=1e-12)
 
 
-def test_decoding_goes_on_with_the_last_document_of_a_pack():
+def test_decoding_continues_the_last_document_of_a_pack():
     model = shifted_gpt2(torch.float64)
     documents = [random_tokens(length, seed=length) for length in (5, 7)]
     cache = DynamicCache()

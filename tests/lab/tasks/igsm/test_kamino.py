@@ -68,7 +68,7 @@ def test_solutions_define_everything_once_after_what_it_depends_on(letters: kami
         assert known == problem.values
 
 
-def test_random_letters_are_all_alike_at_every_place():
+def test_random_letters_are_all_alike_at_every_position():
     problems = drawn(3, 2080, seed=7, letters="random")
     for at in range(3):
         counts = Counter(list(defined(solution_text(problem)))[at][1] for problem in problems)

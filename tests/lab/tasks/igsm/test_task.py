@@ -1,4 +1,4 @@
-"""Rows and questions: cut where they should be, never of the same problem, judged as the checker does."""
+"""Sequences and questions: cut where they should be, never of the same problem, judged as the checker does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def words(ids: Tensor) -> list[str]:
 
 
 def whole(ids: list[int]) -> list[list[int]]:
-    """The problems of a row that end in it, without their end tokens."""
+    """The problems of a sequence that end in it, without their end tokens."""
     found: list[list[int]] = [[]]
     for token in ids:
         if token == 0:
@@ -54,7 +54,7 @@ def whole(ids: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_rows_are_problems_end_to_end(name: str):
+def test_sequences_are_problems_end_to_end(name: str):
     task = IGSMTask(IGSMConfig(**TASKS[name]))
     batch = task.batch(seeded(0), 13)
     check_shape(task, batch, 13)
@@ -70,7 +70,7 @@ def test_rows_are_problems_end_to_end(name: str):
                 assert labels[column] == -100
             if word == "<end>":
                 in_solution, seen = False, seen + 1
-        assert seen >= 1  # each row begins with a whole problem
+        assert seen >= 1  # each sequence begins with a whole problem
         first = words(row)[0]
         expected = {"question first": "How", "markers": "<problem>"}.get(name, "The")
         assert first == expected
@@ -98,7 +98,7 @@ def test_values_are_labelled_so(name: str):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_questions_are_of_exactly_so_many_operations_and_begin_rows_of_training(name: str):
+def test_questions_are_of_exactly_so_many_operations_and_begin_sequences_of_training(name: str):
     task = IGSMTask(IGSMConfig(**TASKS[name]))
     assert isinstance(task, QuestionTask)
     questions = task.questions(seeded(2), 7)
@@ -168,7 +168,7 @@ def test_operations_in_training(law: Any, generator: Any, smaller: bool):
     assert statistic < 31.3  # chi-squared, 11 degrees of freedom: one in a thousand
 
 
-def test_kamino_rows_have_the_operations_asked_for():
+def test_kamino_sequences_have_the_operations_asked_for():
     task = IGSMTask(IGSMConfig(ops=3, test_ops=5, length=307))
     counts = set()
     for row in task.batch(seeded(7), 29).input_ids.tolist():
@@ -193,7 +193,7 @@ def test_problems_that_are_too_long_are_left_out():
     assert all(0 in row for row in rows)
 
 
-def test_a_row_that_holds_no_problem_is_an_error(monkeypatch: pytest.MonkeyPatch):
+def test_a_sequence_that_holds_no_problem_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(igsm_task, "_TRIES", 50)
     with pytest.raises(LabError, match=r"igsm.length must hold a problem and its solution, got 20: 50 problems"):
         IGSMTask(IGSMConfig(length=20)).batch(seeded(9), 1)
@@ -209,7 +209,7 @@ def test_operations_that_do_not_occur_are_an_error(monkeypatch: pytest.MonkeyPat
         IGSMTask(IGSMConfig(as_printed=True, test_ops=13)).questions(seeded(10), 1)
 
 
-def test_batches_follow_from_the_generator_and_go_on():
+def test_batches_follow_from_the_generator_and_continue():
     task = IGSMTask(IGSMConfig(**SMALL))
     first, second = seeded(11), seeded(11)
     one, two = task.batch(first, 5), task.batch(first, 5)
@@ -218,7 +218,7 @@ def test_batches_follow_from_the_generator_and_go_on():
     assert not torch.equal(one.input_ids, two.input_ids)
 
 
-def test_the_row_that_the_docstring_draws():
+def test_the_sequence_that_the_docstring_draws():
     gel, trail = "Gel Pen in each Stationery", "Trail Pack in each Backpack"
     rules = {gel: kamino.Rule("+", (trail,), 6), trail: kamino.Rule("constant", (), 9)}
     task = IGSMTask(IGSMConfig())

@@ -1,4 +1,4 @@
-"""Rows and questions with models and tokenizers of transformers."""
+"""Sequences and questions with models and tokenizers of transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_tokenizer_from_a_folder(tmp_path: Path):
 
 
 def test_the_loss_of_a_model_is_that_of_the_output_before_each_label():
-    """GPT-2 of transformers, on rows whose labels are those of solutions."""
+    """GPT-2 of transformers, on sequences whose labels are those of solutions."""
     task = IGSMTask(IGSMConfig(**TASKS["solutions"]))
     batch = task.batch(seeded(15), 3)
     torch.manual_seed(0)
