@@ -102,7 +102,7 @@ def test_a_claim_about_all_seeds_fails_only_where_all_of_them_do_otherwise(misse
     assert directions(given)["KV-shift, 1 layer, answers within 400 steps"] == expected
 
 
-def test_a_vanilla_arm_that_is_only_slow_is_said_to_need_more_steps_and_not_to_fail():
+def test_a_vanilla_model_that_is_only_slow_is_said_to_need_more_steps_and_not_to_fail():
     slow = [record((2, "vanilla"), 0.9, seed=seed) for seed in range(3)]
     given = [*(one for one in records(seeds=3) if not one.label.startswith("vanilla, 2 layers")), *slow]
     claim = next(claim for claim in RECIPE.claims(given) if "vanilla, 2 layers, answers" in claim.statement)

@@ -82,7 +82,7 @@ def test_what_runs_at_one_rate_decide_is_decided_at_one_rate(results: Path) -> N
     assert all("| one for all | **" in line and line.endswith("** at one rate |") for line in decided)
 
 
-def test_each_arms_own_rate_is_said_and_the_ends_of_the_grid(results: Path) -> None:
+def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) -> None:
     path = results / "fig01a" / "laptop.jsonl"
     records = read_records(path)
     for rate in (1e-3, 2e-3, 4e-3):

@@ -1,4 +1,4 @@
-"""Each arm at its own best learning rate of one grid, chosen by seeds that are not reported."""
+"""Each variant at its own best learning rate of one grid, chosen by seeds that are not reported."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from .cases import made_up
 SCORE = reached_soonest("queries", 0.99)
 
 
-def run(arm: str, rate: float, final: float, *, reached: int = 200, seed: int = 1000) -> Record:
+def run(variant: str, rate: float, final: float, *, reached: int = 200, seed: int = 1000) -> Record:
     """A tuning run at 10 % until just before step `reached`, at `final` from there on."""
     options = {"optimizer": {"learning_rate": rate}, "steps": 400}
     curve = {"step": [1, reached - 1, reached, 400], "queries": [0.1, 0.1, final, final], "loss": [3.0, 3.0, 1.0, 1.0]}
-    return replace(made_up(f"{arm}, rate {rate}", seed, curve=curve, options=options), tunes=arm)
+    return replace(made_up(f"{variant}, rate {rate}", seed, curve=curve, options=options), tunes=variant)
 
 
-def test_every_arm_gets_the_same_grid_and_its_own_best_rate():
+def test_every_variant_gets_the_same_grid_and_its_own_best_rate():
     found = [run("fast", rate, final) for rate, final in ((1e-3, 0.5), (1e-2, 1.0))]
     found += [run("slow", rate, final) for rate, final in ((1e-3, 0.98), (1e-2, 0.2))]
     assert best_rates(found, SCORE) == {"fast": 1e-2, "slow": 1e-3}
@@ -65,7 +65,7 @@ def test_a_run_that_ends_before_it_reaches_the_level_counts_as_later_than_any():
     assert SCORE(run("a", 1e-3, 1.0, reached=51)) > (0.99, -51.0)
 
 
-def test_a_spike_at_the_last_step_costs_no_arm_its_rate():
+def test_a_spike_at_the_last_step_costs_no_variant_its_rate():
     good, bad = run("a", 1e-3, 1.0), run("a", 1e-2, 0.95)
     curve = {**good.curve, "step": [1, 199, 200, 380, 390, 400], "queries": [0.1, 0.1, 1.0, 1.0, 1.0, 0.9]}
     spiked = replace(good, curve=curve)
@@ -84,9 +84,11 @@ def test_tuning_runs_differ_in_the_rate_alone_and_share_no_seed_with_the_reporte
     preset = mqar.RECIPE.presets["laptop"]
     assert preset.grid is not None
     jobs = tuning_jobs(mqar.RECIPE.jobs("laptop", preset.grid.seeds), preset.grid)
-    arms = {job.label for job in mqar.RECIPE.jobs("laptop", range(preset.seeds))}
+    variants = {job.label for job in mqar.RECIPE.jobs("laptop", range(preset.seeds))}
     asked = {(job.tunes, job.config.optimizer.learning_rate, job.seed) for job in jobs}
-    assert asked == {(arm, rate, seed) for arm in arms for rate in preset.grid.rates for seed in preset.grid.seeds}
+    assert asked == {
+        (variant, rate, seed) for variant in variants for rate in preset.grid.rates for seed in preset.grid.seeds
+    }
     assert not {job.seed for job in jobs} & set(range(preset.seeds))
     for job in jobs:
         twin = next(one for one in mqar.RECIPE.jobs("laptop", [job.seed]) if one.label == job.tunes)
@@ -116,7 +118,7 @@ def test_what_does_not_train_has_no_rate():
 
 
 @pytest.fixture
-def two_arms(monkeypatch: pytest.MonkeyPatch) -> Recipe:
+def two_variants(monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """MQAR's two models of one layer, one step each. Its own smoke preset has twice the runs: see `test_smoke`."""
 
     def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
@@ -127,7 +129,7 @@ def two_arms(monkeypatch: pytest.MonkeyPatch) -> Recipe:
     return recipe
 
 
-def test_the_command_tunes_first_and_reports_what_it_chose(two_arms: Recipe, tmp_path: Path):
+def test_the_command_tunes_first_and_reports_what_it_chose(two_variants: Recipe, tmp_path: Path):
     assert cli.main(["reproduce", "mqar", "--preset", "smoke", "--out", str(tmp_path), "--jobs", "1"]) == 0
     folder = tmp_path / "mqar" / "smoke"
     records = read_records(folder / "records.jsonl")

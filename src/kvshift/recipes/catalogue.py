@@ -21,7 +21,7 @@ __all__ = ["CATALOGUE", "Entry", "Grid", "Preset", "find_recipe"]
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The learning rates that every arm of a comparison is given.
+    """The learning rates that every variant of a comparison is given.
 
     Attributes:
         rates: the grid, ascending.
@@ -45,8 +45,8 @@ class Preset:
     Attributes:
         seeds: how many by default: 0 ... seeds - 1.
         cost: what it takes, in words: time, and on what.
-        grid: learning rates that every arm is given before, and the seeds that choose each arm's own; None: the jobs'
-            own rates.
+        grid: learning rates that every variant is given before, and the seeds that choose each one's own; None: the
+            jobs' own rates.
     """
 
     seeds: int

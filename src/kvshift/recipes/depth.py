@@ -190,7 +190,7 @@ def _against_depth(losses: Losses, least: int, most: int) -> Claim:
         paper="not asked",
         ours=f"{means}; {verdict(changes, names=names).text}",
         direction=higher(deep, shallow),
-        size="of one number of steps; each arm at its best learning rate",
+        size="of one number of steps; each variant at its best learning rate",
         own=True,
     )
 

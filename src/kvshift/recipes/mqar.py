@@ -185,7 +185,7 @@ RECIPE = Recipe(
         "Zoology has two layers of attention with one head, learned positions and no MLP; one layer is ours to ask.",
         "Zoology trains 64 times on the same 100,000 sequences; here each of as many steps draws new ones.",
         "Zoology's layers add the normalised residual to itself in the place of the MLP; here there is nothing in it.",
-        "The cosine is set at every step, not after every epoch. The best learning rate is the one at which an arm "
+        "The cosine is set at every step, not after every epoch. The best learning rate is the one at which a variant "
         "reaches 99 % soonest, or, where it does not, comes closest.",
         "Zoology chooses the rate by the accuracy that it reports; here other seeds choose it.",
         "The laptop has 32 tokens with 4 pairs, a vocabulary of 128, width 64, 10,000 steps of 64 sequences; a run "

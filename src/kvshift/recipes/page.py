@@ -22,7 +22,7 @@ from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.recipe import Recipe, Record, Score, accuracy_curves, by_label, reported
 from kvshift.recipes.records import read_records
-from kvshift.recipes.tuning import best_rates, by_arm
+from kvshift.recipes.tuning import best_rates, by_variant
 
 __all__ = ["SMOKE", "report", "results_page"]
 
@@ -40,9 +40,9 @@ written by hand. `kvshift reproduce RECIPE --preset PRESET` runs any of it again
 "holds" and "fails" are said where our numbers decide the matter, "not shown" where they do not: a 95 % t-interval over
 seeds decides it, or, where there is none, the exact sign test at 5 %, for which five of five seeds are enough and three
 of three are not. What a model has not learned it has not learned within the steps that it was given, at the learning
-rate that stands beside it: each arm's own best of an equal grid, chosen by runs of their own. What runs with one rate
-for all decide, they decide "at one rate": another may serve the other arm better. Everything but *paper* is a miniature
-of ours, never a setting of the paper: of it only the direction of a claim can hold or fail.
+rate that stands beside it: each variant's own best of an equal grid, chosen by runs of their own. What runs with one
+rate for all decide, they decide "at one rate": another may serve the other variant better. Everything but *paper* is a
+miniature of ours, never a setting of the paper: of it only the direction of a claim can hold or fail.
 """
 
 _OWN = """## Questions of ours
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _verdict(claim: Claim, rates: str) -> str:
-    """In bold; what was decided without giving each arm its own learning rate says so."""
+    """In bold; what was decided without giving each variant its own learning rate says so."""
     at_one = claim.direction != "not shown" and rates in (_ONE, _ONE_EACH)
     return f"**{claim.direction}**{' at one rate' if at_one else ''}"
 
@@ -156,31 +156,31 @@ def _learning(records: Sequence[Record], name: str) -> str:
 
 
 def _rates_of(records: Sequence[Record]) -> str:
-    """Which learning rates the arms of a preset had, for the overview."""
+    """Which learning rates the variants of a preset had, for the overview."""
     chose = [record for record in records if record.tunes is not None]
     if chose:
-        grid = {rate for by_rate in by_arm(chose).values() for rate in by_rate}
+        grid = {rate for by_rate in by_variant(chose).values() for rate in by_rate}
         return f"own best of {len(grid)}"
     rates = {r.options["optimizer"]["learning_rate"] for r in records if "optimizer" in r.options}
     return "-" if not rates else _ONE if len(rates) == 1 else _ONE_EACH
 
 
 def _rates(records: Sequence[Record], score: Score | None) -> str:
-    """The grid of learning rates: what the runs of each arm reached, in bold where its own rate was chosen."""
-    arms, best = by_arm(records), best_rates(records, score)
-    rates = sorted({rate for by_rate in arms.values() for rate in by_rate})
+    """The grid of learning rates: what the runs of each variant reached, in bold where its own rate was chosen."""
+    variants, best = by_variant(records), best_rates(records, score)
+    rates = sorted({rate for by_rate in variants.values() for rate in by_rate})
     rows = [("learning rate", *(f"{rate:.2g}" for rate in rates))]
-    for arm, by_rate in arms.items():
+    for variant, by_rate in variants.items():
         cells = []
         for rate in rates:
             losses = ", ".join(f"{record.curve['loss'][-1]:.4g}" for record in by_rate.get(rate, []))
-            cells.append(f"**{losses}**" if rate == best[arm] else losses)
-        rows.append((arm, *cells))
+            cells.append(f"**{losses}**" if rate == best[variant] else losses)
+        rows.append((variant, *cells))
     seeds = sorted({record.seed for record in records})
-    ends = [f"{arm} ({best[arm]:.2g})" for arm in arms if best[arm] in (rates[0], rates[-1])]
+    ends = [f"{variant} ({best[variant]:.2g})" for variant in variants if best[variant] in (rates[0], rates[-1])]
     beyond = f"\n\nAt an end of the grid, so that a better one may lie beyond: {'; '.join(ends)}." if ends else ""
     return (
-        f"Each arm has the learning rate that served it best of one grid, chosen by runs of their own (seeds "
+        f"Each variant has the learning rate that served it best of one grid, chosen by runs of their own (seeds "
         f"{', '.join(map(str, seeds))}), which nothing else here is made of. The last validation loss of each:\n\n"
         f"{as_markdown(rows)}{beyond}"
     )

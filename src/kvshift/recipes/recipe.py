@@ -101,7 +101,7 @@ class Recipe:
         plot: the figure, from the records of one preset.
         claims: what the paper says and what the records show.
         paper: the paper's numbers.
-        tuned_by: by what an arm's best learning rate is chosen, where a preset has a grid.
+        tuned_by: by what a variant's best learning rate is chosen, where a preset has a grid.
         scored: the accuracy whose steps to 90 % and 99 % the report lists by model, over seeds; None: it has no such.
         notes: what the paper leaves open or has wrong, and what was chosen.
     """

@@ -63,8 +63,8 @@ def reproduce(config: ReproduceConfig) -> None:
     if tuning:
         records = _run(tuning, folder, config, store, earlier=[])
         best = best_rates(records, recipe.tuned_by)
-        for arm, rate in best.items():
-            say(f"{arm}: learning rate {rate:.2g} is the best of the grid")
+        for variant, rate in best.items():
+            say(f"{variant}: learning rate {rate:.2g} is the best of the grid")
         jobs = at_best_rates(jobs, best)
     records = _run(jobs, folder, config, store, earlier=records)
     with RunFolder(folder).locked():

@@ -1,4 +1,4 @@
-"""Every arm of a comparison at its own best learning rate: one grid for all, chosen by seeds that are not reported."""
+"""Every variant of a comparison at its own best learning rate: one grid for all, by seeds that are not reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvshift.recipes.catalogue import Grid
 from kvshift.recipes.jobs import RunJob
 from kvshift.recipes.recipe import Job, Record, Score, accuracy_curve, last_mean
 
-__all__ = ["at_best_rates", "best_rates", "by_arm", "least_loss", "reached_soonest", "tuning_jobs"]
+__all__ = ["at_best_rates", "best_rates", "by_variant", "least_loss", "reached_soonest", "tuning_jobs"]
 
 
 def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[RunJob]:
@@ -20,12 +20,12 @@ def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[RunJob]:
 
 
 def at_best_rates(jobs: Sequence[Job], best: dict[str, float]) -> list[RunJob]:
-    """Each of `jobs`, which are reported, at the best rate of its arm."""
+    """Each of `jobs`, which are reported, at the best rate of its variant."""
     return [_training(job).at_rate(best[job.label]) for job in jobs]
 
 
 def best_rates(records: Sequence[Record], score: Score | None) -> dict[str, float]:
-    """Of each arm, the rate with the highest mean score over the tuning seeds; of equals the lowest.
+    """Of each variant, the rate with the highest mean score over the tuning seeds; of equals the lowest.
 
     Args:
         records: of the tuning runs alone.
@@ -37,13 +37,13 @@ def best_rates(records: Sequence[Record], score: Score | None) -> dict[str, floa
         return tuple(statistics.fmean(numbers) for numbers in zip(*map(score, runs), strict=True))
 
     return {
-        arm: max(sorted(by_rate), key=lambda rate: mean(by_rate[rate]))  # called at once
-        for arm, by_rate in by_arm(records).items()
+        variant: max(sorted(by_rate), key=lambda rate: mean(by_rate[rate]))  # called at once
+        for variant, by_rate in by_variant(records).items()
     }
 
 
-def by_arm(records: Sequence[Record]) -> dict[str, dict[float, list[Record]]]:
-    """Tuning runs by arm and learning rate."""
+def by_variant(records: Sequence[Record]) -> dict[str, dict[float, list[Record]]]:
+    """Tuning runs by variant and learning rate."""
     found: dict[str, dict[float, list[Record]]] = {}
     for record in records:
         assert record.tunes is not None

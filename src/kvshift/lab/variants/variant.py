@@ -34,7 +34,7 @@ FAMILIES: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = {
 
 
 class Variant(Protocol):
-    """One arm of an experiment."""
+    """What an experiment compares: a model of one kind, whatever its size."""
 
     @property
     def decodes_with_cache(self) -> bool:
