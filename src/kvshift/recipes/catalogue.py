@@ -59,14 +59,24 @@ class Entry:
     """A recipe in the list.
 
     Attributes:
-        name: as typed: "fig01a"; its module here has the same name.
+        name: as typed: "fig01a"; its module here has the same name, where `module` does not say another.
         title: one line.
         presets: by name: "smoke" (seconds), "laptop" (minutes or hours on two cores), "paper" (a GPU), and others.
+        study: whose runs it shares: runs of one label are the same runs in all recipes of a study, and are run once;
+            None: its runs are its own.
+        module: here, whose `RECIPES` hold it by name; None: the module of its name has it alone, as `RECIPE`.
     """
 
     name: str
     title: str
     presets: Mapping[str, Preset]
+    study: str | None = None
+    module: str | None = None
+
+    @property
+    def runs(self) -> str:
+        """The name of the folder, and of the file of records, that its runs are in."""
+        return self.study or self.name
 
 
 _ZOOLOGY = Grid(rates=(1e-4, 10 ** (-10 / 3), 10 ** (-8 / 3), 1e-2), seeds=(1000,))  # logspace(-4, -2, 4)
@@ -74,6 +84,35 @@ _ZOOLOGY = Grid(rates=(1e-4, 10 ** (-10 / 3), 10 ** (-8 / 3), 1e-2), seeds=(1000
 _BY_TWO = (5e-4, 1e-3, 2e-3, 4e-3)
 _BY_THREE = (3e-4, 1e-3, 3e-3, 1e-2)
 _GRAMMAR = Grid(rates=(1.5e-3, 3e-3, 6e-3, 1.2e-2), seeds=(1000,))
+
+_TABLES = {
+    "smoke": Grid(rates=(1.6e-2, 3.2e-2), seeds=(1000,)),
+    "laptop": Grid(rates=(1.6e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,)),  # four times the paper's last four
+    "paper": Grid(rates=(1e-4, 2e-4, 4e-4, 1e-3, 2e-3, 4e-3), seeds=(1000,)),
+}
+
+
+def _language_models(name: str, title: str, module: str, *, smoke: str, laptop: str, paper: str) -> Entry:
+    """A recipe that draws on the runs of the language models; `paper` says what its preset takes, and where."""
+    of_tables = name.startswith("tab")
+    costs = {"smoke": smoke, "laptop": laptop, "paper": paper}
+    return Entry(
+        name=name,
+        title=title,
+        presets={
+            preset: Preset(
+                seeds=1 if preset == "smoke" or (preset == "paper" and not of_tables) else 3,
+                cost=cost,
+                grid=_TABLES[preset] if of_tables or preset != "paper" else None,
+            )
+            for preset, cost in costs.items()
+        },
+        study="language_models",
+        module=module,
+    )
+
+
+_A100 = "two hours on 8 A100 each in the paper; not measured"
 
 _ENTRIES = (
     Entry(
@@ -181,6 +220,73 @@ _ENTRIES = (
             ),
         },
     ),
+    *(
+        _language_models(
+            f"tab{number:02}",
+            f"losses by learning rate and context: {method}",
+            "lm_tables",
+            smoke=f"{10 * variants} seconds on two cores",
+            laptop=f"{13 * variants} minutes on two cores; what tables share is run once",
+            paper=f"{45 * variants} runs of {_A100}",
+        )
+        for number, method, variants in (
+            (6, "vanilla", 1),
+            (7, "KV-shift", 2),
+            (8, "QKV-shift", 3),
+            (9, "K-shift", 3),
+            (10, "V-shift", 3),
+        )
+    ),
+    *(
+        _language_models(
+            name,
+            title,
+            "lm_figures",
+            smoke="40 seconds on two cores",
+            laptop="32 minutes on two cores; what other recipes of the study have run is not run again",
+            paper=f"{runs} runs of a model of {size} on many GPUs; not measured",
+        )
+        for name, title, runs, size in (
+            ("fig07a", "keys alone, values alone", 4, "1.5B"),
+            ("fig07b", "longer windows", 4, "1.5B"),
+            ("fig10", "gates and bounds", 4, "1.5B"),
+            ("fig11", "queries too", 3, "19B"),
+        )
+    ),
+    Entry(
+        name="fig04",
+        title="seeds, learning rates and divergence",
+        presets={
+            "smoke": Preset(seeds=1, cost="20 seconds on two cores"),
+            "laptop": Preset(seeds=5, cost="40 minutes on two cores"),
+            "paper": Preset(seeds=5, cost="40 runs of a model of 1.5B on many GPUs; not measured"),
+        },
+    ),
+    *(
+        Entry(
+            name=name,
+            title=title,
+            presets={
+                "smoke": Preset(
+                    seeds=1, cost=f"{smoke} seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))
+                ),
+                "laptop": Preset(seeds=3, cost=laptop, grid=Grid(rates=(2e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,))),
+                "paper": Preset(seeds=1, cost=f"{runs} on many GPUs; not measured"),
+            },
+            study="scaling",
+            module="power_law",
+        )
+        for name, title, smoke, laptop, runs in (
+            ("fig05", "losses by size", 60, "an hour on two cores", "6 runs of models of 1.5B to 13B"),
+            (
+                "fig06",
+                "the power law, and three times the tokens",
+                80,
+                "80 minutes on two cores, an hour of which fig05 shares",
+                "12 runs of models of 1.5B to 19B",
+            ),
+        )
+    ),
     Entry(
         name="mqar",
         title="recall of many pairs",
@@ -206,4 +312,6 @@ def find_recipe(name: str) -> Recipe:
     """The recipe of that name."""
     if name not in CATALOGUE:
         raise LabError(f"recipe: there is no {name!r}; there are {', '.join(CATALOGUE)}")
-    return import_module(f"kvshift.recipes.{name}").RECIPE
+    module = CATALOGUE[name].module
+    found = import_module(f"kvshift.recipes.{module or name}")
+    return found.RECIPE if module is None else found.RECIPES[name]

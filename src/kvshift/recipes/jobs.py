@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,16 +12,17 @@ from typing import Any, Self
 
 import torch
 
+from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.analysis.runs import is_finished, read_json, read_run
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.beginning import enter, other_options, refuse_other_options
-from kvshift.lab.runs.folder import RunFolder, environment, write_json
+from kvshift.lab.runs.folder import RunFailedError, RunFolder, environment, write_json
 from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_hash, differences, to_json
 from kvshift.recipes.watching import last_step
 
-__all__ = ["SHARED", "Computation", "RunJob", "TextJob", "TrainingJob"]
+__all__ = ["SHARED", "Computation", "RunJob", "StudyJob", "TextJob", "TrainingJob"]
 
 SHARED = "KVSHIFT_SHARED_DATA"
 """The environment variable that names the folder of larger corpora, which the repository does not hold."""
@@ -133,8 +135,41 @@ class TextJob(RunJob):
 
     def _here(self) -> TrainConfig:
         """With the text where it lies on this machine."""
+        if self.config.data.hub_config is not None:  # a data set on the hub has a slash in its name, too
+            return self.config
         found = {name: _find(value) for name, value in _text_of(self.config).items()}
         return replace(self.config, data=replace(self.config.data, **found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyJob(TextJob):
+    """A `TextJob` whose divergence is a result, and whose record counts the coefficients over training."""
+
+    def run(self, out: Path) -> None:
+        """Where a number is not finite, the run is finished: {"diverged_at": step} is its result."""
+        try:
+            super().run(out)
+        except RunFailedError as error:
+            found = re.search(r"not finite (?:at|after) step (\d+)", str(error))
+            if found is None:  # memory, or the disk
+                raise
+            write_json(RunFolder(out).result, {"diverged_at": int(found[1])})
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """With the counts of `coefficient_counts` at each evaluation, by name, in the curve."""
+        found = super().record(out)
+        by_step: dict[int, list[dict[str, Any]]] = {}
+        for line in read_run(out).metrics:
+            if line["kind"] == "coefficients":
+                by_step.setdefault(line["step"], []).append(line)
+        counts = [coefficient_counts(by_step.get(step, [])) for step in found["curve"]["step"]]
+        if not counts or any(each is None for each in counts):
+            return found
+        names = counts[0] or {}
+        return {
+            **found,
+            "curve": {**found["curve"], **{name: [each[name] for each in counts if each] for name in names}},
+        }
 
 
 def _text_of(config: TrainConfig) -> dict[str, str | None]:

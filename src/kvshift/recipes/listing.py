@@ -26,11 +26,12 @@ def list_or_reproduce(config: ReproduceConfig) -> None:
 
 
 def overview(out: Path) -> str:
-    """A line for each preset of each recipe: its cost, and how many runs in `out` are finished."""
+    """A line for each preset of each recipe: its cost, and how many runs in `out` are finished, or of its study."""
     rows: list[tuple[str, ...]] = [("recipe", "what", "preset", "runs done", "cost")]
     for entry in CATALOGUE.values():
         for number, (preset, size) in enumerate(entry.presets.items()):
-            done = sum(1 for _ in (out / entry.name / preset).glob("*/seed-*/result.json"))
+            done = sum(1 for _ in (out / entry.runs / preset).glob("*/seed-*/result.json"))
             what = (entry.name, entry.title) if number == 0 else ("", "")
-            rows.append((*what, preset, str(done) if done else "-", size.cost))
+            of = f" of {entry.study}" if entry.study else ""
+            rows.append((*what, preset, f"{done}{of}" if done else "-", size.cost))
     return as_text(rows, left=None)

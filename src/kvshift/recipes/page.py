@@ -20,8 +20,8 @@ from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.runs.folder import write_bytes
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.claims import Claim
-from kvshift.recipes.recipe import Recipe, Record, Score, accuracy_curves, by_label, reported
-from kvshift.recipes.records import read_records
+from kvshift.recipes.recipe import Recipe, Record, Score, accuracy_curves, by_label, diverged, reported
+from kvshift.recipes.records import kept_records
 from kvshift.recipes.tuning import best_rates, by_variant
 
 __all__ = ["SMOKE", "report", "results_page"]
@@ -67,13 +67,14 @@ def results_page(results: Path, figures: Path | None = None) -> str:
     claimed: list[tuple[str, ...]] = [("recipe", "claim", *head)]
     asked: list[tuple[str, ...]] = [("recipe", "question", *head)]
     sections: list[str] = []
+    run: list[str] = []
     for name in CATALOGUE:
         recipe = find_recipe(name)
         for preset in recipe.presets:
-            path = results / name / f"{preset}.jsonl"
-            if not path.exists():
+            records = kept_records(results, recipe, preset)
+            if records is None:
                 continue
-            records = read_records(path)
+            run.append(name)
             shown = reported(records)
             claims = recipe.claims(shown)
             seeds, rates = str(len({record.seed for record in shown})), _rates_of(records)
@@ -89,6 +90,8 @@ def results_page(results: Path, figures: Path | None = None) -> str:
     parts = [_HEAD, as_markdown(claimed, left=None), ""]
     if len(asked) > 1:
         parts += [_OWN, as_markdown(asked, left=None), ""]
+    if missing := [name for name in CATALOGUE if name not in run]:
+        sections.append(f"## Not run yet\n\nOf {', '.join(missing)} no preset has been run to its end.\n")
     return "\n".join([*parts, *sections])
 
 
@@ -139,6 +142,8 @@ def _section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Seq
         parts.append(f"What was run: {setting}.")
     if len(shown) < len(records):
         parts.append(_rates([record for record in records if record.tunes is not None], recipe.tuned_by))
+    if recipe.tables is not None:
+        parts.append(recipe.tables(records))
     if recipe.notes:
         parts.append("Notes; what they say of sizes is of the preset `paper`, where they name no other:")
         parts.append("\n".join(f"- {note}" for note in recipe.notes))
@@ -173,7 +178,7 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
     for variant, by_rate in variants.items():
         cells = []
         for rate in rates:
-            losses = ", ".join(f"{record.curve['loss'][-1]:.4g}" for record in by_rate.get(rate, []))
+            losses = ", ".join(_last_loss(record) for record in by_rate.get(rate, []))
             cells.append(f"**{losses}**" if rate == best[variant] else losses)
         rows.append((variant, *cells))
     seeds = sorted({record.seed for record in records})
@@ -184,6 +189,10 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
         f"{', '.join(map(str, seeds))}), which nothing else here is made of. The last validation loss of each:\n\n"
         f"{as_markdown(rows)}{beyond}"
     )
+
+
+def _last_loss(record: Record) -> str:
+    return "diverged" if diverged(record) else f"{record.curve['loss'][-1]:.4g}"
 
 
 def _setting(records: Sequence[Record]) -> str:

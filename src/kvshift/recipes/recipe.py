@@ -22,6 +22,7 @@ __all__ = [
     "accuracy_curve",
     "accuracy_curves",
     "by_label",
+    "diverged",
     "last_mean",
     "reported",
 ]
@@ -102,6 +103,7 @@ class Recipe:
         claims: what the paper says and what the records show.
         paper: the paper's numbers.
         tuned_by: by what a variant's best learning rate is chosen, where a preset has a grid.
+        tables: in Markdown, from all records, those that chose a learning rate too; None: the report has none.
         scored: the accuracy whose steps to 90 % and 99 % the report lists by model, over seeds; None: it has no such.
         notes: what the paper leaves open or has wrong, and what was chosen.
     """
@@ -113,6 +115,7 @@ class Recipe:
     claims: Callable[[Sequence[Record]], Sequence[Claim]]
     paper: Mapping[str, Any] = field(default_factory=dict)
     tuned_by: Score | None = None
+    tables: Callable[[Sequence[Record]], str] | None = None
     scored: str | None = None
     notes: Sequence[str] = ()
 
@@ -135,6 +138,11 @@ class Recipe:
 def reported(records: Sequence[Record]) -> list[Record]:
     """Those that claims and figures are about: no run that chose a learning rate."""
     return [record for record in records if record.tunes is None]
+
+
+def diverged(record: Record) -> bool:
+    """Whether the run ended because a number was not finite."""
+    return "diverged_at" in record.result
 
 
 def by_label(records: Sequence[Record]) -> dict[str, dict[int, Record]]:

@@ -2,6 +2,7 @@
 
 RESULTS/RECIPE/PRESET.jsonl           of all runs of a preset; the results page is made from these
 RESULTS/RECIPE/PRESET.partial.jsonl   of those that are finished, until all are
+RESULTS/STUDY/PRESET.jsonl            of all recipes of a study that are finished: they share runs
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from kvshift.lab.analysis.runs import read_lines
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.folder import write_bytes
 from kvshift.recipes.jobs import RunJob
-from kvshift.recipes.recipe import Job, Record
+from kvshift.recipes.recipe import Job, Recipe, Record
 
-__all__ = ["KeptRecords", "read_records", "record_of", "write_records"]
+__all__ = ["KeptRecords", "kept_records", "read_records", "record_of", "write_records"]
 
 _KEPT = ("started", "commit", "versions", "hardware", "platform")
 
@@ -52,17 +53,43 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
+def kept_records(results: Path, recipe: Recipe, preset: str) -> list[Record] | None:
+    """All records of a preset; None where they are not kept, or where runs of it are missing from those of its study.
+
+    Of a study those count that the recipe asks for: its labels, with the seeds that all of them have.
+    """
+    path = results / recipe.entry.runs / f"{preset}.jsonl"
+    if not path.exists():
+        return None
+    records = read_records(path)
+    if recipe.entry.study is None:
+        return records
+    size = recipe.presets[preset]
+    labels = {job.label for job in recipe.jobs(preset, [0])}
+    ours = [record for record in records if (record.tunes or record.label) in labels]
+    seeds = {
+        label: {record.seed for record in ours if record.tunes is None and record.label == label} for label in labels
+    }
+    shared = set.intersection(*seeds.values())
+    tuned = {record.tunes for record in ours if record.tunes is not None}
+    if not shared >= set(range(size.seeds)) or (size.grid is not None and tuned != labels):
+        return None
+    return [record for record in ours if record.tunes is not None or record.seed in shared]
+
+
 class KeptRecords:
     """The records of one preset of one recipe in a folder of results, from which a study resumes on any machine.
 
     Attributes:
         whole: the file of all runs. One of an older setting is left alone until `complete`.
         partial: the file of those that are finished so far.
+        shared: whether the recipes of a study keep their records here: then each adds to what the others have.
     """
 
-    def __init__(self, results: Path, recipe: str, preset: str) -> None:
+    def __init__(self, results: Path, recipe: str, preset: str, *, shared: bool = False) -> None:
         self.whole = results / recipe / f"{preset}.jsonl"
         self.partial = results / recipe / f"{preset}.partial.jsonl"
+        self.shared = shared
 
     def find(self, job: Job) -> tuple[Record, Path] | None:
         """The record of a job, and its file; a LabError where a partial one has other options."""
@@ -92,15 +119,28 @@ class KeptRecords:
                 write_records(self.partial, [*after.values()])
 
     def complete(self, records: Sequence[Record]) -> None:
-        """Replace the whole file, and remove the partial one."""
-        write_records(self.whole, records)
-        self.partial.unlink(missing_ok=True)
+        """Replace the whole file, and remove the partial one; where they are shared, what others left stays."""
+        self.whole.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.whole.parent / ".lock"):
+            left: dict[_Run, Record] = {}
+            if self.shared:
+                ours = {_run_of(record): record for record in records}
+                left = {run: record for run, record in _by_run(self.partial).items() if run not in ours}
+                records = [*(_by_run(self.whole) | ours).values()]
+            write_records(self.whole, records)
+            if left:
+                write_records(self.partial, [*left.values()])
+            else:
+                self.partial.unlink(missing_ok=True)
 
     def refuse_to_forget(self, jobs: Sequence[Job]) -> None:
         """Raise a LabError where a file keeps runs besides those of `jobs`, which would be lost once all are finished.
 
-        A whole file that keeps none of `jobs` is of an older setting, and is meant to be replaced.
+        A whole file that keeps none of `jobs` is of an older setting, and is meant to be replaced. A shared one loses
+        none.
         """
+        if self.shared:
+            return
         asked = {(job.label, job.seed, _tunes(job)) for job in jobs}
         for path in (self.partial, self.whole):
             runs = _by_run(path)

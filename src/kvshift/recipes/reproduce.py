@@ -3,6 +3,7 @@
 OUT/RECIPE/PRESET/LABEL/seed-S/    a folder for each job; finished ones are kept, killed ones resume
 OUT/RECIPE/PRESET/records.jsonl    what is kept of them, one line each; figure and report are drawn from it
 OUT/RECIPE/PRESET/RECIPE.png, .svg, report.md
+OUT/STUDY/PRESET/LABEL/seed-S/     in place of the first, of recipes that share the runs of a study
 
 With RESULTS, each record is also kept there as soon as its run has ended, and a run whose record is there is not run
 again.
@@ -53,23 +54,28 @@ def reproduce(config: ReproduceConfig) -> None:
     preset = recipe.presets[config.preset]
     seeds = range(config.seeds or preset.seeds)
     folder = config.out / recipe.name / config.preset
+    runs = config.out / recipe.entry.runs / config.preset
     jobs = recipe.jobs(config.preset, seeds)
     tuning = [] if preset.grid is None else tuning_jobs(recipe.jobs(config.preset, preset.grid.seeds), preset.grid)
-    store = None if config.results is None else KeptRecords(config.results, recipe.name, config.preset)
+    store = None if config.results is None else _store(config.results, recipe, config.preset)
     if store is not None:
         store.refuse_to_forget([*tuning, *jobs])
     say(f"{recipe.name}, {config.preset}: {recipe.title} ({recipe.source}); {preset.cost}")
     records: list[Record] = []
     if tuning:
-        records = _run(tuning, folder, config, store, earlier=[])
+        records = _run(tuning, runs, folder, config, store, earlier=[])
         best = best_rates(records, recipe.tuned_by)
         for variant, rate in best.items():
             say(f"{variant}: learning rate {rate:.2g} is the best of the grid")
         jobs = at_best_rates(jobs, best)
-    records = _run(jobs, folder, config, store, earlier=records)
+    records = _run(jobs, runs, folder, config, store, earlier=records)
     with RunFolder(folder).locked():
         write_records(folder / "records.jsonl", records)
         _show(recipe, config, folder, store, records)
+
+
+def _store(results: Path, recipe: Recipe, preset: str) -> KeptRecords:
+    return KeptRecords(results, recipe.entry.runs, preset, shared=recipe.entry.study is not None)
 
 
 def folder_of(folder: Path, job: Job) -> Path:
@@ -79,18 +85,32 @@ def folder_of(folder: Path, job: Job) -> Path:
 
 
 def _run(
-    jobs: Sequence[Job], folder: Path, config: ReproduceConfig, store: KeptRecords | None, *, earlier: Sequence[Record]
+    jobs: Sequence[Job],
+    runs: Path,
+    folder: Path,
+    config: ReproduceConfig,
+    store: KeptRecords | None,
+    *,
+    earlier: Sequence[Record],
 ) -> list[Record]:
     """Run what is missing of `jobs`; returns the `earlier` records and those of all jobs, written down.
+
+    Args:
+        jobs: of one kind, tuning or reported.
+        runs: folder of the folders of all runs; recipes of one study share it.
+        folder: of the recipe.
+        config: of the call.
+        store: where records are kept besides.
+        earlier: records of this recipe.
 
     Raises:
         RunFailedError: at least one failed; the others are kept.
     """
-    places = [(job, folder_of(folder, job)) for job in jobs]
-    found = _find(places, folder, store)
+    places = [(job, folder_of(runs, job)) for job in jobs]
+    found = _find(places, runs, store)
     if len(found) == len(places):
         return [*earlier, *found.values()]
-    with RunFolder(folder).locked():
+    with RunFolder(runs).locked():
         left = [place for number, place in enumerate(places) if number not in found]
         work, problems = [(job, out) for job, out in left if not job.is_finished(out)], []
         if work:

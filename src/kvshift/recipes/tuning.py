@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.errors import LabError
 from kvshift.recipes.catalogue import Grid
 from kvshift.recipes.jobs import RunJob
-from kvshift.recipes.recipe import Job, Record, Score, accuracy_curve, last_mean
+from kvshift.recipes.recipe import Job, Record, Score, accuracy_curve, diverged, last_mean
 
 __all__ = ["at_best_rates", "best_rates", "by_variant", "least_loss", "reached_soonest", "tuning_jobs"]
 
@@ -71,8 +72,8 @@ def reached_soonest(name: str, level: float, *, last: int = 1) -> Score:
 
 
 def least_loss(*, last: int = 1) -> Score:
-    """Score by the validation loss, the mean of the `last` evaluations; lower is better."""
-    return lambda record: (-last_mean(record, "loss", last),)
+    """Score by the validation loss, the mean of the `last` evaluations; lower is better, and to diverge is worst."""
+    return lambda record: (-math.inf if diverged(record) else -last_mean(record, "loss", last),)
 
 
 def _training(job: Job) -> RunJob:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvshift.lab.analysis.maps import count_coefficients, map_attention, map_scores
+from kvshift.lab.analysis.maps import coefficient_counts, count_coefficients, map_attention, map_scores
 
 pytestmark = pytest.mark.no_models
 
@@ -66,6 +66,21 @@ def test_coefficients_are_counted_as_in_table_5():
 )
 def test_other_shifts_have_no_such_table(layers):
     assert count_coefficients(layers) is None
+
+
+def test_signs_and_sums_are_counted():
+    layers = [
+        {"alpha": [[0.9, 0.1], [0.5, -0.25]], "beta": [[-0.5, 0.5], [1.5, 0.5]]},
+        {"alpha": [[-0.1, -0.9]], "beta": [[0.5, 0.5]]},
+    ]
+    found = coefficient_counts(layers)
+    assert found is not None
+    assert [found[f"negative {name}"] for name in ("alpha1", "alpha2", "beta1", "beta2")] == [1, 2, 1, 0]
+    # sums 1, 0.25, -1 and 0, 2, 1
+    assert found["distance of alpha1 + alpha2 from 1"] == pytest.approx((0 + 0.75 + 2) / 3)
+    assert found["distance of beta1 + beta2 from 1"] == pytest.approx((1 + 1 + 0) / 3)
+    assert sum(found[f"alpha1 {a} alpha2, beta1 {b} beta2"] for a in (">", "<=") for b in (">", "<=")) == 3
+    assert coefficient_counts([{"alpha": [[1.0, 0.0]]}]) is None
 
 
 def test_attention_has_a_panel_for_each_head():

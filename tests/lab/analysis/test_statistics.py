@@ -5,7 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from kvshift.lab.analysis.statistics import Estimate, first_reached, mean_of, paired_difference, t_interval, verdict
+from kvshift.lab.analysis.statistics import (
+    Estimate,
+    first_reached,
+    mean_of,
+    paired_difference,
+    rank_correlation,
+    t_interval,
+    verdict,
+)
 
 pytestmark = pytest.mark.no_models
 
@@ -143,3 +151,19 @@ def test_where_a_curve_first_comes_down_to_a_loss(losses, target, expected):
     steps = [10 * (i + 1) for i in range(len(losses))]
     reached = first_reached(steps, losses, target)
     assert reached == (None if expected is None else pytest.approx(expected))
+
+
+def test_rank_correlation_by_hand():
+    assert rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, 90.0]) == pytest.approx(1)
+    assert rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1)
+    # ranks 1 2 3 4 against 2 1 4 3: 1 - 6 * 4 / (4 * 15)
+    assert rank_correlation([1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 4.0, 3.0]) == pytest.approx(0.6)
+    # equal values have the mean of their ranks, 1.5 1.5 3 against 1 2 3
+    assert rank_correlation([5.0, 5.0, 7.0], [1.0, 2.0, 3.0]) == pytest.approx(1.5 / math.sqrt(1.5 * 2))
+
+
+def test_no_order_to_compare():
+    assert rank_correlation([1.0, 2.0], [1.0, 2.0]) is None
+    assert rank_correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) is None
+    with pytest.raises(ValueError, match="as many values on both sides, got 3 and 2"):
+        rank_correlation([1.0, 2.0, 3.0], [1.0, 2.0])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.image import AxesImage
     from numpy import ndarray
 
-__all__ = ["count_coefficients", "map_attention", "map_coefficients", "map_scores"]
+__all__ = ["coefficient_counts", "count_coefficients", "map_attention", "map_coefficients", "map_scores"]
 
 _SYMBOLS = {"alpha": "α", "beta": "β", "gamma": "γ"}
 _OF = {"alpha": "keys", "beta": "values", "gamma": "queries"}
@@ -73,6 +73,33 @@ def count_coefficients(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[st
     for key, value in pairs:
         counts[f"alpha1 {_sign(key)} alpha2"][f"beta1 {_sign(value)} beta2"] += 1
     return counts
+
+
+def coefficient_counts(layers: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """What Appendix F says of the coefficients of all KV heads, as numbers by name.
+
+    Args:
+        layers: of a model, each {"alpha": (heads, 2), "beta": (heads, 2)} as lists.
+
+    Returns:
+        The four counts of `count_coefficients`, as "alpha1 > alpha2, beta1 <= beta2" ...; "negative alpha1" ..., how
+        many heads have such a coefficient below 0; "distance of alpha1 + alpha2 from 1" and that of beta, the mean over
+        heads, which is 0 at the start. None where `count_coefficients` is.
+
+    Source:
+        Table 5 and Appendix F.
+    """
+    counts = count_coefficients(layers)
+    if counts is None:
+        return None
+    found: dict[str, float] = {f"{key}, {value}": count for key, row in counts.items() for value, count in row.items()}
+    for name in ("alpha", "beta"):
+        pairs = [pair for layer in layers for pair in layer[name]]
+        for lag in (0, 1):
+            found[f"negative {name}{lag + 1}"] = sum(pair[lag] < 0 for pair in pairs)
+        away = [abs(first + second - 1) for first, second in pairs]
+        found[f"distance of {name}1 + {name}2 from 1"] = sum(away) / len(away)
+    return found
 
 
 def map_scores(heads: Sequence[Mapping[str, Any]]) -> Figure:

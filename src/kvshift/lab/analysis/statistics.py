@@ -15,6 +15,7 @@ __all__ = [
     "first_reached",
     "mean_of",
     "paired_difference",
+    "rank_correlation",
     "t_interval",
     "verdict",
 ]
@@ -149,6 +150,22 @@ def _one_seed(mean: float, rows: Estimate | None, ours: str, theirs: str) -> str
         f"{ours} minus {theirs} is {size} in this one pair of runs{error}; "
         "how much another seed changes that is unknown, and --seeds 3 or more measures it"
     )
+
+
+def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """Spearman's rank correlation of pairs: 1 where both order them alike, -1 where one reverses the other.
+
+    Equal values have the mean of their ranks. None where there is no order to compare: fewer than 3 pairs, or values
+    on one side that are all equal.
+    """
+    if len(ours) != len(theirs):
+        raise ValueError(f"pairs need as many values on both sides, got {len(ours)} and {len(theirs)}")
+    if len(ours) < 3 or len(set(ours)) == 1 or len(set(theirs)) == 1:
+        return None
+    _check([*ours, *theirs])
+    from scipy.stats import spearmanr  # takes half a second to import
+
+    return float(spearmanr(ours, theirs)[0])  # type: ignore[arg-type]  # declared as an object
 
 
 def first_reached(steps: Sequence[float], losses: Sequence[float], target: float) -> float | None:

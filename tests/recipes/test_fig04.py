@@ -1,0 +1,102 @@
+"""Figure 4: what is run at which rate, what counts as diverged, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvshift.recipes import fig04
+from kvshift.recipes.fig04 import RATES
+from kvshift.recipes.models import PAIR
+from kvshift.recipes.recipe import Record
+
+from .cases import made_up
+
+pytestmark = pytest.mark.no_models
+RECIPE = fig04.RECIPE
+
+
+def records(gains: list[float]) -> list[Record]:
+    """Vanilla ends at 3 and a little, KV-shift lower by the gain of the seed; at every rate."""
+    found = []
+    for rate in RATES:
+        for seed, gain in enumerate(gains):
+            for variant in PAIR:
+                end = 3 + 0.1 * seed - (gain if variant == "kv-shift" else 0)
+                curve = {"step": [100, 200, 300], "loss": [5.0, 3.9, end]}
+                options = {"optimizer": {"learning_rate": 4 * rate}}
+                found.append(made_up(fig04._label(variant, rate), seed, curve=curve, options=options))
+    return found
+
+
+def ended(given: list[Record], variant: str, *losses: float, **result: int) -> list[Record]:
+    """The same with every run of a variant at the highest rate ended like this."""
+    label = fig04._label(variant, RATES[-1])
+    return [
+        replace(one, curve={"step": [100, 200, 300][: len(losses)], "loss": [*losses]}, result=result)
+        if one.label == label
+        else one
+        for one in given
+    ]
+
+
+@pytest.mark.parametrize("preset", RECIPE.presets)
+def test_pairs_differ_in_the_shift_alone(preset: str) -> None:
+    jobs = RECIPE.jobs(preset, [0, 7])
+    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 16
+    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
+        assert ours.config.model.shift_targets in (("k", "v"), None)  # type: ignore[attr-defined]
+        assert replace(ours.config.model, shift_targets=()) == theirs.config.model  # type: ignore[attr-defined]
+        assert replace(ours.config, model=theirs.config.model) == theirs.config  # type: ignore[attr-defined]
+        ours.config.check()  # type: ignore[attr-defined]
+
+
+def test_the_rates_are_the_papers_and_on_the_laptop_four_times_those() -> None:
+    for preset, scale in (("paper", 1), ("laptop", 4)):
+        rates = {job.config.optimizer.learning_rate for job in RECIPE.jobs(preset, [0])}  # type: ignore[attr-defined]
+        assert rates == {scale * rate for rate in RATES}
+    assert RECIPE.presets["paper"].seeds == RECIPE.presets["laptop"].seeds == 5
+
+
+@pytest.mark.parametrize(
+    ("losses", "result", "expected"),
+    [
+        ([5.0, 4.0, 3.0], {}, False),
+        ([5.0, 4.0, 4.4], {}, False),
+        ([5.0, 4.0, 4.6], {}, True),
+        ([5.0], {"diverged_at": 170}, True),
+        ([], {"diverged_at": 7}, True),
+    ],
+)
+def test_what_counts_as_diverged(losses: list[float], result: dict[str, int], expected: bool) -> None:
+    curve = {"step": [100 * (at + 1) for at in range(len(losses))], "loss": losses}
+    assert fig04.has_diverged(made_up("vanilla", curve=curve, **result)) is expected
+
+
+def test_the_papers_figure() -> None:
+    """Always lower, and only vanilla diverges at the highest rate."""
+    given = ended(records([0.02, 0.03, 0.025, 0.01, 0.02]), "vanilla", 5.0, diverged_at=170)
+    directions = [claim.direction for claim in RECIPE.claims(given)]
+    assert directions == ["holds", "holds", "holds", "not shown", "holds", "holds"]
+    assert RECIPE.claims(given)[3].ours == "a run diverged: no interval"
+
+
+def test_against_the_paper() -> None:
+    given = ended(records([-0.02, -0.03, -0.025, -0.01, -0.02]), "kv-shift", 5.0, 4.0, 5.0)
+    assert [claim.direction for claim in RECIPE.claims(given)] == ["fails"] * 6
+    assert [claim.direction for claim in RECIPE.claims(records([0.02, 0.04, -0.03, 0.0, 0.01]))][:4] == [
+        "not shown"
+    ] * 4
+
+
+def test_three_of_three_decide_nothing_about_divergence() -> None:
+    given = ended(records([0.02, 0.03, 0.025]), "vanilla", 5.0, diverged_at=170)
+    assert [claim.direction for claim in RECIPE.claims(given)][-2:] == ["not shown", "not shown"]
+
+
+def test_the_figure_has_a_panel_for_each_rate() -> None:
+    panels = RECIPE.plot(ended(records([0.1, 0.2]), "vanilla", diverged_at=7)).axes
+    assert [axes.get_title() for axes in panels] == [
+        f"{rate:g} in the paper, at {4 * rate:g} here" for rate in (1e-4, 2e-4, 1e-3, 1e-2)
+    ]

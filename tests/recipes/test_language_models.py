@@ -1,0 +1,335 @@
+"""The study of language models: what its recipes run and share, their tables, and what they say of what was found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from kvshift.lab.variants.by_name import VARIANTS, variant_of
+from kvshift.recipes import lm_figures, lm_tables
+from kvshift.recipes import reproduce as module
+from kvshift.recipes.catalogue import CATALOGUE, Entry, Preset, find_recipe
+from kvshift.recipes.jobs import StudyJob
+from kvshift.recipes.language_models import STUDY, TABLES, Place, label_at
+from kvshift.recipes.lm_paper import LENGTHS, LOSSES, RATES
+from kvshift.recipes.page import results_page
+from kvshift.recipes.recipe import Recipe, Record, diverged
+from kvshift.recipes.records import kept_records, read_records, write_records
+from kvshift.recipes.reproduce import ReproduceConfig, folder_of, reproduce
+from kvshift.recipes.tuning import best_rates, least_loss, tuning_jobs
+
+from .cases import Counting, made_up, runs
+
+SHARING = [name for name, entry in CATALOGUE.items() if entry.study == STUDY]
+ALIKE = [0.02, 0.021, 0.019]
+
+
+def made(variant: str, place: Place, loss: float, *, seed: int = 0, rate: float = 8e-3, tunes: bool = False) -> Record:
+    width = {12: 768, 4: 64, 2: 64}[place.layers]
+    options = {
+        "model": {"num_hidden_layers": place.layers, "hidden_size": width},
+        "data": {"sequence_length": place.length},
+        "optimizer": {"learning_rate": rate},
+    }
+    label = label_at(place, variant)
+    curve = {"step": [100, 200], "loss": [loss + 1, loss]}
+    record = made_up(f"{label}, rate {rate:.2g}" if tunes else label, seed, curve=curve, options=options)
+    return replace(record, tunes=label) if tunes else record
+
+
+def seeds(losses: Mapping[str, Sequence[float]], places: Sequence[Place] = (Place(2, 128),)) -> list[Record]:
+    """Of each variant, three seeds whose losses lie so far above 3."""
+    return [
+        made(variant, place, 3 + 0.1 * seed + loss, seed=seed)
+        for variant, each in losses.items()
+        for place in places
+        for seed, loss in enumerate(each)
+    ]
+
+
+def paper_grid(variant: str, flip: float = 1.0) -> list[Record]:
+    """The paper's own cells as runs of the preset paper, and a seed at the best rate; `flip` -1 reverses the order."""
+    found = []
+    for (rate, length), loss in LOSSES[variant].items():
+        found.append(made(variant, Place(12, length), flip * loss, seed=1000, rate=rate, tunes=True))
+    lengths = {length for _, length in LOSSES[variant]}
+    return found + [made(variant, Place(12, length), flip * 3.3, rate=2e-3) for length in sorted(lengths)]
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_what_a_recipe_runs_can_be_run(name: str) -> None:
+    recipe = find_recipe(name)
+    for preset, size in recipe.presets.items():
+        jobs = recipe.jobs(preset, range(2))
+        assert len({(job.label, job.seed) for job in jobs}) == len(jobs)
+        for job in jobs:
+            assert isinstance(job, StudyJob)
+            job.config.check()
+            variant = variant_of({**vars(job.config.model), "shift_targets": [*(job.config.model.shift_targets or ())]})
+            assert variant in VARIANTS
+            assert job.label.startswith(VARIANTS[variant].label)
+        assert preset != "laptop" or size.seeds >= 3
+
+
+@pytest.mark.parametrize("preset", ["smoke", "laptop", "paper"])
+def test_equal_runs_of_two_recipes_have_one_name_and_runs_of_one_name_are_equal(preset: str) -> None:
+    by_name: dict[Any, Any] = {}
+    by_config: dict[Any, Any] = {}
+    shared = 0
+    for name in SHARING:
+        recipe = find_recipe(name)
+        grid, jobs = recipe.presets[preset].grid, recipe.jobs(preset, range(recipe.presets[preset].seeds))
+        tuning = [] if grid is None else tuning_jobs(recipe.jobs(preset, grid.seeds), grid)
+        for job in [*jobs, *tuning]:
+            assert isinstance(job, StudyJob)
+            run, text = (job.label, job.seed, job.tunes), repr(job.config)
+            shared += run in by_name
+            assert by_name.setdefault(run, text) == text
+            if job.tunes is None:
+                assert by_config.setdefault(text, run) == run
+    assert shared > 20
+
+
+def test_no_run_of_the_laptop_reads_its_text_twice() -> None:
+    config = TABLES["laptop"].config
+    assert config.steps * TABLES["laptop"].tokens_at_once <= 69_814 * 128  # tokens of the corpus, as a run recorded
+
+
+def test_the_laptop_is_the_paper_at_a_quarter_of_the_length_and_four_times_the_rate() -> None:
+    grid, scale = CATALOGUE["tab07"].presets["laptop"].grid, TABLES["laptop"].scale
+    assert grid is not None
+    assert {lm_tables._near(rate / scale) for rate in grid.rates} <= set(RATES)
+    assert {place.length * scale for place in TABLES["laptop"].places} <= set(LENGTHS)
+    paper = CATALOGUE["tab07"].presets["paper"].grid
+    assert paper is not None
+    assert paper.rates == RATES
+    assert {place.length for place in TABLES["paper"].places} == set(LENGTHS)
+
+
+def test_a_step_has_as_many_tokens_at_every_length() -> None:
+    for setting in TABLES.values():
+        configs = [setting.at(place) for place in setting.places]
+        assert {config.batch_size * config.data.sequence_length for config in configs} == {setting.tokens_at_once}
+        assert len({config.tokens_per_step for config in configs}) == 1
+
+
+def test_the_papers_tables_are_whole() -> None:
+    assert {variant: len(cells) for variant, cells in LOSSES.items()} == {
+        **dict.fromkeys(("vanilla", "kv-shift", "qkv-shift", "k-shift", "v-shift"), 30),
+        **dict.fromkeys(("differential", "differential-qk-norm"), 30),
+        "selective": 18,
+        "mla": 5,
+        "mla-kv-shift": 5,
+    }
+    wins = [LOSSES["kv-shift"][cell] < loss for cell, loss in LOSSES["vanilla"].items()]
+    assert wins.count(True) == 26  # of 30, as counted of the printed tables
+
+
+def test_a_table_stands_beside_the_papers_cell_by_cell() -> None:
+    records = [*paper_grid("vanilla"), *paper_grid("kv-shift")]
+    text = lm_tables.side_by_side(records, "kv-shift")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert rows[0][1:] == [f"12 layers, {length} tokens" for length in LENGTHS[:-1]] + ["12 layers, 4096 tokens |"]
+    assert rows[1][0] == "| 0.0001 (0.0001)"
+    assert rows[1][1] == "3.7689 (3.7689)"
+    assert rows[5][3] == "3.2983 (3.2983)"
+    assert rows[7][:2] == ["| own best, mean over seeds", "3.3000 (3.4381)"]
+    assert lm_tables.correlations(records, "kv-shift") == (
+        "Spearman's rank correlation with the paper's cells, KV-shift: of the losses 1.00 (30 cells); "
+        "of the differences from vanilla 1.00 (30 cells)."
+    )
+
+
+def test_cells_in_the_opposite_order_correlate_at_minus_one() -> None:
+    records = [*paper_grid("vanilla", -1), *paper_grid("kv-shift", -1)]
+    assert "of the losses -1.00 (30 cells); of the differences from vanilla -1.00" in lm_tables.correlations(
+        records, "kv-shift"
+    )
+    assert "differences" not in lm_tables.correlations(records, "vanilla")
+
+
+def test_the_laptops_cells_stand_beside_those_of_four_times_the_length_and_a_quarter_of_the_rate() -> None:
+    places = [Place(2, 64), Place(2, 128), Place(4, 128)]
+    records = seeds({"vanilla": ALIKE}, places)
+    records += [
+        made("vanilla", place, 3.0 + rate, seed=1000, rate=rate, tunes=True)
+        for place in places
+        for rate in (4e-3, 8e-3)
+    ]
+    text = lm_tables.side_by_side(records, "vanilla")
+    assert "| 0.004 (0.001) | 3.0040 (3.4701) | 3.0040 (3.3816) | 3.0040 (3.3816) |" in text
+    assert "| 0.008 (0.002) | 3.0080 (3.4505) | 3.0080 (3.3605) | 3.0080 (3.3605) |" in text
+    assert "(4 cells)" in lm_tables.correlations(records, "vanilla")  # of two layers alone
+
+
+def test_a_cell_that_diverged_says_so_and_is_never_the_best() -> None:
+    place = Place(2, 128)
+    good = made("vanilla", place, 3.5, seed=1000, rate=4e-3, tunes=True)
+    bad = replace(made("vanilla", place, 2.5, seed=1000, rate=8e-3, tunes=True), result={"diverged_at": 7})
+    assert diverged(bad)
+    assert best_rates([good, bad], least_loss()) == {"vanilla, 2 layers, 128 tokens": 4e-3}
+    records = [good, bad, *seeds({"vanilla": ALIKE})]
+    assert "| 0.008 (0.002) | diverged (3.3605) |" in lm_tables.side_by_side(records, "vanilla")
+
+
+@pytest.mark.parametrize(
+    ("kv", "direction"),
+    [([0.0, 0.002, -0.002], "holds"), ([0.05, 0.053, 0.047], "fails"), ([0.0, 0.05, 0.02], "not shown")],
+)
+def test_kv_shift_against_vanilla(kv: list[float], direction: str) -> None:
+    claims = find_recipe("tab07").claims(seeds({"kv-shift": kv, "vanilla": ALIKE}))
+    assert [claim.direction for claim in claims] == [direction]
+    assert claims[0].statement == "2 layers, 128 tokens: KV-shift has a lower loss than vanilla"
+    assert claims[0].paper == "at 512 tokens 3.3686 against 3.3605"
+
+
+def test_where_a_run_diverged_nothing_is_shown() -> None:
+    records = seeds({"kv-shift": [0.0, 0.001, -0.001], "vanilla": ALIKE})
+    records[0] = replace(records[0], result={"diverged_at": 7})
+    claims = find_recipe("tab07").claims(records)
+    assert [(claim.direction, claim.ours) for claim in claims] == [("not shown", "a run diverged: no interval")]
+
+
+def test_longer_contexts_are_compared_within_a_depth() -> None:
+    records = [
+        made("vanilla", place, loss + 0.1 * seed + 0.01 * seed * (place.length == 64), seed=seed)
+        for place, loss in ((Place(2, 64), 3.2), (Place(2, 128), 3.0), (Place(4, 128), 2.9))
+        for seed in range(3)
+    ]
+    claims = find_recipe("tab06").claims(records)
+    assert [(claim.statement, claim.direction) for claim in claims] == [
+        ("2 layers, vanilla: 128 tokens have a lower loss than 64", "holds")
+    ]
+    assert claims[0].paper == "3.3605 against 3.4505 at 512 and 256 tokens"
+
+
+@pytest.mark.parametrize(
+    ("gate", "direction"),
+    [
+        ([0.03, 0.032, 0.028], "holds"),  # worse
+        ([0.015, 0.016, 0.0145], "holds"),  # better, by less than the margin
+        ([-0.03, -0.032, -0.029], "fails"),
+        ([0.0, 0.02, 0.01], "not shown"),
+    ],
+)
+def test_whether_a_gate_helps_by_a_margin(gate: list[float], direction: str) -> None:
+    records = seeds({"kv-shift": ALIKE, "kv-shift-gate": gate, "kv-shift-clamp": [0.1, 0.11, 0.12], "vanilla": ALIKE})
+    first, second = find_recipe("fig10").claims(records)
+    assert (first.direction, second.direction) == (direction, "holds")
+
+
+def test_whether_queries_change_anything() -> None:
+    for qkv, direction in (([0.021, 0.023, 0.020], "holds"), ([0.2, 0.22, 0.21], "fails"), ([0, 0.1, 0], "not shown")):
+        records = seeds({"kv-shift": ALIKE, "qkv-shift": qkv, "vanilla": ALIKE})
+        assert [claim.direction for claim in find_recipe("fig11").claims(records)] == [direction]
+
+
+def test_the_ablation_asks_four_questions_of_each_depth() -> None:
+    places = [Place(2, 128), Place(4, 128)]
+    losses = {"kv-shift": [0.0, 0.001, 0.002], "k-shift": ALIKE, "v-shift": ALIKE, "vanilla": [0.05, 0.051, 0.049]}
+    claims = find_recipe("fig07a").claims(seeds(losses, places))
+    assert [claim.direction for claim in claims] == ["holds"] * 8
+
+
+@pytest.mark.parametrize("name", ["tab06", "tab08", "fig07b", "fig10"])
+def test_figures_are_drawn_from_records(name: str) -> None:
+    jobs = find_recipe(name).jobs("laptop", range(3))
+    records = []
+    for job in jobs:
+        assert isinstance(job, StudyJob)
+        model, variant = job.config.model, next(v for v in VARIANTS if job.label.startswith(f"{VARIANTS[v].label}, "))
+        variant = variant_of({**vars(model), "shift_targets": [*(model.shift_targets or ())]})
+        place = Place(model.num_hidden_layers or 0, job.config.data.sequence_length)
+        records.append(made(variant, place, 3 + 0.01 * len(variant), seed=job.seed))
+    panels = find_recipe(name).plot(records).axes
+    assert len(panels) == (4 if name.startswith("tab") else 2)
+    assert panels[0].get_title() == f"2 layers, {64 if name.startswith('tab') else 128} tokens"
+
+
+def test_a_run_of_smoke(tmp_path: Path) -> None:
+    job: Any = find_recipe("tab07").jobs("smoke", [3])[-2]
+    assert job.label == "KV-shift, 1 layer, 8 tokens"
+    job.run(tmp_path / "run")
+    assert job.is_finished(tmp_path / "run")
+    found = Record(label=job.label, seed=3, **job.record(tmp_path / "run"))
+    assert found.curve["step"] == [2, 4]
+    table = [sum(found.curve[f"alpha1 {a} alpha2, beta1 {b} beta2"][-1] or 0 for a in (">", "<=") for b in (">", "<="))]
+    assert table == [2]  # KV heads
+    assert not diverged(found)
+
+
+def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job: Any = find_recipe("tab07").jobs("smoke", [3])[-1].at_rate(1e30)  # type: ignore[attr-defined]
+    job.run(tmp_path / "run")
+    assert job.is_finished(tmp_path / "run")
+    job.run(tmp_path / "run")  # finished: left as it is
+    found = Record(label=job.label, seed=3, **job.record(tmp_path / "run"))
+    assert diverged(found)
+    assert 1 <= found.result["diverged_at"] <= 4
+    assert least_loss()(found) == (-math.inf,)
+
+    def full(*args: Any) -> None:
+        raise module.RunFailedError("writing failed: no space left on device")
+
+    monkeypatch.setattr("kvshift.recipes.jobs.train", full)
+    with pytest.raises(module.RunFailedError, match="no space"):
+        job.run(tmp_path / "other")
+
+
+def counting(name: str, labels: str) -> Recipe:
+    presets = {"smoke": Preset(seeds=2, cost="nothing")}
+    return Recipe(
+        entry=Entry(name=name, title="counting", presets=presets, study="counting"),
+        source="Figure 0",
+        jobs=lambda preset, seeds: [Counting(label=f"Beads, {label}", seed=seed) for label in labels for seed in seeds],
+        plot=lambda records: Figure(),
+        claims=lambda records: [],
+    )
+
+
+def test_what_two_recipes_share_is_run_once_and_kept_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = {"abacus": counting("abacus", "ab"), "rosary": counting("rosary", "bc")}
+    monkeypatch.setattr(module, "find_recipe", recipes.__getitem__)
+    kept, out = tmp_path / "kept", tmp_path / "out"
+    for done, name in enumerate(recipes):
+        assert kept_records(kept, recipes["rosary"], "smoke") is None, done
+        reproduce(ReproduceConfig(recipe=name, preset="smoke", out=out, results=kept, jobs=1))
+    for label in "abc":
+        for seed in (0, 1):
+            assert runs(folder_of(out / "counting/smoke", Counting(label=f"Beads, {label}", seed=seed))) == 1
+    whole = read_records(kept / "counting/smoke.jsonl")
+    assert [record.label[-1] for record in whole] == ["a", "a", "b", "b", "c", "c"]
+    assert not (kept / "counting/smoke.partial.jsonl").exists()
+    for name, labels in (("abacus", "aabb"), ("rosary", "bbcc")):
+        found = kept_records(kept, recipes[name], "smoke")
+        assert found is not None
+        assert [record.label[-1] for record in found] == [*labels]
+        assert read_records(out / name / "smoke/records.jsonl") == found
+        assert (out / name / "smoke/report.md").exists()
+
+
+def test_of_a_study_seeds_count_that_all_labels_have(tmp_path: Path) -> None:
+    recipe = counting("abacus", "ab")
+    records = [made_up(f"Beads, {label}", seed) for label in "ab" for seed in (0, 1, 2)]
+    write_records(tmp_path / "counting/smoke.jsonl", records[:-1])  # the last seed of b is missing
+    found = kept_records(tmp_path, recipe, "smoke")
+    assert found is not None
+    assert [(record.label[-1], record.seed) for record in found] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    write_records(tmp_path / "counting/smoke.jsonl", records[:4])  # of b there is one
+    assert kept_records(tmp_path, recipe, "smoke") is None
+
+
+def test_the_page_says_what_was_not_run(tmp_path: Path) -> None:
+    text = results_page(tmp_path)
+    assert "## Not run yet" in text
+    assert all(name in text.partition("## Not run yet")[2] for name in CATALOGUE)
+    assert "|\n| [" not in text  # no verdict
+    assert lm_figures.MARGIN == 0.01

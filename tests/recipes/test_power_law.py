@@ -1,0 +1,127 @@
+"""Figures 5 and 6: what is run at which size, and what is said of the power law and of more tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshift.lab.training.train_config import to_json
+from kvshift.lab.variants.by_name import VARIANTS
+from kvshift.recipes import power_law
+from kvshift.recipes.catalogue import find_recipe
+from kvshift.recipes.models import PAIR
+from kvshift.recipes.power_law import SIZES, parameters_of
+from kvshift.recipes.recipe import Record
+
+from .cases import made_up
+
+FIG05, FIG06 = find_recipe("fig05"), find_recipe("fig06")
+
+
+def records(
+    gain: float = 0.02, *, faster: float = 0.0, late: float = 0.02, seeds: int = 3, noise: float = 0.001
+) -> list[Record]:
+    """Losses of (1e14 / N)^0.07 on the laptop; KV-shift's lower by a factor e^-gain, and by N^-faster.
+
+    The long runs gain 0.02 after a third of the steps and `late` at the end.
+    """
+    found = []
+    jobs: Any = FIG06.jobs("laptop", range(seeds))
+    for number, job in enumerate(jobs):
+        options = to_json(job.config) | {"data_facts": {"tokens": 1024}}
+        one = made_up(job.label, job.seed, options=options)
+        size, steps = parameters_of(one), job.config.steps
+        loss = (1e14 / size) ** 0.07 * (1 + noise * ((number * 7) % 5 - 2)) + 0.01 * job.seed
+        shifts = bool(job.config.model.shift_targets)
+        early = end = loss * (math.exp(-gain) * (size / 2e4) ** -faster if shifts else 1.0)
+        if steps == 1200:
+            early, end = (3.3 - 0.02, 3.0 - late - 0.001 * job.seed) if shifts else (3.3, 3.0)
+        curve = {"step": [steps // 3, 2 * steps // 3, steps], "loss": [early, (early + end) / 2, end]}
+        found.append(replace(one, curve=curve))
+    return found
+
+
+def by_statement(given: list[Record]) -> dict[str, str]:
+    return {claim.statement: claim.direction for claim in FIG06.claims(given)}
+
+
+@pytest.mark.parametrize("preset", ["smoke", "laptop", "paper"])
+def test_pairs_differ_in_the_shift_alone(preset: str) -> None:
+    jobs: Any = FIG06.jobs(preset, [0, 7])
+    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 4 * (len(SIZES[preset][0]) + 1)
+    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
+        ours.config.check()
+        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
+        assert replace(ours.config, model=theirs.config.model) == theirs.config
+    shared = {(job.label, repr(job.config)) for job in FIG05.jobs(preset, [0, 7])}
+    assert shared < {(job.label, repr(job.config)) for job in jobs}
+
+
+def test_at_least_five_sizes_are_fitted_on_the_same_tokens() -> None:
+    for preset in ("laptop", "paper"):
+        configs = SIZES[preset][0].values()
+        assert len(configs) == 5
+    tokens = {config.steps * config.batch_size * config.data.sequence_length for config in SIZES["laptop"][0].values()}
+    assert tokens == {400 * 2048}
+    paper = SIZES["paper"][0]
+    assert all(abs(config.steps * (config.tokens_per_step or 0) / 1e10 - 1) < 1e-3 for config in paper.values())
+    assert 3 * 400 * 2048 < 69_814 * 128  # tokens of the corpus, as a run recorded them
+
+
+def test_embeddings_and_coefficients_are_no_part_of_the_size() -> None:
+    sizes = {one.label: parameters_of(one) for one in records()}
+    # per layer 4 E^2 + 3 E F + 2 E, F = 8/3 E up to a multiple of 32, and the last norm
+    assert sizes["vanilla, 2 layers of width 32"] == 2 * (4 * 32**2 + 3 * 32 * 96 + 64) + 32
+    assert sizes["KV-shift, 2 layers of width 32"] == sizes["vanilla, 2 layers of width 32"]
+    assert sizes["vanilla, 5 layers of width 128"] / sizes["vanilla, 2 layers of width 32"] > 30
+
+
+def test_what_was_put_in_comes_out() -> None:
+    found = by_statement(records(gain=0.02, faster=0.01))
+    assert found["KV-shift has a lower loss than vanilla at every size"] == "holds"
+    assert found["L(N) = (N_c / N)^a falls faster with KV-shift"] == "holds"
+    assert found["Extrapolated to ten times the largest size, KV-shift still has the lower loss"] == "holds"
+
+
+def test_against_the_paper() -> None:
+    given = records(gain=-0.02, faster=-0.01, late=0.01)
+    found = by_statement(given)
+    assert list(found.values())[:3] == ["fails", "fails", "fails"]
+    assert found[
+        "4 layers of width 64, 1200 steps: the gain of KV-shift is no smaller than after a third of the tokens"
+    ] == ("fails")
+    assert {claim.direction for claim in FIG05.claims(given)} == {"fails"}
+
+
+def test_what_noise_hides_is_not_shown() -> None:
+    found = by_statement(records(gain=0.0, noise=0.01))
+    assert list(found.values())[:3] == ["not shown"] * 3
+
+
+def test_questions_of_ours_are_named() -> None:
+    claims = FIG06.claims(records(faster=0.01))
+    assert [claim.own for claim in claims] == [False, True, True, False]
+    assert "the difference 0.0" in claims[1].ours
+
+
+def test_the_figures_show_sizes_the_law_and_the_long_run() -> None:
+    given = records()
+    assert [axes.get_title() for axes in FIG05.plot(given).axes] == [*SIZES["laptop"][0]]
+    left, right = FIG06.plot(given).axes
+    labels = [VARIANTS[variant].label for variant in PAIR]
+    assert left.get_legend_handles_labels()[1] == labels
+    assert left.get_xlim()[1] > 5e6
+    assert right.get_title() == "4 layers of width 64, 1200 steps"
+
+
+def test_a_run_of_smoke(tmp_path: Path) -> None:
+    job: Any = FIG06.jobs("smoke", [3])[-1]
+    assert job.label == "vanilla, 1 layer of width 8"
+    job.run(tmp_path / "run")
+    found = Record(label=job.label, seed=3, **job.record(tmp_path / "run"))
+    assert parameters_of(found) > 0
+    assert power_law._loss(found, 1.0) == found.curve["loss"][-1]
