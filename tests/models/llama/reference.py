@@ -13,19 +13,26 @@ import torch
 from torch import Tensor
 
 
-def reference_logits(weights: Mapping[str, Tensor], config: Any, tokens: Sequence[int]) -> Tensor:
+def reference_logits(
+    weights: Mapping[str, Tensor],
+    config: Any,
+    tokens: Sequence[int],
+    attention: Callable[[Mapping[str, Tensor], Any, Tensor, int], Tensor] | None = None,
+) -> Tensor:
     """Logits (T, V) of one document, in the dtype of the weights; differentiable.
 
     Args:
         weights: a state dict under the names of a checkpoint.
         config: anything with the fields of `KVShiftLlamaConfig`.
         tokens: the document.
+        attention: of another model, from its layer's weights, the configuration, (T, E) and the layer's number.
     """
+    attend = attention or (lambda layer, config, x_TE, _: _attention(layer, config, x_TE))
     x_TE = weights["model.embed_tokens.weight"][torch.tensor(list(tokens))]
     for i in range(config.num_hidden_layers):
         prefix = f"model.layers.{i}."
         layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-        x_TE = x_TE + _attention(layer, config, _rms_norm(x_TE, layer["input_layernorm.weight"], config))
+        x_TE = x_TE + attend(layer, config, _rms_norm(x_TE, layer["input_layernorm.weight"], config), i)
         x_TE = x_TE + _mlp(layer, _rms_norm(x_TE, layer["post_attention_layernorm.weight"], config))
     x_TE = _rms_norm(x_TE, weights["model.norm.weight"], config)
     head = weights["model.embed_tokens.weight"] if config.tie_word_embeddings else weights["lm_head.weight"]

@@ -71,6 +71,11 @@ VARIANTS: Mapping[str, Entry] = {
         _shift("kv-shift-clamp", "KV-shift, clamp", "#999933", constraint="clamp"),
         Entry("smear", "smear", "#56b4e9"),
         Entry("key-offset", "key offset", "#882255"),
+        Entry("differential", "differential", "#332288"),
+        Entry("differential-wide", "differential, wide", "#4477aa"),
+        Entry("differential-kv-shift", "differential + KV-shift", "#aa4499"),
+        Entry("selective", "selective", "#117733"),
+        Entry("selective-key", "selective, along keys", "#6699cc"),
     )
 }
 

@@ -12,6 +12,7 @@ from kvshift.models.retrofit import KVShiftGPT2Model
 from kvshift.models.retrofit.family import note_class
 
 __all__ = [
+    "NamedConfig",
     "UncachedConfig",
     "UncachedDecoder",
     "UncachedGPT2Model",
@@ -22,21 +23,28 @@ __all__ = [
 ]
 
 
-class UncachedConfig:
-    """Stands before the configuration of a family; `loaded_by` is named where another class is given its folder."""
+class NamedConfig:
+    """Stands before the configuration of a family; what it saves is refused by the classes of other models.
+
+    `use_cache` of what is saved is of a type that they do not take, and names `loaded_by`.
+    """
 
     loaded_by: ClassVar[str]
     use_cache: bool | dict[str, bool]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Of transformers; what is saved."""
+        saved = super().to_dict()  # type: ignore[misc]
+        saved["use_cache"] = {f"kv_shift: load it with {self.loaded_by}": self.use_cache}
+        return saved
+
+
+class UncachedConfig(NamedConfig):
+    """Of a model that decodes without a cache."""
+
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         self.use_cache = False
-
-    def to_dict(self) -> dict[str, Any]:
-        """Of transformers; what is saved. Classes of other models do not take a `use_cache` of this type."""
-        saved = super().to_dict()  # type: ignore[misc]
-        saved["use_cache"] = {f"kv_shift: load it with {self.loaded_by}": False}
-        return saved
 
 
 class UncachedDecoder:

@@ -1,0 +1,118 @@
+"""For variants that change what attention does with finished queries, keys and values: one body for both families.
+
+A variant stands `attend` before one of the classes and makes the attention of each layer one of the class of both, by
+`become`; projections, shift, QK-norm, rotary embedding and cache stay those of the family.
+
+Shapes: B batch, T positions of this call, K keys, H query heads, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from kvshift.models.decoder import shift_into
+from kvshift.models.llama.modeling import KVShiftLlamaAttention
+from kvshift.models.retrofit.gpt2 import KVShiftGPT2Attention
+
+__all__ = ["AttendingGPT2", "AttendingLlama"]
+
+
+class _Attending:
+    config: Any
+    scaling: float
+    training: bool
+    dropout: float
+    sliding_window: int | None = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> tuple[Tensor, Tensor | None]:
+        """What attention gives, (B, T, heads, size), and its weights or None.
+
+        Args:
+            query: (B, H, T, D).
+            key, value: (B, G, K, D).
+            where: attention_mask, shift_mask and shift_seq_idx, as `create_masks` made them, and what else a layer got.
+        """
+        raise NotImplementedError
+
+    def softmax_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, *, attention_mask: Tensor | None, **where: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention by the implementation that the configuration names; H is G times `num_key_value_groups`."""
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        for name in ("shift_mask", "shift_seq_idx"):
+            where.pop(name, None)
+        return attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **where,
+        )
+
+
+class AttendingLlama(_Attending, KVShiftLlamaAttention):
+    """The attention of the Llamas."""
+
+    @property
+    def dropout(self) -> float:  # type: ignore[override]
+        return self.attention_dropout
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Cache | None = None,
+        **where: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        query, key, value, keep_raw = shift_into(
+            self.shift,
+            *self.project(hidden_states),
+            past_key_values,
+            self.layer_idx,
+            mask=where["shift_mask"],
+            seq_idx=where["shift_seq_idx"],
+            rotary=position_embeddings,
+            norms=(self.q_norm, self.k_norm) if self.qk_norm else None,
+        )
+        with keep_raw:
+            output, weights = self.attend(query, key, value, **where)
+        return self.output(output), weights
+
+
+class AttendingGPT2(_Attending, KVShiftGPT2Attention):
+    """The attention of the lab's GPT-2, which has no cache."""
+
+    @property
+    def dropout(self) -> float:  # type: ignore[override]
+        return self.attn_dropout.p
+
+    def forward(
+        self, hidden_states: Tensor, past_key_values: None = None, **where: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        projected = self.c_attn(hidden_states).split(self.split_size, dim=2)
+        query, key, value = (x.view(*x.shape[:2], -1, self.head_dim) for x in projected)
+        query, key, value, keep_raw = shift_into(
+            self.shift,
+            query,
+            key,
+            value,
+            past_key_values,
+            self.layer_idx,
+            mask=where["shift_mask"],
+            seq_idx=where["shift_seq_idx"],
+        )
+        with keep_raw:
+            output, weights = self.attend(query, key, value, **where)
+        return self.resid_dropout(self.c_proj(output.flatten(2))), weights

@@ -1,0 +1,216 @@
+"""The Differential Transformer: each head subtracts one attention from another, which cancels what both attend to.
+
+    head = softmax(q1 k1^T / sqrt(d)) v - lambda softmax(q2 k2^T / sqrt(d)) v        q1, q2, k1, k2 of size d, v of 2d
+    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
+    lambda_init = 0.8 - 0.6 exp(-0.3 l)                                              l = 0 in the first layer
+    output = (1 - lambda_init) RMSNorm(head)            over the 2d of each head, one gain for all of them, eps 1e-5
+
+The four vectors lambda_.. of each layer start as N(0, 0.1^2). The two keys of a KV head, and its value, serve the pairs
+of as many query heads as in vanilla (grouped queries). A head is as large as vanilla's, so that d is half of that
+(12 x 32 at the paper's 0.2B) and all projections have vanilla's shapes. QK-norm, where the size asks for it, is an
+RMSNorm over each of q1, q2, k1, k2, before the rotary embedding.
+
+Dimensions 0 .. d/2 and d .. 3d/2 of a head are the first of its pair, the others the second: then the pairs that
+rotate together, and the two halves of all keys in the cache, stand where vanilla's do. The source splits a head in the
+middle and rotates neighbouring dimensions; at random start values that is a matter of names.
+
+Source: Ye et al., Differential Transformer (2024), equations 1 to 3 and section 3.1; their code
+(microsoft/unilm, Diff-Transformer/multihead_flashdiff_1.py).
+
+Shapes: B batch, T positions, K keys, H query heads, G KV heads, D = 2d head size.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from kvshift.lab.variants.attending import AttendingGPT2, AttendingLlama
+from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
+from kvshift.lab.variants.uncached import NamedConfig, become
+from kvshift.lab.variants.variant import ModelVariant
+from kvshift.layers import KVShift, ShiftOptions
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+
+__all__ = [
+    "VARIANT",
+    "Differential",
+    "DifferentialGPT2",
+    "DifferentialLlamaConfig",
+    "DifferentialLlamaForCausalLM",
+    "PairNorm",
+    "split_pair",
+]
+
+
+def split_pair(x: Tensor) -> Tensor:
+    """(B, 2H, T, D) of heads (B, H, T, D): of each the first of its pair and the second, the other's dimensions 0.
+
+    A product with whole keys is then one with its own half of them.
+    """
+    second_D = (torch.arange(x.shape[-1], device=x.device) // (x.shape[-1] // 4)) % 2 == 1
+    pair_2D = torch.stack([~second_D, second_D]).unsqueeze(1)
+    return (x.unsqueeze(2) * pair_2D).flatten(1, 2)
+
+
+class Differential(nn.Module):
+    """The formula above, from the attention of both of each pair on.
+
+    Args:
+        head_size: D.
+        layer_idx: l.
+
+    Attributes:
+        lambda_q1, lambda_k1, lambda_q2, lambda_k2: (d,).
+        norm: of the heads; its gain is (D,).
+    """
+
+    def __init__(self, head_size: int, layer_idx: int) -> None:
+        super().__init__()
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer_idx)
+        self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
+            nn.Parameter(torch.empty(head_size // 2).normal_(0, 0.1)) for _ in range(4)
+        )
+        self.norm = nn.RMSNorm(head_size, eps=1e-5)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """(B, T, H, D) of (B, T, 2H, D); the arithmetic is that of float32, rounded once."""
+        dtype = torch.promote_types(heads.dtype, torch.float32)
+        first, second = heads.to(dtype).unflatten(2, (-1, 2)).unbind(3)
+        pairs = (self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2)
+        one, two = (torch.exp((q.to(dtype) * k.to(dtype)).sum()) for q, k in pairs)
+        scale = one - two + self.lambda_init
+        normed = F.rms_norm(first - scale * second, self.norm.normalized_shape, self.norm.weight.to(dtype), 1e-5)
+        return (normed * (1 - self.lambda_init)).to(heads.dtype)
+
+
+class PairNorm(nn.Module):
+    """RMSNorm over each of the two in a head of queries or keys, (..., D), with a gain (d,) that all share."""
+
+    def __init__(self, head_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(head_size // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        chunks = x.to(dtype).unflatten(
+            -1, (2, 2, -1)
+        )  # which of the dimensions that rotate together, which of the pair
+        normed = chunks * torch.rsqrt(chunks.square().mean((-3, -1), keepdim=True) + self.eps)
+        gain = self.weight.to(dtype).unflatten(0, (2, 1, -1))
+        return (normed * gain).flatten(-3).to(x.dtype)
+
+
+class PairRotaryEmbedding(LlamaRotaryEmbedding):
+    """Tables as wide as a head, made of those of size d for both of its pair."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = super().forward(x, position_ids)
+        return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+
+
+class _DifferentialAttention:
+    differential: Differential
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> tuple[Tensor, Tensor | None]:
+        heads, weights = self.softmax_attention(split_pair(query), key, value, **where)  # type: ignore[attr-defined]
+        return self.differential(heads), weights
+
+
+class _DifferentialLlamaAttention(_DifferentialAttention, AttendingLlama):
+    pass
+
+
+class _DifferentialGPT2Attention(_DifferentialAttention, AttendingGPT2):
+    pass
+
+
+@strict
+class DifferentialLlamaConfig(NamedConfig, KVShiftLlamaConfig):
+    """What `DifferentialLlamaForCausalLM` is built from.
+
+    Besides the fields of `KVShiftLlamaConfig`, whose heads are those of vanilla:
+
+    Args:
+        halve_heads: half as many query and KV heads, each twice as large: the paper's choice (6 x 64 at 0.2B).
+    """
+
+    model_type = "kvshift_differential_llama"
+    loaded_by: ClassVar[str] = "kvshift.lab.variants.differential.DifferentialLlamaForCausalLM"
+
+    halve_heads: bool = False
+
+
+class DifferentialLlamaForCausalLM(KVShiftLlamaForCausalLM):
+    """`KVShiftLlamaForCausalLM` with differential attention. A shift mixes both keys of a head by the same numbers."""
+
+    config: DifferentialLlamaConfig
+    config_class = DifferentialLlamaConfig
+
+    def __init__(self, config: DifferentialLlamaConfig) -> None:
+        super().__init__(config)
+        kv_heads, head_dim = config.num_key_value_heads, config.head_dim
+        assert kv_heads is not None  # in transformers' annotation alone
+        assert head_dim is not None
+        merged = 2 if config.halve_heads else 1
+        if kv_heads % merged:
+            raise ValueError(f"half of the KV heads needs an even number of them, got {kv_heads}")
+        size = merged * head_dim
+        if size % 4:
+            raise ValueError(f"two rotated halves need heads whose size is a multiple of 4, got {size}")
+        of_half = deepcopy(config)
+        of_half.head_dim = size // 2
+        self.model.rotary_emb = PairRotaryEmbedding(of_half)
+        options = ShiftOptions.of(config)
+        for layer in self.model.layers:
+            attention: Any = layer.self_attn
+            become(attention, _DifferentialLlamaAttention)
+            _differ(attention, size, groups=config.num_attention_heads // kv_heads)
+            attention.shift = KVShift(kv_heads // merged, options, num_heads=config.num_attention_heads // merged)
+            if config.qk_norm:
+                attention.q_norm, attention.k_norm = (PairNorm(size, config.rms_norm_eps) for _ in range(2))
+
+
+@strict
+class DifferentialGPT2Config(NamedConfig, LabGPT2Config):
+    """The fields of `LabGPT2Config`."""
+
+    model_type = "kvshift_differential_lab_gpt2"
+    loaded_by: ClassVar[str] = "kvshift.lab.variants.differential.DifferentialGPT2"
+
+
+class DifferentialGPT2(LabGPT2):
+    """`LabGPT2` with differential attention."""
+
+    config: DifferentialGPT2Config
+    config_class = DifferentialGPT2Config
+
+    def __init__(self, config: DifferentialGPT2Config) -> None:
+        super().__init__(config)
+        size = config.n_embd // config.n_head
+        if size % 4:
+            raise ValueError(f"two halves of two parts need heads whose size is a multiple of 4, got {size}")
+        for block in self.transformer.h:
+            become(block.attn, _DifferentialGPT2Attention)
+            _differ(block.attn, size, groups=1)
+
+
+def _differ(attention: Any, head_size: int, *, groups: int) -> None:
+    attention.head_dim = head_size
+    attention.scaling = (head_size // 2) ** -0.5
+    attention.num_key_value_groups = 2 * groups
+    attention.differential = Differential(head_size, attention.layer_idx)
+
+
+VARIANT = ModelVariant(
+    name="differential",
+    models={KVShiftLlamaConfig: DifferentialLlamaForCausalLM, LabGPT2Config: DifferentialGPT2},
+)
