@@ -67,6 +67,12 @@ def test_the_gate_reads_twelve_numbers_at_most() -> None:
     torch.testing.assert_close(made(x).double(), by_loop(made, x, rows), rtol=1e-6, atol=1e-6)
 
 
+def test_double_precision_stays_double() -> None:
+    x, made = embeddings(torch.float64), smear().double()
+    rows = LAYOUTS["padding"]
+    torch.testing.assert_close(made(x, **given(rows)), by_loop(made, x, rows), rtol=1e-14, atol=1e-14)
+
+
 def test_gradients() -> None:
     made, x = smear(3).double(), embeddings(torch.float64, 3)[:, :, :3].requires_grad_()
 
@@ -74,7 +80,7 @@ def test_gradients() -> None:
         parameters = {"gate": gate, "scale": scale}
         return torch.func.functional_call(made, parameters, (x,), given(LAYOUTS["padding"]))
 
-    assert torch.autograd.gradcheck(smeared, (x, made.gate, made.scale), atol=1e-3, eps=1e-3)
+    assert torch.autograd.gradcheck(smeared, (x, made.gate, made.scale))
 
 
 def test_a_model_is_its_vanilla_twin_over_smeared_embeddings() -> None:

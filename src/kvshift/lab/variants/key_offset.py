@@ -3,115 +3,77 @@
     y[t, d] = k[t-1, d] for d in D/4 .. D/2 and 3D/4 .. D,    k[t, d] for the others and where a document begins
 
 It stands in the place of the shift, after the projections and before QK-norm and rotary embedding, whose slow half of
-frequencies these are. Nothing is learned.
+frequencies these are. Nothing is learned. `key_offset_whole` is the same of all dimensions.
 
 Source: modded-nanogpt (pull request 169), where these dimensions are not rotated, documents are not kept apart, and
-the keys are changed in place, through a view of themselves.
+the keys are changed in place, through a view of themselves, which is not deterministic (issue 335); here they are not.
 
-Shapes: B batch, T positions, G KV heads, D head size.
+Shapes: B batch, T positions, G KV heads, D head size, R rows of state.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
-from huggingface_hub.dataclasses import strict
-from torch import Tensor, nn
+from torch import Tensor
 
-from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
-from kvshift.lab.variants.uncached import (
-    UncachedConfig,
-    UncachedGeneration,
-    UncachedGPT2Model,
-    UncachedLlamaModel,
-    become,
-)
-from kvshift.lab.variants.variant import ModelVariant
-from kvshift.layers import KVShift, ShiftOptions
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift.ops import shift_tokens
+from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing
+from kvshift.ops import ShiftState, shift_tokens
 
-__all__ = ["VARIANT", "KeyOffset", "KeyOffsetGPT2", "KeyOffsetLlamaForCausalLM", "offset_keys"]
+__all__ = ["VARIANT", "KeyOffset", "offset_keys"]
 
 
-def offset_keys(k: Tensor, *, mask: Tensor | None = None, seq_idx: Tensor | None = None) -> Tensor:
-    """The formula above.
+def offset_keys(
+    k: Tensor,
+    rows: Tensor | None = None,
+    *,
+    whole: bool = False,
+    mask: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    max_rows: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The formula above; a token all of whose keys are exactly 0 counts as padding.
 
     Args:
         k: (B, T, G, D), D a multiple of 4.
+        rows, max_rows: the raw keys before, (B, R, G, D), and how many to return; as in `kvshift.ops.shift_tokens`.
+        whole: of all dimensions.
         mask, seq_idx: (B, T), as in `kvshift.kv_shift`.
+
+    Returns:
+        y, and the raw keys after the last token.
     """
-    fast_0, slow_0, fast_1, slow_1 = k.chunk(4, dim=-1)
-    slow_BTGh = torch.cat([slow_0, slow_1], dim=-1)
     only_before_G2 = torch.tensor([[0.0, 1.0]], device=k.device).expand(k.shape[2], 2)
-    marked = torch.cat([slow_BTGh, torch.ones_like(k[..., :1])], dim=-1)  # 0 comes back where there is none before
-    before, has_one = shift_tokens(marked, only_before_G2, mask=mask, seq_idx=seq_idx)[0].split(
-        [k.shape[-1] // 2, 1], -1
-    )
-    slow_0, slow_1 = torch.where(has_one != 0, before, slow_BTGh).chunk(2, dim=-1)
-    return torch.cat([fast_0, slow_0, fast_1, slow_1], dim=-1)
+    rows = None if rows is None else _marked(rows)
+    before, rows = shift_tokens(_marked(k), only_before_G2, state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx)
+    index_D = torch.arange(k.shape[-1], device=k.device)
+    offset_D = (index_D // (k.shape[-1] // 4) % 2 == 1) | whole
+    return torch.where((before[..., -1:] != 0) & offset_D, before[..., :-1], k), rows[..., :-1]
 
 
-class KeyOffset(KVShift):
-    """Stands where an attention has its shift; `forward` is that of `KVShift`, after `offset_keys`."""
-
-    def __init__(self, num_kv_heads: int) -> None:
-        super().__init__(num_kv_heads, ShiftOptions(targets=()))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> Any:
-        return super().forward(q, offset_keys(k, mask=where.get("mask"), seq_idx=where.get("seq_idx")), v, **where)
+def _marked(k: Tensor) -> Tensor:
+    """With a dimension more that is 1, and 0 where there is no token; the shift brings 0 also where none is before."""
+    real_BT11 = (k != 0).flatten(2).any(-1)[..., None, None]
+    return torch.cat([k, real_BT11.expand(*k.shape[:3], 1).to(k.dtype)], dim=-1)
 
 
-@strict
-class KeyOffsetLlamaConfig(UncachedConfig, KVShiftLlamaConfig):
-    """The fields of `KVShiftLlamaConfig`."""
+class KeyOffset(TokenMixing):
+    """`offset_keys` where an attention has its shift."""
 
-    model_type = "kvshift_key_offset_llama"
-    loaded_by: ClassVar[str] = "kvshift.lab.variants.key_offset.KeyOffsetLlamaForCausalLM"
+    targets = ("k",)
 
+    def __init__(self, heads: Heads, *, whole: bool = False) -> None:
+        super().__init__()
+        if heads.size % 4:
+            raise ValueError(f"key-offset needs heads whose size is a multiple of 4, got {heads.size}")
+        self.whole = whole
 
-class KeyOffsetLlamaForCausalLM(UncachedGeneration, KVShiftLlamaForCausalLM):
-    """`KVShiftLlamaForCausalLM` with offset keys."""
-
-    config: KeyOffsetLlamaConfig
-    config_class = KeyOffsetLlamaConfig
-
-    def __init__(self, config: KeyOffsetLlamaConfig) -> None:
-        super().__init__(config)
-        become(self.model, UncachedLlamaModel)
-        _offset_layers(self, config.head_dim, config.num_key_value_heads)
-
-
-@strict
-class KeyOffsetGPT2Config(UncachedConfig, LabGPT2Config):
-    """The fields of `LabGPT2Config`."""
-
-    model_type = "kvshift_key_offset_lab_gpt2"
-    loaded_by: ClassVar[str] = "kvshift.lab.variants.key_offset.KeyOffsetGPT2"
+    def mix(
+        self, k: Tensor, v: Tensor, state: ShiftState | None, *, mask: Tensor | None, seq_idx: Tensor | None
+    ) -> tuple[Tensor, Tensor, ShiftState]:
+        """See `TokenMixing.mix`; of values the state holds nothing."""
+        rows, max_rows = (None, 1) if state is None else (state.k, state.max_rows)
+        y, rows = offset_keys(k, rows, whole=self.whole, mask=mask, seq_idx=seq_idx, max_rows=max_rows)
+        return y, v, ShiftState(rows, v.new_zeros(*rows.shape[:3], 0), max_rows)
 
 
-class KeyOffsetGPT2(LabGPT2):
-    """`LabGPT2` with offset keys."""
-
-    config: KeyOffsetGPT2Config
-    config_class = KeyOffsetGPT2Config
-
-    def __init__(self, config: KeyOffsetGPT2Config) -> None:
-        super().__init__(config)
-        become(self.transformer, UncachedGPT2Model)
-        _offset_layers(self, config.n_embd // config.n_head, config.n_head)
-
-
-def _offset_layers(model: nn.Module, head_size: int, num_kv_heads: int) -> None:
-    if head_size % 4:
-        raise ValueError(f"key-offset needs heads whose size is a multiple of 4, got {head_size}")
-    for module in list(model.modules()):
-        if isinstance(getattr(module, "shift", None), KVShift):
-            module.shift = KeyOffset(num_kv_heads)
-
-
-VARIANT = ModelVariant(
-    name="key-offset",
-    models={KVShiftLlamaConfig: KeyOffsetLlamaForCausalLM, LabGPT2Config: KeyOffsetGPT2},
-)
+VARIANT = MixingVariant(name="key-offset", make=KeyOffset, fields={"shift_targets": ["k"], "shift_window": 2})

@@ -2,11 +2,12 @@
 
     y[t] = x[t] + scale * sigmoid(gate . x[t, :12]) * x[t-1],    x[t-1] = 0 where a document begins
 
-One scale and one gate for the whole model. They start at 0, so that a smeared model begins as its vanilla twin.
+One scale and one gate for the whole model. They start at 0, so that a smeared model begins as its vanilla twin. What
+a cache has to keep, the last embedding, it keeps where its first layer has room for the raw rows of a shift.
 
 Source: modded-nanogpt (train_gpt.py, smear_gate and smear_lambda), which does not keep documents apart.
 
-Shapes: B batch, T positions, E model width.
+Shapes: B batch, T positions, E model width, R rows of state.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils.generic import merge_with_config_defaults
 
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
-from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder, UncachedGeneration, become
+from kvshift.lab.variants.uncached import become
 from kvshift.lab.variants.variant import ModelVariant
+from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.boundaries import document_index, padding_mask
+from kvshift.models.cache import adopt_cache
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
 from kvshift.models.retrofit import KVShiftGPT2Model
-from kvshift.ops import shift_tokens
+from kvshift.ops import ShiftState, shift_tokens
 
 __all__ = ["VARIANT", "Smear", "SmearGPT2", "SmearGPT2Config", "SmearLlamaConfig", "SmearLlamaForCausalLM"]
 
@@ -31,7 +36,7 @@ _GATED_BY = 12
 
 
 class Smear(nn.Module):
-    """The formula above; the arithmetic is that of float32, rounded once.
+    """The formula above; the arithmetic is that of float32 (float64 of float64), rounded once.
 
     Args:
         width: E; of fewer than 12 the gate reads all.
@@ -46,31 +51,50 @@ class Smear(nn.Module):
         self.gate = nn.Parameter(torch.zeros(min(_GATED_BY, width)))
         self.scale = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: Tensor, *, mask: Tensor | None = None, seq_idx: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, layer: Any = None, *, mask: Tensor | None = None, seq_idx: Tensor | None = None
+    ) -> Tensor:
         """(B, T, E) of embeddings (B, T, E).
 
         Args:
             x: embeddings.
+            layer: of a cache (`kvshift.models.cache`), whose state is the embeddings before these and then after them;
+                None: every row begins here.
             mask, seq_idx: (B, T), as in `kvshift.kv_shift`.
         """
+        if layer is not None and layer.record_past and mask is not None:
+            x, mask = x.masked_fill(~mask.unsqueeze(2), 0), None  # as the layer does with keys and values
+        x_BT1E, none_BT10 = x.unsqueeze(2), x.new_zeros(*x.shape[:2], 1, 0)
+        state = None if layer is None else layer.read_shift(x_BT1E, x_BT1E, none_BT10, with_queries=False)
+        rows, max_rows = (None, 1) if state is None else (state.k, state.max_rows)
         only_before_12 = torch.tensor([[0.0, 1.0]], device=x.device)
-        before_BTE = shift_tokens(x.unsqueeze(2), only_before_12, mask=mask, seq_idx=seq_idx)[0].squeeze(2).float()
-        gate_BT1 = torch.sigmoid((x[..., : len(self.gate)].float() * self.gate.float()).sum(-1, keepdim=True))
-        return (x.float() + self.scale.float() * gate_BT1 * before_BTE).to(x.dtype)
+        before_BT1E, rows = shift_tokens(
+            x_BT1E, only_before_12, state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx
+        )
+        if layer is not None:
+            layer.write_shift(ShiftState(rows, rows[..., :0], max_rows))
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        gate, scale = self.gate.to(dtype), self.scale.to(dtype)
+        gate_BT1 = torch.sigmoid((x[..., : len(gate)].to(dtype) * gate).sum(-1, keepdim=True))
+        return (x.to(dtype) + scale * gate_BT1 * before_BT1E.squeeze(2).to(dtype)).to(x.dtype)
 
 
-class _SmearedDecoder(UncachedDecoder):
+class _SmearedDecoder:
     """Stands before the decoder of a family, whose arguments `attention_mask` to `cu_seq_lens_q` it shares."""
 
+    config: Any
     smear: Smear
 
+    @merge_with_config_defaults
     def forward(
         self,
         input_ids: Tensor | None = None,
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
         position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
@@ -79,15 +103,25 @@ class _SmearedDecoder(UncachedDecoder):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)  # type: ignore[attr-defined]
-        batch, positions = inputs_embeds.shape[:2]
-        real = padding_mask(attention_mask, positions)
-        documents = document_index(
-            batch, positions, real, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q, position_ids=position_ids
-        )
-        return super().forward(
+        if isinstance(attention_mask, dict):
+            real, documents = attention_mask["padding"], attention_mask["documents"]
+        else:
+            batch, positions = inputs_embeds.shape[:2]
+            real = padding_mask(attention_mask, positions)
+            documents = document_index(
+                batch, positions, real, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q, position_ids=position_ids
+            )
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None:
+            adopt_cache(past_key_values, self.config)
+        layer = None if past_key_values is None else past_key_values.layers[0]
+        return super().forward(  # type: ignore[misc]
             attention_mask=attention_mask,
             position_ids=position_ids,
-            inputs_embeds=self.smear(inputs_embeds, mask=real, seq_idx=documents),
+            past_key_values=past_key_values,
+            inputs_embeds=self.smear(inputs_embeds, layer, mask=real, seq_idx=documents),
+            use_cache=use_cache,
             seq_idx=seq_idx,
             cu_seq_lens_q=cu_seq_lens_q,
             **kwargs,
@@ -103,14 +137,14 @@ class _SmearedGPT2Model(_SmearedDecoder, KVShiftGPT2Model):
 
 
 @strict
-class SmearLlamaConfig(UncachedConfig, KVShiftLlamaConfig):
-    """The fields of `KVShiftLlamaConfig`; `shift_targets` of a vanilla size is ()."""
+class SmearLlamaConfig(KVShiftLlamaConfig):
+    """The fields of `KVShiftLlamaConfig`, of which `shift_targets` and `shift_window` say what its caches keep."""
 
     model_type = "kvshift_smear_llama"
     loaded_by: ClassVar[str] = "kvshift.lab.variants.smear.SmearLlamaForCausalLM"
 
 
-class SmearLlamaForCausalLM(UncachedGeneration, KVShiftLlamaForCausalLM):
+class SmearLlamaForCausalLM(KVShiftLlamaForCausalLM):
     """`KVShiftLlamaForCausalLM` with smeared embeddings."""
 
     config: SmearLlamaConfig
@@ -118,13 +152,12 @@ class SmearLlamaForCausalLM(UncachedGeneration, KVShiftLlamaForCausalLM):
 
     def __init__(self, config: SmearLlamaConfig) -> None:
         super().__init__(config)
-        become(self.model, _SmearedLlamaModel)
-        self.model.smear = Smear(config.hidden_size)
+        _smear(self, self.model, _SmearedLlamaModel, config.hidden_size)
 
 
 @strict
-class SmearGPT2Config(UncachedConfig, LabGPT2Config):
-    """The fields of `LabGPT2Config`."""
+class SmearGPT2Config(LabGPT2Config):
+    """The fields of `LabGPT2Config`, as above."""
 
     model_type = "kvshift_smear_lab_gpt2"
     loaded_by: ClassVar[str] = "kvshift.lab.variants.smear.SmearGPT2"
@@ -138,11 +171,20 @@ class SmearGPT2(LabGPT2):
 
     def __init__(self, config: SmearGPT2Config) -> None:
         super().__init__(config)
-        become(self.transformer, _SmearedGPT2Model)
-        self.transformer.smear = Smear(config.n_embd)
+        _smear(self, self.transformer, _SmearedGPT2Model, config.n_embd)
+
+
+def _smear(model: nn.Module, decoder: Any, smeared: type[nn.Module], width: int) -> None:
+    """Nothing shifts keys or values, though the configuration has a target, for caches to keep a row."""
+    become(decoder, smeared)
+    decoder.smear = Smear(width)
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "shift", None), KVShift):
+            module.shift = KVShift(1, ShiftOptions(targets=()))
 
 
 VARIANT = ModelVariant(
     name="smear",
     models={KVShiftLlamaConfig: SmearLlamaForCausalLM, LabGPT2Config: SmearGPT2},
+    fields={"shift_targets": ["k"], "shift_window": 2},
 )

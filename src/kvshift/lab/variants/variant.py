@@ -67,10 +67,12 @@ class ModelVariant:
     Attributes:
         name: as in `by_name`.
         models: by the configuration of the family; one that decodes without a cache says so, as `UncachedGeneration`.
+        fields: of their configurations, other than those of the size: what caches keep, say.
     """
 
     name: str
     models: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = field(default_factory=lambda: FAMILIES)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for model_class in self.models.values():
@@ -118,6 +120,8 @@ class ModelVariant:
         config = deepcopy(size)
         config.__class__ = model_class.config_class
         config.use_cache = config.use_cache and self.decodes_with_cache
+        for name, value in self.fields.items():
+            setattr(config, name, deepcopy(value))
         return model_class, config
 
 

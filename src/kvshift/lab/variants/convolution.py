@@ -1,0 +1,101 @@
+"""Causal convolutions of keys and values, channel by channel: KV shift with its numbers for each channel of a head.
+
+    y[t, c] = weight[c, 0] * x[t, c] + weight[c, 1] * x[t-1, c] + ... + weight[c, W-1] * x[t-W+1, c],    + x[t, c]
+
+where the last term, the residual, is an option.
+Weights are float32 and stay so in a smaller model, the sum is float32 (float64 of float64), rounded once. Documents,
+padding and state are those of `kvshift.kv_shift`: no tap crosses a boundary or reads padding.
+
+Shapes: B batch, T positions, G KV heads, D head size, C = G * D channels, W window.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvshift.lab.variants.mixing import Heads, TokenMixing
+from kvshift.layers import KVShift, ShiftOptions
+from kvshift.ops import ShiftState
+from kvshift.ops.boundaries import ShiftPlan, plan_shift
+from kvshift.ops.plain import pick, state_after
+
+__all__ = ["ChannelConvolution", "convolve"]
+
+
+def convolve(
+    x: Tensor, weight: Tensor, rows: Tensor | None = None, plan: ShiftPlan | None = None, *, residual: bool = False
+) -> Tensor:
+    """The formula above.
+
+    Args:
+        x: (B, T, G, D).
+        weight: (C, W), column j for lag j.
+        rows: the raw rows before, newest last, (B, R, G, D) with R >= W - 1; None for zeros.
+        plan: who reads whom, for padding and documents; None where every sequence is one piece.
+        residual: whether x itself is added.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    window, length = weight.shape[1], x.shape[1]
+    if rows is None:
+        rows = x.new_zeros(x.shape[0], window - 1, *x.shape[2:])
+    past = rows.shape[1]
+    all_rows = torch.cat([rows, x], dim=1).to(dtype)
+    y = x.to(dtype) if residual else torch.zeros_like(x, dtype=dtype)
+    for lag, of_lag in enumerate(weight.to(dtype).view(*x.shape[2:], window).unbind(-1)):
+        start = past - lag
+        before = all_rows[:, start : start + length] if plan is None else pick(all_rows, plan.sources[:, :, lag])
+        y = torch.addcmul(y, before, of_lag)
+    return y.to(x.dtype)
+
+
+class ChannelConvolution(TokenMixing, KVShift):
+    """Convolves keys and values, each channel of each KV head with weights of its own.
+
+    Args:
+        heads: of the attention.
+        window: W.
+        residual: whether the token itself is added.
+        start: "uniform": as KV shift starts, U(0, 1) and a last weight that makes the sum 1. "fan_in": as a
+            `torch.nn.Conv1d` does, U(-1, 1) / sqrt(W). "normal": N(0, initializer_range^2).
+        after_norm: see `TokenMixing`.
+
+    Attributes:
+        alpha, beta: (C, W), the weights of keys and of values.
+    """
+
+    def __init__(
+        self, heads: Heads, *, window: int, residual: bool = False, start: str = "uniform", after_norm: bool = False
+    ) -> None:
+        self.residual, self.start, self.spread, self.after_norm = residual, start, heads.initializer_range, after_norm
+        super().__init__(heads.kv_heads * heads.size, ShiftOptions(window=window))
+
+    def start_values(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """See `KVShift.start_values`."""
+        values = super().start_values(generator)
+        if self.start == "uniform":
+            return values
+        draw, scale = (torch.rand, 2.0) if self.start == "fan_in" else (torch.randn, self.spread)
+        for name, value in values.items():
+            drawn = draw(value.shape, generator=generator, device=value.device)
+            values[name] = (drawn - 0.5) * (scale / value.shape[1] ** 0.5) if draw is torch.rand else drawn * scale
+        return values
+
+    def mix(
+        self, k: Tensor, v: Tensor, state: ShiftState | None, *, mask: Tensor | None, seq_idx: Tensor | None
+    ) -> tuple[Tensor, Tensor, ShiftState]:
+        """See `TokenMixing.mix`."""
+        if state is None:
+            state = ShiftState.zeros(
+                k.shape[0], k.shape[2], k.shape[3], rows=self.options.window - 1, dtype=k.dtype, device=k.device
+            )
+        plan = None
+        if mask is not None or seq_idx is not None:
+            batch, positions = k.shape[:2]
+            plan = plan_shift(batch, positions, self.options.window, state.rows, k.device, seq_idx=seq_idx, mask=mask)
+        k_hat, v_hat = (
+            convolve(x, weight, rows, plan, residual=self.residual)
+            for x, weight, rows in ((k, self.alpha, state.k), (v, self.beta, state.v))
+        )
+        k_rows, v_rows = (state_after(x, rows, plan, state.max_rows) for x, rows in ((k, state.k), (v, state.v)))
+        return k_hat, v_hat, ShiftState(k_rows, v_rows, state.max_rows)

@@ -1,0 +1,102 @@
+"""The data-dependent shift of the Forgetting Transformer (FoX): how much of the token before, each token says itself.
+
+    y[t] = a[t] * x[t-1] + (1 - a[t]) * x[t],    a[t] = sigmoid(w . h[t]),    x[t-1] = 0 where a document begins
+
+for keys x = k and for values x = v, each head with a w of its own for either; h is what the projections are given. It
+stands before the norm of the keys. 2 E numbers for each KV head, without bias, N(0, initializer_range^2) at first.
+
+Source: Lin, Nikishin, He, Courville: Forgetting Transformer (ICLR 2025, arXiv 2503.02130), the KV-shift of its Pro
+block; `ShiftLinear` in zhixuan-lin/forgetting-transformer. The rest of that block (forget gate, output gate and norm)
+is not part of this.
+
+Shapes: B batch, T positions, G KV heads, D head size, E model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing
+from kvshift.models.llama.modeling import KVShiftLlamaAttention
+from kvshift.models.retrofit.gpt2 import KVShiftGPT2Attention
+from kvshift.ops import ShiftState, shift_tokens
+
+__all__ = ["VARIANT", "FoXShift"]
+
+
+class FoXShift(TokenMixing):
+    """The formula above; the arithmetic is that of float32, rounded once.
+
+    Attributes:
+        key_gate, value_gate: (G, E), a w for each KV head.
+    """
+
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self.key_gate, self.value_gate = (
+            nn.Parameter(torch.empty(heads.kv_heads, heads.width).normal_(std=heads.initializer_range)) for _ in "kv"
+        )
+        self._gates: tuple[Tensor, Tensor] | None = None
+
+    @contextmanager
+    def reading(self, hidden_states: Tensor) -> Iterator[None]:
+        """While it is open, the gates are those of the tokens with these hidden states, (B, T, E)."""
+        dtype = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
+        h_BTE = hidden_states.to(dtype)
+        key_gate, value_gate = (torch.sigmoid(h_BTE @ w.to(dtype).T) for w in (self.key_gate, self.value_gate))
+        self._gates = key_gate.unsqueeze(-1), value_gate.unsqueeze(-1)
+        try:
+            yield
+        finally:
+            self._gates = None
+
+    def mix(
+        self, k: Tensor, v: Tensor, state: ShiftState | None, *, mask: Tensor | None, seq_idx: Tensor | None
+    ) -> tuple[Tensor, Tensor, ShiftState]:
+        """See `TokenMixing.mix`."""
+        if self._gates is None:
+            raise RuntimeError("the gates are not known: call it within `reading`, as its attention does")
+        all_rows, max_rows = ((None, None), 1) if state is None else ((state.k, state.v), state.max_rows)
+        (k_hat, k_rows), (v_hat, v_rows) = (
+            _shifted(x, gate, state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx)
+            for x, gate, rows in zip((k, v), self._gates, all_rows, strict=True)
+        )
+        return k_hat, v_hat, ShiftState(k_rows, v_rows, max_rows)
+
+
+def _shifted(x: Tensor, gate: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+    """The formula for (B, T, G, D) and gates (B, T, G, 1), and the rows after the last token; as `shift_tokens`."""
+    only_before_G2 = torch.tensor([[0.0, 1.0]], device=x.device).expand(x.shape[2], 2)
+    before, rows = shift_tokens(x, only_before_G2, **where)
+    return torch.lerp(x.to(gate.dtype), before.to(gate.dtype), gate).to(x.dtype), rows
+
+
+class _ReadByShift:
+    """Stands before an attention: its shift sees what the projections see."""
+
+    shift: Any
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with self.shift.reading(hidden_states):
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+
+
+class _LlamaAttention(_ReadByShift, KVShiftLlamaAttention):
+    pass
+
+
+class _GPT2Attention(_ReadByShift, KVShiftGPT2Attention):
+    pass
+
+
+VARIANT = MixingVariant(
+    name="fox-shift",
+    make=FoXShift,
+    attention={KVShiftLlamaAttention: _LlamaAttention, KVShiftGPT2Attention: _GPT2Attention},
+    fields={"shift_targets": ["k", "v"], "shift_window": 2},
+)

@@ -1,0 +1,162 @@
+"""For variants that stand where an attention has its shift: their cache, their place in a model, and their models.
+
+Like the shift they see raw keys and values, after the projections and before QK-norm and rotary embedding, and what the
+cache keeps of these beside the finished ones is moved, cropped and reset with it (`kvshift.models.cache`).
+
+Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window, R rows of state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvshift.lab.variants.by_name import find_variant
+from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
+from kvshift.lab.variants.variant import ModelVariant, Size
+from kvshift.layers import KVShift
+from kvshift.layers.recompute import KEEP_ALL
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.ops import ShiftState
+from kvshift.ops.dispatch import Norms
+from kvshift.ops.fused import shift_norm_rope
+from kvshift.ops.rope import Rotary
+
+__all__ = ["Heads", "MixingGPT2", "MixingLlamaForCausalLM", "MixingVariant", "TokenMixing"]
+
+
+class Heads(NamedTuple):
+    """Of an attention: `kv_heads` G, their `size` D, the `width` of the model and the spread of its start values."""
+
+    kv_heads: int
+    size: int
+    width: int
+    initializer_range: float
+
+
+class TokenMixing(nn.Module):
+    """Stands where an attention has its shift, and is called as a `KVShift` is; a subclass says by `mix` what it does.
+
+    Attributes:
+        targets: which of "k" and "v" it changes.
+        after_norm: it stands between QK-norm and rotary embedding, not before both.
+    """
+
+    targets: tuple[str, ...] = ("k", "v")
+    after_norm: bool = False
+
+    def mix(
+        self, k: Tensor, v: Tensor, state: ShiftState | None, *, mask: Tensor | None, seq_idx: Tensor | None
+    ) -> tuple[Tensor, Tensor, ShiftState]:
+        """Keys and values (B, T, G, D) from raw ones, and the new state; arguments as in `kvshift.kv_shift`."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        state: ShiftState | None = None,
+        mask: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        rotary: Rotary | None = None,
+        norms: Norms | None = None,
+        keep_state: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
+        """As `KVShift.forward`."""
+        if self.after_norm and norms is not None:
+            q, k, norms = norms[0](q), norms[1](k), None
+        k, v, state = self.mix(k, v, state, mask=mask, seq_idx=seq_idx)
+        q, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms, keep_state=False)  # type: ignore[assignment]  # queries were given
+        return q, k, v, state if keep_state else None
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """As `KVShift.step`: there is no launch that does all of it."""
+
+    def recomputing(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        """As `KVShift.recomputing`: backward keeps what attention was given."""
+        return KEEP_ALL
+
+
+@strict
+class MixingLlamaConfig(KVShiftLlamaConfig):
+    """The fields of `KVShiftLlamaConfig`, of which `shift_targets` and `shift_window` say what its caches keep.
+
+    Args:
+        mixing: the name of the variant.
+    """
+
+    model_type = "kvshift_mixing_llama"
+    loaded_by: ClassVar[str] = "kvshift.lab.variants.mixing.MixingLlamaForCausalLM"
+
+    mixing: str = ""
+
+
+class MixingLlamaForCausalLM(KVShiftLlamaForCausalLM):
+    """`KVShiftLlamaForCausalLM` with something else in the place of the shift."""
+
+    config: MixingLlamaConfig
+    config_class = MixingLlamaConfig
+
+    def __init__(self, config: MixingLlamaConfig) -> None:
+        super().__init__(config)
+        heads, size = config.num_key_value_heads, config.head_dim
+        _place(self, config.mixing, Heads(heads, size, config.hidden_size, config.initializer_range))
+
+
+@strict
+class MixingGPT2Config(LabGPT2Config):
+    """The fields of `LabGPT2Config`; `mixing`, `shift_targets` and `shift_window` as in `MixingLlamaConfig`."""
+
+    model_type = "kvshift_mixing_lab_gpt2"
+    loaded_by: ClassVar[str] = "kvshift.lab.variants.mixing.MixingGPT2"
+
+    mixing: str = ""
+
+
+class MixingGPT2(LabGPT2):
+    """`LabGPT2` with something else in the place of the shift."""
+
+    config: MixingGPT2Config
+    config_class = MixingGPT2Config
+
+    def __init__(self, config: MixingGPT2Config) -> None:
+        super().__init__(config)
+        size = config.n_embd // config.n_head
+        _place(self, config.mixing, Heads(config.n_head, size, config.n_embd, config.initializer_range))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixingVariant(ModelVariant):
+    """A variant that is a `TokenMixing` in each attention.
+
+    Attributes:
+        make: one of them, for attention with such heads.
+        attention: by the class of an attention, the one that it becomes.
+    """
+
+    make: Callable[[Heads], TokenMixing]
+    attention: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
+    models: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = field(
+        default_factory=lambda: {KVShiftLlamaConfig: MixingLlamaForCausalLM, LabGPT2Config: MixingGPT2}
+    )
+
+    def _described(self, size: Size) -> tuple[Any, Any]:
+        model_class, config = super()._described(size)
+        config.mixing = self.name
+        return model_class, config
+
+
+def _place(model: nn.Module, name: str, heads: Heads) -> None:
+    variant: Any = find_variant(name, "mixing")
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "shift", None), KVShift):
+            module.shift = variant.make(heads)
+            module.__class__ = variant.attention.get(type(module), type(module))
