@@ -161,8 +161,8 @@ def _training(session: Session, size: ModelSize, *, compiled: bool) -> Make:
             exact = _exact(model)
             names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
             results = []
-            for path, rows, targets in ((call, ids, labels), (exact, ids[SLICE], labels[SLICE])):
-                loss = path(input_ids=rows, labels=targets, use_cache=False).loss
+            for path, tokens, targets in ((call, ids, labels), (exact, ids[SLICE], labels[SLICE])):
+                loss = path(input_ids=tokens, labels=targets, use_cache=False).loss
                 loss.backward()
                 owner = model if path is call else exact
                 results.append({"loss": loss.detach(), **gradients(owner, names)})

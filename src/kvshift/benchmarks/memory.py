@@ -1,6 +1,6 @@
 """Part "memory": what one decoder layer of the paper's sizes keeps for the backward pass, and at its peak.
 
-Both are those of a model of two layers less those of one, without head, on one row of tokens: the memory that is held
+Both are those of a model of two layers less those of one, without head, on one sequence: the memory that is held
 after the forward pass (`saved.py`), weights left out, and the peak of a forward and backward pass (`peak.py`), weights
 and gradients left out. The peak of whole training steps stands in the rows of "train".
 """
@@ -26,7 +26,7 @@ _THEIRS, _WITHOUT, _OURS = "transformers' Llama", "without shift", "kv shift"
 
 
 def memory_cases(session: Session) -> Iterator[Case]:
-    """One row of tokens in bfloat16 through a layer of every size of the preset."""
+    """One sequence in bfloat16 through a layer of every size of the preset."""
     for size, tokens in session.preset.memory:
         names = [_WITHOUT, _OURS] if SIZES[size].get("qk_norm") else [_THEIRS, _WITHOUT, _OURS]
         yield Case(

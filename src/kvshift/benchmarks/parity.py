@@ -1,8 +1,8 @@
 """Whether a path computes the shift: a path that does not is not timed.
 
 It runs at the very shape that is timed, with gradients that are zero but on two slices: the first tokens of the first
-row, and the last of the last row. What the slices give is compared with `kv_shift(backend="reference")` in float64,
-element by element; elsewhere gradients must be zero.
+sequence, and the last of the last one. What the slices give is compared with `kv_shift(backend="reference")` in
+float64, element by element; elsewhere gradients must be zero.
 
 Shapes: B batch, T positions, G KV heads, D head size.
 """
@@ -40,17 +40,17 @@ class ParityResult:
 
 @dataclass(frozen=True)
 class _Span:
-    """Positions first ... first + count - 1 of one row, with the row before them."""
+    """Positions first ... first + count - 1 of one sequence, with the position before them."""
 
-    row: int
+    sequence: int
     first: int
     count: int
 
     def cut(self, x: Tensor) -> Tensor:
-        return x[self.row : self.row + 1, self.first : self.first + self.count]
+        return x[self.sequence : self.sequence + 1, self.first : self.first + self.count]
 
     def before(self, x: Tensor) -> Tensor:
-        return x[self.row : self.row + 1, max(0, self.first - 1) : self.first]
+        return x[self.sequence : self.sequence + 1, max(0, self.first - 1) : self.first]
 
 
 def check_formulation(
@@ -183,18 +183,18 @@ def _compare(
 def _reference(
     span: _Span, inputs: tuple[Tensor, ...], coefficients: list[Tensor], grads: list[Tensor], table: Any
 ) -> dict[str, Tensor]:
-    """Results and gradients at one span, in float64; gradients with that of the row before in front.
+    """Results and gradients at one span, in float64; gradients with that of the position before in front.
 
     On the CPU, where a loop of small operations waits for no launches.
     """
     k, v = (span.cut(x).cpu().double().requires_grad_() for x in inputs)
     alpha, beta = (coefficient.cpu().double().requires_grad_() for coefficient in coefficients)
-    rows = [span.before(x).cpu().double().requires_grad_() for x in inputs]
-    state = ShiftState(rows[0], rows[1], 1) if span.first else None
+    before = [span.before(x).cpu().double().requires_grad_() for x in inputs]
+    state = ShiftState(before[0], before[1], 1) if span.first else None
     k_hat, v_hat, _ = kv_shift(k, v, alpha, beta, state=state, backend="reference")
     if table is not None:
         k_hat = _rotate(k_hat, span, table)
-    leaves = [k, v, alpha, beta, *(rows if span.first else [])]
+    leaves = [k, v, alpha, beta, *(before if span.first else [])]
     outer = [span.cut(grad).cpu().double() for grad in grads]
     gradients = list(torch.autograd.grad((k_hat, v_hat), leaves, outer))
     before = gradients[4:] if span.first else [gradients[0][:, :0], gradients[1][:, :0]]

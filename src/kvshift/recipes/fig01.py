@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["SCORED", "chance", "final_accuracy", "plot_induction", "reach_by_label"]
 
 SCORED = "first_repeat"
-"""The paper's metric: the target of the first repeat of each row."""
+"""The paper's metric: the target of the first repeat of each sequence."""
 
 
 def reach_by_label(records: Sequence[Record], level: float) -> dict[str, Reach]:

@@ -109,7 +109,7 @@ class HopJob(TrainingJob):
     """Train one model, then measure its error at every k, with dropout off and on.
 
     Attributes:
-        rows: for each k.
+        rows: how many sequences for each k.
     """
 
     rows: int
@@ -139,7 +139,7 @@ def errors_by_hops(model: Any, config: HopConfig, rows: int, device: torch.devic
     Args:
         model: a language model of the task, on `device`.
         config: of the task.
-        rows: for each k; evaluation rows, the same for all models.
+        rows: how many evaluation sequences for each k, the same for all models.
         device: of the model.
 
     Returns:
@@ -160,7 +160,7 @@ def errors_by_hops(model: Any, config: HopConfig, rows: int, device: torch.devic
     return errors
 
 
-# config by layers, the longest run first; width, dropout, rows for each k
+# config by layers, the longest run first; width, dropout, sequences for each k
 SIZES: dict[str, tuple[dict[int, TaskTrainConfig], int, float, int]] = {
     "paper": ({6: SIX_LAYERS, **dict.fromkeys((5, 4, 3, 2), PAPER)}, 128, 0.1, 1000),
     "hops8": (dict.fromkeys((6, 4, 2), HOPS8), 64, 0.1, 1000),

@@ -125,7 +125,7 @@ class TextJob(RunJob):
         train(replace(self._here(), out=out))
 
     def record(self, out: Path) -> dict[str, Any]:
-        """Without what only `kvshift compare` reads, the losses by row."""
+        """Without what only `kvshift compare` reads, the losses by sequence."""
         found = super().record(out)
         options = {**found["options"], "data": found["options"]["data"] | _text_of(self.config)}
         facts = options.pop("data_facts")

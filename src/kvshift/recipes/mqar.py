@@ -62,7 +62,7 @@ SMOKE = replace(
     LAPTOP, task=MQARConfig(length=16, pairs=2, vocab_size=32), steps=4, batch_size=8, eval_every=2, eval_rows=9
 )
 
-# configs, the longest rows first; widths
+# configs, the longest sequences first; widths
 SIZES = {
     "paper": ((LONG, replace(PAPER, task=MQARConfig(length=128, pairs=8)), PAPER), (512, 256, 128, 64)),
     "laptop": ((LAPTOP,), (64,)),

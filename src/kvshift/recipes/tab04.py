@@ -191,7 +191,7 @@ def _found(runs: Sequence[dict[int, Record]], which: str) -> str:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """What share of questions each run answers, and how well it computes in rows like those of training."""
+    """What share of questions each run answers, and how well it computes in sequences like those of training."""
     from matplotlib.figure import Figure
 
     models, settings = by_label(records), _settings(records)
@@ -272,8 +272,8 @@ RECIPE = Recipe(
         'The paper\'s rule asks only for one step with the right quantity and value. "Every step right" also asks for '
         "new letters, and a model that always writes the likeliest one may repeat itself.",
         "The laptop trains on up to 4 operations and asks for 5, modulo 5 instead of 23, with words for tokens and "
-        "labels on solutions alone. A row holds the longest question with its solution, and no question has a word "
-        "that training lacks. Chance for the number is 1 in 5; of the questions 48 % ask for a constant, "
+        "labels on solutions alone. A sequence holds the longest question with its solution, and no question has a "
+        "word that training lacks. Chance for the number is 1 in 5; of the questions 48 % ask for a constant, "
         "which its statement gives.",
         "The preset ye is the laptop with problems after Ye et al. (docs/tasks.md), whose quantities are in part "
         "implied by a structure and never stated, and whose solutions define what is needed and nothing else; "

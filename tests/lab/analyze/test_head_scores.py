@@ -11,8 +11,8 @@ from kvshift.lab.analyze.head_scores import (
     attention_maps,
     attention_scores,
     measure_heads,
-    repeated_rows,
-    rows_for,
+    repeated_sequences,
+    sequences_for,
     shares,
 )
 from kvshift.lab.errors import LabError
@@ -244,7 +244,7 @@ def test_the_half_that_comes_again_is_told_from_the_first_by_one_position_exactl
 @pytest.mark.parametrize("begin", [None, 7])
 def test_halves_are_all_but_the_first_token_of_each(begin):
     model, config = by_hand(query=0.3), replace(ROWS, begin=begin)
-    rows = rows_for(model, config, window=2)
+    rows = sequences_for(model, config, window=2)
     with torch.no_grad():
         surprise = -model(rows).logits.log_softmax(-1)
     start = 0 if begin is None else 1
@@ -287,7 +287,7 @@ def test_without_probabilities_nothing_is_measured():
 
 def test_sequences_are_different_tokens_that_come_twice():
     config = RepeatConfig(length=N, rows=5, lowest_token=3, highest_token=16, begin=9)
-    rows = repeated_rows(config, vocab_size=23, positions=None)
+    rows = repeated_sequences(config, vocab_size=23, positions=None)
     assert rows.shape == (5, 1 + T)
     assert rows[:, 0].tolist() == [9] * 5
     assert torch.equal(rows[:, 1 : 1 + N], rows[:, 1 + N :])
@@ -295,8 +295,8 @@ def test_sequences_are_different_tokens_that_come_twice():
         assert len(set(row)) == N
         assert set(row) <= set(range(3, 17)) - {9}
     assert len({tuple(row) for row in rows.tolist()}) == 5
-    assert torch.equal(rows, repeated_rows(config, vocab_size=23, positions=None))
-    assert not torch.equal(rows, repeated_rows(replace(config, seed=1), vocab_size=23, positions=None))
+    assert torch.equal(rows, repeated_sequences(config, vocab_size=23, positions=None))
+    assert not torch.equal(rows, repeated_sequences(replace(config, seed=1), vocab_size=23, positions=None))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_sequences_are_different_tokens_that_come_twice():
     [(1000, None, None, 64), (50, None, None, 50), (1000, 41, None, 20), (1000, 41, 0, 20), (1000, 40, 0, 19)],
 )
 def test_length_follows_the_model(vocab_size, positions, begin, expected):
-    rows = repeated_rows(RepeatConfig(rows=1, begin=begin), vocab_size=vocab_size, positions=positions)
+    rows = repeated_sequences(RepeatConfig(rows=1, begin=begin), vocab_size=vocab_size, positions=positions)
     assert rows.shape[1] == 2 * expected + (begin is not None)
 
 
@@ -324,4 +324,4 @@ def test_length_follows_the_model(vocab_size, positions, begin, expected):
 )
 def test_sequences_that_cannot_be_made(options, message):
     with pytest.raises(LabError, match=message):
-        repeated_rows(RepeatConfig(**options), vocab_size=23, positions=64, window=2)
+        repeated_sequences(RepeatConfig(**options), vocab_size=23, positions=64, window=2)

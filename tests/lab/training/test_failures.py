@@ -184,7 +184,7 @@ def test_validation_loss_that_is_not_finite(corpus, tmp_path, monkeypatch):
     def infinite(logits, labels):
         return torch.full((len(labels),), float("inf")), torch.full((len(labels),), LENGTH - 1)
 
-    monkeypatch.setattr("kvshift.lab.training.trainer.row_losses", infinite)
+    monkeypatch.setattr("kvshift.lab.training.trainer.sequence_losses", infinite)
     with pytest.raises(RunFailedError, match=r"validation loss is not finite after step 5; checkpoint-4 is kept"):
         train(tiny(corpus, tmp_path / "run"))
     assert metrics(tmp_path / "run", "eval") == []

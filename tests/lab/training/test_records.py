@@ -19,7 +19,7 @@ from kvshift.lab.data.text import load_text_data
 from kvshift.lab.errors import LabError
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import TrainConfig, from_json
-from kvshift.lab.training.trainer import row_losses, summarize
+from kvshift.lab.training.trainer import sequence_losses, summarize
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .cases import LENGTH, assert_same_run, metrics, result, tiny
@@ -91,11 +91,11 @@ def test_result_is_that_of_the_saved_model(finished, corpus):
 def test_losses_of_sequences_by_hand():
     logits = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.125, 0.5, 0.375], [1.0, 1.0, 1.0]]]))
     labels = torch.tensor([[0, 1, 0]])
-    sums, tokens = row_losses(logits, labels)
+    sums, tokens = sequence_losses(logits, labels)
     assert sums.dtype == torch.float64
     assert sums.tolist() == pytest.approx([math.log(4) + math.log(8)])
     assert tokens.tolist() == [2]
-    sums, tokens = row_losses(logits, torch.tensor([[0, 1, -100]]))
+    sums, tokens = sequence_losses(logits, torch.tensor([[0, 1, -100]]))
     assert sums.tolist() == pytest.approx([math.log(4)])
     assert tokens.tolist() == [1]
 

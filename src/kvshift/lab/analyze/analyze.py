@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from kvshift.lab.analysis.head_report import SCORES, best_heads, write_head_report
 from kvshift.lab.analyze.analyze_config import AnalyzeConfig
-from kvshift.lab.analyze.head_scores import Measured, attention_maps, measure_heads, rows_for
+from kvshift.lab.analyze.head_scores import Measured, attention_maps, measure_heads, sequences_for
 from kvshift.lab.errors import LabError
 from kvshift.lab.messages import say, say_nothing
 from kvshift.lab.runs.folder import write_bytes, write_json
@@ -92,7 +92,7 @@ def _shown(heads: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 def _row(model: Any, config: AnalyzeConfig, measured: Measured, tokenizer: Any) -> tuple[Tensor, dict[str, Any]]:
     """The sequence that attention is drawn on, and what is said of it."""
     if tokenizer is None:
-        ids = rows_for(model, config, measured.window)[0]
+        ids = sequences_for(model, config, measured.window)[0]
         caption = "On the first of the repeated sequences; the lines mark where the repetition begins."
         return ids, {
             "caption": caption,

@@ -52,7 +52,7 @@ class AnalyzeConfig(RepeatConfig):
     maps: int = 1
     """Heads whose attention is drawn, for each score those with the highest."""
     text: str | None = None
-    """Draw their attention on this text; the model needs a tokenizer. None: on the first row that repeats itself."""
+    """Draw their attention on this text; the model needs a tokenizer. None: on the first sequence of random tokens."""
     dtype: DType = "auto"
     """Of the weights; auto: as they were saved."""
     device: str = "auto"

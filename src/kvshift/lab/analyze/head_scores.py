@@ -7,7 +7,7 @@ its earlier occurrence. A head without shift is a previous-token head where it a
 where it attends to e, and an induction head where it attends to e + 1, the token that should now follow (Olsson et al.
 2022, section "Head activation evaluators").
 
-With KV shift the place that is attended to is not the token that is read. Position s has the key a1 k[s] + a2 k[s-1]
+With KV shift the position that is attended to is not the token that is read. Position s has the key a1 k[s] + a2 k[s-1]
 and the value b1 v[s] + b2 v[s-1]: attention to s *matches* the contents of s and s - 1, and *moves* those of s and
 s - 1. So, for the pure coefficients,
 
@@ -59,8 +59,8 @@ __all__ = [
     "attention_maps",
     "attention_scores",
     "measure_heads",
-    "repeated_rows",
-    "rows_for",
+    "repeated_sequences",
+    "sequences_for",
     "shares",
 ]
 
@@ -73,7 +73,7 @@ class HeadScores:
 
     Attributes:
         layer, head: from 0; `head` counts query heads.
-        attention: by place, the probability: "previous" is t - 1, for every t but the first; "earlier-1", "earlier",
+        attention: by position, the probability: "previous" is t - 1, for every t but the first; "earlier-1", "earlier",
             "earlier+1" ... "earlier+W" are e - 1 ... e + W, for every t of the second half but its first.
         matched, moved: the same after the shift of keys and of values is undone, as the module's docstring says.
         alone: the part of the attention that both matches e and moves e + 1, so that no other layer is needed:
@@ -117,8 +117,8 @@ class Measured:
     behaviour: Mapping[str, Mapping[str, float]]
 
 
-def repeated_rows(config: RepeatConfig, *, vocab_size: int, positions: int | None, window: int = 1) -> Tensor:
-    """The sequences, (rows, 2 length) or one longer with `begin`; the same bits for the same options.
+def repeated_sequences(config: RepeatConfig, *, vocab_size: int, positions: int | None, window: int = 1) -> Tensor:
+    """The sequences, (config.rows, 2 length) or one longer with `begin`; the same bits for the same options.
 
     Args:
         vocab_size: tokens that the model knows.
@@ -233,7 +233,7 @@ def measure_heads(model: Any, config: RepeatConfig) -> Measured:
     _check_eager(model)
     shifts = coefficients(model)
     window = max((len(heads[0]) for layer in shifts for heads in layer.values()), default=1)
-    ids = rows_for(model, config, window)
+    ids = sequences_for(model, config, window)
     length = (ids.shape[1] - (config.begin is not None)) // 2
     batches: list[list[HeadScores]] = []
     losses, hits, sizes = [], [], []
@@ -264,12 +264,12 @@ def measure_heads(model: Any, config: RepeatConfig) -> Measured:
     )
 
 
-def rows_for(model: Any, config: RepeatConfig, window: int = 1) -> Tensor:
-    """`repeated_rows` of the model's tokens, as long as it has positions."""
+def sequences_for(model: Any, config: RepeatConfig, window: int = 1) -> Tensor:
+    """`repeated_sequences` of the model's tokens, as long as it has positions."""
     text = model.config.get_text_config()
     vocab_size = model.get_input_embeddings().num_embeddings
     positions = getattr(text, "max_position_embeddings", None)
-    return repeated_rows(config, vocab_size=vocab_size, positions=positions, window=window)
+    return repeated_sequences(config, vocab_size=vocab_size, positions=positions, window=window)
 
 
 @torch.no_grad()

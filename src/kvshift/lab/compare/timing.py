@@ -70,7 +70,7 @@ class EventClock:
     """How long a CUDA device works, however slow the host is to ask for it.
 
     The device first spins, so that all calls stand in its queue when it comes to the first of them. A head start that
-    was over too soon is doubled, and the calls are made again; calls that themselves wait for the device can
+    was over too soon is doubled, and the calls are repeated; calls that themselves wait for the device can
     have none.
     """
 

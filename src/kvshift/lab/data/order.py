@@ -16,14 +16,14 @@ __all__ = ["EndlessStream", "ShuffledEpochs"]
 
 
 class ShuffledEpochs(Sampler[int]):
-    """The first `count` numbers of one permutation of range(rows) after another.
+    """The first `count` numbers of one permutation of range(sequences) after another.
 
     Trainer sees a single epoch, so that no batch is cut short where an epoch ends, and all devices together
     take the same sequences in each step, however many they are.
     """
 
-    def __init__(self, rows: int, count: int, seed: int) -> None:
-        self.rows, self.count, self.seed = rows, count, seed
+    def __init__(self, sequences: int, count: int, seed: int) -> None:
+        self.sequences, self.count, self.seed = sequences, count, seed
 
     def __len__(self) -> int:
         return self.count
@@ -31,8 +31,8 @@ class ShuffledEpochs(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = generator_for("order of rows", self.seed)
         epochs = (
-            torch.randperm(self.rows, generator=generator)[: self.count - start].tolist()
-            for start in range(0, self.count, self.rows)
+            torch.randperm(self.sequences, generator=generator)[: self.count - start].tolist()
+            for start in range(0, self.count, self.sequences)
         )
         return chain.from_iterable(epochs)
 
@@ -40,17 +40,17 @@ class ShuffledEpochs(Sampler[int]):
 class EndlessStream(IterableDataset):
     """The sequences of a stream, from its start again whenever it ends."""
 
-    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
-        self._rows = rows
+    def __init__(self, sequences: Iterable[dict[str, Any]]) -> None:
+        self._sequences = sequences
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         epoch = 0
         while True:
-            if hasattr(self._rows, "set_epoch"):
-                self._rows.set_epoch(epoch)  # type: ignore[attr-defined]  # datasets shuffle again for each
-            row = None
-            for row in self._rows:
-                yield row
-            if row is None:
+            if hasattr(self._sequences, "set_epoch"):
+                self._sequences.set_epoch(epoch)  # type: ignore[attr-defined]  # datasets shuffle again for each
+            sequence = None
+            for sequence in self._sequences:
+                yield sequence
+            if sequence is None:
                 raise LabError("data.corpus: the stream holds no whole sequence of data.sequence_length tokens")
             epoch += 1

@@ -123,7 +123,7 @@ def pack(
         rest, rest_starts = tokens[whole:], starts[whole:]
 
 
-def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+def collate(sequences: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Sequences to what the model takes: input_ids, labels and, for packed documents, position_ids; each (B, T) int64.
 
     Labels are the input_ids: the model compares the output at t with the label at t + 1, and never asks for the first
@@ -131,9 +131,9 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     There is no attention_mask: no sequence is padded.
     """
     batch = {
-        name: torch.stack([torch.as_tensor(row[name]) for row in rows]).long()
+        name: torch.stack([torch.as_tensor(one[name]) for one in sequences]).long()
         for name in ("input_ids", "position_ids")
-        if name in rows[0]
+        if name in sequences[0]
     }
     batch["labels"] = batch["input_ids"].clone()
     if "position_ids" in batch:

@@ -70,9 +70,9 @@ def _refuse_empty(documents: Documents, part: str, config: DataConfig) -> None:
 
 
 def _refuse_short(
-    rows: Documents, documents: Documents, part: str, tokenizer: PreTrainedTokenizerFast, config: DataConfig
+    sequences: Documents, documents: Documents, part: str, tokenizer: PreTrainedTokenizerFast, config: DataConfig
 ) -> None:
-    if next(iter(rows), None) is not None:
+    if next(iter(sequences), None) is not None:
         return
     tokens = count_tokens(documents, tokenizer)
     source = config.corpus if part == "training" or config.validation is None else config.validation

@@ -16,7 +16,7 @@ from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
 from kvshift.lab.runs.folder import RunFolder, write_json
 from kvshift.lab.training.train_config import TrainConfig, config_hash
 
-__all__ = ["extends", "record_extension", "refuse_extension", "same_past", "with_recorded_warmup"]
+__all__ = ["extends", "record_extension", "refuse_extension", "same_schedule", "with_recorded_warmup"]
 
 
 def extends(old: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
@@ -32,7 +32,7 @@ def with_recorded_warmup(config: TrainConfig, folder: RunFolder) -> TrainConfig:
     return replace(config, optimizer=replace(config.optimizer, warmup_steps=old["optimizer"].get("warmup_steps")))
 
 
-def same_past(optimizer: Mapping[str, Any], steps: int, done: int) -> bool:
+def same_schedule(optimizer: Mapping[str, Any], steps: int, done: int) -> bool:
     """Whether a longer run would have had the learning rates that one of `steps` had in its first `done`.
 
     Args:
@@ -58,7 +58,7 @@ def refuse_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping
         )
     done = int(whole[-1].name.rpartition("-")[2]) if whole else 0
     optimizer = old["optimizer"]
-    if not extend and not same_past(optimizer, old["steps"], done):
+    if not extend and not same_schedule(optimizer, old["steps"], done):
         raise LabError(
             f"steps: {folder.path} was begun with {old['steps']} steps; begun with {options['steps']}, its schedule "
             f"({optimizer['schedule']}) would have had other learning rates before step {done}. Give --extend to "
@@ -70,7 +70,7 @@ def refuse_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping
 def record_extension(folder: RunFolder, old: Mapping[str, Any], options: Mapping[str, Any], *, done: int) -> None:
     """Let the folder be that of the longer run, which is not finished; `done` steps are those of its checkpoint."""
     extensions = old.get("extended", [])
-    if not same_past(old["optimizer"], old["steps"], done):
+    if not same_schedule(old["optimizer"], old["steps"], done):
         extensions = [*extensions, {"after_step": done, "begun_with_steps": old["steps"]}]
     decisive = {**options, "extended": extensions} if extensions else dict(options)
     facts = {"data_facts": old["data_facts"]} if "data_facts" in old else {}

@@ -45,7 +45,7 @@ class InductionConfig:
     """script: the printed script, fixed (see InductionTask). latest: the target always followed the latest earlier
     occurrence. raw: as printed. single: length - 2 different tokens, one of them again, and its successor."""
     length: int = 512
-    """Tokens in a row, T."""
+    """Tokens in a sequence, T."""
     vocab_size: int = 8000
     """Ids are below this; the script's max_val."""
     lowest_id: int = 11

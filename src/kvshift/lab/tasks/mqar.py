@@ -32,7 +32,7 @@ class MQARConfig:
     """Sequences of MQAR. Figure 2 of Zoology has (length, pairs) = (64, 4), (128, 8) and (256, 16)."""
 
     length: int = 64
-    """Tokens in a row, T; even, and at least 4 for each pair."""
+    """Tokens in a sequence, T; even, and at least 4 for each pair."""
     pairs: int = 4
     """Key-value pairs, P; each key is asked for once."""
     vocab_size: int = 8192

@@ -58,7 +58,7 @@ def answer(model: Any, task: QuestionTask, questions: Sequence[Question], *, see
         **drawn,
     )
     written = continue_rows(model, [question.prompt for question in questions], how, seed=seed_for("answers", seed))
-    return [_before(row, task.end_token) for row in written.cpu()]
+    return [_before(tokens, task.end_token) for tokens in written.cpu()]
 
 
 def _before(tokens: Tensor, end: int) -> Tensor:

@@ -156,7 +156,7 @@ def _result(trainer: LanguageModelTrainer, folder: RunFolder, config: TrainConfi
     lines = read_metrics(folder.metrics, "train")
     last = read_metrics(folder.metrics, "eval")[-1]
     steps, tokens = config.steps, config.tokens_per_step or 0
-    losses, counts = trainer.row_losses, trainer.row_tokens
+    losses, counts = trainer.sequence_losses, trainer.sequence_tokens
     assert losses is not None
     assert counts is not None
     recorded = folder.read(folder.config) or {}

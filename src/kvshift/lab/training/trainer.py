@@ -29,7 +29,7 @@ from kvshift.lab.training.optimizer import adamw
 from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.variants.building import declare_plain_llama
 
-__all__ = ["LanguageModelTrainer", "RunTrainer", "row_losses", "summarize"]
+__all__ = ["LanguageModelTrainer", "RunTrainer", "sequence_losses", "summarize"]
 
 # In a checkpoint between two lines of metrics: from which step the next mean is taken, and the sum of each process.
 _UNLOGGED = "unlogged_loss.json"
@@ -171,8 +171,8 @@ class LanguageModelTrainer(RunTrainer):
     """Trains on sequences of tokens, and evaluates sequence by sequence.
 
     Attributes:
-        row_losses: of the last evaluation, the mean loss of each validation sequence, in nats per token, in order.
-        row_tokens: how many tokens each of them is the mean of.
+        sequence_losses: of the last evaluation, the mean loss of each validation sequence, in nats per token, in order.
+        sequence_tokens: how many tokens each of them is the mean of.
     """
 
     def __init__(
@@ -186,8 +186,8 @@ class LanguageModelTrainer(RunTrainer):
         validation: Dataset,
         collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]],
     ) -> None:
-        self.row_losses: np.ndarray | None = None
-        self.row_tokens: np.ndarray | None = None
+        self.sequence_losses: np.ndarray | None = None
+        self.sequence_tokens: np.ndarray | None = None
         super().__init__(
             model,
             arguments,
@@ -201,7 +201,7 @@ class LanguageModelTrainer(RunTrainer):
 
     @property
     def evaluated(self) -> bool:
-        return self.row_losses is not None
+        return self.sequence_losses is not None
 
     def evaluation(self, metrics: dict[str, Any]) -> Evaluation:
         """Loss with its error over sequences, and perplexity; see `summarize`."""
@@ -216,12 +216,12 @@ class LanguageModelTrainer(RunTrainer):
         return Evaluation(values, f"validation loss {loss:.4f}{margin}, perplexity {values['perplexity']:.2f}")
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
-        rows = self.train_dataset if train_dataset is None else train_dataset
-        if not isinstance(rows, Dataset):
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if not isinstance(dataset, Dataset):
             return None
         args = self.args
         in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return ShuffledEpochs(len(rows), args.max_steps * in_a_step, self._config.seed)
+        return ShuffledEpochs(len(dataset), args.max_steps * in_a_step, self._config.seed)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -231,17 +231,17 @@ class LanguageModelTrainer(RunTrainer):
         labels = inputs.pop("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
             logits = model(**inputs).logits
-        return (None, *row_losses(logits, labels))
+        return (None, *sequence_losses(logits, labels))
 
     def _keep_and_summarize(self, prediction: EvalPrediction) -> dict[str, float]:
         sums, tokens = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
         if not np.isfinite(sums).all():
             self._fail(f"the validation loss is not finite after step {self.state.global_step}; {self._kept()}")
-        self.row_losses, self.row_tokens = sums / np.maximum(tokens, 1), tokens
+        self.sequence_losses, self.sequence_tokens = sums / np.maximum(tokens, 1), tokens
         return summarize(sums, tokens)
 
 
-def row_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def sequence_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Sum over each sequence of -log p(next token), in nats and float64, and the number of tokens that it is over.
 
     Args:
@@ -251,8 +251,8 @@ def row_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     following = labels[:, 1:]
     # One sequence at a time: the float32 copy of the logits of a whole batch may not fit.
     sums = [
-        F.cross_entropy(row[:-1].float(), target, ignore_index=-100, reduction="none").double().sum()
-        for row, target in zip(logits, following, strict=True)
+        F.cross_entropy(one[:-1].float(), target, ignore_index=-100, reduction="none").double().sum()
+        for one, target in zip(logits, following, strict=True)
     ]
     return torch.stack(sums), (following != -100).sum(dim=1)
 

@@ -53,7 +53,7 @@ def llama_config(
     Args:
         options: of the run.
         vocab_size: tokens of the tokenizer.
-        sequence_length: of the training rows.
+        sequence_length: of the training sequences.
         base: fields that the options stand above; None: those of `options.size` or `options.config`.
     """
     base = {**(_base(options) if base is None else base), **given_fields(options)}
@@ -95,7 +95,7 @@ def describe(options: ModelConfig | GPT2Options, *, vocab_size: int, length: int
     Args:
         options: of the model.
         vocab_size: tokens of the tokenizer or the task.
-        length: of the training rows.
+        length: of the training sequences.
     """
     return _DESCRIBED[type(options)](options, vocab_size, length)
 
@@ -202,7 +202,7 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-# By the options of a family: from them, the size of the vocabulary and the length of a row to its configuration.
+# By the options of a family: from them, the size of the vocabulary and the length of a sequence to its configuration.
 _DESCRIBED: dict[type, Callable[[Any, int, int], Size]] = {
     ModelConfig: lambda options, tokens, length: llama_config(options, vocab_size=tokens, sequence_length=length),
     GPT2Options: lambda options, tokens, length: gpt2_config(options, vocab_size=tokens, length=length),

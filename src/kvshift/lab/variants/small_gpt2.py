@@ -3,7 +3,7 @@
 Source: Sanford et al. train a GPT2Model without an output matrix: the numbers of its last LayerNorm are the logits.
 Zoology has an output matrix tied to the embeddings, and no MLP.
 
-Shapes: B rows, T positions, E width, C classes of the output.
+Shapes: B sequences, T positions, E width, C classes of the output.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def gpt2_config(options: GPT2Options, *, vocab_size: int, length: int) -> LabGPT
     Args:
         options: of the model.
         vocab_size: tokens of the task.
-        length: T, of its rows.
+        length: T, of its sequences.
     """
     options.check(vocab_size=vocab_size)
     return LabGPT2Config(

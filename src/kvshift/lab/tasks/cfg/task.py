@@ -33,7 +33,7 @@ class CFGConfig:
     grammar: CFGGrammar = CFG3F
     """The language."""
     length: int = 512
-    """Tokens in a row, T."""
+    """Tokens in a sequence, T."""
     prefix: int = 50
     """Tokens of a true sentence that every second question gives; fewer than the shortest sentence has."""
     temperature: float = 1.0
@@ -55,8 +55,8 @@ class CFGTask:
 
     *Sequences.* The sequences of a batch are consecutive windows of one stream of random sentences, so that a sentence
     cut by the end of one sequence continues in the next. The stream begins at a uniformly random token of an endless
-    one: of any window alone, the first token is BOS with probability 1 / (mean length + 1), and every other place of a
-    sentence is as likely. Every token but the first of a sequence has a label; BOS is also the end of the sentence
+    one: of any window alone, the first token is BOS with probability 1 / (mean length + 1), and every other position of
+    a sentence is as likely. Every token but the first of a sequence has a label; BOS is also the end of the sentence
     before it.
 
     Slices: "next_token", labels in sentences that begin in the sequence; "cut", those before the first BOS of the
@@ -133,23 +133,24 @@ class CFGTask:
     def _rest_of_a_sentence(self, generator: torch.Generator) -> np.ndarray:
         """A token drawn uniformly from an endless stream, and what follows it up to the end of its sentence.
 
-        A place out of the longest sentence's N + 1 is drawn for each sentence (BOS is place 0). The first sentence
-        that has its place is taken: so the longer ones are taken more often, as a random token is more often theirs.
+        A position out of the longest sentence's N + 1 is drawn for each sentence (BOS is position 0). The first
+        sentence that has its position is taken: so the longer ones are taken more often, as a random token is more
+        often theirs.
         """
-        places = self.grammar.lengths.longest + 1
+        positions = self.grammar.lengths.longest + 1
         while True:
             for sentence in self.grammar.sentences(generator, 4):
-                place = int(torch.randint(places, (), generator=generator))
-                if place <= len(sentence):
-                    return np.concatenate([[BOS], sentence.numpy()])[place:]
+                position = int(torch.randint(positions, (), generator=generator))
+                if position <= len(sentence):
+                    return np.concatenate([[BOS], sentence.numpy()])[position:]
 
 
 def _chances(config: CFGConfig) -> tuple[float, float]:
     """Share of the most frequent token in "next_token" and in "cut".
 
-    Place q of a sentence's n + 2 (q = 0 is BOS, q = n + 1 the BOS after it) is a cut label where the sequence begins at
-    a place in 1 ... q - 1 of the same sentence, at most T - 1 columns before. So, with m the mean length, a sequence
-    has
+    Position q of a sentence's n + 2 (q = 0 is BOS, q = n + 1 the BOS after it) is a cut label where the sequence begins
+    at a position in 1 ... q - 1 of the same sentence, at most T - 1 columns before. So, with m the mean length, a
+    sequence has
 
         sum_q P(token x at q) min(q - 1, T - 1) / (m + 1)
 

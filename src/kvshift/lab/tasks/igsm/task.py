@@ -63,7 +63,7 @@ class IGSMConfig:
     """Operations in training: uniform in 1 ... ops, or the smaller of two such numbers; of_the_generator: uniform for
     kamino, smaller_of_two for igsm."""
     length: int = 1024
-    """Tokens in a row, T; problems that take more are left out of training."""
+    """Tokens in a sequence, T; problems that take more are left out of training."""
     tokenizer: str = WORDS
     """words: one token for each word that the problems hold. Else a folder or a name on the hub, such as gpt2."""
     loss: Literal["all", "solutions"] = "all"
