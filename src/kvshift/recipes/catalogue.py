@@ -254,6 +254,15 @@ _ENTRIES = (
         )
     ),
     Entry(
+        name="fig03",
+        title="the 2.9B and the 19B, sharded",
+        presets={
+            "smoke": Preset(seeds=1, cost="20 seconds on one core"),
+            "laptop": Preset(seeds=1, cost="5 minutes on two cores; nothing is trained"),
+            "paper": Preset(seeds=1, cost="4 runs on 512 and 240 GPUs; not measured"),
+        },
+    ),
+    Entry(
         name="fig04",
         title="seeds, learning rates and divergence",
         presets={
