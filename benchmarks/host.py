@@ -9,8 +9,7 @@ of 8 layers is so narrow, 64, that its arithmetic takes next to no time, and dec
 number is one layer's share of one token; what is done once for all layers is shared out too.
 
 "operations" are those of PyTorch's dispatcher, most of which are a launch on a GPU; "functions" are calls of Python.
-"kv shift, no look" is what a GPU's host runs: it may not look whether a coefficient is zero, as that would wait for the
-GPU. The times are a CPU's, which leaves out the launches; a round takes the fastest token of each model, and "ratio" is
+The times are a CPU's, which leaves out the launches; a round takes the fastest token of each model, and "ratio" is
 the median over rounds of the ratio to transformers, with its quartiles.
 """
 
@@ -24,10 +23,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +32,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 from kvshift.lab.runs.folder import environment
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift.ops import eager
 
 LAYERS, PROMPT, TOKENS = 8, 7, 20
 SIZE = {
@@ -52,7 +48,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     BASELINE: lambda: LlamaForCausalLM(LlamaConfig(**SIZE)),
     "vanilla": lambda: KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**SIZE, shift_targets=())),
     "kv shift": lambda: KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**SIZE)),
-    "kv shift, no look": lambda: KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**SIZE)),
 }
 
 
@@ -64,11 +59,6 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return function(*args, **(kwargs or {}))
-
-
-def never(x: Any) -> bool:
-    """In place of `may_look`; a mock would be slow to call."""
-    return False
 
 
 class Decoding:
@@ -93,11 +83,6 @@ class Decoding:
         """Decode a token."""
         self.model(input_ids=self.token, past_key_values=self.cache)
 
-    def looking(self) -> AbstractContextManager[Any]:
-        """Around everything, on behalf of a GPU."""
-        blind = self.name.endswith("no look")
-        return mock.patch.object(eager, "may_look", never) if blind else nullcontext()
-
 
 def functions_called(call: Callable[[], Any]) -> int:
     """Calls of functions written in Python, `call` itself not counted."""
@@ -117,23 +102,21 @@ def functions_called(call: Callable[[], Any]) -> int:
 
 def counts(decoding: Decoding) -> dict[str, Any]:
     """Of one token, a layer's share."""
-    with decoding.looking():
-        decoding.begin()
-        with Operations() as operations:
-            decoding.next()
-        called = functions_called(decoding.next)
+    decoding.begin()
+    with Operations() as operations:
+        decoding.next()
+    called = functions_called(decoding.next)
     return {"operations": operations.count / LAYERS, "functions": called / LAYERS}
 
 
 def fastest_token(decoding: Decoding) -> float:
     """Microseconds of the fastest of 20 tokens, a layer's share."""
-    with decoding.looking():
-        decoding.begin()
-        times = []
-        for _ in range(TOKENS):
-            start = time.perf_counter()
-            decoding.next()
-            times.append(time.perf_counter() - start)
+    decoding.begin()
+    times = []
+    for _ in range(TOKENS):
+        start = time.perf_counter()
+        decoding.next()
+        times.append(time.perf_counter() - start)
     return min(times) / LAYERS * 1e6
 
 

@@ -27,12 +27,6 @@ def test_the_shift_takes_no_more_operations_than_its_rotation_saves(rows, cache)
     assert ours <= theirs + copies_of_state
 
 
-def test_what_does_not_look_masks_instead(rows):
-    looks, masks = (rows["dynamic", name]["operations"] for name in ("kv shift", "kv shift, no look"))
-    # of keys and of values: the comparison, two views of it, a masked product and a choice between sums
-    assert masks == looks + 2 * 5
-
-
 def test_the_command(monkeypatch, tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     monkeypatch.setattr(sys, "argv", ["host.py", "--rounds", "2", "--out", str(out)])

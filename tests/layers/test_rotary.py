@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvshift.layers.shift as shift_module
 from kvshift import KVShift, ShiftOptions, ShiftState
 from kvshift.layers.positions import half_tables, rotate_half
 from kvshift.ops import fused
+from kvshift.ops.eager import columns_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 H, G, D, DV = 6, 3, 10, 7
@@ -36,12 +38,12 @@ def counted(monkeypatch) -> list:
     """The calls that were taken as the next token of generation."""
     calls = []
 
-    def count(*args, real=fused._one_token):
+    def count(*args, real=fused._next_token):
         result = real(*args)
         calls.extend([result] if result is not None else [])
         return result
 
-    monkeypatch.setattr(fused, "_one_token", count)
+    monkeypatch.setattr(fused, "_next_token", count)
     return calls
 
 
@@ -155,6 +157,51 @@ def test_the_next_token_takes_the_coefficients_as_they_are_now(change, counted):
     assert not torch.equal(second[1], first[1])
     for result, other in zip(second[:3], expected[:3], strict=True):
         assert torch.equal(result, other)
+
+
+@pytest.mark.parametrize("change", ["in place", "another parameter", "another dtype", "a copy", "loaded", "to none"])
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
+def test_a_coefficient_that_becomes_zero_reads_nothing(change, inference, counted):
+    """Whether one is zero is kept with the views, until the parameter changes."""
+    with torch.inference_mode(inference), torch.no_grad():
+        layer, (q, k, v) = KVShift(G), inputs(2, 1, torch.float32)
+        arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
+        if change == "to none":
+            layer.alpha[0, 1] = 0
+        layer(q, k, v, **arguments)
+        zero = torch.tensor([1.0, float(change == "to none")])
+        if change in ("in place", "to none"):
+            layer.alpha[0] = zero
+        elif change == "another parameter":
+            layer.alpha = torch.nn.Parameter(zero * layer.alpha)
+        elif change == "another dtype":
+            layer.double().alpha[0] = zero.double()
+        elif change == "a copy":
+            layer = copy.deepcopy(layer)
+            layer.alpha[0] = zero
+        elif change == "loaded":
+            layer.load_state_dict({"alpha": zero * layer.alpha, "beta": layer.beta.clone()})
+        if change != "to none":
+            arguments["state"].k[:, :, 0] = torch.inf
+        results = layer(q, k, v, **arguments)
+        assert len(counted) == 2
+        for result, other in zip(results[:3], layer(q, k, v, **arguments, backend="eager"), strict=False):
+            assert torch.equal(result, other)
+            assert result.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_device_is_asked_once_whether_one_is_zero(monkeypatch):
+    asked = []
+    monkeypatch.setattr(shift_module, "columns_of", lambda x, look: asked.append(look) or columns_of(x, look=look))
+    layer, given = KVShift(G), inputs(2, 1, torch.float32)
+    arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
+    for _ in range(3):
+        layer(*given, **arguments)
+    assert asked == [True, True]
+    layer.beta.mul_(2)
+    layer(*given, **arguments)
+    assert asked == [True] * 3
 
 
 @pytest.mark.parametrize("constraint", ["gate", "clamp"])

@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 from kvshift.layers import KVShift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.ops import ShiftState
-from kvshift.ops.dispatch import Norms
+from kvshift.ops.dispatch import Norms, may_step
 from kvshift.ops.fused import CacheSlot
 from kvshift.ops.rope import Rotary
 
@@ -73,25 +73,21 @@ class ShiftCacheLayer:
         Returns:
             q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before.
         """
-        if rotary is not None and mask is None and seq_idx is None and k.shape[1] == 1:
-            stepped = self.step(shift, q, k, v, rotary, norms)
-            if stepped is not None:
-                return stepped
-        if self.record_past and mask is not None:
-            # Padding on the left can as well be zeros: then one raw row is kept for every position, as `crop` counts.
-            padding = ~mask[:, :, None, None]
-            q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-            mask = None
-        state = self.read_shift(q, k, v, with_queries="q" in shift.targets)
+        state = self.shift_state
+        if self.record_past:
+            if mask is not None:
+                # Padding on the left can as well be zeros: one raw row is kept for every position, as `crop` counts.
+                padding = ~mask[:, :, None, None]
+                q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+                mask = None
+            state = self._with_space(q, k, v, with_queries="q" in shift.targets)
         q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, rotary=rotary, norms=norms)
         self.write_shift(state)
         return q.transpose(1, 2), *self.update(k.transpose(1, 2), v.transpose(1, 2))  # type: ignore[attr-defined]
 
-    def read_shift(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState | None:
-        """The rows before the tokens of k and v, (B, T, G, D), with space for these if all are kept; None: zeros."""
+    def _with_space(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState:
+        """The rows before the tokens of k and v, (B, T, G, D), and space for these too."""
         state = self.shift_state
-        if not self.record_past:
-            return state
         if state is None:
             rows = self.window - 1
             k_rows, v_rows, q_rows = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v, q))
@@ -100,12 +96,6 @@ class ShiftCacheLayer:
 
     def write_shift(self, state: ShiftState) -> None:
         self.shift_state = state
-
-    def step(
-        self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, norms: Norms | None
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Shift one token and put it into the cache in one launch; None where that cannot be, and nothing was done."""
-        return None
 
     def activate_past_recording(self) -> None:
         self.record_past = True
@@ -194,21 +184,21 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
     """The rows stay at one address, which compiled decoding and CUDA graphs ask for."""
 
     def write_shift(self, state: ShiftState) -> None:
-        if self.shift_state is None:
-            self.shift_state = state.clone()
-            if not torch.compiler.is_compiling():
-                for rows in (self.shift_state.k, self.shift_state.v, self.shift_state.q):
-                    if rows is not None:
-                        torch._dynamo.mark_static_address(rows)
-        else:
-            self._overwrite(state)
+        if self.shift_state is not None:
+            self._overwrite(self.shift_state, state)
+            return
+        self.shift_state = state.clone()
+        if not torch.compiler.is_compiling():
+            for rows in (self.shift_state.k, self.shift_state.v, self.shift_state.q):
+                if rows is not None:
+                    torch._dynamo.mark_static_address(rows)
 
     def reset(self) -> None:
         kept = self.shift_state
         super().reset()
         self.shift_state = kept
         if kept is not None:
-            self._overwrite(kept.reset())
+            self._overwrite(kept, kept.reset())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise NotImplementedError("a static cache has a fixed batch size: use a DynamicCache to repeat its rows")
@@ -224,12 +214,11 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
 
     def _select_shift(self, indices: Tensor) -> None:
         if self.shift_state is not None:
-            self._overwrite(self.shift_state.select(indices))
+            self._overwrite(self.shift_state, self.shift_state.select(indices))
         self._select_document_start(indices)
 
-    def _overwrite(self, state: ShiftState) -> None:
-        kept = self.shift_state
-        assert kept is not None
+    @staticmethod
+    def _overwrite(kept: ShiftState, state: ShiftState) -> None:
         kept.k.copy_(state.k)
         kept.v.copy_(state.v)
         if kept.q is not None:
@@ -239,18 +228,28 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
 class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
     """A buffer for a fixed number of tokens, allocated at the first."""
 
-    def step(
-        self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, norms: Norms | None
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+    def shift_into(
+        self,
+        shift: KVShift,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        seq_idx: Tensor | None,
+        rotary: Rotary | None,
+        norms: Norms | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One token in one launch, which writes into the cache too, where the kernels can."""
         state = self.shift_state
-        if not self.is_initialized or state is None:
-            return None
-        slot = CacheSlot(self.keys, self.values, self.cumulative_length, state)
-        q_out = shift.step(q, k, v, slot, rotary, norms)
-        if q_out is None:
-            return None
-        self.cumulative_length.add_(1)
-        return q_out.transpose(1, 2), slot.keys, slot.values
+        is_next = state is not None and self.is_initialized and k.shape[1] == 1 and mask is seq_idx is None
+        if is_next and rotary is not None and may_step():
+            slot = CacheSlot(self.keys, self.values, self.cumulative_length, state)
+            q_out = shift.step(q, k, v, slot, rotary, norms)
+            if q_out is not None:
+                self.cumulative_length.add_(1)
+                return q_out.transpose(1, 2), slot.keys, slot.values
+        return super().shift_into(shift, q, k, v, mask=mask, seq_idx=seq_idx, rotary=rotary, norms=norms)
 
 
 class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowLayer):
@@ -287,7 +286,7 @@ def adopt_cache(cache: Cache, config: ShiftConfig) -> None:
 
 
 def _is_adopted(cache: Cache) -> bool:
-    return bool(cache.layers) and all(isinstance(layer, ShiftCacheLayer) for layer in cache.layers)
+    return bool(cache.layers) and isinstance(cache.layers[0], ShiftCacheLayer)  # then they all are
 
 
 def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:

@@ -183,10 +183,10 @@ def shift_into(
         them, in which backward keeps the raw keys and values in place of the shifted ones (`KVShift.recomputing`).
     """
     check_is_shift(shift)
-    where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     if cache is not None and shift.targets:
         layer: Any = cache.layers[layer_idx]
-        return *layer.shift_into(shift, q, k, v, **where), KEEP_ALL
+        return *layer.shift_into(shift, q, k, v, mask=mask, seq_idx=seq_idx, rotary=rotary, norms=norms), KEEP_ALL
+    where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     raw = k, v
     q, k, v, _ = shift(q, k, v, keep_state=False, **where)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -27,11 +27,8 @@ _WORTH_RECOMPUTING = {"cpu": 2**20, "device": 2**21}  # elements
 Norms = tuple[nn.Module, nn.Module]
 """Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
 
-Columns = tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]
-"""Of alpha and beta."""
-
 ShiftPath = Literal["reference", "plain", "eager", "cpu", "triton"]
-FusedPath = Literal["reference", "launch", "one token", "apart"]
+FusedPath = Literal["reference", "launch", "apart"]
 
 
 class Call(NamedTuple):
@@ -45,7 +42,6 @@ class Call(NamedTuple):
         backend: as the caller named it.
         q: queries beside them; shifts_queries: whether they are shifted too, by a call of their own.
         rotary, norms: what follows the shift, if anything does.
-        columns: of the coefficients, each as `eager.columns_of` has them, where the caller has kept these.
     """
 
     inputs: tuple[Tensor, ...]
@@ -57,7 +53,6 @@ class Call(NamedTuple):
     shifts_queries: bool = False
     rotary: Rotary | None = None
     norms: Norms | None = None
-    columns: Columns | None = None
 
     @property
     def window(self) -> int:
@@ -106,22 +101,33 @@ def shift_path(call: Call) -> ShiftPath:
     return backend
 
 
+def may_be_next_token(k: Tensor, backend: str) -> bool:
+    """Whether a call without boundaries may be the next token of generation, which takes a few plain operations.
+
+    So it does on every device: preparing a launch keeps the host longer (docs/findings.md).
+    """
+    return (
+        isinstance(k, Tensor)
+        and k.ndim == 4
+        and k.shape[1] == 1
+        and not torch.is_grad_enabled()
+        and choose_backend(backend) == "auto"
+        and not torch.compiler.is_compiling()
+        and not is_watched()
+    )
+
+
 def fused_path(call: Call) -> FusedPath:
-    """How shift, QK-norm and rotary embedding are done: in one launch, as one token, or one after the other.
+    """How shift, QK-norm and rotary embedding are done: in one launch, or one after the other.
 
     One launch is for CUDA devices, or where the backend "triton" is asked for; never where gradients are to flow
-    through a state or to the tables, nor with norms that compute anything else or whose calls somebody watches. The
-    next token of generation takes a few plain operations on every device: preparing a launch keeps the host longer
-    (docs/findings.md).
+    through a state or to the tables, nor with norms that compute anything else or whose calls somebody watches.
     """
-    k, backend, (cu_seqlens, seq_idx, mask) = call.inputs[0], choose_backend(call.backend), call.boundaries
+    k, backend = call.inputs[0], choose_backend(call.backend)
     if backend == "reference" and (call.norms is None or all(map(_is_plain, call.norms))):
         return "reference"
     if call.rotary is None or call.shifts_queries or not isinstance(k, Tensor) or is_watched():
         return "apart"
-    may_be_next = cu_seqlens is seq_idx is mask is None and not torch.is_grad_enabled() and k.ndim == 4
-    if backend == "auto" and may_be_next and k.shape[1] == 1 and not torch.compiler.is_compiling():
-        return "one token"
     if backend != "triton" and not (backend == "auto" and k.is_cuda):
         return "apart"
     shifts = any(coefficients is not None for coefficients in call.coefficients)
@@ -147,14 +153,14 @@ def compiles_training() -> bool:
     return torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
-def may_step(k: Tensor, backend: str) -> bool:
-    """Whether one launch for a token and its cache slot is worth asking for (`takes_step`): never so on a CPU."""
-    return (k.is_cuda or choose_backend(backend) == "triton") and not torch.is_grad_enabled()
+def may_step(backend: str = "auto") -> bool:
+    """Whether one launch for a token and its cache slot may be asked for: where the backend "triton" is."""
+    return choose_backend(backend) == "triton" and not torch.is_grad_enabled()
 
 
 def takes_step(call: Call) -> bool:
     """Whether a token is shifted, normalised, rotated and written into its cache slot in one launch."""
-    return may_step(call.inputs[0], call.backend) and fused_path(call) == "launch"
+    return may_step(call.backend) and fused_path(call) == "launch"
 
 
 def is_worth_recomputing(x: Tensor) -> bool:

@@ -115,41 +115,46 @@ class _Slices(torch.autograd.Function):
         return grad_x, grad_coefficients.to(coefficients.dtype), grad_state.to(state.dtype)
 
 
-def shift_next_token(
-    x: Tensor, coefficients: Tensor, state: Tensor, columns: tuple[Tensor, ...] | None = None
-) -> Tensor:
+def shift_next_token(x: Tensor, coefficients: Tensor, state: Tensor, columns: Columns | None = None) -> Tensor:
     """What `shift_eager` makes of one token, without gradients; every lag is a row of state.
 
     Args:
         columns: `columns_of(coefficients)`, where the caller has kept them.
     """
     dtype, rows = torch.float64 if x.dtype is torch.float64 else torch.float32, state.shape[1]
-    looks = may_look(coefficients) and (columns is not None or not torch.compiler.is_compiling())
     if columns is None or coefficients.dtype is not dtype:
-        columns = columns_of(coefficients.to(dtype))
-    y = x * columns[0]  # in the dtype of the arithmetic
-    zeros = None if looks and all(map(all, coefficients.tolist())) else columns_of(coefficients == 0)
+        columns = columns_of(coefficients.to(dtype), look=coefficients.is_cpu and not torch.compiler.is_compiling())
+    now, *earlier = columns.lags
+    zeros = None if columns.none_is_zero else (coefficients == 0).unsqueeze(2).unbind(1)
+    y = x * now  # in the dtype of the arithmetic
     if zeros is not None:
         y.masked_fill_(zeros[0], 0)
-    for lag in range(1, len(columns)):
+    for lag, weight in enumerate(earlier, 1):
         row = state if rows == 1 else state[:, rows - lag : rows - lag + 1]
         if row.dtype is not dtype:
             row = row.to(dtype)
         if zeros is None:
-            y.addcmul_(row, columns[lag])
+            y.addcmul_(row, weight)
         else:
-            y = torch.where(zeros[lag], y, torch.addcmul(y, row, columns[lag]))
+            y = torch.where(zeros[lag], y, torch.addcmul(y, row, weight))
     return y if x.dtype is dtype else y.to(x.dtype)
 
 
-def may_look(x: Tensor) -> bool:
-    """Whether a number can be read without waiting for a device. (A CPU reads all coefficients in a microsecond.)"""
-    return x.is_cpu
+class Columns(NamedTuple):
+    """Coefficients as the next token needs them.
+
+    Attributes:
+        lags: those of each lag, (G, 1), views.
+        none_is_zero: every row may be read. (A coefficient of zero reads nothing.)
+    """
+
+    lags: tuple[Tensor, ...]
+    none_is_zero: bool
 
 
-def columns_of(coefficients: Tensor) -> tuple[Tensor, ...]:
-    """The coefficients of each lag, (G, 1): views."""
-    return coefficients.unsqueeze(2).unbind(1)
+def columns_of(coefficients: Tensor, *, look: bool) -> Columns:
+    """Views of (G, W); `look` whether any is zero: a microsecond on a CPU, a wait for any other device."""
+    return Columns(coefficients.unsqueeze(2).unbind(1), look and all(map(all, coefficients.tolist())))
 
 
 def _slices_forward(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:

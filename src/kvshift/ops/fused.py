@@ -6,16 +6,24 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from kvshift.ops.dispatch import Call, Columns, FusedPath, Norms, compiles_training, fused_path, norm_scales, takes_step
-from kvshift.ops.eager import shift_next_token
+from kvshift.ops.dispatch import (
+    Call,
+    FusedPath,
+    Norms,
+    compiles_training,
+    fused_path,
+    may_be_next_token,
+    norm_scales,
+    takes_step,
+)
+from kvshift.ops.eager import Columns, shift_next_token
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, apply_rotary
 from kvshift.ops.shift import (
@@ -31,15 +39,15 @@ from kvshift.ops.state import ShiftState
 from kvshift.ops.triton.call import Boundaries, next_state_triton, shift_norm_rope_triton
 from kvshift.ops.triton.step import step_triton
 
+KeptColumns = Callable[[Literal["k", "v"], Tensor], Columns | None]
 Results = tuple[Tensor | None, Tensor, Tensor, ShiftState | None]
 
 _DDP_TAKES_CHECKPOINTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Whether torch.compile can cut a graph with a checkpoint into DDP's buckets: 2.13 does; see pytorch issue 104674."""
 
 
-@dataclass(frozen=True)
-class CacheSlot:
-    """Where decoding writes: a cache of static shape, and the raw rows beside it.
+class CacheSlot(NamedTuple):
+    """Where decoding writes: a cache of static shape, and the raw rows beside it. (A tuple, as `Call`.)
 
     Attributes:
         keys, values: (B, G, N, D).
@@ -69,7 +77,7 @@ def shift_norm_rope(
     mask: Tensor | None = None,
     keep_state: bool = True,
     backend: str = "auto",
-    columns: Columns | None = None,
+    columns: KeptColumns | None = None,
 ) -> Results:
     """Shift, then normalise queries and keys, then rotate them.
 
@@ -86,14 +94,18 @@ def shift_norm_rope(
         state: as in `kv_shift`, with queries where there is gamma. Looked at only if something is shifted.
         cu_seqlens, seq_idx, mask, backend: as in `kv_shift`.
         keep_state: False where no later call needs the new state.
-        columns: of alpha and beta, where the caller has kept them for the tokens of generation.
+        columns: of the target "k" or "v" with these coefficients, where the caller keeps them for generation.
 
     Returns:
         q, k, v and the new state; None where it is not kept or nothing is shifted.
     """
+    if rotary is not None and gamma is cu_seqlens is seq_idx is mask is None and may_be_next_token(k, backend):
+        results = _next_token(q, k, v, alpha, beta, rotary, norms, state, columns)
+        if results is not None:
+            return results if keep_state else (*results[:3], None)
     states = (state.k, state.v) if isinstance(state, ShiftState) else (None, None)
     boundaries = (cu_seqlens, seq_idx, mask)
-    call = Call((k, v), (alpha, beta), states, boundaries, backend, q, gamma is not None, rotary, norms, columns)
+    call = Call((k, v), (alpha, beta), states, boundaries, backend, q, gamma is not None, rotary, norms)
     return _run(fused_path(call), call, gamma, state, keep_state=keep_state)
 
 
@@ -161,8 +173,7 @@ def _run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | 
     if path == "launch":
         results = _launch(call, state, keep_state)
     else:
-        results = _one_token(call, state) if path == "one token" else None
-        results = results or _apart(call, gamma, state, _finish_by_loops if path == "reference" else _finish)
+        results = _apart(call, gamma, state, _finish_by_loops if path == "reference" else _finish)
     return results if keep_state else (*results[:3], None)
 
 
@@ -209,44 +220,53 @@ def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) ->
     return checkpoint(function, k, v, use_reentrant=False, preserve_rng_state=False)
 
 
-def _one_token(call: Call, state: ShiftState | None) -> Results | None:
+def _next_token(
+    q: Any,
+    k: Tensor,
+    v: Any,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    rotary: Rotary,
+    norms: Norms | None,
+    state: Any,
+    columns: KeptColumns | None,
+) -> Results | None:
     """The next token of every sequence at a window of 2; None where `_apart` must do it, or say what is wrong."""
-    (k, v), (alpha, beta), new = call.inputs, call.coefficients, None
-    q, rotary = cast(Tensor, call.q), cast(Rotary, call.rotary)  # or None, which is no token
-    if not (_is_token_beside(k, k) and _is_token_beside(k, v) and _is_token_beside(k, q) and q.shape[3] == k.shape[3]):
+    if not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim == v.ndim == 4):
+        return None
+    if not (q.dtype is v.dtype is k.dtype and q.layout is v.layout is k.layout is torch.strided):
+        return None
+    (batch, _, heads, size), new = k.shape, None
+    if q.shape != (batch, 1, q.shape[2], size) or v.shape[:3] != (batch, 1, heads):
         return None
     if alpha is not None or beta is not None:
-        if not (isinstance(state, ShiftState) and state.max_rows == 1):
-            return None
-        if not (_continues(k, alpha, state.k) and _continues(v, beta, state.v)):
+        if not _goes_on(k, v, state):
             return None
         new = ShiftState(k, v, 1)
-        columns = call.columns or (None, None)
-        k = k if alpha is None else shift_next_token(k, alpha, state.k, columns[0])
-        v = v if beta is None else shift_next_token(v, beta, state.v, columns[1])
-    if call.norms is not None:
-        q, k = call.norms[0](q), call.norms[1](k)
+        if alpha is not None:
+            if alpha.shape != (heads, 2):
+                return None
+            k = shift_next_token(k, alpha, state.k, columns and columns("k", alpha))
+        if beta is not None:
+            if beta.shape != (heads, 2):
+                return None
+            v = shift_next_token(v, beta, state.v, columns and columns("v", beta))
+    if norms is not None:
+        q, k = norms[0](q), norms[1](k)
     # Rotated together: four operations less.
-    q, k = torch.split_with_sizes(apply_rotary(torch.cat((q, k), 2), rotary), (q.shape[2], k.shape[2]), 2)
+    q, k = torch.split_with_sizes(apply_rotary(torch.cat((q, k), 2), rotary), (q.shape[2], heads), 2)
     return q, k, v, new
 
 
-def _is_token_beside(k: Tensor, x: Any) -> bool:
+def _goes_on(k: Tensor, v: Tensor, state: Any) -> bool:
+    """Whether k and v are the token after the one that the state holds."""
     return (
-        isinstance(x, Tensor)
-        and x.layout is torch.strided
-        and x.ndim == 4
-        and x.shape[:2] == (k.shape[0], 1)
-        and x.dtype is k.dtype
-    )
-
-
-def _continues(x: Tensor, coefficients: Tensor | None, state: Tensor) -> bool:
-    return (
-        state.shape == x.shape
-        and state.dtype is x.dtype
-        and state.device == x.device
-        and (coefficients is None or coefficients.shape == (x.shape[2], 2))
+        isinstance(state, ShiftState)
+        and state.max_rows == 1
+        and state.k.shape == k.shape
+        and state.v.shape == v.shape
+        and state.k.dtype is state.v.dtype is k.dtype
+        and state.k.device == k.device
     )
 
 

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
 PLAIN: tuple[type, ...] = (Tensor, torch.nn.Parameter)
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _BATCHED = torch._C._parse_dispatch_key("Batched")  # what `is_grads_batched` hands to backward
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import ClassVar
 
 from torch import nn
@@ -40,6 +41,8 @@ class KVShiftLlamaAttention(ShiftedAttention, LlamaAttention):
 
 class KVShiftLlamaDecoderLayer(LlamaDecoderLayer):
     """Llama's layer around `KVShiftLlamaAttention`."""
+
+    forward = inspect.unwrap(LlamaDecoderLayer.forward)  # which transformers wraps anew for every class
 
     def __init__(self, config: KVShiftLlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
