@@ -26,14 +26,16 @@ TOKENS = 31
 LENGTHS = (5, 1, 7, 2)
 
 # What has no form for the small GPT-2, and is refused there by name.
-LLAMA_ALONE = {"differential-wide", "differential-kv-shift"}
+LLAMA_ALONE = {"differential-wide", "differential-kv-shift", "mla", "mla-kv-shift"}
 # Weights of vanilla in whose place it has others.
 REPLACED = dict.fromkeys(("differential", "differential-kv-shift"), ("q_norm", "k_norm"))
+REPLACED |= dict.fromkeys(("mla", "mla-kv-shift"), ("k_proj", "v_proj", "q_norm", "k_norm"))
 # Whose size must differ: it has half of the KV heads.
 EVEN = {("differential-wide", "llama"): replace(SIZES["llama"], num_key_value_heads=2)}
 # What magnifies what attention is rounded by, in these small random models: a norm over the difference of two that may
-# be nearly the same, a sum over scores. Their own test files have their parts in bfloat16.
+# be nearly the same, a sum over scores, scores without QK-norm. Their own test files have their parts in bfloat16.
 ILL_CONDITIONED = {"differential", "differential-wide", "differential-kv-shift", "selective", "selective-key"}
+ILL_CONDITIONED |= {"mla", "mla-kv-shift"}
 PAIRS = [(name, family) for name in VARIANTS for family in SIZES if family == "llama" or name not in LLAMA_ALONE]
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)

@@ -81,6 +81,8 @@ VARIANTS: Mapping[str, Entry] = {
         Entry("differential-kv-shift", "differential + KV-shift", "#aa4499"),
         Entry("selective", "selective", "#117733"),
         Entry("selective-key", "selective, along keys", "#6699cc"),
+        Entry("mla", "MLA", "#cc6677"),
+        Entry("mla-kv-shift", "MLA + KV-shift", "#994455"),
     )
 }
 

@@ -1,0 +1,252 @@
+"""Multi-head latent attention (MLA): keys and values of all heads are made of one small latent for each token.
+
+    c = RMSNorm(W_a x)[: rank],  r = rotate((W_a x)[rank :])           one rotated key r for all heads
+    k_h = (W_b,h c, r),  v_h = W'_b,h c,  q_h = (q_nope, rotate(q_rope)) of W_q x
+    softmax(q_h . k_h / sqrt(nope + rope)) v_h
+
+The cache holds c and r, from which every call makes the keys and values of all positions again. Queries are not
+compressed. There is no QK-norm, whatever the size says: it would need the keys before they are made. Each query head
+has keys and values of its own; `num_key_value_heads` counts for nothing. At the paper's 0.2B the rank is 256, and 32 of
+a head's 64 dimensions are rotated.
+
+The hard shift of `mla_kv_shift` gives head 0 the unrotated key, and head 1 the value, of the token before:
+
+    k_0[t] = (W_b,0 c[t-1], r[t]),  v_1[t] = W'_b,1 c[t-1]             0 where a document begins
+
+Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1, whose names of parts in transformers are kept. Sizes and hard
+shift: the KV-shift paper, appendix J, which names neither the size of values nor what r is shared by nor the norm of c;
+as in DeepSeek-V2 here, with fields for the other choices.
+
+Shapes: B batch, T positions of this call, K cached positions, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from typing import Any, ClassVar, cast
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from kvshift import ShiftState, kv_shift
+from kvshift.lab.variants.uncached import NamedConfig
+from kvshift.lab.variants.variant import ModelVariant
+from kvshift.layers.recompute import KEEP_ALL
+from kvshift.models.decoder import shift_into
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.llama.modeling import KVShiftLlamaAttention
+from kvshift.ops.rope import Rotary, apply_rotary
+
+__all__ = ["VARIANT", "MLALlamaConfig", "MLALlamaForCausalLM"]
+
+
+@strict
+class MLALlamaConfig(NamedConfig, KVShiftLlamaConfig):
+    """What `MLALlamaForCausalLM` is built from.
+
+    Besides the fields of `KVShiftLlamaConfig`, of which `num_key_value_heads` and `qk_norm` count for nothing:
+
+    Args:
+        kv_lora_rank: numbers of the latent; None for a third of hidden_size.
+        qk_rope_head_dim: of each query and key, rotated; None for half of head_dim.
+        qk_nope_head_dim: not rotated; None for the rest of head_dim.
+        v_head_dim: size of values; None for head_dim.
+        shared_rope_key: one rotated key for all heads, or one for each.
+        latent_norm: RMSNorm over the latent.
+        hard_shift: see above; two heads at least.
+        shift_rope: the rotated key of head 0 is that of the token before too, rotated to this token's position.
+    """
+
+    model_type = "kvshift_mla_llama"
+    loaded_by: ClassVar[str] = "kvshift.lab.variants.mla.MLALlamaForCausalLM"
+
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    qk_nope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    shared_rope_key: bool = True
+    latent_norm: bool = True
+    hard_shift: bool = False
+    shift_rope: bool = False
+
+
+class _LatentShift(nn.Module):
+    """Stands where an attention has its `KVShift`: of q, (c, a) and (r, b) it shifts a and b, and rotates q and r.
+
+    a is what head 0 is to have of the token before, its key and, where that is shifted, r once more; b what head 1 is
+    to have, its value. Both are there with the hard shift alone.
+    """
+
+    def __init__(self, sizes: _Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.targets = ("k", "v") if sizes.shifts else ()
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotary: Rotary,
+        state: ShiftState | None = None,
+        mask: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        keep_state: bool = True,
+        norms: None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
+        """As `KVShift.forward`."""
+        sizes, new_state = self.sizes, None
+        if self.targets:
+            before_12 = torch.tensor([[0.0, 1.0]], device=k.device)
+            k_hat, v_hat, new_state = kv_shift(k, v, before_12, before_12, state=state, mask=mask, seq_idx=seq_idx)
+            k = torch.cat([k[..., : sizes.rank], k_hat[..., sizes.rank :]], dim=-1)
+            v = torch.cat([v[..., : sizes.keys_rope], v_hat[..., sizes.keys_rope :]], dim=-1)
+        nope, rope = q.split([sizes.nope, sizes.rope], dim=-1)
+        q = torch.cat([nope, apply_rotary(rope, rotary)], dim=-1)
+        r, b = v.split([sizes.keys_rope, v.shape[-1] - sizes.keys_rope], dim=-1)
+        r = apply_rotary(r.unflatten(-1, (-1, sizes.rope)).squeeze(2), rotary).flatten(2).unsqueeze(2)
+        if sizes.shifts_rope:
+            k, rope = k.split([sizes.rank + sizes.nope, sizes.rope], dim=-1)
+            k = torch.cat([k, apply_rotary(rope, rotary)], dim=-1)
+        return q, k, torch.cat([r, b], dim=-1), new_state if keep_state else None
+
+    def step(self, *args: Any) -> None:
+        """As `KVShift.step`: there is no such launch."""
+
+    def recomputing(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """As `KVShift.recomputing`: all is kept."""
+        return KEEP_ALL
+
+
+class _Sizes:
+    """What the fields of a configuration come to."""
+
+    def __init__(self, config: MLALlamaConfig) -> None:
+        head_dim = cast(int, config.head_dim)
+        self.heads = config.num_attention_heads
+        self.rank = config.kv_lora_rank or config.hidden_size // 3
+        self.rope = config.qk_rope_head_dim or head_dim // 2
+        self.nope = config.qk_nope_head_dim or head_dim - self.rope
+        self.value = config.v_head_dim or head_dim
+        self.keys_rope = self.rope * (1 if config.shared_rope_key else self.heads)
+        self.shifts, self.shifts_rope = config.hard_shift, config.hard_shift and config.shift_rope
+        if self.rope % 2:
+            raise ValueError(f"qk_rope_head_dim must be even, got {self.rope}: by default it is half of head_dim")
+        if self.shifts and self.heads < 2:
+            raise ValueError(f"the hard shift of a key and a value needs two heads, got {self.heads}")
+        if config.shift_rope and not config.hard_shift:
+            raise ValueError("shift_rope must be False where hard_shift is, got True")
+
+
+class _LatentAttention(KVShiftLlamaAttention):
+    def __init__(self, config: MLALlamaConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.sizes = sizes = _Sizes(config)
+        width, bias = config.hidden_size, config.attention_bias
+        self.scaling = (sizes.nope + sizes.rope) ** -0.5
+        self.num_key_value_groups = 1
+        del self.k_proj, self.v_proj
+        self.q_proj = nn.Linear(width, sizes.heads * (sizes.nope + sizes.rope), bias=bias)
+        self.kv_a_proj_with_mqa = nn.Linear(width, sizes.rank + sizes.keys_rope, bias=bias)
+        self.kv_a_layernorm = LlamaRMSNorm(sizes.rank, config.rms_norm_eps) if config.latent_norm else nn.Identity()
+        self.kv_b_proj = nn.Linear(sizes.rank, sizes.heads * (sizes.nope + sizes.value), bias=False)
+        self.o_proj = nn.Linear(sizes.heads * sizes.value, width, bias=bias)
+        self.shift: Any = _LatentShift(sizes)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        shift_mask: Tensor | None = None,
+        shift_seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        sizes = self.sizes
+        query = self.q_proj(hidden_states).unflatten(-1, (sizes.heads, -1))
+        latent, r = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(2).split([sizes.rank, sizes.keys_rope], dim=-1)
+        latent = self.kv_a_layernorm(latent).to(r.dtype)  # under autocast, which leaves norms in float32
+        k, v = latent, r
+        if sizes.shifts:
+            key, value = self._decompress(latent)
+            of_head_0 = [key[:, :, :1], *([r[..., : sizes.rope]] if sizes.shifts_rope else [])]
+            k, v = torch.cat([latent, *of_head_0], dim=-1), torch.cat([r, value[:, :, 1:2]], dim=-1)
+        query, k, v, _ = shift_into(
+            self.shift,
+            query,
+            k,
+            v,
+            past_key_values,
+            self.layer_idx,
+            mask=shift_mask,
+            seq_idx=shift_seq_idx,
+            rotary=position_embeddings,
+        )
+        key, value = self._of_all_heads(k.transpose(1, 2), v.transpose(1, 2))
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, self.eager_attention
+        )
+        output, weights = attention(
+            self,
+            query,
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.output(output), weights
+
+    def _decompress(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Unrotated keys and values of all heads, (B, K, H, ...), of latents (B, K, 1, rank)."""
+        sizes = self.sizes
+        up = self.kv_b_proj(latent.squeeze(2)).unflatten(-1, (sizes.heads, -1))
+        key, value = up.split([sizes.nope, sizes.value], dim=-1)
+        return key, value
+
+    def _of_all_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads, (B, K, H, ...), of what `_LatentShift` returned or the cache holds of it."""
+        sizes = self.sizes
+        latent, key_0 = k.split([sizes.rank, k.shape[-1] - sizes.rank], dim=-1)
+        r, value_1 = v.split([sizes.keys_rope, v.shape[-1] - sizes.keys_rope], dim=-1)
+        nope, value = self._decompress(latent)
+        rope = r.squeeze(2).unflatten(-1, (-1, sizes.rope)).expand(-1, -1, sizes.heads, -1)
+        if sizes.shifts:
+            nope = torch.cat([key_0[..., : sizes.nope], nope[:, :, 1:]], dim=2)
+            value = torch.cat([value[:, :, :1], value_1, value[:, :, 2:]], dim=2)
+        if sizes.shifts_rope:
+            rope = torch.cat([key_0[..., sizes.nope :], rope[:, :, 1:]], dim=2)
+        return torch.cat([nope, rope], dim=-1), value
+
+
+class MLALlamaForCausalLM(KVShiftLlamaForCausalLM):
+    """`KVShiftLlamaForCausalLM` with multi-head latent attention."""
+
+    config: MLALlamaConfig
+    config_class = MLALlamaConfig
+
+    def __init__(self, config: MLALlamaConfig) -> None:
+        # The cache is to carry a state as that of KV shift does.
+        config.shift_targets = ["k", "v"] if config.hard_shift else []
+        config.shift_window, config.qk_norm = 2, False
+        super().__init__(config)
+        rotated = deepcopy(config)
+        rotated.head_dim = _Sizes(config).rope
+        self.model.rotary_emb = LlamaRotaryEmbedding(rotated)
+        layers: Any = self.model.layers
+        for index, layer in enumerate(layers):
+            layer.self_attn = _LatentAttention(config, index)
+        self.post_init()
+
+
+VARIANT = ModelVariant(name="mla", models={KVShiftLlamaConfig: MLALlamaForCausalLM})
