@@ -234,30 +234,20 @@ BAD: dict[str, tuple[Case, dict, type[Exception], str]] = {
         ValueError,
         r"cu_seqlens must be .* on cpu.* on meta",
     ),
-    "cu_seqlens that fall": (
-        PACK,
-        bounds(0, 3, 2, 5),
-        ValueError,
-        r"cu_seqlens must rise from 0 to 5, .*; got \[0, 3, 2, 5\]",
-    ),
-    "cu_seqlens from 1": (
-        PACK,
-        bounds(1, 2, 2, 5),
-        ValueError,
-        r"cu_seqlens must rise from 0 to 5, .*; got \[1, 2, 2, 5\]",
-    ),
-    "cu_seqlens too short": (
-        PACK,
-        bounds(0, 2, 2, 4),
-        ValueError,
-        r"cu_seqlens must rise from 0 to 5, .*; got \[0, 2, 2, 4\]",
-    ),
-    "cu_seqlens too long": (
-        PACK,
-        bounds(0, 2, 2, 6),
-        ValueError,
-        r"cu_seqlens must rise from 0 to 5, .*; got \[0, 2, 2, 6\]",
-    ),
+    **{
+        f"cu_seqlens {what}": (
+            PACK,
+            bounds(*numbers),
+            ValueError,
+            rf"cu_seqlens must rise from 0 to 5, .*; got \[{', '.join(map(str, numbers))}\]",
+        )
+        for what, numbers in {
+            "that fall": (0, 3, 2, 5),
+            "from 1": (1, 2, 2, 5),
+            "too short": (0, 2, 2, 4),
+            "too long": (0, 2, 2, 6),
+        }.items()
+    },
     "cu_seqlens without state": (
         PACK,
         bounds(0, 5),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from ..retrofit.reference import gpt2_logits
 from .reference import reference_greedy, reference_logits
@@ -122,6 +122,16 @@ def check_splits(model: PreTrainedModel, length: int = 9, atol: float = 1e-12, *
         torch.testing.assert_close(
             torch.cat(pieces, dim=1), whole, rtol=0, atol=atol, msg=lambda m, s=sizes: f"{s}: {m}"
         )
+
+
+def check_static_cache_in_pieces(model: PreTrainedModel) -> None:
+    """A sequence in pieces through a static cache is the sequence without a cache."""
+    row = random_tokens(1, 12)
+    whole = logits_of(model, row)
+    for sizes in [(12,), (1,) * 12, (3, 1, 8), (7, 4, 1)]:
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        pieces = [logits_of(model, piece, past_key_values=cache) for piece in row.split(sizes, dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=1e-12)
 
 
 def check_crop(model: PreTrainedModel) -> None:

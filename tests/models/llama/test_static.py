@@ -13,6 +13,7 @@ from .checks import (
     check_decoding,
     check_left_padding,
     check_right_padding,
+    check_static_cache_in_pieces,
     logits_of,
     new_tokens_of,
 )
@@ -46,12 +47,7 @@ def test_right_padding():
 
 @every_variant
 def test_a_cache_passed_by_hand_in_pieces(options: dict):
-    model, row = tiny_model(torch.float64, **options), random_tokens(1, 12)
-    whole = logits_of(model, row)
-    for sizes in [(12,), (1,) * 12, (3, 1, 8), (7, 4, 1)]:
-        cache = StaticCache(config=model.config, max_cache_len=32)
-        pieces = [logits_of(model, piece, past_key_values=cache) for piece in row.split(sizes, dim=1)]
-        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=1e-12)
+    check_static_cache_in_pieces(tiny_model(torch.float64, **options))
 
 
 @every_variant

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from kvshift import KVShift
 
@@ -24,6 +24,7 @@ from ..llama.checks import (
     check_right_padding,
     check_selection,
     check_splits,
+    check_static_cache_in_pieces,
     logits_of,
     new_tokens_of,
     reference_of,
@@ -90,12 +91,7 @@ def test_a_bare_cache(shift: dict):
 
 @every_variant
 def test_a_static_cache_in_pieces(shift: dict):
-    model, row = shifted_gpt2(torch.float64, **shift), random_tokens(1, 12)
-    whole = logits_of(model, row)
-    for sizes in [(12,), (1,) * 12, (3, 1, 8), (7, 4, 1)]:
-        cache = StaticCache(config=model.config, max_cache_len=32)
-        pieces = [logits_of(model, piece, past_key_values=cache) for piece in row.split(sizes, dim=1)]
-        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=1e-12)
+    check_static_cache_in_pieces(shifted_gpt2(torch.float64, **shift))
 
 
 @every_variant
