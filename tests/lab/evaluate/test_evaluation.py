@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from kvshift.cli import main
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.errors import LabError
-from kvshift.lab.evaluate import evaluation, scoring
+from kvshift.lab.evaluate import scoring, text_scores
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.evaluation import evaluate
 from kvshift.lab.training.trainer import summarize
@@ -298,7 +298,7 @@ class NoModel:
 @pytest.mark.parametrize("form", ["txt", "jsonl"])
 def test_memory_does_not_grow_with_the_text(form, model_folder, tmp_path, monkeypatch):
     """One document, and many; what is read, tokenized and scored at once is small against both sizes."""
-    monkeypatch.setattr(evaluation, "load_weights", lambda *args, **kwargs: NoModel())
+    monkeypatch.setattr(text_scores, "load_weights", lambda *args, **kwargs: NoModel())
     monkeypatch.setattr("kvshift.lab.data.files._PART_BYTES", 2**13)
     monkeypatch.setattr("kvshift.lab.data.token_stream._BATCH_CHARACTERS", 2**13)
     monkeypatch.setattr("kvshift.lab.data.pieces._PIECE_CHARACTERS", 2**12)
@@ -336,7 +336,7 @@ def test_memory_does_not_grow_with_the_text(form, model_folder, tmp_path, monkey
 )
 def test_what_is_refused(options, message, model_folder, documents, tmp_path, monkeypatch):
     """Before a model is loaded."""
-    monkeypatch.setattr(evaluation, "load_weights", lambda *args, **kwargs: pytest.fail("too late"))
+    monkeypatch.setattr(text_scores, "load_weights", lambda *args, **kwargs: pytest.fail("too late"))
     with pytest.raises(LabError, match=message):
         evaluate(EvalConfig(**{"model": str(model_folder), "texts": (str(tmp_path / "held_out.jsonl"),)} | options))
 

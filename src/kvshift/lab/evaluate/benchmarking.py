@@ -1,0 +1,166 @@
+"""`kvshift eval MODEL --tasks ...`: benchmarks through lm-eval, for one model or several on the same questions."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from kvshift.lab.analysis.tables import as_text
+from kvshift.lab.errors import LabError
+from kvshift.lab.evaluate.benchmarks import BENCHMARKS, select
+from kvshift.lab.evaluate.eval_config import EvalConfig
+from kvshift.lab.evaluate.items import HUB, Questions, find_data, read_questions
+from kvshift.lab.evaluate.task_scores import average, compare, compare_averages, scores
+from kvshift.lab.messages import say, say_nothing
+from kvshift.lab.runs.folder import RunFailedError, environment, write_json
+from kvshift.lab.runs.loading import find_device, load_model, locate
+from kvshift.lab.training.train_config import to_json
+
+__all__ = ["evaluate_tasks"]
+
+_say = partial(say, command="eval")
+
+Found = dict[str, list[dict[str, Any]]]  # of each benchmark, for each question
+
+
+def evaluate_tasks(config: EvalConfig) -> dict[str, Any]:
+    """Put the questions of `config.tasks` to each model; prints a table and returns what `config.output` holds.
+
+    "models" have a score for each task, with its standard error, "differences" (the first model minus each other one)
+    what `compare` says. Answers are kept beside `config.output`, and a command that was killed resumes from them.
+
+    Raises:
+        LabError: options, data or a model are not fit (exit code 2), or memory does not suffice (3).
+    """
+    from kvshift.lab.evaluate.harness import kept_in  # which imports lm-eval, for seconds
+
+    names = select(config.tasks)
+    device = find_device(config.device)
+    logging.disable_progress_bar()
+    data = find_data(config.data)
+    models = [config.model, *config.against]
+    for model in models:  # one that is not there is said before hours of work
+        locate(model, say_nothing)
+    questions = {source: read_questions(source, data) for source in {BENCHMARKS[name].source for name in names}}
+    with kept_in(None if config.output is None else _answers_beside(config.output)) as file:
+        found, sources = zip(*(_ask(model, names, questions, config, file) for model in models), strict=True)
+    results = [
+        {"name": model, "source": source, "tasks": {name: scores(name, items) for name, items in theirs.items()}}
+        for model, source, theirs in zip(models, sources, found, strict=True)
+    ]
+    for result in results:
+        result["average"] = average(result["tasks"])
+    report = {
+        "data": data,
+        "chance": {name: _chance(name, questions, config.limit) for name in names},
+        "models": results,
+        "differences": [
+            _difference(models[0], found[0], other, theirs) for other, theirs in zip(models[1:], found[1:], strict=True)
+        ],
+        "options": to_json(config),
+        "environment": environment(device, 1),
+    }
+    print("\n".join(_table(report)), flush=True)
+    if config.output is not None:
+        write_json(config.output, report)
+    return report
+
+
+def _answers_beside(output: Path) -> Path:
+    return output.with_name(f"{output.stem}.answers.jsonl")
+
+
+def _ask(
+    name: str, tasks: list[str], questions: dict[str, Questions], config: EvalConfig, file: BinaryIO | None
+) -> tuple[Found, str]:
+    from kvshift.lab.evaluate.harness import KeptAnswers, answering, ask
+
+    model, tokenizer, source = load_model(name, dtype=config.dtype, device=config.device, say=_say)
+    asked = answering(model, tokenizer, batch_size=config.batch_size, window=config.window)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or asked.max_length
+    if asked.max_length > longest:
+        raise LabError(f"window must be at most {longest}, which {name} is made for, got {config.window}")
+    key = f"{_version(source, model)} {asked.max_length} {model.dtype}"
+    answers = KeptAnswers(asked, file, source=key, say=_say)
+    found: Found = {}
+    for task in tasks:
+        _say(f"{name}: {task}")
+        try:
+            found[task] = ask(answers, task, questions[BENCHMARKS[task].source], config.limit)
+        except torch.OutOfMemoryError as error:
+            raise RunFailedError(
+                f"out of memory: {error}. Give a smaller batch_size (now {config.batch_size})"
+            ) from error
+        _say_what_was_cut(task, found[task], asked.max_length)
+    return found, source
+
+
+def _say_what_was_cut(task: str, found: list[dict[str, Any]], window: int) -> None:
+    few = sum(item["shots"] < BENCHMARKS[task].shots for item in found)
+    cut = sum(not item["whole"] for item in found)
+    if few:
+        _say(f"{task}: {few:,} of {len(found):,} prompts lost examples, to fit into {window} tokens; {cut:,} lost more")
+    elif cut:
+        _say(f"{task}: {cut:,} of {len(found):,} prompts lost their beginning, to fit into {window} tokens")
+
+
+def _version(source: str, model: Any) -> str:
+    """A folder with the sizes and times of its files, or a name on the hub with its commit: other weights, another."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return f"{source} {getattr(model.config, '_commit_hash', None)}"
+    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return f"{folder.resolve()} {[(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]}"
+
+
+def _chance(name: str, questions: dict[str, Questions], limit: int | None) -> float:
+    """The expected score of one who draws an answer; of none to choose from, 0."""
+    benchmark = BENCHMARKS[name]
+    if benchmark.kind in ("word", "solution"):
+        return 0.0
+    return float(np.mean([1 / len(item.answers) for item in questions[benchmark.source].tests[:limit]]))
+
+
+def _difference(model: str, ours: Found, other: str, theirs: Found) -> dict[str, Any]:
+    right = [
+        {name: np.array([item[BENCHMARKS[name].metric] for item in items]) for name, items in found.items()}
+        for found in (ours, theirs)
+    ]
+    tasks = {name: compare(right[0][name], right[1][name]) for name in ours}
+    return {"name": model, "minus": other, "tasks": tasks, "average": compare_averages(*right)}
+
+
+def _table(report: dict[str, Any]) -> list[str]:
+    models, chance = report["models"], report["chance"]
+    rows = [("task", "items", "chance", *(model["name"] for model in models))]
+    for task, expected in chance.items():
+        found = [model["tasks"][task] for model in models]
+        rows.append((task, f"{found[0]['items']:,}", f"{100 * expected:.1f}", *map(_percent, found)))
+    if models[0]["average"] is not None:
+        rows.append(("average of the eight", "", "", *(_percent(model["average"]) for model in models)))
+    lines = [as_text(rows)]
+    for difference in report["differences"]:
+        rows = [("task", "difference", "95 % interval", "only first", "only second", "McNemar's p")]
+        for task, found in difference["tasks"].items():
+            counts = (f"{found['only_first']:,}", f"{found['only_second']:,}", f"{found['p']:.2g}")
+            rows.append((task, *_points(found), *counts))
+        if difference["average"] is not None:
+            rows.append(("average of the eight", *_points(difference["average"]), "", "", ""))
+        lines += ["", f"{difference['name']} minus {difference['minus']}, percentage points", as_text(rows)]
+    where = "the hub" if report["data"] == HUB else report["data"]
+    return [*lines, "", f"percent right, ± one standard error; questions from {where}"]
+
+
+def _percent(found: dict[str, Any]) -> str:
+    error = "" if found["stderr"] is None else f" ± {100 * found['stderr']:.2f}"
+    return f"{100 * found['score']:.2f}{error}"
+
+
+def _points(found: dict[str, Any]) -> tuple[str, str]:
+    difference, low, high = (f"{100 * found[name]:+.2f}" for name in ("difference", "low", "high"))
+    return difference, f"{low} to {high}"

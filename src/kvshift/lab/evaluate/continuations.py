@@ -1,0 +1,242 @@
+"""`kvshift eval MODEL FILE ... --repetition`: how much models repeat themselves when they continue the same prompts."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from kvshift.lab.analysis.statistics import Estimate, mean_of
+from kvshift.lab.analysis.tables import as_text
+from kvshift.lab.data.token_stream import token_stream
+from kvshift.lab.errors import LabError
+from kvshift.lab.evaluate.eval_config import EvalConfig
+from kvshift.lab.evaluate.repetition import LOOP_TIMES, distinct, distinct_difference, loop_length, rep
+from kvshift.lab.evaluate.text_scores import Model, pieces, prepare
+from kvshift.lab.generate.continuing import continue_rows
+from kvshift.lab.messages import say
+from kvshift.lab.runs.folder import RunFailedError, environment, write_json
+from kvshift.lab.runs.loading import find_device, load_model
+from kvshift.lab.runs.progress import counted
+from kvshift.lab.seeds import seed_for
+from kvshift.lab.training.train_config import to_json
+
+__all__ = ["measure_repetition"]
+
+_say = partial(say, command="eval")
+
+_PROMPTS = 100  # where nobody says how many
+_LENGTHS = (1, 2, 3, 4)  # n of rep-n and of distinct-n
+
+Texts = list[list[int]]  # tokens of continuations, in the order of the prompts
+
+
+class _Decoding(NamedTuple):
+    """How the next token is chosen."""
+
+    name: str
+    how: dict[str, Any]
+
+
+def measure_repetition(config: EvalConfig) -> dict[str, Any]:
+    """Let each model continue prompts from the text; prints tables and returns what `config.output` holds.
+
+    Prompts are the first `prompt_tokens` of consecutive parts of the documents, each part as long as a prompt and its
+    continuation together, so that the text itself is a continuation to compare with. Each model continues them greedily
+    and by sampling, both without and with `repetition_penalty`. "models" hold rep-1 to rep-4 and the share of
+    continuations that end in a loop, each a mean over prompts with its standard error, and distinct-1 to distinct-4;
+    "differences", the first model minus each other one, their 95 % intervals, paired by prompt.
+
+    Raises:
+        LabError: options, text or a model are not fit (exit code 2), or memory does not suffice (3).
+    """
+    device = find_device(config.device)
+    logging.disable_progress_bar()
+    models = [prepare(name, config) for name in (config.model, *config.against)]
+    _check(models, config)
+    parts = _parts(models[0], config)
+    before = [] if models[0].begin is None else [models[0].begin]
+    prompts = [before + part[: config.prompt_tokens] for part in parts]
+    decodings = _decodings(config)
+    written = [_continue(model, prompts, decodings, config) for model in models]
+    report = {
+        "text": {"names": list(config.texts), "prompts": len(prompts)},
+        "itself": _measures([part[config.prompt_tokens :] for part in parts]),
+        "models": [
+            {
+                "name": model.name,
+                "source": model.folder,
+                "decodings": {name: _measures(texts) for name, texts in theirs.items()},
+            }
+            for model, theirs in zip(models, written, strict=True)
+        ],
+        "differences": [
+            {
+                "name": models[0].name,
+                "minus": model.name,
+                "decodings": {name: _differences(written[0][name], texts) for name, texts in theirs.items()},
+            }
+            for model, theirs in zip(models[1:], written[1:], strict=True)
+        ],
+        "options": to_json(config),
+        "environment": environment(device, 1),
+    }
+    print("\n".join(_table(report)), flush=True)
+    if config.output is not None:
+        write_json(config.output, report)
+    return report
+
+
+def _check(models: list[Model], config: EvalConfig) -> None:
+    """Raise unless all models can continue the same tokens, that far."""
+    for model in models:
+        together = config.prompt_tokens + config.max_new_tokens + (model.begin is not None)
+        if model.longest is not None and together > model.longest:
+            raise LabError(
+                f"prompt_tokens and max_new_tokens must together be at most {model.longest}, which {model.name} is "
+                f"made for; got {config.prompt_tokens} and {config.max_new_tokens}"
+            )
+        if model.encode.to_str() != models[0].encode.to_str():
+            raise LabError(
+                f"against: {model.name} has another tokenizer than {models[0].name}; repetition is counted in tokens, "
+                "and those of two tokenizers do not compare"
+            )
+
+
+def _parts(model: Model, config: EvalConfig) -> list[list[int]]:
+    """Prompts with what follows them in the text."""
+    length = config.prompt_tokens + config.max_new_tokens
+    parts = list(islice(_cut(model, config, length), config.limit or _PROMPTS))
+    if not parts:
+        raise LabError(
+            f"texts: no document of {', '.join(config.texts)} has the {length} tokens of prompt and continuation"
+        )
+    return parts
+
+
+def _cut(model: Model, config: EvalConfig, length: int) -> Any:
+    waiting: list[int] = []
+    for ids, _, last in token_stream(pieces(config), model.encode):
+        waiting += ids.tolist()
+        while len(waiting) >= length:
+            yield waiting[:length]
+            waiting = waiting[length:]
+        if last:
+            waiting = []
+
+
+def _decodings(config: EvalConfig) -> list[_Decoding]:
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0}
+    sampling = f"sampled at temperature {config.temperature:g}"
+    penalty = {"repetition_penalty": config.repetition_penalty}
+    return [
+        _Decoding("greedy", {"do_sample": False}),
+        _Decoding(f"greedy, penalty {config.repetition_penalty:g}", {"do_sample": False, **penalty}),
+        _Decoding(sampling, sampled),
+        _Decoding(f"{sampling}, penalty {config.repetition_penalty:g}", sampled | penalty),
+    ]
+
+
+def _continue(
+    model: Model, prompts: list[list[int]], decodings: list[_Decoding], config: EvalConfig
+) -> dict[str, Texts]:
+    loaded, tokenizer, _ = load_model(model.folder, dtype=config.dtype, device=config.device, say=_say)
+    ends = loaded.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
+    stop = {} if ends == [None] else {"eos_token_id": ends, "pad_token_id": ends[0]}
+    written: dict[str, Texts] = {}
+    starts = [(decoding, start) for decoding in decodings for start in range(0, len(prompts), config.batch_size)]
+    for (name, how), start in counted(starts, model.name, "batches", shown=True):
+        batch = [torch.tensor(prompt) for prompt in prompts[start : start + config.batch_size]]
+        options = GenerationConfig(**how, max_new_tokens=config.max_new_tokens, **{"pad_token_id": 0, **stop})
+        try:
+            made = continue_rows(loaded, batch, options, seed=seed_for(f"repetition {name} {start}", config.seed))
+        except torch.OutOfMemoryError as error:
+            raise RunFailedError(
+                f"out of memory: {error}. Give a smaller batch_size (now {config.batch_size})"
+            ) from error
+        rows = made.tolist()
+        written.setdefault(name, []).extend(list(takewhile(lambda token: token not in ends, row)) for row in rows)
+    return written
+
+
+def _values(texts: Texts) -> dict[str, list[float]]:
+    """What each continuation has of its own."""
+    own = {f"rep-{n}": [rep(tokens, n) for tokens in texts] for n in _LENGTHS}
+    return own | {
+        "loops": [float(loop_length(tokens) is not None) for tokens in texts],
+        "tokens": [float(len(tokens)) for tokens in texts],
+    }
+
+
+def _measures(texts: Texts) -> dict[str, dict[str, Any]]:
+    found = {name: mean_of(values) for name, values in _values(texts).items()}
+    found |= {f"distinct-{n}": distinct(texts, n) for n in _LENGTHS}
+    return {name: {"value": estimate.mean, "stderr": estimate.stderr} for name, estimate in found.items()}
+
+
+def _differences(ours: Texts, theirs: Texts) -> dict[str, dict[str, Any]]:
+    found = {
+        name: mean_of(np.subtract(values, other).tolist())
+        for (name, values), other in zip(_values(ours).items(), _values(theirs).values(), strict=True)
+    }
+    found |= {f"distinct-{n}": distinct_difference(ours, theirs, n) for n in _LENGTHS}
+    return {name: _interval(estimate) for name, estimate in found.items()}
+
+
+def _interval(estimate: Estimate) -> dict[str, Any]:
+    """Student's 95 % interval of a mean, or of a statistic with the jackknife's error; none of a single prompt."""
+    from scipy.stats import t
+
+    low = high = None
+    if estimate.stderr is not None:
+        half = float(t.ppf(0.975, estimate.n - 1)) * estimate.stderr
+        low, high = estimate.mean - half, estimate.mean + half
+    return {"difference": estimate.mean, "stderr": estimate.stderr, "low": low, "high": high}
+
+
+_SHOWN = ("rep-2", "rep-4", "loops", "distinct-1", "distinct-2", "tokens")
+_COMPARED = ("rep-4", "loops", "distinct-2")
+
+
+def _table(report: dict[str, Any]) -> list[str]:
+    rows = [("", *_SHOWN), ("the text itself", *_cells(report["itself"]))]
+    for model in report["models"]:
+        rows += [(f"{model['name']}, {name}", *_cells(found)) for name, found in model["decodings"].items()]
+    lines = [as_text(rows)]
+    for difference in report["differences"]:
+        rows = [(f"{difference['name']} minus {difference['minus']}", *_COMPARED)]
+        rows += [(name, *_ranges(found)) for name, found in difference["decodings"].items()]
+        lines += ["", as_text(rows)]
+    count = report["text"]["prompts"]
+    return [
+        *lines,
+        "",
+        f"{count:,} prompt{'s' * (count != 1)} of {report['options']['prompt_tokens']} tokens; rep-n: share of n-grams "
+        f"that repeat an earlier one; loops: share of continuations that end in a phrase {LOOP_TIMES} times in a row; "
+        "distinct-n: distinct n-grams of all continuations for each of their tokens; tokens: length of a continuation; "
+        "± is one standard error, ranges are 95 % intervals",
+    ]
+
+
+def _cells(found: dict[str, dict[str, Any]]) -> list[str]:
+    return [_cell(name, found[name]) for name in _SHOWN]
+
+
+def _cell(name: str, found: dict[str, Any]) -> str:
+    digits = 1 if name == "tokens" else 3
+    error = "" if found["stderr"] is None else f" ± {found['stderr']:.{digits}f}"
+    return f"{found['value']:.{digits}f}{error}"
+
+
+def _ranges(found: dict[str, dict[str, Any]]) -> list[str]:
+    cells = []
+    for pair in (found[name] for name in _COMPARED):
+        interval = "" if pair["low"] is None else f" ({pair['low']:+.3f} to {pair['high']:+.3f})"
+        cells.append(f"{pair['difference']:+.3f}{interval}")
+    return cells

@@ -1,0 +1,187 @@
+"""Questions put to a model through lm-eval, and a file of its answers, from which a killed evaluation resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from filelock import FileLock, Timeout
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.evaluate.benchmarks import BENCHMARKS, LONGEST_SOLUTION, make_task, prompts
+from kvshift.lab.evaluate.items import Questions
+from kvshift.lab.messages import say_nothing
+from kvshift.lab.runs.folder import FolderInUseError, RunFailedError
+from kvshift.lab.runs.progress import Counter
+from kvshift.lab.variants.uncached import decodes_with_cache
+
+try:
+    from lm_eval.models import huggingface
+    from lm_eval.models.utils_hf import stop_sequences_criteria
+except ModuleNotFoundError as error:
+    missing = (error.name or "lm_eval").partition(".")[0]
+    raise LabError(f"tasks: needs the package {missing!r}: pip install 'kvshift[eval]'") from error
+
+__all__ = ["AnsweringModel", "KeptAnswers", "answering", "ask", "kept_in"]
+
+_HFLM: Any = huggingface.HFLM  # whose decorator hides its type
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every model that was loaded elsewhere
+
+
+class AnsweringModel(_HFLM):
+    """lm-eval's model for transformers, which here decodes without a cache where a variant has none."""
+
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        return self.model.generate(
+            context,
+            attention_mask=kwargs["attention_mask"],
+            max_length=max_length,
+            stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
+            pad_token_id=self.tokenizer.pad_token_id,
+            do_sample=False,
+            use_cache=decodes_with_cache(self.model),
+        )
+
+
+def answering(model: Any, tokenizer: Any, *, batch_size: int, window: int | None = None) -> AnsweringModel:
+    """A loaded model as lm-eval asks it; `lm_eval --model hf` is told the same by softmax_dtype=float32.
+
+    Args:
+        window: tokens that it sees at most. None: as many as it is made for.
+    """
+    return AnsweringModel(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        max_length=window,
+        softmax_dtype="float32",
+    )
+
+
+class KeptAnswers:
+    """A model that answers each request of lm-eval once, and remembers what it has answered.
+
+    Attributes:
+        model: the one that is asked, of lm-eval.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        file: BinaryIO | None = None,
+        *,
+        source: str = "",
+        say: Callable[[str], object] = say_nothing,
+    ) -> None:
+        """Read what the file holds already.
+
+        Args:
+            model: of lm-eval.
+            file: JSON lines, "key" and "answer", open to read and to append. None: nothing is kept.
+            source: which model this is, so that answers of another one are not taken for its own.
+            say: is told how many answers there are, every few seconds.
+        """
+        self.model, self._file, self._source, self._say = model, file, source, say
+        self._answers: dict[str, Any] = {}
+        self._counter: Counter | None = None
+        if file is not None:
+            file.seek(0)
+            content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]
+            for number, line in enumerate(whole.splitlines(), 1):
+                try:
+                    record = json.loads(line)
+                    self._answers[record["key"]] = record["answer"]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise LabError(f"output: {file.name}:{number} was not written by this command") from error
+            file.truncate(len(whole))  # of a line that was cut off, the beginning
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        """See `lm_eval.api.model.LM`."""
+        return [tuple(answer) for answer in self._ask("loglikelihood", requests)]
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        """See `lm_eval.api.model.LM`."""
+        return self._ask("generate_until", requests)
+
+    def add_partial(self, kind: str, arguments: Any, answer: Any) -> None:
+        """Called by the model for each answer, as soon as it has it."""
+        key = self._key(kind, arguments)
+        if key in self._answers:
+            return
+        self._answers[key] = answer
+        if self._file is not None:
+            try:
+                self._file.write(json.dumps({"key": key, "answer": answer}).encode() + b"\n")
+            except OSError as error:
+                raise RunFailedError(f"output: writing to {self._file.name} failed: {error}") from error
+        if self._counter is not None:
+            self._counter.update()
+
+    def _ask(self, kind: str, requests: list[Any]) -> list[Any]:
+        keys = [self._key(kind, request.args) for request in requests]
+        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._answers}
+        if missing:
+            self._counter = Counter(kind, len(missing), "answers", say=self._say)
+            self.model.set_cache_hook(self)
+            try:
+                given = getattr(self.model, kind)(list(missing.values()), disable_tqdm=True)
+                for request, answer in zip(missing.values(), given, strict=True):  # where the model told of none
+                    self.add_partial(kind, request.args, answer)
+            finally:
+                self._counter.close()
+                self._counter = None
+        return [self._answers[key] for key in keys]
+
+    def _key(self, kind: str, arguments: Any) -> str:
+        return hashlib.sha256(json.dumps([self._source, kind, *arguments], sort_keys=True).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def kept_in(path: Path | None) -> Iterator[BinaryIO | None]:
+    """The file of answers, held by one process at a time, which lies beside the report; None without a report."""
+    if path is None:
+        yield None
+        return
+    try:
+        lock = FileLock(path.with_name(f".{path.name}.lock"))
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise FolderInUseError(f"output: another process writes to {path}") from error
+    with lock, path.open("ab+", buffering=0) as file:
+        yield file
+
+
+def ask(answers: KeptAnswers, name: str, questions: Questions, limit: int | None = None) -> list[dict[str, Any]]:
+    """What a model makes of each question of a benchmark, in order: lm-eval's metrics, and facts of the prompt."""
+    benchmark, model = BENCHMARKS[name], answers.model
+    longest = min(LONGEST_SOLUTION, model.max_length // 2)
+    room = model.max_length - longest if benchmark.kind == "solution" else model.max_length + 1
+
+    def fits(prompt: str, answer: str) -> bool:
+        if len(model.tok_encode(prompt + answer)) <= room:
+            return True
+        if len(model.tok_encode(answer)) > model.max_length:
+            raise LabError(f"tasks: {name} has an answer longer than the {model.max_length} tokens that the model sees")
+        return False
+
+    task = make_task(name, list(prompts(benchmark, questions, fits, limit)), longest_solution=longest)
+    records = list(task.eval_docs)
+    requests = []
+    for record in records:
+        made = task.construct_requests(record, task.fewshot_context(record, 0))
+        requests.append(made if isinstance(made, list) else [made])
+    asked = [request for group in requests for request in group]
+    given = iter(getattr(answers, asked[0].request_type)(asked))
+    facts = ("subject", "shots", "whole")
+    return [
+        task.process_results(record, list(islice(given, len(group)))) | {fact: record[fact] for fact in facts}
+        for record, group in zip(records, requests, strict=True)
+    ]

@@ -1,0 +1,420 @@
+"""`kvshift eval --tasks`: beside lm-eval's own command, with other batch sizes, after a kill, and models compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import numpy as np
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from kvshift.cli import main
+from kvshift.lab.errors import LabError
+from kvshift.lab.evaluate import benchmarking
+from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, make_task, prompts
+from kvshift.lab.evaluate.eval_config import EvalConfig
+from kvshift.lab.evaluate.evaluation import evaluate
+from kvshift.lab.evaluate.harness import KeptAnswers, answering, ask, kept_in
+from kvshift.lab.evaluate.items import read_questions
+from kvshift.lab.evaluate.task_scores import average, compare, compare_averages, scores
+from kvshift.lab.runs.folder import FolderInUseError
+from kvshift.lab.runs.loading import load_model
+from kvshift.lab.variants.by_name import find_variant
+from kvshift.lab.variants.variant import ModelVariant
+
+from ..generation_cases import SHAPE, save_model, tokenizer
+from .benchmark_cases import SHARED, Scripted, needs_shared, write_benchmarks
+
+LONG = {"max_position_embeddings": 256}  # for MATH, whose solutions are given half of that
+
+
+@pytest.fixture(scope="module")
+def mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_benchmarks(tmp_path_factory.mktemp("benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def shifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_model(tmp_path_factory.mktemp("models") / "shifted", **LONG)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_model(tmp_path_factory.mktemp("models") / "plain", LlamaForCausalLM, **LONG)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def evaluated(folder: Path, mini: Path, output: Path | None = None, *against: Path, **options: Any) -> dict[str, Any]:
+    options = {"tasks": ("hellaswag", "mmlu_cloze", "lambada"), **options}
+    return evaluate(
+        EvalConfig(model=str(folder), data=str(mini), against=tuple(map(str, against)), output=output, **options)
+    )
+
+
+def numbers(found: dict[str, Any], model: int = 0) -> dict[str, Any]:
+    return {
+        (task, name): value
+        for task, values in found["models"][model]["tasks"].items()
+        for name, value in values.items()
+        if name != "metric"
+    }
+
+
+# lm-eval's own command
+
+
+@pytest.mark.parametrize("model", ["shifted", "plain"])
+def test_lm_eval_has_the_same_numbers_of_the_same_folder(model, mini, request, monkeypatch):
+    folder = request.getfixturevalue(model)
+    names = ("lambada", "winogrande", "hellaswag", "arc_easy", "mmlu", "mmlu_cloze", "cmmlu", "math")
+    found = evaluated(folder, mini, tasks=names)["models"][0]["tasks"]
+    arguments = {"pretrained": str(folder), "softmax_dtype": "float32"}
+    encode = HFLM(**arguments, device="cpu").tok_encode  # as `lm_eval --model hf` makes it
+
+    def task(name: str) -> Any:
+        benchmark = BENCHMARKS[name]
+        room = 128 if name == "math" else 257
+        fits = lambda prompt, answer: len(encode(prompt + answer)) <= room  # noqa: E731
+        records = prompts(benchmark, read_questions(benchmark.source, str(mini)), fits)
+        return make_task(name, list(records), longest_solution=128)
+
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # which asks pip and the drivers
+    results = lm_eval.simple_evaluate(
+        model="hf",
+        model_args=arguments,
+        tasks=[task(name) for name in names],
+        device="cpu",
+        bootstrap_iters=10,
+        task_manager=TaskManager(include_defaults=False),  # whose files it would all read
+    )["results"]
+    for name in names:
+        ours, theirs, metric = found[name], results[name], BENCHMARKS[name].metric
+        assert theirs[f"{metric},none"] == ours["score"]
+        assert theirs[f"{metric}_stderr,none"] == pytest.approx(ours["stderr"], rel=1e-12)
+        for other in set(ours) & {"acc", "acc_norm", "acc_bytes"}:
+            assert theirs[f"{other},none"] == ours[other]
+    assert results["lambada"]["perplexity,none"] == pytest.approx(found["lambada"]["perplexity"], rel=1e-5)
+
+
+@pytest.mark.shared
+@needs_shared
+@pytest.mark.parametrize("name", ["lambada", "hellaswag", "mmlu"])
+def test_real_questions_from_end_to_end(name, shifted, tmp_path, capsys):
+    output = tmp_path / "eval.json"
+    arguments = ["eval", str(shifted), "--tasks", name, "--data", str(SHARED), "--limit", "3", "--output", str(output)]
+    assert main(arguments) == 0
+    found = json.loads(output.read_text())["models"][0]["tasks"][name]
+    assert found["items"] == 3
+    assert 0 <= found["score"] <= 1
+    assert capsys.readouterr().out.splitlines()[1].startswith(f"{name}  ")
+
+
+# Batches
+
+
+def test_the_batch_size_changes_nothing(shifted, mini, tmp_path):
+    """Nor any log-likelihood by more than the rounding of float32."""
+    tasks = ("lambada", "winogrande", "hellaswag", "arc_challenge", "cmmlu", "mmlu", "mmlu_cloze", "math")
+    found, likelihoods = [], []
+    for size in (1, 3, 64):
+        found.append(numbers(evaluated(shifted, mini, tmp_path / f"{size}.json", tasks=tasks, batch_size=size)))
+        lines = (tmp_path / f"{size}.answers.jsonl").read_text().splitlines()
+        likelihoods.append({record["key"]: record["answer"] for record in map(json.loads, lines)})
+    for other, theirs in zip(found[1:], likelihoods[1:], strict=True):
+        assert other == pytest.approx(found[0], rel=1e-5)
+        assert {name: value for name, value in other.items() if "perplexity" not in name[1]} == {
+            name: value for name, value in found[0].items() if "perplexity" not in name[1]
+        }
+        assert theirs.keys() == likelihoods[0].keys()
+        for key, answer in theirs.items():
+            if isinstance(answer, str):
+                assert answer == likelihoods[0][key]
+            else:
+                assert answer[0] == pytest.approx(likelihoods[0][key][0], rel=1e-5)
+                assert answer[1] == likelihoods[0][key][1]
+
+
+# Resuming
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_a_stopped_evaluation_asks_for_the_rest_alone(mini, tmp_path):
+    """Wherever it is stopped, also in the middle of a line."""
+    questions = read_questions("hellaswag", str(mini))
+    likelihood = lambda context, continuation: -float(len(continuation))  # noqa: E731
+
+    class Stopping(Scripted):
+        def loglikelihood(self, requests, disable_tqdm):
+            for request in requests[:stop]:
+                self._hook.add_partial("loglikelihood", request.args, (likelihood(*request.args), False))
+            raise StoppedError
+
+    whole = ask(KeptAnswers(Scripted(likelihood)), "hellaswag", questions)
+    for stop in (0, 1, 5, 12):
+        path = tmp_path / f"{stop}.jsonl"
+        with kept_in(path) as file, pytest.raises(StoppedError):
+            ask(KeptAnswers(Stopping(likelihood), file), "hellaswag", questions)
+        assert len(path.read_text().splitlines()) == stop
+        with path.open("a") as file:
+            file.write('{"key": "half a li')
+        with kept_in(path) as file:
+            model = Scripted(likelihood)
+            assert ask(KeptAnswers(model, file), "hellaswag", questions) == whole
+        assert model.asked == 12 - stop
+        with kept_in(path) as file:
+            model = Scripted(likelihood)
+            assert ask(KeptAnswers(model, file), "hellaswag", questions) == whole
+            assert model.asked == 0
+            other = Scripted(lambda context, continuation: -1.0)
+            ask(KeptAnswers(other, file, source="another model"), "hellaswag", questions)
+            assert other.asked == 12
+
+
+def test_what_was_answered_is_not_asked_again(shifted, plain, mini, tmp_path, monkeypatch):
+    output = tmp_path / "eval.json"
+    limited = evaluated(shifted, mini, output, limit=2)
+    kept = len((tmp_path / "eval.answers.jsonl").read_text().splitlines())
+    found = evaluated(shifted, mini, output, plain)
+    fresh = evaluated(shifted, mini, tmp_path / "fresh.json", plain)
+    assert found["differences"] == fresh["differences"]
+    for model in (0, 1):  # other batches round differently
+        assert numbers(found, model) == pytest.approx(numbers(fresh, model), rel=1e-5)
+    assert limited["models"][0]["tasks"]["hellaswag"]["items"] == 2
+    assert len((tmp_path / "eval.answers.jsonl").read_text().splitlines()) > kept
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        pytest.fail("asked again")
+
+    monkeypatch.setattr(HFLM, "_loglikelihood_tokens", refuse)
+    again = evaluated(shifted, mini, output, plain)
+    assert again["models"] == found["models"]
+
+
+def test_other_weights_in_the_same_folder_are_another_model(plain, mini, tmp_path):
+    folder = tmp_path / "model"
+    output = tmp_path / "eval.json"
+    model = AutoModelForCausalLM.from_pretrained(plain)
+    tokenizer().save_pretrained(folder)
+    found = []
+    for scale in (1.0, -1.0):
+        model.lm_head.weight.data *= scale
+        model.save_pretrained(folder)
+        found.append(numbers(evaluated(folder, mini, output))["lambada", "perplexity"])
+    assert found[0] != pytest.approx(found[1], rel=1e-3)
+
+
+def test_a_file_of_answers_that_is_none_or_in_use(shifted, mini, tmp_path):
+    path = tmp_path / "eval.answers.jsonl"
+    path.write_text('{"key": 1}\n')
+    with pytest.raises(LabError, match=r"output: .*eval\.answers\.jsonl:1 was not written by this command"):
+        evaluated(shifted, mini, tmp_path / "eval.json")
+    with kept_in(path), pytest.raises(FolderInUseError, match="another process writes to"):
+        evaluated(shifted, mini, tmp_path / "eval.json")
+
+
+@pytest.mark.slow
+def test_kill_9(shifted, plain, mini, tmp_path):
+    expected = evaluated(shifted, mini, None, plain, tasks=("math", "mmlu"))
+    output, answers = tmp_path / "eval.json", tmp_path / "eval.answers.jsonl"
+    command = [sys.executable, "-m", "kvshift", "eval", str(shifted), "--against", str(plain), "--batch-size", "1"]
+    command += ["--tasks", "math", "mmlu", "--data", str(mini), "--output", str(output)]
+    process = subprocess.Popen(command)
+    while not (answers.exists() and answers.stat().st_size):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not output.exists()
+    subprocess.run(command, check=True)
+    found = json.loads(output.read_text())
+    assert found["models"] == expected["models"]
+
+
+# Every model that the lab knows
+
+
+@pytest.mark.parametrize("name", ["smear", "key-offset"])
+def test_variants_that_decode_without_a_cache(name, mini, tmp_path):
+    variant = find_variant(name)
+    assert isinstance(variant, ModelVariant)
+    config_class = next(cls for cls in variant.models if cls.__name__ == "KVShiftLlamaConfig")
+    torch.manual_seed(0)
+    cls = variant.models[config_class]
+    shape = SHAPE | LONG | {"vocab_size": 277, "bos_token_id": 0, "eos_token_id": 0}
+    cls(cls.config_class(**shape)).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    found = evaluated(tmp_path / "model", mini, tasks=("math", "hellaswag"))["models"][0]["tasks"]
+    assert found["math"]["items"] == found["hellaswag"]["items"] == 3
+
+
+# What it prints, and refuses
+
+
+def test_the_paper_s_tasks_of_two_models(shifted, plain, mini, tmp_path, capsys):
+    output = tmp_path / "eval.json"
+    found = evaluated(shifted, mini, output, plain, tasks=("paper",))
+    assert json.loads(output.read_text()) == found
+    ours, theirs = (model["tasks"] for model in found["models"])
+    mean = found["models"][0]["average"]
+    assert mean["score"] == pytest.approx(np.mean([ours[name]["score"] for name in PAPER]), rel=1e-12)
+    assert mean["stderr"] == pytest.approx(math.sqrt(sum(ours[name]["stderr"] ** 2 for name in PAPER)) / 8, rel=1e-12)
+    (pair,) = found["differences"]
+    for name in PAPER:
+        assert pair["tasks"][name]["difference"] == pytest.approx(ours[name]["score"] - theirs[name]["score"])
+    assert pair["average"]["difference"] == pytest.approx(mean["score"] - found["models"][1]["average"]["score"])
+    assert pair["average"]["low"] <= pair["average"]["difference"] <= pair["average"]["high"]
+    assert found["chance"]["arc_easy"] == pytest.approx((6 / 4 + 1 / 3) / 7)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["task", "items", "chance", str(shifted), str(plain)]
+    assert [line.split()[0] for line in lines[1:9]] == list(PAPER)
+    assert lines[9].startswith("average of the eight")
+    assert lines[11] == f"{shifted} minus {plain}, percentage points"
+    assert lines[-1] == f"percent right, ± one standard error; questions from {mini}"
+
+
+def test_prompts_that_are_too_long_are_said(model_folder, mini, capsys):
+    found = evaluated(model_folder, mini, tasks=("mmlu", "lambada"))["models"][0]["tasks"]  # made for 64 tokens
+    assert found["mmlu"]["shots"] < 5
+    assert found["lambada"]["cut"] == 0
+    said = capsys.readouterr().err
+    assert "kvshift eval: mmlu: 4 of 4 prompts lost examples, to fit into 64 tokens; " in said
+    assert "lambada: " not in said.replace(f"{model_folder}: lambada", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": ("mmul",)}, r"tasks: there is no 'mmul'; did you mean mmlu\?"),
+        ({"data": "/absent"}, "data must be a folder or hub; there is no folder /absent"),
+        ({"texts": ("held_out.txt",)}, r"texts must be empty with tasks, which bring their own; got held_out\.txt"),
+        ({"repetition": True}, "repetition must not be given together with tasks"),
+        ({"limit": 0}, "limit must be 1 or more, or None, got 0"),
+        ({"stride": 7}, "stride has no effect with tasks: leave it out"),
+        ({"begin": "yes"}, "begin has no effect with tasks: leave it out"),
+        ({"temperature": 0.5}, "temperature has no effect with tasks: leave it out"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(options, message, shifted, mini, monkeypatch):
+    """Before a model is loaded."""
+    monkeypatch.setattr(benchmarking, "load_model", lambda *args, **kwargs: pytest.fail("too late"))
+    with pytest.raises(LabError, match=message):
+        evaluated(shifted, mini, **options) if "data" not in options else evaluated(shifted, Path(options["data"]))
+
+
+def test_a_second_model_that_is_not_there(shifted, mini, monkeypatch):
+    monkeypatch.setattr(benchmarking, "load_model", lambda *args, **kwargs: pytest.fail("too late"))
+    with pytest.raises(LabError, match=r"model: there is no folder /absent"):
+        evaluated(shifted, mini, None, Path("/absent"))
+
+
+def test_what_a_model_is_not_made_for(shifted, model_folder, mini, tmp_path):
+    with pytest.raises(LabError, match=r"window must be at most 256, which .*shifted is made for, got 257"):
+        evaluated(shifted, mini, window=257)
+    folder = write_benchmarks(tmp_path)
+    path = folder / "lambada" / "lambada_openai.jsonl"
+    path.write_text(json.dumps({"context": "to be", "continuation": "x" * 65}))
+    with pytest.raises(LabError, match="tasks: lambada has an answer longer than the 64 tokens that the model sees"):
+        evaluated(model_folder, folder, tasks=("lambada",))
+
+
+def test_without_lm_eval_it_says_what_to_install(shifted, mini):
+    program = """
+import sys
+sys.modules["lm_eval"] = None
+from kvshift.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", program, "eval", str(shifted), "--tasks", "lambada", "--data", str(mini)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "300"})
+    assert done.returncode == 2
+    assert done.stderr.endswith("kvshift eval: tasks: needs the package 'lm_eval': pip install 'kvshift[eval]'\n")
+
+
+# Two models on the same questions
+
+
+def test_mcnemar_and_the_bootstrap_over_pairs():
+    random = np.random.default_rng(1)
+    ours, theirs = (random.random(211) < 0.6).astype(float), (random.random(211) < 0.5).astype(float)
+    found = compare(ours, theirs)
+    b, c = int(sum(ours > theirs)), int(sum(ours < theirs))
+    assert (found["only_first"], found["only_second"]) == (b, c)
+    tail = sum(math.comb(b + c, k) for k in range(min(b, c) + 1)) / 2 ** (b + c)
+    assert found["p"] == pytest.approx(min(1.0, 2 * tail), rel=1e-9)
+    assert found["difference"] == pytest.approx(ours.mean() - theirs.mean(), rel=1e-12)
+    drawn = [(ours - theirs)[random.integers(0, 211, 211)].mean() for _ in range(20_000)]  # the questions themselves
+    for end, quantile in (("low", 0.025), ("high", 0.975)):
+        assert found[end] == pytest.approx(np.quantile(drawn, quantile), abs=1.5 / 211)
+
+
+def test_models_that_do_not_differ():
+    same = compare(np.array([1.0, 0.0, 1.0]), np.array([1.0, 0.0, 1.0]))
+    assert same == {"difference": 0, "low": 0, "high": 0, "only_first": 0, "only_second": 0, "p": 1}
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says():
+    """Of pairs drawn with a known difference; 95 % of 400 are between 90 and 99 %."""
+    random = np.random.default_rng(0)
+    held = 0
+    for _ in range(400):
+        theirs = random.random(300) < 0.4
+        ours = np.where(random.random(300) < 0.25, random.random(300) < 0.6, theirs)  # 0.25 (0.6 - 0.4) = 0.05 better
+        found = compare(ours.astype(float), theirs.astype(float))
+        held += found["low"] <= 0.05 <= found["high"]
+    assert 0.90 <= held / 400 <= 0.99
+
+
+def test_averages_are_of_the_eight():
+    random = np.random.default_rng(2)
+    sides = [{name: (random.random(50) < p).astype(float) for name in PAPER} for p in (0.7, 0.4)]
+    found = compare_averages(*sides)
+    assert found is not None
+    assert found["difference"] == pytest.approx(np.mean([sides[0][n].mean() - sides[1][n].mean() for n in PAPER]))
+    errors = [np.std(sides[0][name] - sides[1][name], ddof=1) / math.sqrt(50) for name in PAPER]
+    half = 1.96 * math.hypot(*errors) / 8
+    assert found["high"] - found["low"] == pytest.approx(2 * half, rel=0.1)
+    assert compare_averages({}, {}) is None
+    assert average({"mmlu": {"score": 1.0, "stderr": 0.0}}) is None
+
+
+def test_scores_by_hand():
+    facts = {"shots": 0, "whole": True}
+    found = scores(
+        "lambada",
+        [
+            {"acc": 1, "perplexity": -1.0, "subject": "", **facts},
+            {"acc": 0, "perplexity": -3.0, "subject": "", **facts, "whole": False},
+        ],
+    )
+    assert (found["score"], found["stderr"], found["items"]) == (0.5, 0.5, 2)
+    assert (found["perplexity"], found["perplexity_stderr"]) == (math.exp(2), pytest.approx(math.exp(2)))
+    assert (found["shots"], found["cut"]) == (0, 1)
+    assert "macro" not in found
+    items = [(1, "a"), (1, "a"), (0, "a"), (0, "b")]
+    found = scores("mmlu_zero", [{"acc": acc, "subject": subject, **facts} for acc, subject in items])
+    assert found["score"] == 0.5
+    assert found["macro"] == pytest.approx((2 / 3 + 0) / 2)
+
+
+def test_what_is_asked_is_in_float32_from_the_logits_on(shifted):
+    model, words, _ = load_model(str(shifted), dtype="bfloat16", device="cpu", say=print)
+    assert answering(model, words, batch_size=1).softmax_dtype == torch.float32

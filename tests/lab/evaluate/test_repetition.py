@@ -1,0 +1,300 @@
+"""What is repeated, counted by hand and by slow code; `kvshift eval --repetition` from end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import t
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+from kvshift.cli import main
+from kvshift.lab.data.tokenizers import train_bpe
+from kvshift.lab.errors import LabError
+from kvshift.lab.evaluate import continuations
+from kvshift.lab.evaluate.eval_config import EvalConfig
+from kvshift.lab.evaluate.evaluation import evaluate
+from kvshift.lab.evaluate.repetition import distinct, distinct_difference, loop_length, rep
+
+from ..generation_cases import TEXT, save_model, tokenizer
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "expected"),
+    [
+        ("abcd", 1, 0),
+        ("abab", 1, 1 / 2),  # a b of a b a b
+        ("abab", 2, 1 / 3),  # ab ba of ab ba ab
+        ("abab", 3, 0),  # aba bab
+        ("aaaa", 1, 3 / 4),
+        ("aaaa", 2, 2 / 3),
+        ("aaaa", 4, 0),
+        ("abcabcabc", 3, 4 / 7),  # abc bca cab of seven
+        ("abcdabcd", 4, 1 / 5),
+        ("abc", 4, 0),
+        ("a", 1, 0),
+        ("", 1, 0),
+    ],
+)
+def test_rep_by_hand(text, n, expected):
+    assert rep(letters(text), n) == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("xababab", 2),
+        ("ababab", 2),
+        ("xabab", None),  # twice
+        ("abababx", None),  # not at its end
+        ("abcabcabc", 3),
+        ("zabcabcabc", 3),
+        ("bcabcabca", 3),  # the phrase bca
+        ("aaaaaa", 2),  # aa aa aa
+        ("aaaaa", None),
+        ("baaaaaa", 2),
+        ("abcdabcdabcd", 4),
+        ("abacabacabac", 4),
+        ("", None),
+        ("ab", None),
+    ],
+)
+def test_loops_by_hand(text, expected):
+    assert loop_length(letters(text)) == expected
+
+
+def test_other_loops():
+    assert loop_length(letters("xabab"), times=2) == 2
+    assert loop_length(letters("baaa"), shortest=1) == 1
+    assert loop_length(letters("ababab"), shortest=3) is None
+
+
+def test_distinct_by_hand():
+    texts = [letters("abab"), letters("abc"), letters("b")]
+    assert distinct(texts, 1).mean == 3 / 8  # a b c of eight tokens
+    assert distinct(texts, 2).mean == 3 / 8  # ab ba bc
+    assert distinct(texts, 4).mean == 1 / 8
+    assert distinct([[], []], 1).mean == 0
+    assert distinct([letters("ab")], 1).stderr is None
+
+
+def plain_distinct(texts: list[list[int]], n: int) -> float:
+    found = set()
+    for text in texts:
+        for start in range(len(text) - n + 1):
+            found.add(tuple(text[start : start + n]))
+    return len(found) / sum(len(text) for text in texts)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_error_of_distinct_is_the_jackknife_s(n):
+    random = np.random.default_rng(n)
+    ours, theirs = ([random.integers(0, 7, random.integers(1, 19)).tolist() for _ in range(11)] for _ in range(2))
+    without = [[plain_distinct(texts[:i] + texts[i + 1 :], n) for i in range(11)] for texts in (ours, theirs)]
+    values = np.array(without[0])
+    expected = math.sqrt(10 / 11 * sum((value - values.mean()) ** 2 for value in values))
+    assert distinct(ours, n).mean == pytest.approx(plain_distinct(ours, n), rel=1e-12)
+    assert distinct(ours, n).stderr == pytest.approx(expected, rel=1e-9)
+    pair = distinct_difference(ours, theirs, n)
+    assert pair.mean == pytest.approx(plain_distinct(ours, n) - plain_distinct(theirs, n), rel=1e-9)
+    values = np.subtract(*without)
+    assert pair.stderr == pytest.approx(math.sqrt(10 / 11 * sum((values - values.mean()) ** 2)), rel=1e-9)
+    assert distinct_difference(ours, ours, n).stderr == 0
+
+
+def test_what_cannot_be_counted():
+    with pytest.raises(ValueError, match="n must be 1 or more, got 0"):
+        rep([1, 2], 0)
+    with pytest.raises(ValueError, match="pairs need as many continuations on both sides, got 2 and 1"):
+        distinct_difference([[1], [2]], [[1]], 1)
+
+
+# From end to end
+
+
+PROMPTS = {"prompt_tokens": 5, "max_new_tokens": 17}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_model(tmp_path_factory.mktemp("models") / "plain", LlamaForCausalLM)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "held_out.jsonl"
+    documents = [" ".join(TEXT), "to be", (TEXT[0] + " ") * 3]
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
+    return path
+
+
+def measured(folder: Path, text: Path, *against: Path, **options: Any) -> dict[str, Any]:
+    output = text.with_name("repetition.json")
+    found = evaluate(
+        EvalConfig(
+            model=str(folder),
+            texts=(str(text),),
+            repetition=True,
+            against=tuple(map(str, against)),
+            output=output,
+            **{**PROMPTS, **options},
+        )
+    )
+    assert json.loads(output.read_text()) == found
+    return found
+
+
+def parts(text: Path, length: int = 22) -> list[list[int]]:
+    cut = []
+    for line in text.read_text(encoding="utf-8").splitlines():
+        ids = tokenizer()(json.loads(line)["text"])["input_ids"]
+        cut += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    return cut
+
+
+def plain_greedy(folder: Path, prompt: list[int], penalty: float) -> list[int]:
+    """Token by token, without a cache; logits of what has occurred divided by the penalty, or multiplied below zero."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = list(prompt)
+    while len(ids) < len(prompt) + 17:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+        for token in set(ids):
+            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+        token = int(logits.argmax())
+        if token == 0:
+            break
+        ids.append(token)
+    return ids[len(prompt) :]
+
+
+def test_it_equals_a_plain_loop(model_folder, plain, text):
+    cut = parts(text)
+    assert len(cut) >= 4
+    found = measured(model_folder, text, plain, repetition_penalty=1.3, batch_size=3)
+    assert found["text"]["prompts"] == len(cut)
+    for name, penalty in (("greedy", 1.0), ("greedy, penalty 1.3", 1.3)):
+        written = [[plain_greedy(folder, part[:5], penalty) for part in cut] for folder in (model_folder, plain)]
+        for model, texts in zip(found["models"], written, strict=True):
+            measures = model["decodings"][name]
+            for n in (1, 2, 3, 4):
+                values = [rep(tokens, n) for tokens in texts]
+                assert measures[f"rep-{n}"]["value"] == pytest.approx(np.mean(values), abs=1e-12)
+                assert measures[f"rep-{n}"]["stderr"] == pytest.approx(
+                    np.std(values, ddof=1) / math.sqrt(len(values)), abs=1e-12
+                )
+                assert measures[f"distinct-{n}"]["value"] == pytest.approx(plain_distinct(texts, n), abs=1e-12)
+            assert measures["loops"]["value"] == np.mean([loop_length(tokens) is not None for tokens in texts])
+            assert measures["tokens"]["value"] == np.mean([len(tokens) for tokens in texts])
+        pair = found["differences"][0]["decodings"][name]["rep-1"]
+        values = np.subtract(*([rep(tokens, 1) for tokens in texts] for texts in written))
+        half = t.ppf(0.975, len(cut) - 1) * np.std(values, ddof=1) / math.sqrt(len(cut))
+        assert (pair["low"], pair["high"]) == pytest.approx((values.mean() - half, values.mean() + half), abs=1e-12)
+    assert found["itself"]["rep-2"]["value"] == pytest.approx(np.mean([rep(part[5:], 2) for part in cut]), abs=1e-12)
+
+
+def test_draws_are_of_the_seed(model_folder, text):
+    found = [measured(model_folder, text, seed=seed)["models"][0]["decodings"] for seed in (0, 0, 1)]
+    drawn = [name for name in found[0] if name.startswith("sampled at temperature 1")]
+    assert len(drawn) == 2
+    assert found[0] == found[1]
+    for name in found[0]:
+        assert (found[0][name] == found[2][name]) == (name not in drawn)
+
+
+def test_a_model_against_itself_differs_by_nothing(model_folder, text, capsys):
+    (pair,) = measured(model_folder, text, model_folder, limit=2)["differences"]
+    for name, measures in pair["decodings"].items():
+        assert all(values["difference"] == values["low"] == values["high"] == 0 for values in measures.values()), name
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["rep-2", "rep-4", "loops", "distinct-1", "distinct-2", "tokens"]
+    assert lines[1].startswith("the text itself  ")
+    assert lines[2].startswith(f"{model_folder}, greedy  ")
+    assert lines[11].startswith(f"{model_folder} minus {model_folder}  ")
+    assert lines[-1].startswith("2 prompts of 5 tokens; ")
+
+
+def test_one_prompt_has_no_error(model_folder, text, capsys):
+    found = measured(model_folder, text, model_folder, limit=1)
+    assert found["models"][0]["decodings"]["greedy"]["rep-2"]["stderr"] is None
+    assert found["differences"][0]["decodings"]["greedy"]["rep-2"]["low"] is None
+    printed = capsys.readouterr().out
+    assert "1 prompt of 5 tokens; " in printed
+    assert "±" not in printed.split("1 prompt of")[0]
+
+
+def test_a_model_that_repeats_is_seen_to(model_folder, text, tmp_path):
+    """Where each token is followed by itself, every continuation is a loop; the penalty ends it."""
+    folder = tmp_path / "repeating"
+    model = LlamaForCausalLM.from_pretrained(save_model(folder, LlamaForCausalLM))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    found = measured(folder, text, model_folder, repetition_penalty=100.0)
+    greedy, penalized = (found["models"][0]["decodings"][name] for name in ("greedy", "greedy, penalty 100"))
+    assert greedy["loops"]["value"] == 1
+    assert greedy["rep-1"]["value"] == pytest.approx(16 / 17)
+    assert penalized["loops"]["value"] == 0
+    assert found["differences"][0]["decodings"]["greedy"]["rep-4"]["low"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"texts": ()}, "texts must name what to evaluate on"),
+        (
+            {"prompt_tokens": 48},
+            r"prompt_tokens and max_new_tokens must together be at most 64, which .*; got 48 and 17",
+        ),
+        ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
+        ({"temperature": 0.0}, r"temperature must be more than 0, got 0\.0"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be more than 0, got 0\.0"),
+        ({"stride": 7}, "stride has no effect with repetition: leave it out"),
+        ({"data": "hub"}, "data has no effect with repetition: leave it out"),
+        ({"repetition": False}, "prompt_tokens has no effect on a text: leave it out"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(options, message, model_folder, text, monkeypatch):
+    """Before a model is loaded."""
+    monkeypatch.setattr(continuations, "load_model", lambda *args, **kwargs: pytest.fail("too late"))
+    given = {"model": str(model_folder), "texts": (str(text),), "repetition": True, **PROMPTS, **options}
+    with pytest.raises(LabError, match=message):
+        evaluate(EvalConfig(**given))
+
+
+def test_other_tokenizers_and_texts_that_are_too_short(model_folder, text, tmp_path):
+    folder = tmp_path / "gpt2"
+    GPT2LMHeadModel(GPT2Config(vocab_size=268, n_positions=64, n_embd=24, n_layer=1, n_head=2)).save_pretrained(folder)
+    train_bpe(iter(TEXT), 268).save_pretrained(folder)
+    with pytest.raises(
+        LabError, match=r"against: .*gpt2 has another tokenizer than .*; repetition is counted in tokens"
+    ):
+        measured(model_folder, text, folder)
+    short = tmp_path / "short.txt"
+    short.write_text("to be or not")
+    with pytest.raises(
+        LabError, match=r"texts: no document of .*short\.txt has the 22 tokens of prompt and continuation"
+    ):
+        measured(model_folder, short)
+
+
+def test_from_the_command_line(model_folder, text, capsys):
+    arguments = ["eval", str(model_folder), str(text), "--repetition", "--limit", "2"]
+    assert main([*arguments, "--prompt-tokens", "5", "--max-new-tokens", "7"]) == 0
+    assert "sampled at temperature 1, penalty 1.1  " in capsys.readouterr().out
