@@ -75,7 +75,7 @@ def _refuse_strangers(baseline: Run, other: Run) -> None:
     """Twins were given the same options and found the same data; what they recorded shows it."""
     from kvshift.lab.training.train_config import differences  # brings the libraries that read data
 
-    of_variants = ("config_hash:", "model.variant:", "model.shift_", "model.freeze_shift:")
+    of_variants = ("config_hash:", "model.variant:", "model.shift_", "model.freeze_shift:", "model.intermediate_size:")
     lines = [line for line in differences(baseline.config, other.config) if not line.startswith(of_variants)]
     if lines:
         raise LabError(f"{baseline.folder} and {other.folder} are no twins: {'; '.join(lines)}")

@@ -68,7 +68,8 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
         _adopt_folder(config)
         runs = [(seed, variant) for seed in seeds for variant in config.variants]
         for number, (seed, variant) in enumerate(runs, start=1):
-            _train(child_config(config.train, seed, variant), f"seed {seed}, {variant} ({number} of {len(runs)})")
+            child = child_config(config.train, seed, variant, equal_parameters=config.equal_parameters)
+            _train(child, f"seed {seed}, {variant} ({number} of {len(runs)})")
         folders = {variant: run_folder(out, seeds[0], variant) for variant in config.variants}
         with _no_bars():
             _measure_step_time(config, folders)
@@ -83,11 +84,15 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
     return summary
 
 
-def child_config(train: TrainConfig, seed: int, variant: str) -> TrainConfig:
-    """Options of one run; twins differ in `out` and in what `with_variant` says."""
+def child_config(train: TrainConfig, seed: int, variant: str, *, equal_parameters: bool = False) -> TrainConfig:
+    """Options of one run; twins differ in `out`, in what `with_variant` says and, if asked for, in MLPs' width."""
     model = with_variant(train.model, variant)
     if variant == "kv-shift" and train.init_from is None:
         model = dataclasses.replace(model, shift_targets=train.model.shift_targets)  # None: what size or file says
+    if equal_parameters:
+        from kvshift.lab.variants.building import with_vanilla_parameters
+
+        model = with_vanilla_parameters(model)
     return dataclasses.replace(train, out=run_folder(train.out, seed, variant), seed=seed, model=model)
 
 
@@ -95,6 +100,8 @@ def _adopt_folder(config: CompareConfig) -> None:
     """Write down what all twins share, or find that it is what was written down before."""
     path = config.train.out / "compare.json"
     options = to_json(config.train)
+    if config.equal_parameters:  # which comparisons of before do not name
+        options["equal_parameters"] = True
     if RunFolder(config.train.out).config.exists():
         raise LabError(f"out: {config.train.out} holds a run of kvshift train; choose another folder")
     if path.exists():

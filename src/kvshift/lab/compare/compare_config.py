@@ -29,6 +29,9 @@ class CompareConfig:
         tuple[str, ...],
         tyro.conf.arg(help=f"Two or more of {', '.join(VARIANTS)}; the first is what the others are compared with."),
     ] = ("vanilla", "kv-shift")
+    equal_parameters: bool = False
+    """Each variant has as many parameters as vanilla, to within half a unit of the MLPs' width (3 E parameters in each
+    layer), which is lowered for those that add more. Without: all widths are alike."""
     seeds: int = 1
     """Runs of each variant, with seeds `seed`, `seed` + 1, ...; 3 or more say what seeds change (95 % interval)."""
     step_time_seconds: float = 15.0
@@ -74,6 +77,8 @@ class CompareConfig:
                     f"model.{item.name} is {value!r}, which refines kv-shift, but variants are "
                     f"{', '.join(self.variants)}"
                 )
+        if self.equal_parameters and self.train.init_from is not None:
+            raise LabError("equal_parameters changes the width of the MLPs, and init_from has one: give one of them")
         others = [entry.name for entry in entries if not entry.shifts and entry.name != "vanilla"]
         if self.train.init_from is not None and others:
             raise LabError(f"variants names {others[0]}, but init_from starts vanilla and kv-shift alone")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ __all__ = [
     "llama_config",
     "load_trained",
     "shift_layers",
+    "with_vanilla_parameters",
 ]
 
 _SIZES = (
@@ -115,6 +116,25 @@ def build_model(
     for layer in shift_layers(model):
         layer.requires_grad_(not freeze_shift)
     return model
+
+
+def with_vanilla_parameters(options: ModelConfig) -> ModelConfig:
+    """The options with MLPs so much narrower that the model has as many parameters as vanilla with the old ones.
+
+        intermediate_size = F - round(added / (3 E layers))
+
+    It is exact to half of 3 E layers parameters. Weights of another shape do not start as the vanilla twin's do, nor
+    do those that are drawn after them.
+
+    Args:
+        options: with a variant, as `with_variant` makes them.
+    """
+    size = llama_config(options, vocab_size=1, sequence_length=1)
+    added = find_variant(options.variant or "kv-shift").added_parameters(size)
+    before = size.intermediate_size
+    width = before - round(added / (3 * size.hidden_size * size.num_hidden_layers))
+    require(width >= 1, "model.intermediate_size", before, f"more than the {before - width} that the variant takes")
+    return options if width == before else replace(options, intermediate_size=width)
 
 
 def declare_plain_llama(folder: Path) -> None:
