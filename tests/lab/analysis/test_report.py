@@ -114,6 +114,17 @@ def test_of_three_variants_all_are_shown(tmp_path):
     assert str(tmp_path.resolve() / "seed-0" / "smear") in words
 
 
+def test_of_two_that_shift_the_coefficients_of_each_are_shown(tmp_path):
+    write_pair(tmp_path)
+    write_run(tmp_path / "seed-0" / "vshift", shift_targets=("v",), gain=0.05)
+    write_report(tmp_path, [0], ("vanilla", "kv-shift", "v-shift"))
+    found = {path.name for path in tmp_path.glob("coefficients-*.png")}
+    assert found == {"coefficients-seed-0.png", "coefficients-vshift-seed-0.png"}
+    words = " ".join("".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).words).split())
+    assert "KV-shift, seed 0" in words
+    assert "V-shift, seed 0" in words.replace("KV-shift, seed 0", "")
+
+
 @pytest.mark.slow
 def test_the_comparison_of_the_readme_is_still_drawn(tmp_path):
     """Its step times were measured when there were no more than two variants."""

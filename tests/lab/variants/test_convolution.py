@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift import KVShift, ShiftState
+from kvshift import KVShift, ShiftState, param_groups
 from kvshift.lab.training.train_config import ModelConfig
-from kvshift.lab.variants.building import build_model, describe
+from kvshift.lab.variants.building import build_model, describe, shift_layers
 from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.convolution import ChannelConvolution
 from kvshift.lab.variants.mixing import Heads
@@ -160,6 +160,15 @@ def test_inkling_is_what_transformers_computes() -> None:
     got = ours.mix(k[1:2], k[1:2], None, mask=mask, seq_idx=None)[0]
     there = theirs(k[1:2].flatten(2), conv_mask=mask)
     torch.testing.assert_close(got.flatten(2)[mask], there[mask], rtol=1e-6, atol=1e-6)
+
+
+def test_their_weights_do_not_decay_and_are_not_recorded() -> None:
+    options = with_variant(ModelConfig(hidden_size=24, num_attention_heads=2, num_hidden_layers=1), "canon")
+    model = build_model(describe(options, vocab_size=31, length=9), seed=0, variant="canon")
+    (group,) = (group for group in param_groups(model, lr=1.0) if group["name"] == "shift")
+    assert [weight.shape for weight in group["params"]] == [(24, 4)] * 2
+    assert group["weight_decay"] == 0
+    assert shift_layers(model) == []
 
 
 def test_how_they_start() -> None:

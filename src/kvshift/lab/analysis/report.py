@@ -65,8 +65,9 @@ def write_report(out: Path, seeds: Sequence[int], variants: Sequence[str] = PAIR
     for seed, run in runs:
         figure = plot_coefficients(run.folder)
         if figure is not None:
-            images = save_figure(figure, out / f"coefficients-seed-{seed}")
-            coefficients.append({"seed": seed, "image": inline(images[1])})
+            variant = "" if run.folder.name == "kvshift" else f"{run.folder.name}-"
+            images = save_figure(figure, out / f"coefficients-{variant}seed-{seed}")
+            coefficients.append({"name": run.name, "seed": seed, "image": inline(images[1])})
     page = render(
         _TEMPLATE,
         title=" and ".join(reversed(summary["names"].values())),

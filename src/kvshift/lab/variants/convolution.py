@@ -62,7 +62,10 @@ class ChannelConvolution(TokenMixing, KVShift):
 
     Attributes:
         alpha, beta: (C, W), the weights of keys and of values.
+        per_head: no; runs neither record nor draw numbers for each channel, of which there are many.
     """
+
+    per_head = False
 
     def __init__(
         self, heads: Heads, *, window: int, residual: bool = False, start: str = "uniform", after_norm: bool = False
@@ -72,14 +75,16 @@ class ChannelConvolution(TokenMixing, KVShift):
 
     def start_values(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """See `KVShift.start_values`."""
-        values = super().start_values(generator)
         if self.start == "uniform":
-            return values
-        draw, scale = (torch.rand, 2.0) if self.start == "fan_in" else (torch.randn, self.spread)
-        for name, value in values.items():
-            drawn = draw(value.shape, generator=generator, device=value.device)
-            values[name] = (drawn - 0.5) * (scale / value.shape[1] ** 0.5) if draw is torch.rand else drawn * scale
-        return values
+            return super().start_values(generator)
+        draw = torch.rand if self.start == "fan_in" else torch.randn
+        drawn = {
+            name: draw(weight.shape, generator=generator, device=weight.device)
+            for name, weight in self.named_parameters(recurse=False)
+        }
+        if self.start == "normal":
+            return {name: values * self.spread for name, values in drawn.items()}
+        return {name: (2 * values - 1) / self.options.window**0.5 for name, values in drawn.items()}
 
     def mix(
         self, k: Tensor, v: Tensor, state: ShiftState | None, *, mask: Tensor | None, seq_idx: Tensor | None

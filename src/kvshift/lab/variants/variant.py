@@ -126,8 +126,9 @@ class ModelVariant:
 
 
 def shift_layers(model: nn.Module) -> list[KVShift]:
-    """The `KVShift` of each layer that shifts anything, in order."""
-    return [module for module in model.modules() if isinstance(module, KVShift) and module.targets]
+    """The `KVShift` of each layer that shifts anything by numbers for each head, in order."""
+    found = [module for module in model.modules() if isinstance(module, KVShift) and module.targets]
+    return [module for module in found if getattr(module, "per_head", True)]
 
 
 def _made(name: str, model_class: Any, config: Any) -> PreTrainedModel:
