@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from kvshift.lab.variants.by_name import VARIANTS, variant_of
+from kvshift.lab.plan.cost import count_parameters
+from kvshift.lab.variants.building import build_model, llama_config
+from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
 from kvshift.recipes import lm_figures, lm_tables
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.catalogue import CATALOGUE, Entry, Preset, find_recipe
@@ -122,8 +124,8 @@ def test_a_step_has_as_many_tokens_at_every_length() -> None:
 def test_the_papers_tables_are_whole() -> None:
     assert {variant: len(cells) for variant, cells in LOSSES.items()} == {
         **dict.fromkeys(("vanilla", "kv-shift", "qkv-shift", "k-shift", "v-shift"), 30),
-        **dict.fromkeys(("differential", "differential-qk-norm"), 30),
-        "selective": 18,
+        **dict.fromkeys(("differential", "differential-no-qk-norm"), 30),
+        "selective-key": 18,
         "mla": 5,
         "mla-kv-shift": 5,
     }
@@ -235,6 +237,54 @@ def test_the_ablation_asks_four_questions_of_each_depth() -> None:
     losses = {"kv-shift": [0.0, 0.001, 0.002], "k-shift": ALIKE, "v-shift": ALIKE, "vanilla": [0.05, 0.051, 0.049]}
     claims = find_recipe("fig07a").claims(seeds(losses, places))
     assert [claim.direction for claim in claims] == ["holds"] * 8
+
+
+def test_neighbours_have_as_many_parameters_as_kv_shift() -> None:
+    for preset, share in (("laptop", 0.002), ("paper", 1e-4)):  # half a unit of each layer's MLP
+        jobs: Any = find_recipe("neighbours").jobs(preset, [0])
+        sizes: dict[str, dict[str, int]] = {}
+        for job in jobs:
+            model, config = job.config.model, job.config
+            size = llama_config(model, vocab_size=1024 if preset == "laptop" else 1, sequence_length=64)
+            variant = variant_of({**vars(model), "shift_targets": [*(model.shift_targets or ())]})
+            plain = llama_config(replace(model, shift_targets=()), vocab_size=size.vocab_size, sequence_length=64)
+            count = count_parameters(plain).total + find_variant(variant).added_parameters(
+                size if variant == "kv-shift" else plain
+            )
+            sizes.setdefault(f"{size.num_hidden_layers}", {})[variant] = count
+            assert config.steps == jobs[0].config.steps
+        for by_variant in sizes.values():
+            ours = by_variant["kv-shift"]
+            assert set(by_variant) == {"kv-shift", "vanilla", "canon", "fox-shift"}
+            assert all(abs(count / ours - 1) < share for count in by_variant.values())
+
+
+def test_the_neighbours_questions_are_ours() -> None:
+    losses = {"kv-shift": [0.0, 0.002, 0.001], "canon": ALIKE, "fox-shift": [-0.02, -0.021, -0.018]}
+    claims = find_recipe("neighbours").claims(seeds({**losses, "vanilla": [0.05, 0.051, 0.053]}))
+    assert all(claim.own for claim in claims)
+    assert [claim.direction for claim in claims] == ["holds", "fails", "holds", "holds", "holds"]
+
+
+def test_table_11_is_without_qk_norm_and_table_12_with() -> None:
+    for name, normed in (("tab11", False), ("tab12", None)):
+        jobs: Any = find_recipe(name).jobs("paper", [0])
+        models = [job.config.model for job in jobs if job.config.model.variant == "differential"]
+        assert [model.qk_norm for model in models] == [normed] * 5
+        assert all(job.config.model.qk_norm is None for job in jobs if job.config.model.variant is None)
+
+
+@pytest.mark.parametrize("name", ["tab11", "tab12", "tab13", "neighbours"])
+def test_baselines_can_be_built(name: str) -> None:
+    jobs: Any = find_recipe(name).jobs("laptop", [0])
+    variants = set()
+    for job in jobs:
+        model = job.config.model
+        if model.variant is not None and model.variant not in variants:
+            variants.add(model.variant)
+            size = llama_config(model, vocab_size=64, sequence_length=job.config.data.sequence_length)
+            assert build_model(size, seed=0, variant=model.variant).num_parameters() > 0
+    assert variants
 
 
 @pytest.mark.parametrize("name", ["tab06", "tab08", "fig07b", "fig10"])

@@ -235,6 +235,9 @@ _ENTRIES = (
             (8, "QKV-shift", 3),
             (9, "K-shift", 3),
             (10, "V-shift", 3),
+            (11, "Differential Transformer", 3),
+            (12, "Differential Transformer with QK-norm", 3),
+            (13, "Selective Attention", 3),
         )
     ),
     *(
@@ -252,6 +255,18 @@ _ENTRIES = (
             ("fig10", "gates and bounds", 4, "1.5B"),
             ("fig11", "queries too", 3, "19B"),
         )
+    ),
+    Entry(
+        name="neighbours",
+        title="four numbers per head, or per channel, or by the token",
+        presets={
+            "smoke": Preset(seeds=1, cost="60 seconds on two cores", grid=_TABLES["smoke"]),
+            "laptop": Preset(
+                seeds=3, cost="35 minutes on two cores, half of which other recipes share", grid=_TABLES["laptop"]
+            ),
+            "paper": Preset(seeds=3, cost=f"36 runs of {_A100}", grid=_TABLES["paper"]),
+        },
+        study="language_models",
     ),
     Entry(
         name="fig03",

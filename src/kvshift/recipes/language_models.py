@@ -26,6 +26,7 @@ __all__ = [
     "WIKI",
     "Place",
     "Setting",
+    "called",
     "claim_of",
     "compared",
     "job",
@@ -82,6 +83,11 @@ class Setting:
             eval_rows=self.validation_tokens // place.length,
         )
 
+
+# By name: a variant, what figures call it, and options of the model.
+_REFINED: Mapping[str, tuple[str, str, dict[str, bool]]] = {
+    "differential-no-qk-norm": ("differential", "differential without QK-norm", {"qk_norm": False}),
+}
 
 WIKI = DataConfig(corpus="wiki2014-en/train-00.jsonl.xz", validation="wiki2014-en/valid.jsonl.xz")
 
@@ -196,15 +202,21 @@ def place_label(place: Place) -> str:
     return f"{place.layers} layer{'s' if place.layers > 1 else ''}, {place.length} tokens"
 
 
+def called(variant: str) -> str:
+    """What figures and tables call a variant, or one of those that are refined here."""
+    return _REFINED[variant][1] if variant in _REFINED else VARIANTS[variant].label
+
+
 def label_at(place: Place, variant: str) -> str:
     """What figures and tables call a model."""
-    return f"{VARIANTS[variant].label}, {place_label(place)}"
+    return f"{called(variant)}, {place_label(place)}"
 
 
 def job(setting: Setting, place: Place, variant: str, seed: int) -> StudyJob:
     """One run."""
     config = setting.at(place)
-    model = with_variant(config.model, variant)
+    name, _, options = _REFINED.get(variant, (variant, "", {}))
+    model = replace(with_variant(config.model, name), **options)
     return StudyJob(label=label_at(place, variant), config=replace(config, seed=seed, model=model))
 
 
@@ -265,7 +277,7 @@ def compared(
     records: Sequence[Record], better: str, worse: str, place: Place, *, paper: str, own: bool = False
 ) -> Claim:
     """Whether one variant has the lower loss at a place, paired by seed, each at its own best learning rate."""
-    names = (VARIANTS[better].label, VARIANTS[worse].label)
+    names = (called(better), called(worse))
     return claim_of(
         pairs_of(records, better, worse, place),
         names,

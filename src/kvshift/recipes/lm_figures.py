@@ -33,7 +33,7 @@ from kvshift.recipes.tuning import least_loss
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["MARGIN", "RECIPES", "no_better"]
+__all__ = ["MARGIN", "RECIPES", "no_better", "plot_gains"]
 
 MARGIN = 0.01
 """Nats per token: losses that differ by less count as alike. The effects of the paper are 0.01 to 0.03."""
@@ -95,7 +95,7 @@ def _similar(records: Sequence[Record]) -> list[Claim]:
     ]
 
 
-def _plot(methods: Sequence[str], records: Sequence[Record]) -> Figure:
+def plot_gains(methods: Sequence[str], records: Sequence[Record]) -> Figure:
     """At each place, by how much the loss of each method lies below vanilla's over the steps, seed by seed."""
     from matplotlib.figure import Figure
 
@@ -137,7 +137,7 @@ def _recipe(
         entry=CATALOGUE[name],
         source=source,
         jobs=partial(_jobs, methods, large),
-        plot=partial(_plot, methods),
+        plot=partial(plot_gains, methods),
         claims=claims,
         tuned_by=least_loss(),
         notes=(

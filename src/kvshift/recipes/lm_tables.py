@@ -12,13 +12,13 @@ from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.analysis.statistics import rank_correlation
 from kvshift.lab.analysis.tables import as_markdown
-from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher
 from kvshift.recipes.jobs import StudyJob
 from kvshift.recipes.language_models import (
     TABLES,
     Place,
+    called,
     claim_of,
     compared,
     jobs_of,
@@ -63,21 +63,21 @@ def side_by_side(records: Sequence[Record], variant: str) -> str:
         losses = last_losses(reported(records), variant, place).values()
         known = [loss for loss in losses if loss is not None]
         own += (_cell(statistics.fmean(known) if len(known) == len(losses) else None, _best(variant, place, scale)),)
-    return f"{VARIANTS[variant].label}; in brackets what the paper has:\n\n{as_markdown([*rows, own])}"
+    return f"{called(variant)}; in brackets what the paper has:\n\n{as_markdown([*rows, own])}"
 
 
 def correlations(records: Sequence[Record], key: str, base: str = "vanilla") -> str:
     """Whether our cells have the order of the paper's: the losses themselves, and their differences from `base`."""
     scale = _scale(records)
     found = []
-    for what, other in (("losses", None), (f"differences from {VARIANTS[base].label}", base)):
+    for what, other in (("losses", None), (f"differences from {called(base)}", base)):
         if other == key or (other is not None and other not in LOSSES):
             continue
         pairs = _pairs(records, key, other, scale)
         rho = rank_correlation(*zip(*pairs, strict=True)) if pairs else None
         number = "none can be made" if rho is None else f"{rho:.2f}"
         found.append(f"of the {what} {number} ({len(pairs)} cells)")
-    return f"Spearman's rank correlation with the paper's cells, {VARIANTS[key].label}: {'; '.join(found)}."
+    return f"Spearman's rank correlation with the paper's cells, {called(key)}: {'; '.join(found)}."
 
 
 def _pairs(records: Sequence[Record], key: str, base: str | None, scale: int) -> list[tuple[float, float]]:
@@ -177,17 +177,15 @@ def _plot(methods: Sequence[str], records: Sequence[Record]) -> Figure:
     places = places_of(records)
     figure = Figure(figsize=(1.5 + 2.6 * len(places), 3.9), layout="constrained")
     panels = figure.subplots(1, len(places), squeeze=False)[0]
-    labels = [VARIANTS[key].label for key in methods]
+    labels = [called(key) for key in methods]
     colors = colors_of(labels)
     for axes, place in zip(panels, places, strict=True):
         for at, key in enumerate(methods):
             losses = [loss for loss in last_losses(records, key, place).values() if loss is not None]
-            axes.plot([at] * len(losses), losses, ".", color=colors[VARIANTS[key].label], alpha=0.6)
+            axes.plot([at] * len(losses), losses, ".", color=colors[called(key)], alpha=0.6)
             if losses:
                 mean = statistics.fmean(losses)
-                axes.plot(
-                    [at], [mean], "_", markersize=18, color=colors[VARIANTS[key].label], label=VARIANTS[key].label
-                )
+                axes.plot([at], [mean], "_", markersize=18, color=colors[called(key)], label=called(key))
         axes.set(title=place_label(place), xlim=(-0.6, len(methods) - 0.4))
         axes.set_xticks([])
         axes.grid(alpha=0.25)
@@ -219,6 +217,12 @@ NOTES = (
 )
 
 
+_SELECTIVE = (
+    "What the paper ran sums what is masked along the keys, and not along the queries as the published method does; so "
+    "does the variant here. The published one is the variant `selective`."
+)
+
+
 def _recipe(name: str, methods: Sequence[str], *, better: str, notes: Sequence[str] = ()) -> Recipe:
     """The table of the first of `methods`, and what the paper says of `better` against the others."""
     others = [key for key in methods if key != better]
@@ -242,5 +246,8 @@ RECIPES: Mapping[str, Recipe] = {
         _recipe("tab08", ["qkv-shift", "kv-shift", "vanilla"], better="kv-shift"),
         _recipe("tab09", ["k-shift", "kv-shift", "vanilla"], better="kv-shift"),
         _recipe("tab10", ["v-shift", "kv-shift", "vanilla"], better="kv-shift"),
+        _recipe("tab11", ["differential-no-qk-norm", "kv-shift", "vanilla"], better="kv-shift"),
+        _recipe("tab12", ["differential", "kv-shift", "vanilla"], better="kv-shift"),
+        _recipe("tab13", ["selective-key", "kv-shift", "vanilla"], better="kv-shift", notes=[_SELECTIVE]),
     )
 }
