@@ -64,12 +64,13 @@ class Smear(nn.Module):
         """
         if layer is not None and layer.record_past and mask is not None:
             x, mask = x.masked_fill(~mask.unsqueeze(2), 0), None  # as the layer does with keys and values
-        x_BT1E, none_BT10 = x.unsqueeze(2), x.new_zeros(*x.shape[:2], 1, 0)
-        state = None if layer is None else layer.read_shift(x_BT1E, x_BT1E, none_BT10, with_queries=False)
-        rows, max_rows = (None, 1) if state is None else (state.k, state.max_rows)
+        state = None if layer is None else layer.shift_state
+        rows, max_rows = (None, 1) if state is None else (state.k, state.rows)
+        if layer is not None and layer.record_past:
+            max_rows += x.shape[1]
         only_before_12 = torch.tensor([[0.0, 1.0]], device=x.device)
         before_BT1E, rows = shift_tokens(
-            x_BT1E, only_before_12, state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx
+            x.unsqueeze(2), only_before_12, state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx
         )
         if layer is not None:
             layer.write_shift(ShiftState(rows, rows[..., :0], max_rows))
