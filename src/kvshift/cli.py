@@ -45,7 +45,7 @@ _COMMANDS = {
         "kvshift.lab.generate.generate:generate",
     ),
     "eval": _Command(
-        "Score a text: loss, perplexity, bits per byte",
+        "Evaluate a model: loss on a text, benchmarks, repetition",
         "kvshift.lab.evaluate.eval_config:EvalConfig",
         "kvshift.lab.evaluate.evaluation:evaluate",
     ),

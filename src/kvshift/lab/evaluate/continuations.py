@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
@@ -119,7 +120,7 @@ def _parts(model: Model, config: EvalConfig) -> list[list[int]]:
     return parts
 
 
-def _cut(model: Model, config: EvalConfig, length: int) -> Any:
+def _cut(model: Model, config: EvalConfig, length: int) -> Iterator[list[int]]:
     waiting: list[int] = []
     for ids, _, last in token_stream(pieces(config), model.encode):
         waiting += ids.tolist()
