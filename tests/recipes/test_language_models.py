@@ -198,6 +198,18 @@ def test_where_a_run_diverged_nothing_is_shown() -> None:
     assert [(claim.direction, claim.ours) for claim in claims] == [("not shown", "a run diverged: no interval")]
 
 
+def test_latent_attention_stands_beside_the_papers_one_rate() -> None:
+    records = [*paper_grid("mla"), *paper_grid("mla-kv-shift")]
+    text = lm_tables.side_by_side(records, "mla-kv-shift")
+    assert "| 0.002 (0.002) | 3.4987 (3.4987) | 3.4069 (3.4069) |" in text
+    assert "differences from MLA 1.00 (5 cells)" in lm_tables.correlations(records, "mla-kv-shift", "mla")
+    grid = CATALOGUE["tab15"].presets["paper"].grid
+    assert grid is not None
+    assert grid.rates == (2e-3,)
+    claims = find_recipe("tab15").claims(seeds({"mla-kv-shift": [0.0, 0.002, 0.001], "mla": ALIKE}))
+    assert [(claim.direction, claim.paper) for claim in claims] == [("holds", "at 512 tokens 3.4069 against 3.4150")]
+
+
 def test_longer_contexts_are_compared_within_a_depth() -> None:
     records = [
         made("vanilla", place, loss + 0.1 * seed + 0.01 * seed * (place.length == 64), seed=seed)
@@ -274,7 +286,7 @@ def test_table_11_is_without_qk_norm_and_table_12_with() -> None:
         assert all(job.config.model.qk_norm is None for job in jobs if job.config.model.variant is None)
 
 
-@pytest.mark.parametrize("name", ["tab11", "tab12", "tab13", "neighbours"])
+@pytest.mark.parametrize("name", ["tab11", "tab12", "tab13", "tab15", "neighbours"])
 def test_baselines_can_be_built(name: str) -> None:
     jobs: Any = find_recipe(name).jobs("laptop", [0])
     variants = set()

@@ -1,0 +1,133 @@
+"""Table 5 and Appendix F: which way the coefficients of the KV heads lean, at the end and over training."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvshift.lab.analysis.accuracy import draw_curves
+from kvshift.lab.analysis.maps import coefficient_counts
+from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.tables import as_markdown
+from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.claims import Claim, higher, percent
+from kvshift.recipes.jobs import StudyJob
+from kvshift.recipes.language_models import LARGE, TABLES, jobs_of, label_at, place_label, places_of
+from kvshift.recipes.lm_tables import NOTES
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label, diverged, reported
+from kvshift.recipes.tuning import least_loss
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+__all__ = ["CELLS", "RECIPE"]
+
+# The cells of Table 5, as `coefficient_counts` names them, and the paper's counts.
+CELLS = {
+    "alpha1 > alpha2, beta1 > beta2": 50,
+    "alpha1 <= alpha2, beta1 > beta2": 17,
+    "alpha1 > alpha2, beta1 <= beta2": 9,
+    "alpha1 <= alpha2, beta1 <= beta2": 52,
+}
+_DIAGONAL = ("alpha1 > alpha2, beta1 > beta2", "alpha1 <= alpha2, beta1 <= beta2")
+_NEGATIVE = tuple(f"negative {name}" for name in ("alpha1", "alpha2", "beta1", "beta2"))
+_SUMS = tuple(f"distance of {name}1 + {name}2 from 1" for name in ("alpha", "beta"))
+
+
+def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
+    """KV shift alone: the runs of Table 7 at one length; on many GPUs the 2.9B."""
+    setting = TABLES[preset] if preset != "paper" else LARGE["2.9B"]
+    if preset == "laptop":
+        setting = replace(setting, places=[place for place in setting.places if place.length == 128])
+    return jobs_of(setting, ["kv-shift"], seeds)
+
+
+def _on_diagonal(record: Record) -> list[float]:
+    """At each evaluation the share of the heads whose keys and values lean the same way."""
+    counts = {name: accuracy_curve(record, name)[1] for name in CELLS}
+    totals = [sum(each) for each in zip(*counts.values(), strict=True)]
+    both = zip(*(counts[name] for name in _DIAGONAL), strict=True)
+    return [sum(each) / total for each, total in zip(both, totals, strict=True)]
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """Of each size, whether keys and values lean the same way in more than half of the heads."""
+    found = []
+    for place in places_of(records):
+        runs = [run for run in by_label(records)[label_at(place, "kv-shift")].values() if not diverged(run)]
+        shares = [_on_diagonal(run)[-1] for run in runs]
+        found.append(
+            Claim(
+                statement=f"{place_label(place)}: keys and values lean the same way in more than half of the KV heads",
+                paper="102 of 128 heads (79.7 %)",
+                ours=percent(shares) if shares else "all runs diverged",
+                direction=higher(shares, [0.5] * len(shares)) if shares else "not shown",
+                size="half is expected at the start, where they are independent",
+            )
+        )
+    return found
+
+
+def tables(records: Sequence[Record]) -> str:
+    """Table 5 of each size, then signs and sums by layer, added up or averaged over seeds."""
+    shown, parts = reported(records), []
+    for place in places_of(shown):
+        runs = [run for run in by_label(shown)[label_at(place, "kv-shift")].values() if not diverged(run)]
+        rows = [("layer", *CELLS, *_NEGATIVE, *_SUMS)]
+        layers = len(runs[0].result["coefficients"]) if runs else 0
+        for name, chosen in [*((str(at), slice(at, at + 1)) for at in range(layers)), ("all", slice(None))]:
+            counts = [coefficient_counts(run.result["coefficients"][chosen]) or {} for run in runs]
+            if not counts:
+                continue
+            line = [f"{sum(count[cell] for count in counts):g}" for cell in (*CELLS, *_NEGATIVE)]
+            line += [f"{statistics.fmean(count[cell] for count in counts):.3f}" for cell in _SUMS]
+            rows.append((name, *line))
+        parts.append(f"{place_label(place)}: KV heads of {len(runs)} seeds together\n\n{as_markdown(rows)}")
+    paper = as_markdown([("", *CELLS), ("the paper's 2.9B", *map(str, CELLS.values()))])
+    return "\n\n".join([*parts, paper])
+
+
+def plot(records: Sequence[Record]) -> Figure:
+    """Over training, the share of heads on the diagonal, and how far the sums are from 1."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    runs = {
+        label: {seed: run for seed, run in seeds.items() if not diverged(run)}
+        for label, seeds in by_label(records).items()
+    }
+    draw_curves(
+        left,
+        {
+            label: {seed: (accuracy_curve(run, "loss")[0], _on_diagonal(run)) for seed, run in seeds.items()}
+            for label, seeds in runs.items()
+        },
+    )
+    left.axhline(0.5, color="black", linestyle=":", linewidth=0.9)
+    left.set(title="Keys and values lean the same way", ylabel="share of KV heads", ylim=(-0.02, 1.02))
+    draw_curves(
+        right,
+        {label: {seed: accuracy_curve(run, _SUMS[0]) for seed, run in seeds.items()} for label, seeds in runs.items()},
+    )
+    right.set(title="How far alpha1 + alpha2 is from 1", ylabel="mean over KV heads")
+    legend_below(figure)
+    return figure
+
+
+RECIPE = Recipe(
+    entry=CATALOGUE["tab05"],
+    source="Table 5 and Appendix F",
+    jobs=jobs,
+    plot=plot,
+    claims=claims,
+    tuned_by=least_loss(),
+    tables=tables,
+    notes=(
+        "Of any checkpoint `kvshift analyze` counts the same; a run's metrics.jsonl has its coefficients over "
+        "training. At 20 billion tokens the paper's diagonal was 47 and 43.",
+        NOTES[2],
+    ),
+)

@@ -1,0 +1,66 @@
+"""Table 5: what is counted of the coefficients, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvshift.lab.analysis.maps import coefficient_counts
+from kvshift.recipes.catalogue import find_recipe
+from kvshift.recipes.language_models import Place, label_at
+from kvshift.recipes.recipe import Record
+from kvshift.recipes.tab05 import CELLS
+
+from .cases import made_up
+
+RECIPE = find_recipe("tab05")
+NOW, BEFORE = [0.9, 0.1], [-0.1, 0.5]
+
+
+def record(alike: int, seed: int) -> Record:
+    """Four layers of five heads, `alike` of 20 on the diagonal at the end, ten at the start."""
+
+    place = Place(4, 128)
+
+    def layers(count: int) -> list[dict[str, list[list[float]]]]:
+        values = [NOW if number < count else BEFORE for number in range(20)]
+        return [{"alpha": [NOW] * 5, "beta": values[5 * at : 5 * at + 5]} for at in range(4)]
+
+    start, end = (coefficient_counts(layers(count)) or {} for count in (10, alike))
+    options = {"model": {"num_hidden_layers": place.layers}, "data": {"sequence_length": place.length}}
+    curve = {"step": [100, 200], "loss": [4.0, 3.0], **{name: [start[name], end[name]] for name in start}}
+    return made_up(label_at(place, "kv-shift"), seed, curve=curve, options=options, coefficients=layers(alike))
+
+
+@pytest.mark.parametrize(
+    ("alike", "direction"), [([16, 17, 15], "holds"), ([4, 5, 3], "fails"), ([4, 16, 10], "not shown")]
+)
+def test_whether_the_diagonal_dominates(alike: list[int], direction: str) -> None:
+    (claim,) = RECIPE.claims([record(count, seed) for seed, count in enumerate(alike)])
+    assert claim.direction == direction
+
+
+def test_runs_that_diverged_are_left_out() -> None:
+    good = [record(count, seed) for seed, count in enumerate((16, 17, 15))]
+    bad = replace(record(0, 3), result={"diverged_at": 7}, curve={"step": [], "loss": []})
+    assert RECIPE.claims([*good, bad]) == RECIPE.claims(good)
+    assert RECIPE.claims([bad])[0].direction == "not shown"
+    assert RECIPE.tables is not None
+    assert "of 3 seeds" in RECIPE.tables([*good, bad])
+
+
+def test_the_table_counts_by_layer_over_seeds() -> None:
+    assert RECIPE.tables is not None
+    text = RECIPE.tables([record(16, 0), record(17, 1)])
+    rows = {line.split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in text.splitlines()}
+    assert rows["| 0"][:4] == ["10", "0", "0", "0"]
+    assert rows["| 3"] == ["3", "0", "7", "0", "0", "0", "7", "0", "0.000", f"{(4 + 3) * 0.6 / 10:.3f}"]
+    assert rows["| all"][:4] == ["33", "0", "7", "0"]
+    assert rows["| the paper's 2.9B"] == [str(count) for count in CELLS.values()]
+    assert sum(CELLS.values()) == 128
+
+
+def test_the_figure_shows_training() -> None:
+    left, _ = RECIPE.plot([record(16, 0), record(17, 1)]).axes
+    assert list(left.lines[0].get_ydata()) == [0.5, 0.8]  # type: ignore[arg-type]
