@@ -266,13 +266,12 @@ class _KeptColumns:
         )
 
 
-def check_is_shift(module: nn.Module) -> None:
-    """Raise a TypeError for a layer that stands in place of a `KVShift` and does not let its attributes be seen."""
-    if not hasattr(module, "targets"):
-        raise TypeError(
-            f"shift must be a KVShift, got a {type(module).__name__}. PEFT's target_parameters cannot adapt its "
-            'coefficients, of which there are a few for each head; train them whole: modules_to_save=["shift"]'
-        )
+def not_a_shift(module: nn.Module) -> TypeError:
+    """For a layer that stands in place of a `KVShift` and does not let its attributes, `targets` say, be seen."""
+    return TypeError(
+        f"shift must be a KVShift, got a {type(module).__name__}. PEFT's target_parameters cannot adapt its "
+        'coefficients, of which there are a few for each head; train them whole: modules_to_save=["shift"]'
+    )
 
 
 def _start_values(like: Tensor, options: ShiftOptions, generator: torch.Generator | None) -> Tensor:

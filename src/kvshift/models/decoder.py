@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 from kvshift.layers import KVShift
 from kvshift.layers.positions import half_tables
 from kvshift.layers.recompute import KEEP_ALL
-from kvshift.layers.shift import check_is_shift
+from kvshift.layers.shift import not_a_shift
 from kvshift.models.boundaries import (
     check_flash_documents,
     document_index,
@@ -182,7 +182,8 @@ def shift_into(
         q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before; and a context for attention over
         them, in which backward keeps the raw keys and values in place of the shifted ones (`KVShift.recomputing`).
     """
-    check_is_shift(shift)
+    if not hasattr(shift, "targets"):
+        raise not_a_shift(shift)
     if cache is not None and shift.targets:
         layer: Any = cache.layers[layer_idx]
         return *layer.shift_into(shift, q, k, v, mask=mask, seq_idx=seq_idx, rotary=rotary, norms=norms), KEEP_ALL

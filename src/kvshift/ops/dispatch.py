@@ -126,9 +126,9 @@ def fused_path(call: Call) -> FusedPath:
     k, backend = call.inputs[0], choose_backend(call.backend)
     if backend == "reference" and (call.norms is None or all(map(_is_plain, call.norms))):
         return "reference"
-    if call.rotary is None or call.shifts_queries or not isinstance(k, Tensor) or is_watched():
+    if call.rotary is None or call.shifts_queries or not isinstance(k, Tensor):
         return "apart"
-    if backend != "triton" and not (backend == "auto" and k.is_cuda):
+    if (backend != "triton" and not (backend == "auto" and k.is_cuda)) or is_watched():
         return "apart"
     shifts = any(coefficients is not None for coefficients in call.coefficients)
     return "launch" if takes_launch(backend, k.is_cuda, shifts=shifts) and _fits_launch(call) else "apart"

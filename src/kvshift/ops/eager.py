@@ -18,37 +18,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
-from kvshift.ops.plain import by_batch, gradients_of_shift, pick, rows_at, state_after
+from kvshift.ops.plain import by_batch, gradients_of_shift, pick, rows_at
 from kvshift.ops.watched import is_watched
 
 # Elements of a block: large enough that calls cost little, small enough that its temporaries stay in the cache.
 _BLOCK = 2**19
 
 
-def shift_eager(
-    x: Tensor, coefficients: Tensor | None, state: Tensor, plan: ShiftPlan | None, max_rows: int
-) -> tuple[Tensor, Tensor]:
+def shift_eager(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
     """Mix every token with those before it in its sequence.
 
         y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ... + coefficients[W-1] * x[t-W+1]
 
     Args:
         x: (B, T, G, D).
-        coefficients: (G, W); None returns x as it is.
+        coefficients: (G, W).
         state: (S, R, G, D), the rows before each sequence, R >= W - 1.
         plan: who reads whom; None where every row of x is one piece of one sequence, without padding.
-        max_rows: how many rows of state to return at most; with a plan it is always R.
 
     Returns:
-        y like x, and the next state.
+        y like x.
     """
-    if coefficients is None:
-        y = x
-    elif x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
-        y = _weighted_sum([x], _lags(coefficients, x)[:1]).to(x.dtype)
-    else:
-        y = _shift_slices(x, coefficients, state) if plan is None else _shift_gathered(x, coefficients, state, plan)
-    return y, state_after(x, state, plan, max_rows)
+    if x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
+        return _weighted_sum([x], _lags(coefficients, x)[:1]).to(x.dtype)
+    return _shift_slices(x, coefficients, state) if plan is None else _shift_gathered(x, coefficients, state, plan)
 
 
 def _tracked(*inputs: Tensor) -> bool:

@@ -25,14 +25,14 @@ from kvshift.ops.dispatch import (
 )
 from kvshift.ops.eager import Columns, shift_next_token
 from kvshift.ops.reference import norm_rope_reference
-from kvshift.ops.rope import Rotary, apply_rotary
+from kvshift.ops.rope import Rotary, apply_rotary, rotate_heads
 from kvshift.ops.shift import (
     check_boundaries,
     check_coefficients,
     check_input,
     check_state,
     check_tensor,
-    kv_shift,
+    shift_keys_values,
     shift_tokens,
 )
 from kvshift.ops.state import ShiftState
@@ -173,7 +173,7 @@ def _run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | 
     if path == "launch":
         results = _launch(call, state, keep_state)
     else:
-        results = _apart(call, gamma, state, _finish_by_loops if path == "reference" else _finish)
+        results = _apart(call, gamma, state, _finish_by_loops if path == "reference" else _finish, keep_state)
     return results if keep_state else (*results[:3], None)
 
 
@@ -197,7 +197,7 @@ def _launch(call: Call, state: ShiftState | None, keep_state: bool) -> Results:
         )  # fmt: skip
 
     if compiles_training():
-        q_hat = None if call.q is None else _finish(call.q, norms and norms[0], rotary)
+        q_hat, _ = _finish(call.q, None, norms, rotary)
         k_hat, v_hat = compiled_to_recompute(lambda k, v: rotated(None, k, v)[1:], k, v)
     else:
         q_hat, k_hat, v_hat = rotated(call.q, k, v)
@@ -270,15 +270,17 @@ def _goes_on(k: Tensor, v: Tensor, state: Any) -> bool:
     )
 
 
-def _apart(call: Call, gamma: Tensor | None, state: ShiftState | None, finish: Callable[..., Tensor]) -> Results:
+def _apart(
+    call: Call, gamma: Tensor | None, state: ShiftState | None, finish: Callable[..., Any], keep_state: bool
+) -> Results:
     """One after the other; `finish` is norm and rotation."""
     q, (k, v), (alpha, beta) = call.q, call.inputs, call.coefficients
-    _check(q, k, v)
-    q_norm, k_norm = call.norms or (None, None)
     k_hat, v_hat, new = k, v, None
     if alpha is None and beta is None and gamma is None:
+        _check(q, k, v)
         check_boundaries(k, *call.boundaries)
     else:
+        _check_queries(q)
         cu_seqlens, seq_idx, mask = call.boundaries
         where: dict[str, Any] = {
             "cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": call.backend,
@@ -286,14 +288,13 @@ def _apart(call: Call, gamma: Tensor | None, state: ShiftState | None, finish: C
         hold = alpha
         if alpha is None and beta is None:  # the state holds keys all the same, so that it has one shape
             hold = torch.eye(1, cast(Tensor, gamma).shape[1], device=k.device).expand(k.shape[2], -1)
-        k_hat, v_hat, new = kv_shift(k, v, hold, beta, state=state, **where)
+        k_hat, v_hat, new = shift_keys_values(k, v, hold, beta, state=state, keep_state=keep_state, **where)
         if alpha is None:
             k_hat = k
         if gamma is not None and q is not None:
             q, rows = _shift_queries(q, gamma, k, state, where)
-            new = ShiftState(new.k, new.v, new.max_rows, rows)
-    q_hat = None if q is None else finish(q, q_norm, call.rotary)
-    return q_hat, finish(k_hat, k_norm, call.rotary), v_hat, new
+            new = None if new is None else ShiftState(new.k, new.v, new.max_rows, rows)
+    return *finish(q, k_hat, call.norms, call.rotary), v_hat, new
 
 
 def _shift_queries(
@@ -311,10 +312,14 @@ def _shift_queries(
 
 
 def _check(q: Tensor | None, k: Tensor, v: Tensor) -> None:
-    if q is not None:
-        check_tensor("q", q, "(batch, positions, heads, head size)")
+    _check_queries(q)
     check_input("k", k)
     check_input("v", v)
+
+
+def _check_queries(q: Tensor | None) -> None:
+    if q is not None:
+        check_tensor("q", q, "(batch, positions, heads, head size)")
 
 
 def _half_tables(rotary: Rotary, k: Tensor) -> Rotary:
@@ -324,12 +329,21 @@ def _half_tables(rotary: Rotary, k: Tensor) -> Rotary:
     return (cos, sin) if cos.shape[-1] == half else (cos[..., :half], sin[..., half:])  # the first half is negated
 
 
-def _finish(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
-    if norm is not None:
-        x = norm(x)
-    return x if rotary is None else apply_rotary(x, rotary)
+def _finish(
+    q: Tensor | None, k: Tensor | None, norms: Norms | None, rotary: Rotary | None
+) -> tuple[Tensor | None, Any]:
+    if norms is not None:
+        q, k = (x if x is None else norm(x) for x, norm in zip((q, k), norms, strict=True))
+    return (q, k) if rotary is None else rotate_heads(q, k, rotary)
 
 
-def _finish_by_loops(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
+def _finish_by_loops(
+    q: Tensor | None, k: Tensor, norms: Norms | None, rotary: Rotary | None
+) -> tuple[Tensor | None, Tensor]:
+    q_norm, k_norm = norms or (None, None)
+    return (None if q is None else _norm_rope(q, q_norm, rotary)), _norm_rope(k, k_norm, rotary)
+
+
+def _norm_rope(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
     scale, _, eps = norm_scales(None if norm is None else (norm, norm))
     return norm_rope_reference(x, scale, eps, rotary)

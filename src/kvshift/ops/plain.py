@@ -18,13 +18,9 @@ from torch import Tensor
 from kvshift.ops.boundaries import ShiftPlan
 
 
-def shift_plain(
-    x: Tensor, coefficients: Tensor | None, state: Tensor, plan: ShiftPlan | None, max_rows: int
-) -> tuple[Tensor, Tensor]:
-    """What `shift_eager` does, with the same arguments and results."""
-    sources = None if plan is None else plan.sources
-    y = x if coefficients is None else weighted_sum(x, coefficients, state, sources).to(x.dtype)
-    return y, state_after(x, state, plan, max_rows)
+def shift_plain(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
+    """What `shift_eager` does, with the same arguments."""
+    return weighted_sum(x, coefficients, state, None if plan is None else plan.sources).to(x.dtype)
 
 
 def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
@@ -59,7 +55,12 @@ def _add(total: Tensor | None, term: Tensor, weight: Tensor) -> Tensor:
 
 
 def state_after(x: Tensor, state: Tensor, plan: ShiftPlan | None, max_rows: int) -> Tensor:
-    """The last rows of each sequence, state included, in memory of their own; arguments as in `shift_eager`."""
+    """The last rows of each sequence, state included, in memory of their own.
+
+    Args:
+        x, state, plan: as in `shift_eager`.
+        max_rows: how many to return at most; with a plan it is always R.
+    """
     if plan is None:
         return _newest(x, state, max_rows)
     if x.shape[0] * x.shape[1] == 0:

@@ -40,3 +40,9 @@ def rotate_half(x_BTHD: Tensor, table: Rotary) -> Tensor:
 def apply_rotary(x_BTHD: Tensor, table: Rotary) -> Tensor:
     """`rotate_half` by tables as wide as a head, `rotate` by those half as wide."""
     return (rotate_half if table[0].shape[-1] == x_BTHD.shape[-1] else rotate)(x_BTHD, table)
+
+
+def rotate_heads(q_BTHD: Tensor | None, k_BTGD: Tensor | None, table: Rotary) -> tuple[Tensor | None, Tensor | None]:
+    """`apply_rotary` of queries and of keys; None stays."""
+    q, k = (x if x is None else apply_rotary(x, table) for x in (q_BTHD, k_BTGD))
+    return q, k

@@ -7,6 +7,7 @@ R rows of state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from kvshift.ops.boundaries import plan_shift
 from kvshift.ops.cpu.kernel import shift_cpu
 from kvshift.ops.dispatch import Call, shift_path
 from kvshift.ops.eager import shift_eager
-from kvshift.ops.plain import shift_plain
+from kvshift.ops.plain import shift_plain, state_after
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
-from kvshift.ops.triton.call import Boundaries, shift_triton
+from kvshift.ops.triton.call import Boundaries, next_state_triton, shift_triton
 from kvshift.ops.watched import is_watched
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # PyTorch computes with no others
@@ -79,6 +80,25 @@ def kv_shift(
     """
     if alpha is None and beta is None:
         raise ValueError("alpha and beta are both None: there is nothing to shift")
+    where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
+    k_hat, v_hat, next_state = shift_keys_values(k, v, alpha, beta, state=state, keep_state=True, **where)
+    return k_hat, v_hat, cast(ShiftState, next_state)
+
+
+def shift_keys_values(
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    *,
+    state: ShiftState | None,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    mask: Tensor | None,
+    backend: str,
+    keep_state: bool,
+) -> tuple[Tensor, Tensor, ShiftState | None]:
+    """`kv_shift`, with a new state only where it is kept; alpha or beta is given."""
     check_input("k", k)
     check_input("v", v)
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
@@ -99,9 +119,9 @@ def kv_shift(
         states, max_rows = (state.k, state.v), state.max_rows
 
     (k_hat, v_hat), (next_k, next_v) = _shift(
-        (k, v), (alpha, beta), states, sequences, max_rows, cu_seqlens, seq_idx, mask, backend
+        (k, v), (alpha, beta), states, sequences, max_rows, cu_seqlens, seq_idx, mask, backend, keep_state=keep_state
     )
-    return k_hat, v_hat, ShiftState(next_k, next_v, max_rows)
+    return k_hat, v_hat, ShiftState(next_k, next_v, max_rows) if keep_state else None
 
 
 def shift_tokens(
@@ -154,16 +174,25 @@ def _shift(
     seq_idx: Tensor | None,
     mask: Tensor | None,
     backend: str,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Shift tensors that share their boundaries; one without coefficients passes through, and has a state too."""
+    *,
+    keep_state: bool = True,
+) -> tuple[list[Tensor], list[Any]]:
+    """Shift tensors that share their boundaries; one without coefficients passes through, and has a state too.
+
+    Returns:
+        The tensors and their next states, each None where it is not kept.
+    """
     window = _window(*all_coefficients)
     backend = shift_path(
         Call(tuple(inputs), tuple(all_coefficients), tuple(states), (cu_seqlens, seq_idx, mask), backend)
     )
     if backend == "triton":
-        return shift_triton(
-            inputs, all_coefficients, states, sequences, max_rows, Boundaries.of(cu_seqlens, seq_idx, mask)
-        )
+        boundaries = Boundaries.of(cu_seqlens, seq_idx, mask)
+        outputs = shift_triton(inputs, all_coefficients, states, boundaries)
+        if not keep_state:
+            return outputs, [None] * len(inputs)
+        second, *old = inputs[1] if len(inputs) > 1 else None, states[0], states[-1] if len(inputs) > 1 else None
+        return outputs, next_state_triton(inputs[0], second, *old, sequences, window, max_rows, boundaries)
     states = [
         x.new_zeros(sequences, window - 1, *x.shape[2:]) if state is None else state
         for x, state in zip(inputs, states, strict=True)
@@ -184,7 +213,8 @@ def _shift(
             y, next_state = shift_reference(x, coefficients, state, keep, cu_seqlens, seq_idx, mask)
         else:
             shift = {"cpu": shift_cpu, "eager": shift_eager, "plain": shift_plain}[backend]
-            y, next_state = shift(x, coefficients, state, plan, max_rows)
+            y = x if coefficients is None else shift(x, coefficients, state, plan)
+            next_state = state_after(x, state, plan, max_rows) if keep_state else None
         outputs.append(y)
         next_states.append(next_state)
     return outputs, next_states

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
-from kvshift.ops.plain import gradients_of_shift, state_after
+from kvshift.ops.plain import gradients_of_shift
 from kvshift.ops.watched import is_watched, subclass_refusal
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -32,16 +32,11 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _ROWS = (_POINTER, _INT, _INT, _INT)  # a tensor (B, rows, G, D) and its first three strides
 
 
-def shift_cpu(
-    x: Tensor, coefficients: Tensor | None, state: Tensor, plan: ShiftPlan | None, max_rows: int
-) -> tuple[Tensor, Tensor]:
-    """What `shift_eager` does, with the same arguments and results."""
-    y = x
-    if coefficients is not None:
-        sources, readers = (None, None) if plan is None else (plan.sources, plan.readers)
-        tracked = torch.is_grad_enabled() and (x.requires_grad or coefficients.requires_grad or state.requires_grad)
-        y = (_Shift.apply if tracked else _forward)(x, coefficients, state, sources, readers)
-    return y, state_after(x, state, plan, max_rows)
+def shift_cpu(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
+    """What `shift_eager` does, with the same arguments."""
+    sources, readers = (None, None) if plan is None else (plan.sources, plan.readers)
+    tracked = torch.is_grad_enabled() and (x.requires_grad or coefficients.requires_grad or state.requires_grad)
+    return (_Shift.apply if tracked else _forward)(x, coefficients, state, sources, readers)
 
 
 def cpu_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:

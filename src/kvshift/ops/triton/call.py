@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvshift.ops.triton.launch import compute_dtype, links, shift, window_of
+from kvshift.ops.triton.launch import compute_dtype, links, shift
 from kvshift.ops.triton.next_state import next_state
 from kvshift.ops.watched import PLAIN, subclass_refusal
 
@@ -67,20 +67,14 @@ def shift_triton(
     inputs: Sequence[Tensor],
     coefficients: Sequence[Tensor | None],
     states: Sequence[Tensor | None],
-    sequences: int,
-    max_rows: int,
     boundaries: Boundaries,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Shift one or two tensors that share their boundaries, and their next states; as `kvshift.ops.shift._shift`."""
+) -> list[Tensor]:
+    """Shift one or two tensors that share their boundaries, as `kvshift.ops.shift._shift`."""
     k, v = inputs[0], inputs[-1]
     alpha, beta = coefficients[0], coefficients[1] if len(coefficients) > 1 else None
     k_state, v_state = states[0], states[1] if len(states) > 1 else None
     _, k_hat, v_hat = _shift(None, k, v, (alpha, beta), (k_state, v_state), boundaries)
-    shifted = [x if own is None else y for x, own, y in zip(inputs, coefficients, (k_hat, v_hat), strict=False)]
-    second = v if len(inputs) > 1 else None
-    return shifted, next_state_triton(
-        k, second, k_state, v_state, sequences, window_of(*coefficients), max_rows, boundaries
-    )
+    return [x if own is None else y for x, own, y in zip(inputs, coefficients, (k_hat, v_hat), strict=False)]
 
 
 def next_state_triton(
@@ -93,7 +87,7 @@ def next_state_triton(
     max_rows: int,
     boundaries: Boundaries,
 ) -> list[Tensor]:
-    """The next states of k and, where there is one, of v; arguments as in `shift_triton`."""
+    """The next states of k and, where there is one, of v."""
     rows = window - 1 if k_state is None else k_state.shape[1]
     if boundaries.cu_seqlens is None and boundaries.seq_idx is None and boundaries.mask is None:
         rows = min(max_rows, rows + k.shape[1])
