@@ -36,13 +36,13 @@ def _however_small(monkeypatch):
 @pytest.fixture
 def shifts(monkeypatch):
     """A list of one number: how often keys and values have been shifted."""
-    calls, operator = [0], fused.kv_shift
+    calls, operator = [0], fused.shift_keys_values
 
     def counted(*args, **options):
         calls[0] += 1
         return operator(*args, **options)
 
-    monkeypatch.setattr(fused, "kv_shift", counted)
+    monkeypatch.setattr(fused, "shift_keys_values", counted)
     return calls
 
 
