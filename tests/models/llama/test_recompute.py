@@ -59,7 +59,9 @@ def test_gradients_keep_every_bit(options, dtype, attention, batch, keep_all, mo
     model, inputs = tiny_model(dtype=dtype, attention=attention, **VARIANTS[options]).train(), batches()[batch]
     expected = keep_all(gradients, model, inputs)
     calls, operator = [], fused.shift_keys_values
-    monkeypatch.setattr(fused, "shift_keys_values", lambda *args, **options: calls.append(None) or operator(*args, **options))
+    monkeypatch.setattr(
+        fused, "shift_keys_values", lambda *args, **options: calls.append(None) or operator(*args, **options)
+    )
     actual = gradients(model, inputs)
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
     assert len(calls) == 2 * 2 or attention == "eager"  # two layers; matmul copies what lies across its batches

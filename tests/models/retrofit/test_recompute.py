@@ -33,7 +33,9 @@ def test_gradients_keep_every_bit(dropout, padded, attention, monkeypatch):
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     calls, operator = [], fused.shift_keys_values
-    monkeypatch.setattr(fused, "shift_keys_values", lambda *args, **options: calls.append(None) or operator(*args, **options))
+    monkeypatch.setattr(
+        fused, "shift_keys_values", lambda *args, **options: calls.append(None) or operator(*args, **options)
+    )
     actual = gradients()
     # Two layers. On a CPU matmul, with dropout that of the fused attention too, copies what lies across its batches.
     assert len(calls) == 2 * 2 or dropout or attention != "sdpa"
