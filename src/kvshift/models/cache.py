@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 from kvshift.layers import KVShift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.ops import ShiftState
-from kvshift.ops.dispatch import Norms, may_step
+from kvshift.ops.dispatch import Norms
 from kvshift.ops.fused import CacheSlot
 from kvshift.ops.rope import Rotary
 
@@ -243,7 +243,7 @@ class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
         """One token in one launch, which writes into the cache too, where the kernels can."""
         state = self.shift_state
         is_next = state is not None and self.is_initialized and k.shape[1] == 1 and mask is seq_idx is None
-        if is_next and rotary is not None and may_step():
+        if is_next and rotary is not None:
             slot = CacheSlot(self.keys, self.values, self.cumulative_length, state)
             q_out = shift.step(q, k, v, slot, rotary, norms)
             if q_out is not None:

@@ -153,7 +153,7 @@ def compiles_training() -> bool:
     return torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
-def may_step(backend: str = "auto") -> bool:
+def may_step(backend: str) -> bool:
     """Whether one launch for a token and its cache slot may be asked for: where the backend "triton" is."""
     return choose_backend(backend) == "triton" and not torch.is_grad_enabled()
 

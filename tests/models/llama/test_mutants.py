@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from .checks import (
 )
 from .tiny import tiny_model
 
-read_shift = ShiftCacheLayer.read_shift
 write_shift = ShiftCacheLayer.write_shift
 
 
@@ -37,29 +37,31 @@ def zeros_like(state: ShiftState | None) -> ShiftState | None:
     return ShiftState(torch.zeros_like(state.k), torch.zeros_like(state.v), state.max_rows, q)
 
 
+def begin_where(patch: pytest.MonkeyPatch, forgets: Callable[[Tensor], bool]) -> None:
+    """A call whose keys are such begins a sequence."""
+
+    def shift_into(self: ShiftCacheLayer, shift: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        if forgets(k):
+            self.shift_state = zeros_like(self.shift_state)
+        return whole(self, shift, q, k, v, **options)
+
+    whole = ShiftCacheLayer.shift_into
+    patch.setattr(ShiftCacheLayer, "shift_into", shift_into)
+
+
 def no_stored_state(patch: pytest.MonkeyPatch) -> None:
     """Every call begins a sequence."""
-    patch.setattr(ShiftCacheLayer, "read_shift", lambda self, *a, **k: zeros_like(read_shift(self, *a, **k)))
+    begin_where(patch, lambda k: True)
 
 
 def prefill_from_zeros(patch: pytest.MonkeyPatch) -> None:
     """A call of several tokens begins a sequence; only single tokens continue from the state."""
-
-    def read(self: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> ShiftState | None:
-        state = read_shift(self, q, k, v, **options)
-        return zeros_like(state) if k.shape[1] > 1 else state
-
-    patch.setattr(ShiftCacheLayer, "read_shift", read)
+    begin_where(patch, lambda k: k.shape[1] > 1)
 
 
 def decoding_from_zeros(patch: pytest.MonkeyPatch) -> None:
     """A single token begins a sequence."""
-
-    def read(self: ShiftCacheLayer, q: Tensor, k: Tensor, v: Tensor, **options: bool) -> ShiftState | None:
-        state = read_shift(self, q, k, v, **options)
-        return zeros_like(state) if k.shape[1] == 1 else state
-
-    patch.setattr(ShiftCacheLayer, "read_shift", read)
+    begin_where(patch, lambda k: k.shape[1] == 1)
 
 
 def state_written_once(patch: pytest.MonkeyPatch) -> None:
@@ -73,7 +75,7 @@ def state_written_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def static_state_not_overwritten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_StaticShiftCacheLayer, "_overwrite", lambda self, state: None)
+    patch.setattr(_StaticShiftCacheLayer, "_overwrite", staticmethod(lambda kept, state: None))
 
 
 def no_padding_mask(patch: pytest.MonkeyPatch) -> None:
