@@ -336,6 +336,7 @@ def test_what_a_model_is_not_made_for(shifted, model_folder, mini, tmp_path):
         evaluated(model_folder, folder, tasks=("lambada",))
 
 
+@pytest.mark.slow  # a process of its own
 def test_without_lm_eval_it_says_what_to_install(shifted, mini):
     program = """
 import sys
