@@ -191,8 +191,10 @@ def _shift(
         outputs = shift_triton(inputs, all_coefficients, states, boundaries)
         if not keep_state:
             return outputs, [None] * len(inputs)
-        second, *old = inputs[1] if len(inputs) > 1 else None, states[0], states[-1] if len(inputs) > 1 else None
-        return outputs, next_state_triton(inputs[0], second, *old, sequences, window, max_rows, boundaries)
+        second, second_state = (inputs[1], states[1]) if len(inputs) > 1 else (None, None)
+        return outputs, next_state_triton(
+            inputs[0], second, states[0], second_state, sequences, window, max_rows, boundaries
+        )
     states = [
         x.new_zeros(sequences, window - 1, *x.shape[2:]) if state is None else state
         for x, state in zip(inputs, states, strict=True)
