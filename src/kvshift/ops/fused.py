@@ -333,7 +333,7 @@ def _finish(
     q: Tensor | None, k: Tensor | None, norms: Norms | None, rotary: Rotary | None
 ) -> tuple[Tensor | None, Any]:
     if norms is not None:
-        q, k = (x if x is None else norm(x) for x, norm in zip((q, k), norms, strict=True))
+        q, k = q if q is None else norms[0](q), k if k is None else norms[1](k)
     return (q, k) if rotary is None else rotate_heads(q, k, rotary)
 
 

@@ -44,5 +44,5 @@ def apply_rotary(x_BTHD: Tensor, table: Rotary) -> Tensor:
 
 def rotate_heads(q_BTHD: Tensor | None, k_BTGD: Tensor | None, table: Rotary) -> tuple[Tensor | None, Tensor | None]:
     """`apply_rotary` of queries and of keys; None stays."""
-    q, k = (x if x is None else apply_rotary(x, table) for x in (q_BTHD, k_BTGD))
-    return q, k
+    q = None if q_BTHD is None else apply_rotary(q_BTHD, table)
+    return q, None if k_BTGD is None else apply_rotary(k_BTGD, table)

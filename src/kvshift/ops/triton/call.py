@@ -19,8 +19,6 @@ from kvshift.ops.triton.launch import compute_dtype, links, shift
 from kvshift.ops.triton.next_state import next_state
 from kvshift.ops.watched import PLAIN, subclass_refusal
 
-_Pair = tuple[Tensor | None, Tensor | None]
-
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _PLAIN = (*PLAIN, torch._subclasses.FakeTensor)
 _MAX_WINDOW = 8
@@ -73,7 +71,8 @@ def shift_triton(
     k, v = inputs[0], inputs[-1]
     alpha, beta = coefficients[0], coefficients[1] if len(coefficients) > 1 else None
     k_state, v_state = states[0], states[1] if len(states) > 1 else None
-    _, k_hat, v_hat = _shift(None, k, v, (alpha, beta), (k_state, v_state), boundaries)
+    not_rotated = (None, None, None, None, 0.0)
+    _, k_hat, v_hat = _shift(None, k, v, alpha, beta, k_state, v_state, *not_rotated, boundaries=boundaries)
     return [x if own is None else y for x, own, y in zip(inputs, coefficients, (k_hat, v_hat), strict=False)]
 
 
@@ -137,8 +136,11 @@ def shift_norm_rope_triton(
     trained = any(x is not None and x.requires_grad for x in (q, k, v, alpha, beta, q_scale, k_scale))
     if (k_state is not None or v_state is not None) and trained and torch.is_grad_enabled():
         raise ValueError("k_state and v_state must be None where gradients are recorded: none flows through a state")
-    found, table, scales = boundaries or Boundaries(), aligned_tables(cos, sin), (q_scale, k_scale)
-    q_out, k_out, v_out = _shift(q, k, v, (alpha, beta), (k_state, v_state), found, table, scales, eps)
+    found = boundaries or Boundaries()
+    table = aligned_tables(cos, sin)
+    q_out, k_out, v_out = _shift(
+        q, k, v, alpha, beta, k_state, v_state, *table, q_scale, k_scale, eps, boundaries=found
+    )
     return q_out, k_out, v if beta is None else v_out
 
 
@@ -153,15 +155,20 @@ def _shift(
     q: Tensor | None,
     k: Tensor,
     v: Tensor,
-    coefficients: _Pair,
-    states: _Pair,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    k_state: Tensor | None,
+    v_state: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    eps: float,
+    *,
     boundaries: Boundaries,
-    table: _Pair = (None, None),
-    scales: _Pair = (None, None),
-    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     compute = compute_dtype(k)
-    alpha, beta = (None if x is None else x.to(compute).contiguous() for x in coefficients)
-    others = (None if x is None else x.contiguous() for x in states)
-    gains = (None if x is None else x.contiguous() for x in scales)
-    return shift(q, k, v, alpha, beta, *others, *table, *gains, eps, *boundaries.tensors())
+    coefficients = [x if x is None else x.to(compute).contiguous() for x in (alpha, beta)]
+    states = [x if x is None else x.contiguous() for x in (k_state, v_state)]
+    scales = [x if x is None else x.contiguous() for x in (q_scale, k_scale)]
+    return shift(q, k, v, *coefficients, *states, cos, sin, *scales, eps, *boundaries.tensors())
