@@ -12,7 +12,6 @@ VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY_BLUE = "#d55e00", "#0072b2", "#009e
 GREY = "#777777"
 
 _VARIANTS = {entry.label: entry.color for entry in VARIANTS.values()}
-_VARIANTS |= {"K-shift": GREEN, "V-shift": PURPLE, "QKV-shift": ORANGE}
 _SPARE = (SKY_BLUE, GREY)
 
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing
+from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing, tokens_before
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
 from kvshift.models.retrofit.gpt2 import KVShiftGPT2Attention
-from kvshift.ops import ShiftState, shift_tokens
+from kvshift.ops import ShiftState
 
 __all__ = ["VARIANT", "FoXShift"]
 
@@ -71,8 +71,7 @@ class FoXShift(TokenMixing):
 
 def _shifted(x: Tensor, gate: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
     """The formula for (B, T, G, D) and gates (B, T, G, 1), and the rows after the last token; as `shift_tokens`."""
-    only_before_G2 = torch.tensor([[0.0, 1.0]], device=x.device).expand(x.shape[2], 2)
-    before, rows = shift_tokens(x, only_before_G2, **where)
+    before, rows = tokens_before(x, **where)
     return torch.lerp(x.to(gate.dtype), before.to(gate.dtype), gate).to(x.dtype), rows
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing
-from kvshift.ops import ShiftState, shift_tokens
+from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing, tokens_before
+from kvshift.ops import ShiftState
 
 __all__ = ["VARIANT", "KeyOffset", "offset_keys"]
 
@@ -42,9 +42,8 @@ def offset_keys(
     Returns:
         y, and the raw keys after the last token.
     """
-    only_before_G2 = torch.tensor([[0.0, 1.0]], device=k.device).expand(k.shape[2], 2)
     rows = None if rows is None else _marked(rows)
-    before, rows = shift_tokens(_marked(k), only_before_G2, state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx)
+    before, rows = tokens_before(_marked(k), state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx)
     index_D = torch.arange(k.shape[-1], device=k.device)
     offset_D = (index_D // (k.shape[-1] // 4) % 2 == 1) | whole
     return torch.where((before[..., -1:] != 0) & offset_D, before[..., :-1], k), rows[..., :-1]

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,12 +24,12 @@ from kvshift.lab.variants.variant import ModelVariant, Size
 from kvshift.layers import KVShift
 from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift.ops import ShiftState
+from kvshift.ops import ShiftState, shift_tokens
 from kvshift.ops.dispatch import Norms
 from kvshift.ops.fused import shift_norm_rope
 from kvshift.ops.rope import Rotary
 
-__all__ = ["Heads", "MixingGPT2", "MixingLlamaForCausalLM", "MixingVariant", "TokenMixing"]
+__all__ = ["Heads", "MixingGPT2", "MixingLlamaForCausalLM", "MixingVariant", "TokenMixing", "tokens_before"]
 
 
 class Heads(NamedTuple):
@@ -152,6 +153,12 @@ class MixingVariant(ModelVariant):
         model_class, config = super()._described(size)
         config.mixing = self.name
         return model_class, config
+
+
+def tokens_before(x: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+    """x[t-1] of (B, T, G, D), 0 where a document begins, and the rows after the last token; by `shift_tokens`."""
+    only_before_G2 = torch.tensor([[0.0, 1.0]], device=x.device).expand(x.shape[2], 2)
+    return shift_tokens(x, only_before_G2, **where)
 
 
 def _place(model: nn.Module, name: str, heads: Heads) -> None:

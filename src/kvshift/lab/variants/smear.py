@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils.generic import merge_with_config_defaults
 
+from kvshift.lab.variants.mixing import tokens_before
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.uncached import become
 from kvshift.lab.variants.variant import ModelVariant
@@ -28,7 +29,7 @@ from kvshift.models.boundaries import document_index, padding_mask
 from kvshift.models.cache import adopt_cache
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
 from kvshift.models.retrofit import KVShiftGPT2Model
-from kvshift.ops import ShiftState, shift_tokens
+from kvshift.ops import ShiftState
 
 __all__ = ["VARIANT", "Smear", "SmearGPT2", "SmearGPT2Config", "SmearLlamaConfig", "SmearLlamaForCausalLM"]
 
@@ -68,10 +69,7 @@ class Smear(nn.Module):
         rows, max_rows = (None, 1) if state is None else (state.k, state.rows)
         if layer is not None and layer.record_past:
             max_rows += x.shape[1]
-        only_before_12 = torch.tensor([[0.0, 1.0]], device=x.device)
-        before_BT1E, rows = shift_tokens(
-            x.unsqueeze(2), only_before_12, state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx
-        )
+        before_BT1E, rows = tokens_before(x.unsqueeze(2), state=rows, max_rows=max_rows, mask=mask, seq_idx=seq_idx)
         if layer is not None:
             layer.write_shift(ShiftState(rows, rows[..., :0], max_rows))
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
