@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below
-from kvshift.lab.analysis.scaling import Interval, PowerLaw, fit_power_law
+from kvshift.lab.analysis.scaling import PowerLaw, fit_power_law
 from kvshift.lab.analysis.statistics import verdict
 from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json
@@ -177,9 +177,9 @@ def _fits(records: Sequence[Record]) -> tuple[PowerLaw, PowerLaw, PowerLaw]:
     return ours, theirs, ratio
 
 
-def _side(interval: Interval, level: float) -> Direction:
-    """Whether the interval lies above the level: it holds; below: it fails."""
-    return "holds" if interval.low > level else "fails" if interval.high < level else "not shown"
+def _side(holds: bool, fails: bool) -> Direction:
+    """By where an interval lies."""
+    return "holds" if holds else "fails" if fails else "not shown"
 
 
 def _scaling(records: Sequence[Record]) -> list[Claim]:
@@ -202,7 +202,7 @@ def _scaling(records: Sequence[Record]) -> list[Claim]:
             statement="L(N) = (N_c / N)^a falls faster with KV-shift",
             paper="it gives no exponents",
             ours=f"a is {ours.exponent} with and {theirs.exponent} without; the difference {ratio.exponent}",
-            direction=_side(ratio.exponent, 0),
+            direction=_side(ratio.exponent.low > 0, ratio.exponent.high < 0),
             size=f"N_c {ours.critical_size:.3g} and {theirs.critical_size:.3g}; of pairs of runs, by the bootstrap",
             own=True,
         ),
@@ -210,7 +210,7 @@ def _scaling(records: Sequence[Record]) -> list[Claim]:
             statement="Extrapolated to ten times the largest size, KV-shift still has the lower loss",
             paper="it does not extrapolate",
             ours=f"the ratio of the losses is {at}",
-            direction=_side(Interval(1 / at.value, 1 / at.high, 1 / at.low), 1),
+            direction=_side(at.high < 1, at.low > 1),
             size=f"at {beyond:,} parameters {means}, where the power law goes on",
             own=True,
         ),
@@ -260,7 +260,8 @@ def _plot_scaling(records: Sequence[Record]) -> Figure:
         label = VARIANTS[variant].label
         at = [fit.at(size) for size in grid]
         left.plot(grid, [each.value for each in at], color=colors[label], label=label)
-        left.fill_between(grid, [each.low for each in at], [each.high for each in at], color=colors[label], alpha=0.15)
+        low, high = [max(each.low, each.value / 2) for each in at], [min(each.high, each.value * 2) for each in at]
+        left.fill_between(grid, low, high, color=colors[label], alpha=0.15)  # it may reach from 0 to infinity
         for runs in sizes:
             losses = runs.losses()[number]
             left.plot([runs.size] * len(losses), losses, ".", color=colors[label], markersize=4)

@@ -56,6 +56,14 @@ def test_extrapolated_the_interval_grows() -> None:
     assert outside.high / outside.low > inside.high / inside.low
 
 
+@pytest.mark.parametrize("noise", [1e-6, 0.01, 0.5])
+def test_three_points_decide_nothing(noise: float) -> None:
+    """In one draw of nine all residuals are the same, and there is no deviation to compare with."""
+    found = fit_power_law([100.0, 200.0, 300.0], [5.0, 5.0 * (1 + noise), 5.0 * (1 - noise)])
+    assert (found.at(3000.0).low, found.at(3000.0).high) == (0, math.inf)
+    assert found.exponent.low < found.exponent.value < found.exponent.high
+
+
 def test_the_exponent_of_a_ratio_is_the_difference_of_two() -> None:
     sizes, losses = simulated(2)
     others = [loss * 1.3 * size**-0.01 for size, loss in zip(sizes, losses, strict=True)]
@@ -85,3 +93,7 @@ def test_what_cannot_be_fitted(sizes: list[float], losses: list[float], said: st
         fit_power_law(sizes, losses)
     with pytest.raises(ValueError, match="size must be more than 0"):
         fit_power_law(SIZES, SIZES).at(0)
+
+
+def test_a_loss_that_hardly_falls_is_1_nowhere() -> None:
+    assert fit_power_law([100.0, 200.0, 300.0], [5.001, 5.0, 5.0]).critical_size == math.inf

@@ -11,6 +11,9 @@ import numpy as np
 
 __all__ = ["Interval", "PowerLaw", "fit_power_law"]
 
+ROUNDING = 1e-12
+"""What is less, of the largest number that it came from, counts as 0."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -50,25 +53,36 @@ class PowerLaw:
 
     @property
     def critical_size(self) -> float:
-        """N_c, at which the loss would be 1."""
-        return float(np.exp(-self.coefficients[0] / self.coefficients[1]))
+        """N_c, at which the loss would be 1; infinite where the loss hardly falls."""
+        with np.errstate(over="ignore"):
+            return float(np.exp(-self.coefficients[0] / self.coefficients[1]))
 
     def at(self, size: float) -> Interval:
-        """The loss that the line has at a size; how far single runs lie from it is not part of the interval."""
+        """The loss that the line has at a size; how far single runs lie from it is not part of the interval.
+
+        Its ends may be 0 and infinity: of three sizes and one seed, one more point decides where the line goes.
+        """
         if not 0 < size < math.inf:
             raise ValueError(f"size must be more than 0 and finite, got {size}")
-        value, low, high = self._interval(np.array([1.0, math.log(size)]))
-        return Interval(math.exp(value), math.exp(low), math.exp(high))
+        with np.errstate(over="ignore"):
+            return Interval(*map(float, np.exp(self._interval(np.array([1.0, math.log(size)])))))
 
     def _interval(self, row: Any) -> tuple[float, float, float]:
-        """Of row @ coefficients: the bootstrap-t interval, from the quantiles of (estimate* - estimate) / error*."""
-        root = math.sqrt(float(row @ self.inverse @ row))
+        """Of row @ coefficients: the bootstrap-t interval, from the quantiles of (estimate* - estimate) / error*.
+
+        Where all residuals drawn are the same one (of three points, one draw in nine), the line is only moved: error*
+        is 0, the ratio of a loss infinite, and that of the exponent says nothing.
+        """
         value = float(row @ self.coefficients)
-        known = self.deviations > 0
-        ratios = (self.drawn[known] @ row - value) / (self.deviations[known] * root)
-        if self.deviation == 0 or not len(ratios):  # the points lie on the line
+        if self.deviation == 0:  # the points lie on the line
             return value, value, value
-        below, above = np.quantile(ratios, [0.025, 0.975])
+        root = math.sqrt(float(row @ self.inverse @ row))
+        moved = self.drawn @ row - value
+        moved[np.abs(moved) < ROUNDING * max(1.0, abs(value))] = 0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratios = moved / (self.deviations * root)
+        ratios = ratios[~np.isnan(ratios)]
+        below, above = np.quantile(ratios, [0.025, 0.975], method="closest_observation")  # no mean with an infinite one
         return value, value - float(above) * self.deviation * root, value - float(below) * self.deviation * root
 
 
@@ -97,13 +111,15 @@ def fit_power_law(sizes: Sequence[float], losses: Sequence[float], *, seed: int 
     solve, free = np.linalg.pinv(x), len(sizes) - 2
     coefficients = solve @ y
     residuals = y - x @ coefficients
-    if np.abs(residuals).max() < 1e-12 * max(1.0, float(np.abs(y).max())):
-        residuals = np.zeros_like(residuals)  # rounding
+    rounding = ROUNDING * max(1.0, float(np.abs(y).max()))
+    if np.abs(residuals).max() < rounding:
+        residuals = np.zeros_like(residuals)
     again = x @ coefficients + np.random.default_rng(seed).choice(
         residuals * math.sqrt(len(sizes) / free), (draws, len(sizes))
     )
     drawn = again @ solve.T
     left = again - drawn @ x.T
+    left[np.abs(left) < rounding] = 0
     return PowerLaw(
         coefficients=coefficients,
         inverse=np.linalg.inv(x.T @ x),
