@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterator
 
 import hypothesis
@@ -26,6 +27,12 @@ def memory_that_nobody_wrote_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: accelerate collects garbage at every training run, and need not see it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -251,7 +251,7 @@ def test_full_disk_is_said_with_the_folder(tmp_path, monkeypatch, cache):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write", fail)
-    with pytest.raises(LabError, match=r"cannot write the data cache .*cache .*No space left on device") as error:
+    with pytest.raises(LabError, match=r"cannot write the data cache .*cache.*No space left on device") as error:
         load(tmp_path)
     assert error.value.exit_code == 3
 

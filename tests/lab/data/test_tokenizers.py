@@ -99,6 +99,24 @@ def test_made_once_and_loaded_from_then_on(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokenizer"]
 
 
+def test_runs_on_the_same_text_train_it_once(tmp_path, monkeypatch):
+    trained = []
+
+    def counting(text, vocab_size):
+        trained.append(vocab_size)
+        return train_bpe(text, vocab_size)
+
+    monkeypatch.setattr(tokenizers, "train_bpe", counting)
+    train_bpe(iter([TEXT]), 280).save_pretrained(tmp_path / "280")
+    TOKENIZER.save_pretrained(tmp_path / "293")
+    for run, size in enumerate((293, 293, 280)):
+        make_tokenizer(DataConfig(vocab_size=size), train_documents(), tmp_path / f"run {run}")
+        for path in (tmp_path / str(size)).iterdir():
+            assert (tmp_path / f"run {run}" / path.name).read_bytes() == path.read_bytes()
+    make_tokenizer(DataConfig(vocab_size=293), train_documents("other text" * 99), tmp_path / "other")
+    assert trained == [293, 280, 293]
+
+
 def test_saved_tokenizer_is_what_transformers_loads(tmp_path):
     make_tokenizer(DataConfig(vocab_size=293), train_documents(), tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
