@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvshift.layers.shift as shift_module
 from kvshift import KVShift, ShiftOptions, ShiftState
 from kvshift.layers.positions import half_tables, rotate_half
-from kvshift.ops import fused
+from kvshift.ops import eager, fused
 from kvshift.ops.eager import columns_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -193,7 +192,7 @@ def test_a_coefficient_that_becomes_zero_reads_nothing(change, inference, counte
 @torch.no_grad()
 def test_a_device_is_asked_once_whether_one_is_zero(monkeypatch):
     asked = []
-    monkeypatch.setattr(shift_module, "columns_of", lambda x, look: asked.append(look) or columns_of(x, look=look))
+    monkeypatch.setattr(eager, "columns_of", lambda x, look: asked.append(look) or columns_of(x, look=look))
     layer, given = KVShift(G), inputs(2, 1, torch.float32)
     arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
     for _ in range(3):

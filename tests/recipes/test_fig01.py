@@ -62,7 +62,7 @@ def test_claims_of_figure_1a(ours, one, two, expected) -> None:
 
 
 def test_three_of_three_do_not_decide_what_has_no_interval() -> None:
-    """Two plain layers that never come to 90 %: how much sooner the others are is a bound of each seed, no interval."""
+    """Two plain layers that never reach 90 %: how much sooner the others are is a bound of each seed, no interval."""
     curves = {
         "vanilla, 4 layers": NEVER,
         "vanilla, 2 layers": NEVER,

@@ -16,7 +16,7 @@ from kvshift.layers.options import ShiftOptions, Target
 from kvshift.layers.recompute import KEEP_ALL, recomputed
 from kvshift.ops import ShiftState
 from kvshift.ops.dispatch import Norms, is_worth_recomputing, may_recompute, may_step
-from kvshift.ops.eager import Columns, columns_of
+from kvshift.ops.eager import KeptColumns
 from kvshift.ops.fused import CacheSlot, recomputation, shift_norm_rope, step_norm_rope
 from kvshift.ops.rope import Rotary
 
@@ -69,7 +69,7 @@ class KVShift(nn.Module):
             raise ValueError(f'num_heads must be at least 1 when "q" is in targets, got {num_heads}')
         self.options = options
         self.targets = options.targets  # beside them, as every token asks for it
-        self._kept_columns: dict[Target, _KeptColumns] = {}
+        self._kept = KeptColumns(), KeptColumns()  # of alpha and of beta
         for target, name in _COEFFICIENT.items():
             heads = num_heads if target == "q" else num_kv_heads
             width = 1 if options.constraint == "gate" else options.window
@@ -130,7 +130,7 @@ class KVShift(nn.Module):
         return shift_norm_rope(
             q, k, v, self._mix("k"), self._mix("v"), gamma, rotary=rotary, norms=norms, state=state,
             cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, keep_state=keep_state, backend=backend,
-            columns=self._columns,
+            kept=self._kept,
         )  # fmt: skip  # type: ignore[return-value]  # queries were given
 
     def step(
@@ -224,22 +224,6 @@ class KVShift(nn.Module):
             return torch.cat([now, 1 - now], dim=1)
         return parameter.clamp(0, 1) if self.options.constraint == "clamp" else parameter
 
-    def _columns(self, target: Target, coefficients: Tensor) -> Columns | None:
-        """Kept from token to token of generation until the parameter changes: making them takes as long as the shift.
-
-        So any device is asked only once whether one is zero. (A zero written through `.data`, which leaves no trace, is
-        multiplied like other numbers until the next change.)
-        """
-        if coefficients.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None  # nothing can be asked, and the graph is to hold for other numbers too
-        kept = self._kept_columns.get(target)
-        if kept is not None and kept.belong_to(coefficients):
-            return kept.columns
-        if type(coefficients) is not nn.Parameter or coefficients.is_inference() or coefficients.is_meta:
-            return None
-        kept = self._kept_columns[target] = _KeptColumns(coefficients)
-        return kept.columns
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVShift:
         """Follow every move and cast of the model except one to a dtype smaller than float32."""
 
@@ -250,22 +234,6 @@ class KVShift(nn.Module):
             return tensor.to(device=moved.device, dtype=torch.float32)
 
         return super()._apply(keep_float32, recurse)
-
-
-class _KeptColumns:
-    """The columns of a parameter, and what tells that it has changed since."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self.columns = columns_of(parameter, look=True)
-        self._parameter, self._address, self._version = parameter, parameter.data_ptr(), parameter._version
-
-    def belong_to(self, coefficients: Tensor) -> bool:
-        """Whether they are those of this tensor as it is now."""
-        return (
-            coefficients is self._parameter
-            and coefficients._version == self._version
-            and coefficients.data_ptr() == self._address
-        )
 
 
 def not_a_shift(module: nn.Module) -> TypeError:

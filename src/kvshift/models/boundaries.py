@@ -75,7 +75,7 @@ def document_start(documents: Tensor, seen: int | Tensor, begun: Tensor | None) 
 def check_flash_documents(
     documents: Tensor | None,
     *,
-    goes_on: bool,
+    continues: bool,
     real_BT: Tensor | None,
     position_ids: Tensor | None,
     cu_seq_lens: Tensor | None,
@@ -86,14 +86,14 @@ def check_flash_documents(
 
     Args:
         documents: as `document_index` numbers them, of all that names them.
-        goes_on: whether the cache holds tokens of which the row's last document did not begin with the first.
+        continues: whether a document that began in the cache, after its first token, may continue in this call.
         real_BT, position_ids, cu_seq_lens: of the call.
     """
     if is_torchdynamo_compiling() or torch.jit.is_tracing():  # a traced graph must not depend on data
         return
     if documents is None:
-        named = not goes_on
-    elif goes_on or real_BT is not None or documents.shape[0] > 1:
+        named = not continues
+    elif continues or real_BT is not None or documents.shape[0] > 1:
         named = False
     elif cu_seq_lens is not None or position_ids is None:
         named = True

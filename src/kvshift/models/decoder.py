@@ -354,7 +354,7 @@ def create_masks(
         if str(config._attn_implementation).startswith("flash_attention"):
             check_flash_documents(
                 documents,
-                goes_on=begun is not None,
+                continues=begun is not None,
                 real_BT=padding,
                 position_ids=position_ids,
                 cu_seq_lens=cu_seq_lens,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
@@ -108,13 +108,10 @@ class _Slices(torch.autograd.Function):
         return grad_x, grad_coefficients.to(coefficients.dtype), grad_state.to(state.dtype)
 
 
-def shift_next_token(x: Tensor, coefficients: Tensor, state: Tensor, columns: Columns | None = None) -> Tensor:
-    """What `shift_eager` makes of one token, without gradients; every lag is a row of state.
-
-    Args:
-        columns: `columns_of(coefficients)`, where the caller has kept them.
-    """
+def shift_next_token(x: Tensor, coefficients: Tensor, state: Tensor, kept: KeptColumns | None = None) -> Tensor:
+    """What `shift_eager` makes of one token, without gradients; every lag is a row of state."""
     dtype, rows = torch.float64 if x.dtype is torch.float64 else torch.float32, state.shape[1]
+    columns = None if kept is None else kept.of(coefficients)
     if columns is None or coefficients.dtype is not dtype:
         columns = columns_of(coefficients.to(dtype), look=coefficients.is_cpu and not torch.compiler.is_compiling())
     now, *earlier = columns.lags
@@ -148,6 +145,33 @@ class Columns(NamedTuple):
 def columns_of(coefficients: Tensor, *, look: bool) -> Columns:
     """Views of (G, W); `look` whether any is zero: a microsecond on a CPU, a wait for any other device."""
     return Columns(coefficients.unsqueeze(2).unbind(1), look and all(map(all, coefficients.tolist())))
+
+
+class KeptColumns:
+    """The columns of a parameter, kept from token to token until it changes: making them takes as long as the shift.
+
+    So any device is asked only once whether one is zero. (A zero written through `.data`, which leaves no trace, is
+    multiplied like other numbers until the next change.)
+    """
+
+    def __init__(self) -> None:
+        self._parameter: nn.Parameter | None = None
+
+    def of(self, coefficients: Tensor) -> Columns | None:
+        """The columns; None where they cannot be kept."""
+        if coefficients.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # nothing can be asked, and the graph is to hold for other numbers too
+        if (
+            coefficients is self._parameter
+            and coefficients._version == self._version
+            and coefficients.data_ptr() == self._address
+        ):
+            return self._columns
+        if type(coefficients) is not nn.Parameter or coefficients.is_inference() or coefficients.is_meta:
+            return None
+        self._columns = columns_of(coefficients, look=True)
+        self._parameter, self._address, self._version = coefficients, coefficients.data_ptr(), coefficients._version
+        return self._columns
 
 
 def _slices_forward(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from kvshift.ops.dispatch import (
     norm_scales,
     takes_step,
 )
-from kvshift.ops.eager import Columns, shift_next_token
+from kvshift.ops.eager import KeptColumns, shift_next_token
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, apply_rotary, rotate_heads
 from kvshift.ops.shift import (
@@ -39,7 +39,6 @@ from kvshift.ops.state import ShiftState
 from kvshift.ops.triton.call import Boundaries, next_state_triton, shift_norm_rope_triton
 from kvshift.ops.triton.step import step_triton
 
-KeptColumns = Callable[[Literal["k", "v"], Tensor], Columns | None]
 Results = tuple[Tensor | None, Tensor, Tensor, ShiftState | None]
 
 _DDP_TAKES_CHECKPOINTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -77,7 +76,7 @@ def shift_norm_rope(
     mask: Tensor | None = None,
     keep_state: bool = True,
     backend: str = "auto",
-    columns: KeptColumns | None = None,
+    kept: tuple[KeptColumns, KeptColumns] | None = None,
 ) -> Results:
     """Shift, then normalise queries and keys, then rotate them.
 
@@ -94,13 +93,13 @@ def shift_norm_rope(
         state: as in `kv_shift`, with queries where there is gamma. Looked at only if something is shifted.
         cu_seqlens, seq_idx, mask, backend: as in `kv_shift`.
         keep_state: False where no later call needs the new state.
-        columns: of the target "k" or "v" with these coefficients, where the caller keeps them for generation.
+        kept: the columns of alpha and of beta, where the caller keeps them for generation.
 
     Returns:
         q, k, v and the new state; None where it is not kept or nothing is shifted.
     """
     if rotary is not None and gamma is cu_seqlens is seq_idx is mask is None and may_be_next_token(k, backend):
-        results = _next_token(q, k, v, alpha, beta, rotary, norms, state, columns)
+        results = _next_token(q, k, v, alpha, beta, rotary, norms, state, kept or (None, None))
         if results is not None:
             return results if keep_state else (*results[:3], None)
     states = (state.k, state.v) if isinstance(state, ShiftState) else (None, None)
@@ -229,7 +228,7 @@ def _next_token(
     rotary: Rotary,
     norms: Norms | None,
     state: Any,
-    columns: KeptColumns | None,
+    kept: tuple[KeptColumns | None, KeptColumns | None],
 ) -> Results | None:
     """The next token of every sequence at a window of 2; None where `_apart` must do it, or say what is wrong."""
     if not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim == v.ndim == 4):
@@ -240,17 +239,17 @@ def _next_token(
     if q.shape != (batch, 1, q.shape[2], size) or v.shape[:3] != (batch, 1, heads):
         return None
     if alpha is not None or beta is not None:
-        if not _goes_on(k, v, state):
+        if not _continues(k, v, state):
             return None
         new = ShiftState(k, v, 1)
         if alpha is not None:
             if alpha.shape != (heads, 2):
                 return None
-            k = shift_next_token(k, alpha, state.k, columns and columns("k", alpha))
+            k = shift_next_token(k, alpha, state.k, kept[0])
         if beta is not None:
             if beta.shape != (heads, 2):
                 return None
-            v = shift_next_token(v, beta, state.v, columns and columns("v", beta))
+            v = shift_next_token(v, beta, state.v, kept[1])
     if norms is not None:
         q, k = norms[0](q), norms[1](k)
     # Rotated together: four operations less.
@@ -258,7 +257,7 @@ def _next_token(
     return q, k, v, new
 
 
-def _goes_on(k: Tensor, v: Tensor, state: Any) -> bool:
+def _continues(k: Tensor, v: Tensor, state: Any) -> bool:
     """Whether k and v are the token after the one that the state holds."""
     return (
         isinstance(state, ShiftState)

@@ -211,7 +211,7 @@ def _scaling(records: Sequence[Record]) -> list[Claim]:
             paper="it does not extrapolate",
             ours=f"the ratio of the losses is {at}",
             direction=_side(at.high < 1, at.low > 1),
-            size=f"at {beyond:,} parameters {means}, where the power law goes on",
+            size=f"at {beyond:,} parameters {means}, if the power law holds so far",
             own=True,
         ),
     ]

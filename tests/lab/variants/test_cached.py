@@ -110,7 +110,7 @@ def test_a_padded_prompt_in_chunks(name: str, chunk: int, family: str) -> None:
 
 @both_families
 @every_cached
-def test_the_last_of_packed_documents_goes_on(name: str, family: str) -> None:
+def test_the_last_of_packed_documents_continues(name: str, family: str) -> None:
     body, texts = decoder(name, family), documents()
     more = torch.randint(TOKENS, (4,), generator=torch.Generator().manual_seed(4))
     ids = torch.cat([*texts, more]).unsqueeze(0)

@@ -109,7 +109,7 @@ def test_gradients(form: Any) -> None:
 @every_layout
 @every_form
 def test_in_any_two_pieces(form: Any, rows: list[list[int | None]]) -> None:
-    """The state holds the last W - 1 real tokens; the second piece goes on with the document that is last in it."""
+    """The state holds the last W - 1 real tokens; the second piece continues the document that is last in it."""
     conv, (k, v), where = made(form), heads(), given(rows)
     whole = conv.mix(k, v, None, **where)
     real, numbers = where["mask"], where["seq_idx"].clone()

@@ -163,10 +163,10 @@ def ask(answers: KeptAnswers, name: str, questions: Questions, limit: int | None
     """What a model makes of each question of a benchmark, in order: lm-eval's metrics, and facts of the prompt."""
     benchmark, model = BENCHMARKS[name], answers.model
     longest = min(LONGEST_SOLUTION, model.max_length // 2)
-    room = model.max_length - longest if benchmark.kind == "solution" else model.max_length + 1
+    most_tokens = model.max_length - longest if benchmark.kind == "solution" else model.max_length + 1
 
     def fits(prompt: str, answer: str) -> bool:
-        if len(model.tok_encode(prompt + answer)) <= room:
+        if len(model.tok_encode(prompt + answer)) <= most_tokens:
             return True
         if len(model.tok_encode(answer)) > model.max_length:
             raise LabError(f"tasks: {name} has an answer longer than the {model.max_length} tokens that the model sees")

@@ -126,7 +126,7 @@ class _LatentShift(nn.Module):
 
 
 class _Sizes:
-    """What the fields of a configuration come to."""
+    """The sizes that follow from the fields of a configuration."""
 
     def __init__(self, config: MLALlamaConfig) -> None:
         head_dim = cast(int, config.head_dim)
