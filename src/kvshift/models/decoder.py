@@ -237,7 +237,7 @@ class ShiftedDecoder:
                 seq_idx=seq_idx,
                 cu_seq_lens=cu_seq_lens,
             )
-        if past_key_values is not None:
+        if past_key_values is not None and not (masks["padding"] is masks["documents"] is None):
             check_recording(past_key_values, masks["padding"], attention_mask, masks["documents"])
         starts = masks["starts"]
         if position_ids is None:
