@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from joblib.externals.loky import get_reusable_executor
@@ -101,3 +106,21 @@ def test_an_interruption_stops_the_sweep(tmp_path: Path) -> None:
 
 def test_no_jobs() -> None:
     assert sweep([], workers=2) == []
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_workers_too(tmp_path: Path) -> None:
+    """It comes to one process alone, as from a scheduler; else they would continue, and keep their folders locked."""
+    command = [sys.executable, "-m", "kvshift", "reproduce", "cfg", "--jobs", "2", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while len([*tmp_path.glob("cfg/laptop/*/*/metrics.jsonl")]) < 2:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        workers = psutil.Process(process.pid).children()
+        process.terminate()
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "the same command resumes" in said
+    assert psutil.wait_procs(workers, timeout=60)[1] == []

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import joblib
+import psutil
 import torch
 
 from kvshift.lab.errors import LabError
@@ -67,6 +70,8 @@ def sweep(
                 os.environ["PYTHONSAFEPATH"] = "1"
                 stack.callback(os.environ.pop, "PYTHONSAFEPATH")
             stack.enter_context(joblib.parallel_config(backend=backend, n_jobs=workers))
+            if backend == "loky":
+                stack.enter_context(_ending_together())
         as_they_end = "list" if cluster == "ray" else "generator_unordered"  # Ray's backend gives no generator
         parallel: Any = joblib.Parallel(batch_size=1, return_as=as_they_end)  # type: ignore[arg-type]  # declared str
         if cluster == "ray":
@@ -95,6 +100,33 @@ def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | No
     finally:
         torch.set_num_threads(before)
     return number, None
+
+
+@contextmanager
+def _ending_together() -> Iterator[None]:
+    """SIGTERM, which comes to this process alone, reaches its workers too: they keep what they have, as on Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = []
+
+    def pass_on(number: int, frame: object) -> None:
+        heard.append(number)
+        for process in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    except Exception as error:
+        if not heard or isinstance(error, InterruptedRunError):
+            raise
+        raise InterruptedRunError(
+            "interrupted; what is finished is kept, and the same command resumes", heard[0]
+        ) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _gpu_share(workers: int, gpus: int) -> float:
