@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvshift.lab.errors import LabError
 from kvshift.lab.training.train_config import to_json
 from kvshift.recipes import depth
-from kvshift.recipes.jobs import SHARED
+from kvshift.recipes import reproduce as module
+from kvshift.recipes.jobs import SHARED, on_text_at_hand
 from kvshift.recipes.models import PAIR, model_label
 from kvshift.recipes.recipe import Record
 
@@ -126,6 +128,32 @@ def test_the_figure_shows_losses_over_compute_and_gains_over_depth():
     assert left.get_legend_handles_labels()[1] == labels
     assert right.get_legend_handles_labels()[1] == [f"equal {what}, 95 % interval" for what in ("steps", "compute")]
     assert [tick.get_text() for tick in right.get_xticklabels()] == ["2", "4"]
+
+
+@pytest.mark.parametrize("given", [None, ""])
+def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Jobs that are on bundled text stay as they are, as do all where a folder is named."""
+    monkeypatch.delenv(SHARED, raising=False)
+    if given is not None:
+        monkeypatch.setenv(SHARED, given)
+    started: list[Any] = []
+
+    def stop(work: list[Any], **kwargs: Any):
+        started.extend(job for job, _ in work)
+        raise RuntimeError("before any run")
+
+    monkeypatch.setattr(module, "sweep", stop)
+    with pytest.raises(RuntimeError, match="before any run"):
+        module.reproduce(module.ReproduceConfig(recipe="depth", out=tmp_path, preset="laptop"))
+    assert {(job.config.data.corpus, job.config.data.validation) for job in started} == {("tinyshakespeare", None)}
+    assert "the bundled corpus, far smaller, stands for it" in capsys.readouterr().err
+    asked = RECIPE.jobs("smoke", [0])
+    assert on_text_at_hand(asked) == asked
+    monkeypatch.setenv(SHARED, str(tmp_path))
+    asked = RECIPE.jobs("laptop", [0])
+    assert on_text_at_hand(asked) == asked
 
 
 @pytest.mark.parametrize(("given", "said"), [(None, "not set"), ("", "not set"), ("here", "'.*here', which has none")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,15 +14,17 @@ import torch
 
 from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.analysis.runs import is_finished, read_json, read_run
+from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.beginning import enter, other_options, refuse_other_options
 from kvshift.lab.runs.folder import RunFailedError, RunFolder, environment, write_json
 from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_hash, differences, to_json
+from kvshift.recipes.recipe import Job
 from kvshift.recipes.watching import last_step
 
-__all__ = ["SHARED", "Computation", "RunJob", "StudyJob", "TextJob", "TrainingJob"]
+__all__ = ["SHARED", "Computation", "RunJob", "StudyJob", "TextJob", "TrainingJob", "on_text_at_hand"]
 
 SHARED = "KVSHIFT_SHARED_DATA"
 """The environment variable that names the folder of larger corpora, which the repository does not hold."""
@@ -135,7 +137,7 @@ class TextJob(RunJob):
 
     def _here(self) -> TrainConfig:
         """With the text where it lies on this machine."""
-        if self.config.data.hub_config is not None:  # a data set on the hub has a slash in its name, too
+        if not _is_file(self.config):
             return self.config
         found = {name: _find(value) for name, value in _text_of(self.config).items()}
         return replace(self.config, data=replace(self.config.data, **found))
@@ -170,6 +172,23 @@ class StudyJob(TextJob):
             **found,
             "curve": {**found["curve"], **{name: [each[name] for each in counts if each] for name in names}},
         }
+
+
+def on_text_at_hand(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs, with the bundled corpus in place of files where the environment variable `SHARED` names no folder."""
+    if os.environ.get(SHARED):
+        return [*jobs]
+    return [_on_bundled(job) if isinstance(job, TextJob) and _is_file(job.config) else job for job in jobs]
+
+
+def _on_bundled(job: TextJob) -> TextJob:
+    data = replace(job.config.data, corpus=DataConfig().corpus, validation=None)
+    return replace(job, config=replace(job.config, data=data))
+
+
+def _is_file(config: TrainConfig) -> bool:
+    """Whether the corpus is a file: what has no slash is bundled, and a data set on the hub has a slash too."""
+    return "/" in config.data.corpus and config.data.hub_config is None
 
 
 def _text_of(config: TrainConfig) -> dict[str, str | None]:

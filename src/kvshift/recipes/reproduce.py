@@ -26,6 +26,7 @@ from kvshift.lab.messages import say
 from kvshift.lab.runs.folder import RunFailedError, RunFolder, write_bytes
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.claims import Claim
+from kvshift.recipes.jobs import SHARED, on_text_at_hand
 from kvshift.recipes.page import SMOKE, report
 from kvshift.recipes.recipe import Job, Recipe, Record, reported
 from kvshift.recipes.records import KeptRecords, record_of, write_records
@@ -55,12 +56,17 @@ def reproduce(config: ReproduceConfig) -> None:
     seeds = range(config.seeds or preset.seeds)
     folder = config.out / recipe.name / config.preset
     runs = config.out / recipe.entry.runs / config.preset
-    jobs = recipe.jobs(config.preset, seeds)
-    tuning = [] if preset.grid is None else tuning_jobs(recipe.jobs(config.preset, preset.grid.seeds), preset.grid)
+    asked = recipe.jobs(config.preset, seeds)
+    jobs = on_text_at_hand(asked)
+    tuning = []
+    if preset.grid is not None:
+        tuning = tuning_jobs(on_text_at_hand(recipe.jobs(config.preset, preset.grid.seeds)), preset.grid)
     store = None if config.results is None else _store(config.results, recipe, config.preset)
     if store is not None:
         store.refuse_to_forget([*tuning, *jobs])
     say(f"{recipe.name}, {config.preset}: {recipe.title} ({recipe.source}); {preset.cost}")
+    if jobs != asked:
+        say(f"{SHARED} names no folder of text: the bundled corpus, far smaller, stands for it and is read repeatedly")
     records: list[Record] = []
     if tuning:
         records = _run(tuning, runs, folder, config, store, earlier=[])
