@@ -5,6 +5,7 @@ from kvshift.lab.tasks.cfg import CFG3F, CFG3S, CFGConfig, CFGGrammar, CFGTask
 from kvshift.lab.tasks.hop import HopConfig, HopTask
 from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask
 from kvshift.lab.tasks.induction import InductionConfig, InductionTask
+from kvshift.lab.tasks.masked_text import MaskedTextConfig, MaskedTextTask
 from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
 from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
 from kvshift.lab.tasks.questions import Question, QuestionTask
@@ -26,6 +27,8 @@ __all__ = [
     "InductionTask",
     "MQARConfig",
     "MQARTask",
+    "MaskedTextConfig",
+    "MaskedTextTask",
     "NGramConfig",
     "NGramTask",
     "Question",

@@ -10,6 +10,7 @@ from kvshift.lab.tasks.cfg import CFGConfig, CFGTask
 from kvshift.lab.tasks.hop import HopConfig, HopTask
 from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask
 from kvshift.lab.tasks.induction import InductionConfig, InductionTask
+from kvshift.lab.tasks.masked_text import MaskedTextConfig, MaskedTextTask
 from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
 from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
 
@@ -27,6 +28,7 @@ TASKS: dict[str, tuple[type[TaskConfig], Callable[[Any], Task]]] = {
     "hop": (HopConfig, HopTask),
     "igsm": (IGSMConfig, IGSMTask),
     "induction": (InductionConfig, InductionTask),
+    "masked_text": (MaskedTextConfig, MaskedTextTask),
     "mqar": (MQARConfig, MQARTask),
     "ngram": (NGramConfig, NGramTask),
 }

@@ -51,6 +51,7 @@ from kvshift.lab.training.running import (
 )
 from kvshift.lab.training.task_trainer import EarlyStopping, TaskTrainer, score
 from kvshift.lab.training.train_config import ModelConfig, RunConfig, from_json, to_json
+from kvshift.lab.variants.bidirectional import EncoderOptions
 from kvshift.lab.variants.building import build_model, count_parameters, describe
 from kvshift.lab.variants.by_name import settled
 from kvshift.lab.variants.small_gpt2 import GPT2Options
@@ -70,7 +71,7 @@ class TaskTrainConfig(RunConfig):
     """Folder of the run; made where it is missing. A recipe fills it in."""
     task: TaskConfig
     """What is learned: the config of a class in `kvshift.lab.tasks`."""
-    model: ModelConfig | GPT2Options = field(default_factory=ModelConfig)
+    model: ModelConfig | GPT2Options | EncoderOptions = field(default_factory=ModelConfig)
     """What learns it. The vocabulary is the task's."""
     accumulation: int = 1
     """Forward passes of `batch_size` sequences in one optimizer step."""

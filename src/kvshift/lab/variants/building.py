@@ -17,6 +17,7 @@ from kvshift.lab.analysis.runs import Run, read_json
 from kvshift.lab.errors import LabError, nearest, require
 from kvshift.lab.runs.folder import write_json
 from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.bidirectional import EncoderOptions, encoder_config
 from kvshift.lab.variants.by_name import find_variant, variant_of
 from kvshift.lab.variants.model_fields import given_fields, size_fields
 from kvshift.lab.variants.small_gpt2 import GPT2Options, gpt2_config
@@ -90,8 +91,8 @@ def llama_config(
     return config
 
 
-def describe(options: ModelConfig | GPT2Options, *, vocab_size: int, length: int) -> Size:
-    """The size that options of either family describe.
+def describe(options: ModelConfig | GPT2Options | EncoderOptions, *, vocab_size: int, length: int) -> Size:
+    """The size that options of any family describe.
 
     Args:
         options: of the model.
@@ -226,4 +227,5 @@ def _read(path: Path) -> dict[str, Any]:
 _DESCRIBED: dict[type, Callable[[Any, int, int], Size]] = {
     ModelConfig: lambda options, tokens, length: llama_config(options, vocab_size=tokens, sequence_length=length),
     GPT2Options: lambda options, tokens, length: gpt2_config(options, vocab_size=tokens, length=length),
+    EncoderOptions: lambda options, tokens, length: encoder_config(options, vocab_size=tokens, length=length),
 }

@@ -27,7 +27,7 @@ __all__ = [
     "with_variant",
 ]
 
-# Of a run with the options `ModelConfig` or `GPT2Options`.
+# Of a run with the options `ModelConfig`, `GPT2Options` or `EncoderOptions`.
 _Options = TypeVar("_Options")
 
 
@@ -110,7 +110,7 @@ def with_variant(options: _Options, name: str) -> _Options:
     the same by either.
 
     Args:
-        options: a `ModelConfig` or `GPT2Options`.
+        options: a `ModelConfig`, `GPT2Options` or `EncoderOptions`.
         name: of the variant.
     """
     given: Any = options

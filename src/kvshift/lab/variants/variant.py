@@ -1,7 +1,7 @@
 """What an experiment compares: one protocol, behind which vanilla, KV shift and the baselines stand.
 
 `by_name` lists them; each has a module of its own with a `VARIANT`. A size is the configuration of a family, as
-`building.describe` makes it: a `KVShiftLlamaConfig` (text and tasks) or a `LabGPT2Config` (tasks).
+`building.describe` makes it: a `KVShiftLlamaConfig` (text and tasks), or a `LabGPT2Config` or `EncoderConfig` (tasks).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from kvshift.lab.errors import LabError
 from kvshift.lab.seeds import generator_for, seed_for
+from kvshift.lab.variants.bidirectional import EncoderConfig, LabEncoder
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.uncached import decodes_with_cache
 from kvshift.layers import KVShift
@@ -24,12 +25,13 @@ from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 __all__ = ["FAMILIES", "ModelVariant", "Size", "Variant", "shift_layers"]
 
-Size = KVShiftLlamaConfig | LabGPT2Config
+Size = KVShiftLlamaConfig | LabGPT2Config | EncoderConfig
 
 # Of each family: the model that every variant shares weights with, once nothing in it shifts.
 FAMILIES: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = {
     KVShiftLlamaConfig: KVShiftLlamaForCausalLM,
     LabGPT2Config: LabGPT2,
+    EncoderConfig: LabEncoder,
 }
 
 

@@ -1,0 +1,258 @@
+"""A small encoder, which sees what follows, with a shift that can look both ways.
+
+    previous    y[t] = a[0] * x[t] + a[1] * x[t-1]
+    next        y[t] = a[0] * x[t] + a[1] * x[t+1]
+    both        y[t] = a[0] * x[t] + a[1] * x[t-1] + a[2] * x[t+1]
+
+for keys x = k and values x = v, with numbers of their own for each KV head. Nothing crosses a document boundary, and
+padding is skipped, in either direction: the next token is the next real one. All else is the lab's Llama, but for the
+mask of attention and the output matrix, which is that of the embeddings.
+
+Source: a reviewer of the paper asks for it; the paper has none.
+
+Shapes: B batch, T positions, G KV heads, D head size, W coefficients, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_outputs import CausalLMOutput
+
+from kvshift.lab.errors import LabError, require
+from kvshift.lab.tasks.option_checks import check_at_least, check_choices
+from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder
+from kvshift.layers import KVShift, ShiftOptions
+from kvshift.layers.recompute import KEEP_ALL
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaModel
+from kvshift.models.llama.modeling import KVShiftLlamaPreTrainedModel
+from kvshift.ops import shift_tokens
+from kvshift.ops.fused import shift_norm_rope
+
+__all__ = ["BidirectionalShift", "EncoderConfig", "EncoderOptions", "LabEncoder", "encoder_config", "shift_both_ways"]
+
+Direction = Literal["previous", "next", "both"]
+_ATTENTION = ("eager", "sdpa")
+
+
+def shift_both_ways(
+    x: Tensor, coefficients: Tensor, direction: str, *, mask: Tensor | None = None, seq_idx: Tensor | None = None
+) -> Tensor:
+    """The formula above, in float32 (float64 for float64) and rounded once.
+
+    Args:
+        x: (B, T, G, D).
+        coefficients: (G, W), W = 3 for both directions, 2 for one.
+        direction: "previous", "next" or "both".
+        mask, seq_idx: (B, T), as in `kvshift.kv_shift`.
+
+    Returns:
+        y like x, zero on padding.
+    """
+    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if direction == "previous":
+        return shift_tokens(wide, coefficients, mask=mask, seq_idx=seq_idx)[0].to(x.dtype)
+    backwards = [None if each is None else each.flip(1) for each in (mask, seq_idx)]
+    if direction == "next":
+        reversed_y = shift_tokens(wide.flip(1), coefficients, mask=backwards[0], seq_idx=backwards[1])[0]
+        return reversed_y.flip(1).to(x.dtype)
+    y = shift_tokens(wide, coefficients[:, :2], mask=mask, seq_idx=seq_idx)[0]
+    only_next = torch.cat([torch.zeros_like(coefficients[:, 2:]), coefficients[:, 2:]], dim=1)
+    after = shift_tokens(wide.flip(1), only_next, mask=backwards[0], seq_idx=backwards[1])[0].flip(1)
+    return (y + after).to(x.dtype)
+
+
+class BidirectionalShift(KVShift):
+    """`shift_both_ways` of keys and values, in the place of an attention's `KVShift`, and with its start values.
+
+    Args:
+        num_kv_heads: G.
+        options: what is shifted; its window is W.
+        direction: see `shift_both_ways`.
+    """
+
+    def __init__(self, num_kv_heads: int, options: ShiftOptions, *, direction: str) -> None:
+        super().__init__(num_kv_heads, options)
+        self.direction = direction
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> tuple[Tensor, Tensor, Tensor, None]:
+        """As `KVShift.forward`, for whole sequences: there is no state to continue from.
+
+        Args:
+            q, k, v: as there.
+            call: mask, seq_idx, rotary, norms, as there; keep_state is False.
+        """
+        where = {name: call.get(name) for name in ("mask", "seq_idx")}
+        coefficients = self.coefficients()
+        if "k" in coefficients:
+            k = shift_both_ways(k, coefficients["k"], self.direction, **where)
+        if "v" in coefficients:
+            v = shift_both_ways(v, coefficients["v"], self.direction, **where)
+        finish = {name: call.get(name) for name in ("rotary", "norms")}
+        q, k, v, _ = shift_norm_rope(q, k, v, None, None, **finish, keep_state=False)  # type: ignore[assignment]  # queries were given
+        return q, k, v, None
+
+    def recomputing(self, *_: Any, **__: Any) -> Any:
+        """As `KVShift.recomputing`: backward keeps what attention was given."""
+        return KEEP_ALL
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOptions:
+    """An encoder with a shift of keys and values."""
+
+    family = "encoder"
+    width: int = 64
+    """Model width E; the MLPs have 4 E."""
+    layers: int = 4
+    """Layers."""
+    heads: int = 4
+    """Heads; each has keys and values of its own."""
+    direction: Direction = "both"
+    """Where the shift looks: previous, next or both."""
+    variant: str | None = None
+    """vanilla or kv-shift; None: kv-shift, refined by the fields shift_*."""
+    shift_targets: tuple[Literal["k", "v"], ...] = ("k", "v")
+    """What the layers shift. With no value after it: nothing, the vanilla model."""
+    shift_window: int = 3
+    """Tokens mixed, the current one included: 3 for both directions, 2 for one."""
+    shift_constraint: Literal["free"] = "free"
+    """free: any numbers."""
+    shift_init: Literal["uniform", "identity"] = "uniform"
+    """uniform: U(0, 1), summing to 1. identity: (1, 0) or (1, 0, 0), no shift at first."""
+    freeze_shift: bool = False
+    """Keep the coefficients at their start values."""
+
+    def check(self) -> None:
+        """Raise a LabError that names the field, its value, and what it may be."""
+        check_choices("model", self)
+        check_at_least("model", self, width=1, layers=1, heads=1)
+        pairs = 2 * self.heads  # of numbers, which rotary embedding rotates
+        require(self.width % pairs == 0, "model.width", self.width, f"a multiple of 2 heads, {pairs}")
+        window = 3 if self.direction == "both" else 2
+        require(
+            not self.shift_targets or self.shift_window == window,
+            "model.shift_window",
+            self.shift_window,
+            f"{window} with direction {self.direction}",
+        )
+        try:
+            ShiftOptions.of(self, name="model.shift_")
+        except ValueError as error:
+            raise LabError(str(error)) from error
+
+
+@strict
+class EncoderConfig(UncachedConfig, KVShiftLlamaConfig):
+    """The fields of `KVShiftLlamaConfig`, of which shift_window follows from the direction.
+
+    Args:
+        shift_direction: see `shift_both_ways`.
+    """
+
+    model_type = "kvshift_lab_encoder"
+    loaded_by: ClassVar[str] = "kvshift.lab.variants.bidirectional.LabEncoder.from_pretrained"
+
+    shift_direction: str = "both"
+
+
+class EncoderModel(UncachedDecoder, KVShiftLlamaModel):
+    """The layers: every token of a document sees all others of it, and no padding."""
+
+    config: EncoderConfig
+    config_class = EncoderConfig
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config)
+        options = ShiftOptions.of(config)
+        for layer in self.layers:
+            attention: Any = layer.self_attn
+            attention.shift = BidirectionalShift(config.num_key_value_heads, options, direction=config.shift_direction)
+
+    def begin(self, inputs_embeds: Tensor, *args: Any, **kwargs: Any) -> tuple[dict[str, Tensor | None], Tensor]:
+        """As `ShiftedDecoder.begin`, with another mask of attention."""
+        if self.config._attn_implementation not in _ATTENTION:
+            raise ValueError(
+                f"attn_implementation must be one of {', '.join(_ATTENTION)} for an encoder, "
+                f"got {self.config._attn_implementation!r}"
+            )
+        masks, position_ids = super().begin(inputs_embeds, *args, **kwargs)
+        masks["attention"] = _bidirectional_mask(inputs_embeds, masks["padding"], masks["documents"])
+        return masks, position_ids
+
+
+class LabEncoder(KVShiftLlamaPreTrainedModel):
+    """An encoder for a task: scores of tokens at every position."""
+
+    config: EncoderConfig
+    config_class = EncoderConfig
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config)
+        self.model = EncoderModel(config)
+        self.loss_type = "ForCausalLM"
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
+        """Logits, and their mean cross-entropy with the labels.
+
+        Args:
+            input_ids: (B, T).
+            labels: (B, T), as tasks have them: the output at t - 1 is compared with labels[t]; -100 counts for nothing.
+            kwargs: attention_mask, position_ids, seq_idx, cu_seq_lens_q, as in `KVShiftLlamaModel.forward`.
+
+        Returns:
+            `loss`, None without labels, and `logits` (B, T, V).
+        """
+        in_batch = kwargs.pop("num_items_in_batch", None)  # of Trainer: labels in all batches of a step
+        hidden = self.model(input_ids, **{**kwargs, "use_cache": False}).last_hidden_state
+        logits = F.linear(hidden, self.model.embed_tokens.weight)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], num_items_in_batch=in_batch)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def encoder_config(options: EncoderOptions, *, vocab_size: int, length: int) -> EncoderConfig:
+    """The configuration of the encoder that the options describe.
+
+    Args:
+        options: of the model.
+        vocab_size: tokens of the task.
+        length: T, of its sequences.
+    """
+    options.check()
+    return EncoderConfig(
+        vocab_size=vocab_size,
+        hidden_size=options.width,
+        intermediate_size=4 * options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.heads,
+        max_position_embeddings=length,
+        bos_token_id=None,
+        eos_token_id=None,
+        tie_word_embeddings=False,  # the one matrix is used twice, which transformers need not know
+        shift_direction=options.direction,
+        **ShiftOptions.of(options).as_fields(),
+    )
+
+
+def _bidirectional_mask(x: Tensor, real: Tensor | None, documents: Tensor | None) -> Tensor:
+    """(B, 1, T, T), what is added to scores: a token sees what is real of its own document, and itself."""
+    batch, positions = x.shape[:2]
+    seen = torch.eye(positions, dtype=torch.bool, device=x.device).expand(batch, -1, -1)
+    others = torch.ones(batch, 1, positions, dtype=torch.bool, device=x.device) if real is None else real.unsqueeze(1)
+    if documents is not None:
+        others = others & (documents.unsqueeze(1) == documents.unsqueeze(2))
+    added = torch.zeros((), dtype=x.dtype, device=x.device).masked_fill(~(seen | others), torch.finfo(x.dtype).min)
+    return added.unsqueeze(1)
+
+
+AutoConfig.register(EncoderConfig.model_type, EncoderConfig, exist_ok=True)

@@ -1,0 +1,57 @@
+"""The encoder's recipe: what it runs, and what it says of what was found."""
+
+from __future__ import annotations
+
+from random import Random
+
+from kvshift.lab.variants.building import build_model, count_parameters, describe
+from kvshift.recipes import encoder
+from kvshift.recipes.recipe import Record
+
+from .cases import made_up
+
+RECIPE = encoder.RECIPE
+LABELS = [*encoder._models(encoder.LAPTOP.model)]  # type: ignore[arg-type]
+
+
+def records(losses: dict[str, float]) -> list[Record]:
+    return [
+        made_up(
+            label,
+            seed,
+            options={"steps": 1000},
+            curve={
+                "step": [500, 1000],
+                "loss": [5.0, loss + Random(f"{label} {seed}").uniform(0, 0.02)],
+                "masked": [0.1, 0.2],
+            },
+        )
+        for seed in range(3)
+        for label, loss in losses.items()
+    ]
+
+
+def test_every_model_has_what_it_is_called_for() -> None:
+    found = RECIPE.jobs("laptop", [0])
+    assert [job.label for job in found] == LABELS
+    sizes = [describe(job.config.model, vocab_size=20, length=128) for job in found]
+    models = [build_model(size, seed=0) for size in sizes]
+    assert [count_parameters(model)["shift_parameters"] for model in models] == [0, 4 * 4 * 4, 4 * 4 * 4, 4 * 4 * 6]
+
+
+def test_a_gain_of_every_seed_is_said_as_one() -> None:
+    losses = dict(zip(LABELS, (4.0, 3.8, 3.7, 3.5), strict=True))
+    claims = RECIPE.claims(records(losses))
+    assert [claim.direction for claim in claims] == ["holds"] * 4
+    assert "shift from the next token" in claims[-1].statement
+
+
+def test_a_loss_of_every_seed_fails_and_no_difference_is_not_shown() -> None:
+    claims = RECIPE.claims(records(dict(zip(LABELS, (4.0, 4.2, 4.0, 4.0), strict=True))))
+    assert claims[0].direction == "fails"
+    assert claims[1].direction == "not shown"
+
+
+def test_the_figure_has_a_curve_for_each_model() -> None:
+    axes = RECIPE.plot(records(dict.fromkeys(LABELS, 4.0))).axes
+    assert [each.get_legend_handles_labels()[1] for each in axes] == [LABELS, LABELS]
