@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
+
+import pytest
 
 from kvshift.lab.variants.building import build_model, count_parameters, describe
 from kvshift.recipes import encoder
+from kvshift.recipes.jobs import SHARED, on_text_at_hand
 from kvshift.recipes.recipe import Record
 
 from .cases import made_up
@@ -50,6 +54,17 @@ def test_a_loss_of_every_seed_fails_and_no_difference_is_not_shown() -> None:
     claims = RECIPE.claims(records(dict(zip(LABELS, (4.0, 4.2, 4.0, 4.0), strict=True))))
     assert claims[0].direction == "fails"
     assert claims[1].direction == "not shown"
+
+
+def test_where_no_folder_of_text_is_named_the_records_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHARED, raising=False)
+    asked = RECIPE.jobs("laptop", [0])
+    made: list[Any] = on_text_at_hand(asked)
+    tasks = [job.config.task for job in made]
+    assert [(task.corpus, task.validation) for task in tasks] == [("tinyshakespeare", None)] * 4
+    assert on_text_at_hand(RECIPE.jobs("smoke", [0])) == RECIPE.jobs("smoke", [0])
+    monkeypatch.setenv(SHARED, "folder")
+    assert on_text_at_hand(asked) == asked
 
 
 def test_the_figure_has_a_curve_for_each_model() -> None:

@@ -19,7 +19,7 @@ from kvshift.lab.variants.by_name import with_variant
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher
 from kvshift.recipes.jobs import TrainingJob
-from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label, last_mean
 from kvshift.recipes.tuning import least_loss
 
 if TYPE_CHECKING:  # takes a second to import
@@ -89,7 +89,9 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Each shift against none, and both ways against the better one way, by the losses of paired seeds."""
-    losses = {label: [_final(record) for record in seeds.values()] for label, seeds in by_label(records).items()}
+    losses = {
+        label: [last_mean(record, "loss", 1) for record in seeds.values()] for label, seeds in by_label(records).items()
+    }
     vanilla, previous, following, both = losses
     pairs = [(label, vanilla) for label in (previous, following, both)]
     pairs += [(both, min((previous, following), key=lambda label: statistics.fmean(losses[label])))]
@@ -118,18 +120,10 @@ def plot(records: Sequence[Record]) -> Figure:
     models = by_label(records)
     shown = {"loss": "validation loss (nats per masked token)", SCORED: "accuracy at masked tokens"}
     for axes, (name, what) in zip(figure.subplots(1, 2), shown.items(), strict=True):
-        curves = {
-            label: {seed: accuracy_curve(record, name) for seed, record in seeds.items()}
-            for label, seeds in models.items()
-        }
-        draw_curves(axes, curves)
+        draw_curves(axes, {label: accuracy_curves(seeds, name) for label, seeds in models.items()})
         axes.set(xlabel="steps", ylabel=what)
     legend_below(figure)
     return figure
-
-
-def _final(record: Record) -> float:
-    return accuracy_curve(record, "loss")[1][-1]
 
 
 RECIPE = Recipe(

@@ -14,10 +14,11 @@ import torch
 
 from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.analysis.runs import is_finished, read_json, read_run
-from kvshift.lab.data.config import DataConfig
+from kvshift.lab.data.config import SHARED, DataConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.beginning import enter, other_options, refuse_other_options
 from kvshift.lab.runs.folder import RunFailedError, RunFolder, environment, write_json
+from kvshift.lab.tasks import MaskedTextConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_hash, differences, to_json
@@ -25,9 +26,6 @@ from kvshift.recipes.recipe import Job
 from kvshift.recipes.watching import last_step
 
 __all__ = ["SHARED", "Computation", "RunJob", "StudyJob", "TextJob", "TrainingJob", "on_text_at_hand"]
-
-SHARED = "KVSHIFT_SHARED_DATA"
-"""The environment variable that names the folder of larger corpora, which the repository does not hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +63,10 @@ class RunJob(ABC):
     @abstractmethod
     def run(self, out: Path) -> None: ...
 
+    def on_bundled_text(self) -> Self:
+        """The same run on the bundled corpus, if its text is in files."""
+        return self
+
     def progress(self, out: Path) -> tuple[int, int]:
         """By the last line of metrics."""
         return last_step(RunFolder(out).metrics), self.config.steps
@@ -93,6 +95,14 @@ class TrainingJob(RunJob):
 
     config: TaskTrainConfig
 
+    def on_bundled_text(self) -> Self:
+        """See `RunJob`; of the tasks, masked text alone reads any."""
+        task = self.config.task
+        if not isinstance(task, MaskedTextConfig) or "/" not in task.corpus:
+            return self
+        task = replace(task, corpus=DataConfig().corpus, validation=None)
+        return replace(self, config=replace(self.config, task=task))
+
     def is_finished(self, out: Path) -> bool:
         """Raises a LabError where `out` holds a run with other options."""
         return out.exists() and enter(RunFolder(out), task_options(self.config))
@@ -114,6 +124,13 @@ class TextJob(RunJob):
     """
 
     config: TrainConfig
+
+    def on_bundled_text(self) -> Self:
+        """See `RunJob`."""
+        if not _is_file(self.config):
+            return self
+        data = replace(self.config.data, corpus=DataConfig().corpus, validation=None)
+        return replace(self, config=replace(self.config, data=data))
 
     def is_finished(self, out: Path) -> bool:
         """Raises a LabError where `out` holds a run with other options, or where the text is not to be found."""
@@ -178,12 +195,7 @@ def on_text_at_hand(jobs: Sequence[Job]) -> list[Job]:
     """The jobs, with the bundled corpus in place of files where the environment variable `SHARED` names no folder."""
     if os.environ.get(SHARED):
         return [*jobs]
-    return [_on_bundled(job) if isinstance(job, TextJob) and _is_file(job.config) else job for job in jobs]
-
-
-def _on_bundled(job: TextJob) -> TextJob:
-    data = replace(job.config.data, corpus=DataConfig().corpus, validation=None)
-    return replace(job, config=replace(job.config, data=data))
+    return [job.on_bundled_text() if isinstance(job, RunJob) else job for job in jobs]
 
 
 def _is_file(config: TrainConfig) -> bool:

@@ -8,7 +8,10 @@ from typing import Literal
 
 from kvshift.lab.errors import LabError
 
-__all__ = ["DataConfig", "check_data_config"]
+__all__ = ["SHARED", "DataConfig", "check_data_config"]
+
+SHARED = "KVSHIFT_SHARED_DATA"
+"""The environment variable that names the folder of larger corpora, which the repository does not hold."""
 
 # A byte-level BPE starts from the 256 bytes; the end-of-text token comes on top.
 SMALLEST_VOCABULARY = 257

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvshift.lab.data.config import SHARED
 from kvshift.lab.errors import LabError
 
 __all__ = ["HUB", "Item", "Questions", "find_data", "read_questions"]
 
 HUB = "hub"
-_FOLDER = "KVSHIFT_SHARED_DATA"  # the environment variable that names the folder where no option does
 
 _SPLITS = {"test": "test", "examples": "dev"}  # of MMLU and CMMLU
 
@@ -60,7 +60,7 @@ def find_data(data: str | None) -> str:
     Args:
         data: either, or None: the folder that the environment variable KVSHIFT_SHARED_DATA names, else the hub.
     """
-    where = data or os.environ.get(_FOLDER) or HUB
+    where = data or os.environ.get(SHARED) or HUB
     if where != HUB and not Path(where).is_dir():
         raise LabError(f"data must be a folder or {HUB}; there is no folder {where}")
     return where

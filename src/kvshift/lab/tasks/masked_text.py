@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshift.lab.data.config import SHARED, DataConfig
 from kvshift.lab.errors import require
 from kvshift.lab.seeds import generator_for
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 
 __all__ = ["MaskedTextConfig", "MaskedTextTask"]
-
-_FOLDER = "KVSHIFT_SHARED_DATA"  # the environment variable that names the folder of files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +68,12 @@ class MaskedTextTask:
 
     def __init__(self, config: MaskedTextConfig) -> None:
         # Here alone is a tokenizer needed, which takes a second to import.
-        from kvshift.lab.data.config import DataConfig
         from kvshift.lab.data.text import load_text_data
 
         self.config = config
         files: dict[str, Any] = {"corpus": config.corpus, "validation": config.validation}
         if "/" in config.corpus:
-            folder = os.environ.get(_FOLDER)
+            folder = os.environ.get(SHARED)
             files = {name: folder and str(Path(folder) / file) for name, file in files.items() if file is not None}
         given = {name: file for name, file in files.items() if file}
         data_config = DataConfig(vocab_size=config.vocab_size, sequence_length=config.length, **given)

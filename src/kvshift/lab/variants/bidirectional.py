@@ -56,16 +56,19 @@ def shift_both_ways(
         y like x, zero on padding.
     """
     wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    if direction == "previous":
-        return shift_tokens(wide, coefficients, mask=mask, seq_idx=seq_idx)[0].to(x.dtype)
-    backwards = [None if each is None else each.flip(1) for each in (mask, seq_idx)]
+
+    def backwards(coefficients: Tensor) -> Tensor:
+        mirrored_mask, mirrored_idx = (None if each is None else each.flip(1) for each in (mask, seq_idx))
+        return shift_tokens(wide.flip(1), coefficients, mask=mirrored_mask, seq_idx=mirrored_idx)[0].flip(1)
+
     if direction == "next":
-        reversed_y = shift_tokens(wide.flip(1), coefficients, mask=backwards[0], seq_idx=backwards[1])[0]
-        return reversed_y.flip(1).to(x.dtype)
-    y = shift_tokens(wide, coefficients[:, :2], mask=mask, seq_idx=seq_idx)[0]
-    only_next = torch.cat([torch.zeros_like(coefficients[:, 2:]), coefficients[:, 2:]], dim=1)
-    after = shift_tokens(wide.flip(1), only_next, mask=backwards[0], seq_idx=backwards[1])[0].flip(1)
-    return (y + after).to(x.dtype)
+        y = backwards(coefficients)
+    else:
+        y = shift_tokens(wide, coefficients[:, :2], mask=mask, seq_idx=seq_idx)[0]
+    if direction == "both":
+        only_next = torch.cat([torch.zeros_like(coefficients[:, 2:]), coefficients[:, 2:]], dim=1)
+        y = y + backwards(only_next)
+    return y.to(x.dtype)
 
 
 class BidirectionalShift(KVShift):
