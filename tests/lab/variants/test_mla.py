@@ -17,7 +17,6 @@ from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.mla import MLALlamaConfig, MLALlamaForCausalLM
-from kvshift.lab.variants.mla_kv_shift import MLAKVShiftLlamaConfig, MLAKVShiftLlamaForCausalLM
 
 from ...models.llama import checks
 from ...models.llama.reference import reference_logits
@@ -61,17 +60,13 @@ def by_loop(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor, _: int) -> T
     return linear(layer, "o_proj", torch.cat(outputs, dim=1))
 
 
-for each in ("mla", "mla_kv_shift"):
-    checks.REFERENCES[f"kvshift_{each}_llama"] = partial(reference_logits, attention=by_loop)
+checks.REFERENCES[MLALlamaConfig.model_type] = partial(reference_logits, attention=by_loop)
 
 
 def tiny(form: str, *, attention: str = "sdpa") -> Any:
-    config_class, model_class = MLALlamaConfig, MLALlamaForCausalLM
-    if "shifted" in form:
-        config_class, model_class = MLAKVShiftLlamaConfig, MLAKVShiftLlamaForCausalLM
-    config = config_class(**{**SIZES, **FIELDS, **FORMS[form]})
+    config = MLALlamaConfig(**{**SIZES, **FIELDS, **FORMS[form]})
     config._attn_implementation = attention
-    model = model_class(config)
+    model = MLALlamaForCausalLM(config)
     randomize(model)
     model.generation_config.pad_token_id = PAD
     return model.double().eval()
