@@ -1,8 +1,8 @@
 """The body of all models with KV shift, whichever family of transformers they come from: attention and decoder.
 
 The classes stand before transformers' own, which bring embeddings, projections, norms, MLPs and heads. A family of
-rotary models takes `ShiftedAttention` and `RotaryDecoder` whole (`llama/modeling.py`); another takes `shift_into` in an
-attention of its own and `ShiftedDecoder.begin` (`retrofit/gpt2.py`).
+rotary models takes `ShiftedAttention` and `RotaryDecoder` whole (`llama/modeling.py`, `retrofit/families.py`); another
+takes `shift_into` in an attention of its own and `ShiftedDecoder.begin` (`retrofit/gpt2.py`).
 
 Shapes: B batch, T positions of this call, S sequences, H query heads, G KV heads, D head size, E model width.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -44,6 +45,7 @@ from kvshift.models.configuration import ShiftConfig
 from kvshift.ops.dispatch import Norms
 from kvshift.ops.rope import Rotary
 
+Finish = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")  # what a name may begin with, kernels' included
 
 
@@ -86,6 +88,8 @@ class ShiftedAttention:
     Attributes:
         shift: the coefficients.
         eager_attention: the family's function for attn_implementation="eager".
+        apply_rotary: the family's own `apply_rotary_pos_emb`, for (B, heads, T, D). None: the rotary embedding is
+            Llama's and the norms are plain RMSNorms, which may run in one launch with the shift.
         qk_norm: whether `q_norm` and `k_norm` normalise the heads between shift and rotary embedding. (An attribute:
             at every token it costs less than a look into the configuration.)
         sliding_window: how many tokens each attends to, itself included; None for all.
@@ -105,6 +109,7 @@ class ShiftedAttention:
     k_norm: nn.Module
     shift: KVShift
     eager_attention: ClassVar[Callable]
+    apply_rotary: ClassVar[Callable | None] = None
     qk_norm: bool = False
     sliding_window: int | None = None
 
@@ -128,6 +133,11 @@ class ShiftedAttention:
         shift_seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        norms = (self.q_norm, self.k_norm) if self.qk_norm else None
+        if self.apply_rotary is None:
+            after: dict[str, Any] = {"rotary": position_embeddings, "norms": norms}
+        else:
+            after = {"finish": partial(_finish, self.apply_rotary, position_embeddings, norms)}
         query, key, value, keep_raw = shift_into(
             self.shift,
             *self.project(hidden_states),
@@ -135,8 +145,7 @@ class ShiftedAttention:
             self.layer_idx,
             mask=shift_mask,
             seq_idx=shift_seq_idx,
-            rotary=position_embeddings,
-            norms=(self.q_norm, self.k_norm) if self.qk_norm else None,
+            **after,
         )
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, self.eager_attention
@@ -156,6 +165,31 @@ class ShiftedAttention:
         return self.output(output), weights
 
 
+def _finish(
+    apply_rotary: Callable, tables: tuple[Tensor, Tensor], norms: Norms | None, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Normalise and rotate q (B, T, H, D) and k (B, T, G, D) by a family's own functions.
+
+    They get views like those that the family makes, so that the bits are its own.
+    """
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    if norms is not None:
+        q, k = norms[0](q), norms[1](k)
+    q, k = apply_rotary(q, k, *tables)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+class _FinishedShift:
+    """A shift, and `finish` after it, called like a `KVShift`."""
+
+    def __init__(self, shift: KVShift, finish: Finish) -> None:
+        self.shift, self.finish, self.targets = shift, finish, shift.targets
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        q, k, v, state = self.shift(q, k, v, **where)
+        return *self.finish(q, k), v, state
+
+
 def shift_into(
     shift: KVShift,
     q: Tensor,
@@ -168,6 +202,7 @@ def shift_into(
     seq_idx: Tensor | None,
     rotary: Rotary | None = None,
     norms: Norms | None = None,
+    finish: Finish | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager[None]]:
     """Shift the heads of one layer, continuing from the state in the cache, finish them and put them into the cache.
 
@@ -177,6 +212,7 @@ def shift_into(
         cache: adopted; None: every row begins here.
         layer_idx: which layer of the cache.
         mask, seq_idx, rotary, norms: as in `KVShift.forward`.
+        finish: in place of rotary and norms, what a family does to shifted q and k with functions of its own.
 
     Returns:
         q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before; and a context for attention over
@@ -184,16 +220,18 @@ def shift_into(
     """
     if not hasattr(shift, "targets"):
         raise not_a_shift(shift)
+    shifts: Any = shift if finish is None else _FinishedShift(shift, finish)
     if cache is not None and shift.targets:
         layer: Any = cache.layers[layer_idx]
-        return *layer.shift_into(shift, q, k, v, mask=mask, seq_idx=seq_idx, rotary=rotary, norms=norms), KEEP_ALL
+        return *layer.shift_into(shifts, q, k, v, mask=mask, seq_idx=seq_idx, rotary=rotary, norms=norms), KEEP_ALL
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     raw = k, v
-    q, k, v, _ = shift(q, k, v, keep_state=False, **where)
+    q, k, v, _ = shifts(q, k, v, keep_state=False, **where)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if cache is not None:
         return q, *cache.update(k, v, layer_idx), KEEP_ALL
-    return q, k, v, shift.recomputing(raw, (k, v), **where) if torch.is_grad_enabled() else KEEP_ALL
+    may_recompute = finish is None and torch.is_grad_enabled()
+    return q, k, v, shift.recomputing(raw, (k, v), **where) if may_recompute else KEEP_ALL
 
 
 class ShiftedDecoder:
@@ -204,13 +242,13 @@ class ShiftedDecoder:
     def begin(
         self,
         inputs_embeds: Tensor,
-        attention_mask: Tensor | dict[str, Tensor | None] | None,
+        attention_mask: Tensor | dict[str, Any] | None,
         position_ids: Tensor | None,
         past_key_values: Cache | None,
         *,
         seq_idx: Tensor | None,
         cu_seq_lens: Tensor | None,
-    ) -> tuple[dict[str, Tensor | None], Tensor]:
+    ) -> tuple[dict[str, Any], Tensor]:
         """Make a call ready: the cache can carry the shift's state, and every layer's masks are there.
 
         Args:
@@ -239,7 +277,7 @@ class ShiftedDecoder:
             )
         if past_key_values is not None and not (masks["padding"] is masks["documents"] is None):
             check_recording(past_key_values, masks["padding"], attention_mask, masks["documents"])
-        starts = masks["starts"]
+        starts: Tensor | None = masks["starts"]
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen).unsqueeze(0)
@@ -261,19 +299,31 @@ class ShiftedDecoder:
 
 
 class RotaryDecoder(ShiftedDecoder):
-    """A family's decoder of `embed_tokens`, `layers` around a `ShiftedAttention`, `norm` and `rotary_emb`."""
+    """A family's decoder of `embed_tokens`, `layers` around a `ShiftedAttention`, `norm` and `rotary_emb`.
+
+    Where `config.layer_types` says so, layers differ in the window of their attention; `rotary_tables` may give each
+    type tables of its own.
+    """
 
     embed_tokens: nn.Module
     layers: nn.ModuleList
     norm: nn.Module
     rotary_emb: nn.Module
 
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """(B, T, E), what the first layer gets."""
+        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+
+    def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> Any:
+        """What each attention gets as `position_embeddings`, or a dict of that by the type of the layer."""
+        return half_tables(*self.rotary_emb(hidden_states, position_ids=position_ids))
+
     @merge_with_config_defaults
     @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -295,9 +345,7 @@ class RotaryDecoder(ShiftedDecoder):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-
+        inputs_embeds = self.embed(input_ids, inputs_embeds)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         masks, position_ids = self.begin(
@@ -307,12 +355,13 @@ class RotaryDecoder(ShiftedDecoder):
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
 
         hidden_states = inputs_embeds
-        position_embeddings = half_tables(*self.rotary_emb(hidden_states, position_ids=position_ids))
-        for decoder_layer in self.layers[: self.config.num_hidden_layers]:
+        mask, tables = masks["attention"], self.rotary_tables(hidden_states, position_ids)
+        layers = self.layers[: self.config.num_hidden_layers]
+        for decoder_layer, layer_type in zip(layers, self.config.layer_types, strict=False):
             hidden_states = decoder_layer(
                 hidden_states,
-                attention_mask=masks["attention"],
-                position_embeddings=position_embeddings,
+                attention_mask=mask[layer_type] if isinstance(mask, dict) else mask,
+                position_embeddings=tables[layer_type] if isinstance(tables, dict) else tables,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
@@ -332,11 +381,12 @@ def create_masks(
     *,
     seq_idx: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
-) -> dict[str, Tensor | None]:
+) -> dict[str, Any]:
     """What every layer needs to know of padding and documents.
 
     Returns:
-        "attention": the mask of its scores; "padding": (B, T), False on padding, and "documents": (B, T), their
+        "attention": the mask of its scores, or a dict of it by the type of the layer where `config.layer_types` has
+        several; "padding": (B, T), False on padding, and "documents": (B, T), their
         numbers, for the shift; "starts": (B, T), where each position's document begins. None where there is none.
     """
     batch, positions = inputs_embeds.shape[:2]
@@ -359,17 +409,19 @@ def create_masks(
                 position_ids=position_ids,
                 cu_seq_lens=cu_seq_lens,
             )
-    sliding = getattr(config, "sliding_window", None) is not None
-    create = create_sliding_window_causal_mask if sliding else create_causal_mask
-    return {
-        "attention": create(
+    by_type = {
+        layer_type: (create_sliding_window_causal_mask if "sliding" in layer_type else create_causal_mask)(
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             position_ids=None,  # from which transformers would take documents, but not beside a cache or a mask
             and_mask_function=of_own_document,
-        ),
+        )
+        for layer_type in sorted(set(config.layer_types))
+    }
+    return {
+        "attention": by_type if len(by_type) > 1 else next(iter(by_type.values()), None),
         "padding": padding,
         "documents": documents,
         "starts": starts,

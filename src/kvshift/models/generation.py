@@ -27,7 +27,7 @@ class ShiftedGeneration:
         past_key_values: Cache | None,
         position_ids: Tensor | None = None,
         **kwargs: Any,
-    ) -> dict[str, Tensor | None]:
+    ) -> dict[str, Any]:
         """Called by `generate` for static caches. (Its default leaves out the window of "hybrid_sliding" layers.)"""
         return create_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids)
 

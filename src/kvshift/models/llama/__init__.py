@@ -1,20 +1,27 @@
 """Llama with KV shift. Importing this registers model type "kvshift_llama" with transformers' Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from kvshift.models.cache import adopt_cache
 from kvshift.models.llama.configuration import KVShiftLlamaConfig
-from kvshift.models.llama.modeling import KVShiftLlamaForCausalLM, KVShiftLlamaModel, KVShiftLlamaPreTrainedModel
+from kvshift.models.llama.modeling import (
+    KVShiftLlamaForCausalLM,
+    KVShiftLlamaForSequenceClassification,
+    KVShiftLlamaModel,
+    KVShiftLlamaPreTrainedModel,
+)
 from kvshift.models.llama.sizes import SIZES, size_config
 
 AutoConfig.register(KVShiftLlamaConfig.model_type, KVShiftLlamaConfig, exist_ok=True)
 AutoModel.register(KVShiftLlamaConfig, KVShiftLlamaModel, exist_ok=True)
 AutoModelForCausalLM.register(KVShiftLlamaConfig, KVShiftLlamaForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(KVShiftLlamaConfig, KVShiftLlamaForSequenceClassification, exist_ok=True)
 
 __all__ = [
     "SIZES",
     "KVShiftLlamaConfig",
     "KVShiftLlamaForCausalLM",
+    "KVShiftLlamaForSequenceClassification",
     "KVShiftLlamaModel",
     "KVShiftLlamaPreTrainedModel",
     "adopt_cache",

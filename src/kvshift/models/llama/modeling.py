@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     LlamaModel,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
@@ -54,8 +55,8 @@ class KVShiftLlamaPreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
 
     config: KVShiftLlamaConfig
     config_class = KVShiftLlamaConfig
-    _no_split_modules: ClassVar = ["KVShiftLlamaDecoderLayer"]
-    _can_record_outputs: ClassVar = {"hidden_states": KVShiftLlamaDecoderLayer, "attentions": KVShiftLlamaAttention}
+    _no_split_modules: ClassVar = ["KVShiftLlamaDecoderLayer", "LlamaDecoderLayer"]  # the latter after add_kv_shift
+    _can_record_outputs: ClassVar = {"hidden_states": LlamaDecoderLayer, "attentions": KVShiftLlamaAttention}
 
 
 class KVShiftLlamaModel(RotaryDecoder, KVShiftLlamaPreTrainedModel, LlamaModel):
@@ -63,6 +64,7 @@ class KVShiftLlamaModel(RotaryDecoder, KVShiftLlamaPreTrainedModel, LlamaModel):
 
     def __init__(self, config: KVShiftLlamaConfig) -> None:
         self._check_config(config)
+        refuse_partial_rotary(config)
         super(LlamaModel, self).__init__(config)  # not Llama's own: its layers would take memory and be thrown away
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -70,12 +72,6 @@ class KVShiftLlamaModel(RotaryDecoder, KVShiftLlamaPreTrainedModel, LlamaModel):
         self.layers = nn.ModuleList(KVShiftLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
-        rotated, size = 2 * self.rotary_emb.inv_freq.shape[0], config.head_dim
-        if rotated != size:
-            raise ValueError(
-                f"rope_parameters must rotate whole heads, as in Llama; {rotated} of {size} dimensions would be "
-                f"rotated by {config.rope_parameters}"
-            )
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -90,3 +86,17 @@ class KVShiftLlamaForCausalLM(ShiftedGeneration, KVShiftLlamaPreTrainedModel, Ll
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+
+class KVShiftLlamaForSequenceClassification(KVShiftLlamaPreTrainedModel, LlamaForSequenceClassification):
+    """Llama with KV shift and a head that classifies sequences; see `transformers.LlamaForSequenceClassification`."""
+
+
+def refuse_partial_rotary(config: Any) -> None:
+    """Raise a ValueError that names `rope_parameters` where they do not rotate whole heads."""
+    rotated, size = 2 * LlamaRotaryEmbedding(config=config).inv_freq.shape[0], config.head_dim
+    if rotated != size:
+        raise ValueError(
+            f"rope_parameters must rotate whole heads, as in Llama; {rotated} of {size} dimensions would be "
+            f"rotated by {config.rope_parameters}"
+        )

@@ -8,22 +8,23 @@
 Importing this registers the model types with shift, such as "kvshift_gpt2", with transformers' Auto classes.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-from kvshift.models.retrofit.adding import FAMILIES, add_kv_shift, load_kv_shift
+from kvshift.models.retrofit.adding import add_kv_shift, load_kv_shift
+from kvshift.models.retrofit.families import FAMILIES
+from kvshift.models.retrofit.family import register
 from kvshift.models.retrofit.gpt2 import (
     KVShiftGPT2Config,
+    KVShiftGPT2ForSequenceClassification,
     KVShiftGPT2LMHeadModel,
     KVShiftGPT2Model,
 )
 
-AutoConfig.register(KVShiftGPT2Config.model_type, KVShiftGPT2Config, exist_ok=True)
-AutoModel.register(KVShiftGPT2Config, KVShiftGPT2Model, exist_ok=True)
-AutoModelForCausalLM.register(KVShiftGPT2Config, KVShiftGPT2LMHeadModel, exist_ok=True)
+for _family in FAMILIES:
+    register(_family)
 
 __all__ = [
     "FAMILIES",
     "KVShiftGPT2Config",
+    "KVShiftGPT2ForSequenceClassification",
     "KVShiftGPT2LMHeadModel",
     "KVShiftGPT2Model",
     "add_kv_shift",

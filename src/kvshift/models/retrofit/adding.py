@@ -9,10 +9,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from kvshift.layers import KVShift, ShiftOptions
-from kvshift.models.retrofit.family import Family, RetrofitConfig, convert, shifted_config
-from kvshift.models.retrofit.gpt2 import GPT2
-
-FAMILIES: tuple[Family, ...] = (GPT2,)
+from kvshift.models.retrofit.families import FAMILIES
+from kvshift.models.retrofit.family import Family, convert, shifted_config
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -24,8 +22,8 @@ def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identi
     CPU with head sizes that are a multiple of 4, as those of pretrained models are; matrix products of other sizes
     round by the layout of their operands). The coefficients are float32 in a model of any dtype and belong to no
     weight decay: see `kvshift.param_groups`. Weights keep their tensors and names; the coefficients are placed
-    beside them as `attn.shift.alpha` and `attn.shift.beta`. The model changes its class (GPT2LMHeadModel becomes
-    KVShiftGPT2LMHeadModel, a subclass) and its configuration.
+    beside them, in GPT-2 as `attn.shift.alpha` and `attn.shift.beta`. The model changes its class (GPT2LMHeadModel
+    becomes KVShiftGPT2LMHeadModel, a subclass) and its configuration.
 
     Args:
         model: of a class in `FAMILIES`: as `from_pretrained` or its constructor made it, before `torch.compile`, PEFT,
@@ -78,7 +76,7 @@ def load_kv_shift(folder: str | Path, **options: Any) -> PreTrainedModel:
         for shifted in family.models.values()
     }
     name = (getattr(config, "architectures", None) or ["none"])[0]
-    if not isinstance(config, RetrofitConfig) or name not in classes:
+    if name not in classes:
         known = ", ".join(shifted.__name__ for family in FAMILIES for shifted in family.models.values())
         raise ValueError(
             f"{folder} holds no model that add_kv_shift made: its model_type is {config.model_type!r}, its class "
@@ -94,5 +92,6 @@ def _family_of(model: PreTrainedModel) -> Family:
     known = ", ".join(plain.__name__ for family in FAMILIES for plain in family.models)
     kind = getattr(getattr(model, "config", None), "model_type", "none")
     raise ValueError(
-        f"model is a {type(model).__name__} (model_type {kind!r}), for which there is no KV shift here; known: {known}"
+        f"model is a {type(model).__name__} (model_type {kind!r}), for which there is no KV shift here; known: "
+        f'{known}. How a family is added: CONTRIBUTING.md, "A model family"'
     )

@@ -8,15 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from types import ModuleType
 from typing import Any, ClassVar
 
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.configuration import ShiftConfig
+from kvshift.models.decoder import RotaryDecoder, ShiftedAttention, ShiftedPreTrainedModel
+from kvshift.models.generation import ShiftedGeneration
+
+_AUTO = {"ForSequenceClassification": AutoModelForSequenceClassification, "LMHeadModel": AutoModelForCausalLM}
+_AUTO |= {"ForCausalLM": AutoModelForCausalLM, "Model": AutoModel}
 
 
 class RetrofitConfig(ShiftConfig):
@@ -35,17 +49,107 @@ class Family:
     """Attention of transformers, and its subclass that shifts by its attribute `shift`."""
     models: Mapping[type[PreTrainedModel], type[PreTrainedModel]]
     """Models of transformers and their subclasses with shift: the decoder and those with a head."""
-    heads: Callable[[Any], tuple[int, int]]
+    heads: Callable[[Any], tuple[int, int]] = lambda config: (config.num_attention_heads, config.num_key_value_heads)
     """From a configuration: query heads and KV heads of a layer."""
     refuse: Callable[[Any], None] = field(default=lambda config: None)
     """Raises a ValueError for a configuration of which the family has no counterpart with shift."""
+
+    def __post_init__(self) -> None:
+        for model in self.models.values():
+            model.family = self  # type: ignore[attr-defined]
+
+
+class Retrofitted(ShiftedPreTrainedModel):
+    """A model built as its family builds it, and then given a shift."""
+
+    family: ClassVar[Family]
+
+    def __init__(self, config: Any) -> None:
+        self._check_config(config)
+        self.family.refuse(config)
+        super().__init__(config)  # type: ignore[call-arg]
+        convert(self, self.family, config)  # type: ignore[arg-type]
+
+
+class RetrofittedDecoder(RotaryDecoder, Retrofitted):
+    """A rotary family's decoder, whose layers get the tables of the family itself."""
+
+    def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary_emb(hidden_states, position_ids=position_ids)
+
+
+def rotary_family(
+    modeling: ModuleType,
+    *names: str,
+    attention: type[ShiftedAttention] = ShiftedAttention,
+    decoder: type[RotaryDecoder] = RetrofittedDecoder,
+    **more: Any,
+) -> Family:
+    """A family with rotary embedding on the bodies of `models/decoder.py`, and its classes.
+
+    Args:
+        modeling: transformers' module of the family, whose rotary embedding and eager attention are used.
+        names: of its attention, of its decoder, and of its models with a head.
+        attention: what stands before the family's attention: how it projects, whether it has a QK-norm.
+        decoder: what stands before the family's decoder.
+        more: `heads` and `refuse` of `Family`.
+    """
+    plain_attention, plain_decoder, *plain_heads = (getattr(modeling, name) for name in names)
+    bases = {plain_decoder: (decoder,), **{plain: _head_bases(plain) for plain in plain_heads}}
+    config = _config_with_shift(plain_decoder.config_class)
+    functions = {
+        "eager_attention": staticmethod(modeling.eager_attention_forward),
+        "apply_rotary": staticmethod(modeling.apply_rotary_pos_emb),
+    }
+    return Family(
+        config=config,
+        attention=(plain_attention, _with_shift(plain_attention, (attention,), functions)),
+        models={plain: _with_shift(plain, before, {"config_class": config}) for plain, before in bases.items()},
+        **more,
+    )
+
+
+def register(family: Family) -> None:
+    """Make a family's classes those that transformers' Auto classes choose for its configuration."""
+    AutoConfig.register(family.config.model_type, family.config, exist_ok=True)
+    for model in family.models.values():
+        auto = next(auto for ending, auto in _AUTO.items() if model.__name__.endswith(ending))
+        auto.register(family.config, model, exist_ok=True)
+
+
+def _head_bases(plain: type[PreTrainedModel]) -> tuple[type, ...]:
+    return (ShiftedGeneration, Retrofitted) if plain.can_generate() else (Retrofitted,)
+
+
+def _with_shift(plain: type, before: tuple[type, ...], members: dict[str, Any]) -> Any:
+    """The class KVShiftX of a class X: `before` stands before it."""
+    name, about = f"KVShift{plain.__name__}", f"`transformers.{plain.__name__}` with KV shift."
+    made = type(name, (*before, plain), {"__module__": __name__, "__doc__": about, **members})
+    globals()[name] = made  # where pickle looks for it
+    return made
+
+
+def _config_with_shift(plain: type[PreTrainedConfig]) -> Any:
+    own = {
+        "shift_targets": (list[str] | tuple[str, ...], ("k", "v")),
+        "shift_window": (int, 2),
+        "shift_constraint": (str, "free"),
+        "shift_init": (str, "uniform"),
+        "use_cache": (bool | dict[str, bool], True),
+    }
+    if any(one.name == "layer_types" for one in fields(plain)):
+        own["layer_types"] = (list[str] | None, None)  # the family's own field, in place of the property
+    members = {"model_type": f"kvshift_{plain.model_type}", **{name: default for name, (_, default) in own.items()}}
+    members["__annotations__"] = {name: kind for name, (kind, _) in own.items()}
+    return strict(_with_shift(plain, (RetrofitConfig,), members))
 
 
 def shifted_config(config: PreTrainedConfig, family: Family, options: ShiftOptions) -> Any:
     """A configuration like `config`, with shift. `config` may belong to other models too and stays as it is."""
     new: Any = deepcopy(config)
     new.__class__ = family.config
-    for name, value in options.as_fields().items():
+    missing = {one.name: one.default for one in fields(family.config) if one.name not in vars(new)}
+    for name, value in (missing | options.as_fields()).items():
         setattr(new, name, value)
     return new
 

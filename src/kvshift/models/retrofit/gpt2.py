@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -19,9 +19,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, eager_attentio
 from transformers.utils.generic import merge_with_config_defaults
 
 from kvshift.layers import KVShift
-from kvshift.models.decoder import ShiftedDecoder, ShiftedPreTrainedModel, shift_into
+from kvshift.models.decoder import ShiftedDecoder, shift_into
 from kvshift.models.generation import ShiftedGeneration
-from kvshift.models.retrofit.family import Family, RetrofitConfig, convert
+from kvshift.models.retrofit.family import Family, RetrofitConfig, Retrofitted
 
 
 @strict
@@ -86,24 +86,18 @@ class KVShiftGPT2Attention(GPT2Attention):
         return self.resid_dropout(self.c_proj(output.reshape(batch, positions, -1).contiguous())), weights
 
 
-class KVShiftGPT2Model(ShiftedDecoder, ShiftedPreTrainedModel, GPT2Model):
+class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
     """The decoder without a head; see `transformers.GPT2Model`."""
 
     config: KVShiftGPT2Config
     config_class = KVShiftGPT2Config
-
-    def __init__(self, config: KVShiftGPT2Config) -> None:
-        self._check_config(config)
-        _refuse(config)
-        super().__init__(config)
-        convert(self, GPT2, config)
 
     @merge_with_config_defaults
     def forward(
         self,
         input_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
@@ -154,17 +148,18 @@ class KVShiftGPT2Model(ShiftedDecoder, ShiftedPreTrainedModel, GPT2Model):
         )
 
 
-class KVShiftGPT2LMHeadModel(ShiftedGeneration, ShiftedPreTrainedModel, GPT2LMHeadModel):
+class KVShiftGPT2LMHeadModel(ShiftedGeneration, Retrofitted, GPT2LMHeadModel):
     """GPT-2 with KV shift and a language-modelling head; see `transformers.GPT2LMHeadModel`."""
 
     config: KVShiftGPT2Config
     config_class = KVShiftGPT2Config
 
-    def __init__(self, config: KVShiftGPT2Config) -> None:
-        self._check_config(config)
-        _refuse(config)
-        super().__init__(config)
-        convert(self, GPT2, config)
+
+class KVShiftGPT2ForSequenceClassification(Retrofitted, GPT2ForSequenceClassification):
+    """GPT-2 with KV shift and a head that classifies; see `transformers.GPT2ForSequenceClassification`."""
+
+    config: KVShiftGPT2Config
+    config_class = KVShiftGPT2Config
 
 
 def _refuse(config: GPT2Config) -> None:
@@ -178,7 +173,11 @@ def _refuse(config: GPT2Config) -> None:
 GPT2 = Family(
     config=KVShiftGPT2Config,
     attention=(GPT2Attention, KVShiftGPT2Attention),
-    models={GPT2Model: KVShiftGPT2Model, GPT2LMHeadModel: KVShiftGPT2LMHeadModel},
+    models={
+        GPT2Model: KVShiftGPT2Model,
+        GPT2LMHeadModel: KVShiftGPT2LMHeadModel,
+        GPT2ForSequenceClassification: KVShiftGPT2ForSequenceClassification,
+    },
     heads=lambda config: (config.num_attention_heads, config.num_attention_heads),
     refuse=_refuse,
 )

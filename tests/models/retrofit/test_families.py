@@ -1,0 +1,174 @@
+"""Every family: the identity at first, the truth of the shift, sequence classification, saving, and who is refused."""
+
+import pickle
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from kvshift import KVShift
+from kvshift.models.retrofit import add_kv_shift, load_kv_shift
+
+from ..llama.checks import logits_of
+from ..llama.tiny import PAD, left_padded, random_tokens
+from .tiny_families import FAMILIES, shifted, stock, tiny_config, truth_of
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+ATOL = 3e-5  # rotary tables and norms are float32 in a float64 model too; logits are of size 3 to 17
+
+
+@every_family
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("classifies", [False, True])
+def test_the_identity_changes_no_bit(family: str, attention: str, dtype: torch.dtype, classifies: bool):
+    pad = {"pad_token_id": PAD} if classifies else {}
+    model = stock(family, dtype, attention, classifies=classifies, **pad)
+    ids, mask = left_padded([random_tokens(4), random_tokens(11)])
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+    def outputs() -> list[torch.Tensor]:
+        with torch.no_grad():
+            result = model(ids, **given, output_hidden_states=True)
+        hidden = [x[mask.bool()] for x in result.hidden_states]
+        assert len(hidden) == 3
+        return [result.logits if classifies else result.logits[mask.bool()], *hidden]
+
+    before = outputs()
+    add_kv_shift(model)
+    for new, old in zip(outputs(), before, strict=True):
+        torch.testing.assert_close(new, old, rtol=0, atol=0)
+
+
+@every_family
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("shift", [{}, {"targets": ("q", "k", "v"), "window": 3}, {"targets": ("v",)}], ids=str)
+def test_a_shift_against_projections_with_loops(family: str, attention: str, shift: dict):
+    model, ids = shifted(family, attention=attention, shift=shift), random_tokens(2, 13)
+    logits = logits_of(model, ids)
+    torch.testing.assert_close(logits, logits_of(truth_of(model), ids), rtol=0, atol=ATOL)
+    unshifted = logits_of(stock(family, torch.float64), ids)
+    assert (logits - unshifted)[:, 1:].abs().amax((0, 2)).min() > 0.1  # so that the tests of this file can fail
+
+
+@every_family
+def test_classification(family: str):
+    model = shifted(family, classifies=True, pad_token_id=PAD)
+    sequences = [random_tokens(4), random_tokens(11)]
+    ids, mask = left_padded(sequences)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    together = logits_of(model, ids, attention_mask=mask, position_ids=positions)
+    truth = truth_of(model)
+    alone = torch.cat([logits_of(truth, sequence.unsqueeze(0)) for sequence in sequences])
+    torch.testing.assert_close(together, alone, rtol=0, atol=ATOL)
+
+
+@every_family
+@pytest.mark.parametrize("classifies", [False, True])
+def test_saved_and_loaded(family: str, classifies: bool, tmp_path):
+    shift = {"targets": ("q", "k", "v"), "window": 3, "constraint": "clamp"}
+    model, ids = shifted(family, torch.float32, classifies=classifies, shift=shift), random_tokens(1, 7)
+    plain = type(stock(family, classifies=classifies))
+    model.save_pretrained(tmp_path)
+    auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+    for load in (load_kv_shift, auto.from_pretrained, type(model).from_pretrained):
+        loaded, report = load(tmp_path, output_loading_info=True)
+        assert type(loaded) is type(model)
+        assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert loaded.state_dict().keys() == model.state_dict().keys()
+        torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids), rtol=0, atol=0)
+        names = ("shift_targets", "shift_window", "shift_constraint", "layer_types", "num_labels")
+        assert [getattr(loaded.config, name) for name in names] == [getattr(model.config, name) for name in names]
+    # Transformers' own class would leave the shift out.
+    with pytest.raises(StrictDataclassFieldValidationError, match="kv_shift: load it with"):
+        plain.from_pretrained(tmp_path)
+
+
+@every_family
+def test_a_decoder_without_a_head(family: str, tmp_path):
+    model, ids = shifted(family, torch.float32).base_model, random_tokens(1, 7)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == model.config.model_type
+
+
+@every_family
+def test_a_model_is_changed_where_it_stands(family: str):
+    model = stock(family)
+    config, parameters = model.config, dict(model.named_parameters())
+    fields = config.to_dict()
+    assert add_kv_shift(model) is model
+    assert model.config is not config
+    assert config.to_dict() == fields
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in parameters.items())
+    assert {name.rpartition(".")[2] for name in after.keys() - parameters.keys()} == {"alpha", "beta"}
+    heads = 4 if family in ("GPT-2", "GPT-NeoX") else 2
+    assert {tuple(x.shape) for name, x in after.items() if ".shift." in name} == {(heads, 2)}
+
+
+@every_family
+def test_attention_weights_and_pickles(family: str):
+    model, ids = shifted(family, attention="eager"), random_tokens(1, 7)
+    again = pickle.loads(pickle.dumps(model))  # noqa: S301
+    weights = model(ids, output_attentions=True).attentions
+    assert [tuple(x.shape) for x in weights] == [(1, 4, 7, 7)] * 2
+    assert torch.equal(logits_of(again, ids), logits_of(model, ids))
+
+
+@every_family
+def test_a_new_model_from_a_configuration(family: str):
+    config = add_kv_shift(stock(family)).config
+    config.shift_init = "uniform"
+    model = AutoModelForCausalLM.from_config(config)
+    shifts = [module for module in model.modules() if isinstance(module, KVShift)]
+    assert len(shifts) == 2
+    for shift in shifts:
+        torch.testing.assert_close(shift.alpha.sum(1), torch.ones(len(shift.alpha)))
+
+
+# Models close to those of the list, which the same body would take and compute something else, or could not take.
+OTHERS = {
+    "gemma2": {},
+    "olmo2": {},
+    "smollm3": {},
+    "ministral3": {},
+    "gpt_oss": {"num_local_experts": 2},
+    "deepseek_v3": {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1},
+    "granite": {},
+    "starcoder2": {},
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_every_other_family_is_refused_by_name(model_type: str):
+    sizes = {"hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "eos_token_id": None, "pad_token_id": None, "vocab_size": 61}
+    config = AutoConfig.for_model(model_type, **sizes, **OTHERS[model_type])
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    kind = type(model)
+    with pytest.raises(ValueError, match=rf"{kind.__name__} \(model_type '{model_type}'\).*CONTRIBUTING.md"):
+        add_kv_shift(model)
+    assert type(model) is kind
+    assert not any(isinstance(module, KVShift) for module in model.modules())
+
+
+def test_what_a_family_cannot_have_with_a_shift():
+    with torch.device("meta"):
+        gemma = AutoModelForCausalLM.from_config(tiny_config("Gemma 3", use_bidirectional_attention=True))
+    with pytest.raises(ValueError, match="use_bidirectional_attention is True"):
+        add_kv_shift(gemma)
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    llama = AutoModelForCausalLM.from_config(tiny_config("Llama", rope_parameters=rope))
+    with pytest.raises(ValueError, match="rope_parameters must rotate whole heads"):
+        add_kv_shift(llama)
