@@ -43,12 +43,13 @@ test-gpu: .venv/stamp  ## Run the tests that need a CUDA device
 	@HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m gpu $(ARGS)
 
 .PHONY: check
-check: .venv/stamp  ## Check lint, format, types, import contract and that docs/results.md is current; changes no file
+check: .venv/stamp  ## Check lint, format, types, import contract and that printed docs are current; changes no file
 	@.venv/bin/ruff check --quiet
 	@.venv/bin/ruff format --check --quiet --diff
 	@.venv/bin/pyright
 	@.venv/bin/lint-imports --no-logo
 	@.venv/bin/python -m kvshift.recipes.page --check
+	@.venv/bin/python -m tests.models.retrofit.matrix --check
 
 .PHONY: format
 format: .venv/stamp  ## Format the code and apply the safe lint fixes

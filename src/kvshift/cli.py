@@ -70,6 +70,11 @@ _COMMANDS = {
         "kvshift.lab.plan.planning:plan",
         from_file=True,
     ),
+    "retrofit": _Command(
+        "Give a pretrained model a shift that changes nothing yet",
+        "kvshift.lab.retrofit.retrofit_config:RetrofitOptions",
+        "kvshift.lab.retrofit.retrofitting:retrofit",
+    ),
 }
 
 

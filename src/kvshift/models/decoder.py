@@ -242,13 +242,13 @@ class ShiftedDecoder:
     def begin(
         self,
         inputs_embeds: Tensor,
-        attention_mask: Tensor | dict[str, Any] | None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None,
         position_ids: Tensor | None,
         past_key_values: Cache | None,
         *,
         seq_idx: Tensor | None,
         cu_seq_lens: Tensor | None,
-    ) -> tuple[dict[str, Any], Tensor]:
+    ) -> tuple[dict[str, Tensor | None], Tensor]:
         """Make a call ready: the cache can carry the shift's state, and every layer's masks are there.
 
         Args:
@@ -277,7 +277,7 @@ class ShiftedDecoder:
             )
         if past_key_values is not None and not (masks["padding"] is masks["documents"] is None):
             check_recording(past_key_values, masks["padding"], attention_mask, masks["documents"])
-        starts: Tensor | None = masks["starts"]
+        starts = masks["starts"]
         if position_ids is None:
             seen = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen).unsqueeze(0)
@@ -323,7 +323,7 @@ class RotaryDecoder(ShiftedDecoder):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | dict[str, Any] | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -355,12 +355,12 @@ class RotaryDecoder(ShiftedDecoder):
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
 
         hidden_states = inputs_embeds
-        mask, tables = masks["attention"], self.rotary_tables(hidden_states, position_ids)
+        tables = self.rotary_tables(hidden_states, position_ids)
         layers = self.layers[: self.config.num_hidden_layers]
         for decoder_layer, layer_type in zip(layers, self.config.layer_types, strict=False):
             hidden_states = decoder_layer(
                 hidden_states,
-                attention_mask=mask[layer_type] if isinstance(mask, dict) else mask,
+                attention_mask=masks[layer_type] if layer_type in masks else masks["attention"],
                 position_embeddings=tables[layer_type] if isinstance(tables, dict) else tables,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
@@ -381,12 +381,12 @@ def create_masks(
     *,
     seq_idx: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Tensor | None]:
     """What every layer needs to know of padding and documents.
 
     Returns:
-        "attention": the mask of its scores, or a dict of it by the type of the layer where `config.layer_types` has
-        several; "padding": (B, T), False on padding, and "documents": (B, T), their
+        "attention": the mask of its scores; where `config.layer_types` has several, each stands under its type instead.
+        "padding": (B, T), False on padding, and "documents": (B, T), their
         numbers, for the shift; "starts": (B, T), where each position's document begins. None where there is none.
     """
     batch, positions = inputs_embeds.shape[:2]
@@ -420,8 +420,9 @@ def create_masks(
         )
         for layer_type in sorted(set(config.layer_types))
     }
+    of_scores = by_type if len(by_type) > 1 else {"attention": next(iter(by_type.values()), None)}
     return {
-        "attention": by_type if len(by_type) > 1 else next(iter(by_type.values()), None),
+        **of_scores,
         "padding": padding,
         "documents": documents,
         "starts": starts,

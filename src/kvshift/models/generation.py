@@ -27,7 +27,7 @@ class ShiftedGeneration:
         past_key_values: Cache | None,
         position_ids: Tensor | None = None,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tensor | None]:
         """Called by `generate` for static caches. (Its default leaves out the window of "hybrid_sliding" layers.)"""
         return create_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids)
 
@@ -54,6 +54,8 @@ class ShiftedGeneration:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         if model_kwargs.get("past_key_values") is not None:
             adopt_cache(model_kwargs["past_key_values"], self.config)
+            if generation_config.is_assistant:  # transformers has asked it of the layers that were there before
+                model_kwargs["past_key_values"].activate_past_recording()
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

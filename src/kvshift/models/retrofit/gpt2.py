@@ -97,7 +97,7 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
         self,
         input_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        attention_mask: Tensor | dict[str, Any] | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,

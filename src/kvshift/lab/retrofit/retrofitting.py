@@ -1,0 +1,126 @@
+"""`kvshift retrofit`: a folder of a pretrained model with KV shift, which computes what the model did."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from kvshift.lab.data.tokenizers import check_tokenizer
+from kvshift.lab.errors import LabError
+from kvshift.lab.messages import say
+from kvshift.lab.retrofit.retrofit_config import RetrofitOptions
+from kvshift.lab.runs.folder import RunFailedError, sync_folder
+from kvshift.lab.runs.loading import UNREADABLE, load_tokenizer, load_weights, locate
+from kvshift.layers import ShiftOptions
+from kvshift.models.retrofit import add_kv_shift
+
+__all__ = ["PROMPTS", "RetrofitOptions", "retrofit"]
+
+_say = partial(say, command="retrofit")
+
+# Of different lengths; what they say does not matter.
+PROMPTS = (
+    "The capital of France is",
+    "1 2 3 4 5 6 7 8",
+    "def add(a, b):\n    return",
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of",
+)
+_NEW_TOKENS = 8
+
+Outputs = list[tuple[Tensor, Tensor]]
+
+
+def retrofit(options: RetrofitOptions) -> None:
+    """Write the model of `options.model` with a shift to `options.out`, its tokenizer and generation config included.
+
+    What was written is loaded again and compared with the model as it was, to the bit: the logits of `PROMPTS` and
+    8 tokens generated greedily after each. The folder is there whole, and only if they are equal.
+
+    Raises:
+        LabError: the model, its tokenizer or the folder is not fit (exit code 2).
+        RunFailedError: what was written computes something else, or could not be written (3).
+    """
+    options.check()
+    out = options.out
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise LabError(f"out must be a folder that is not there yet, or is empty; {out} is there")
+    logging.disable_progress_bar()
+    folder, tokenizer_folder = locate(options.model, _say)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    model = load_weights(folder, dtype=options.dtype, device="cpu")
+    check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
+    prompts = [
+        ids for ids in (torch.tensor([tokenizer(prompt)["input_ids"]]).long() for prompt in PROMPTS) if ids.numel()
+    ]
+    if not prompts:
+        raise LabError(f"model: the tokenizer of {options.model} makes no token of any prompt")
+    before = _outputs(model, prompts)
+    try:
+        shift = ShiftOptions(
+            targets=options.shift_targets,
+            window=options.shift_window,
+            constraint=options.shift_constraint,
+            init="identity",
+        )
+        add_kv_shift(model, shift)
+    except ValueError as error:
+        raise LabError(str(error)) from error
+
+    part = out.with_name(f".{out.name}.{os.getpid()}")  # beside its place, so that a rename puts it there whole
+    try:
+        part.mkdir(parents=True)
+    except OSError as error:
+        raise LabError(f"out: {out} cannot be made: {error}") from error
+    try:
+        added = sum(p.numel() for name, p in model.named_parameters() if ".shift." in name)
+        name = type(model).__name__
+        _write(model, tokenizer, part)
+        del model  # the next may be as large
+        _compare(before, _outputs(load_weights(part, device="cpu"), prompts), options.model)
+        sync_folder(part)
+        os.replace(part, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    _say(f"{out} holds a {name}, with {added:,} coefficients that are no shift yet")
+    _say(
+        f"on {len(prompts)} prompts of {sum(ids.shape[1] for ids in prompts)} tokens it computes what {options.model} "
+        f"does, to the bit: logits, and {_NEW_TOKENS} tokens generated after each"
+    )
+
+
+def _outputs(model: Any, prompts: list[Tensor]) -> Outputs:
+    """The logits of each prompt, and the tokens that are likeliest after it."""
+    options: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
+    settings = model.generation_config
+    options |= {"pad_token_id": settings.pad_token_id or 0, "num_beams": 1}
+    found = []
+    with torch.no_grad():
+        for ids in prompts:
+            generated = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            found.append((model(ids, use_cache=False).logits, generated))
+    return found
+
+
+def _write(model: Any, tokenizer: Any, folder: Path) -> None:
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except UNREADABLE as error:
+        raise RunFailedError(f"the model cannot be written to {folder.parent}: {error}") from error
+
+
+def _compare(before: Outputs, after: Outputs, name: str) -> None:
+    for prompt, (old, new) in zip(PROMPTS, zip(before, after, strict=True), strict=False):
+        if not all(torch.equal(one, other) for one, other in zip(old, new, strict=True)):
+            difference = (new[0].float() - old[0].float()).abs().max().item()
+            raise RunFailedError(
+                f"with the shift, {name} computes something else for {prompt!r}: its logits differ by up to "
+                f"{difference:.3g}. Nothing was written"
+            )

@@ -1,0 +1,292 @@
+"""What holds of every family, as a table: a function for each column, and what is refused instead.
+
+    python -m tests.models.retrofit.matrix [--check]
+
+writes the table into `docs/retrofit.md`, or only fails where it is not there. `test_matrix.py` runs each cell. What a
+cell is compared with is `truth_of`: transformers' own model in which loops shift what the projections give, for each
+sequence alone, without a cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+from kvshift.models.retrofit import add_kv_shift
+
+from ..llama.checks import logits_of, new_tokens_of
+from ..llama.tiny import left_padded, random_tokens
+from .tiny_families import FAMILIES, shifted, stock, truth_of
+
+PAGE = Path(__file__).parents[3] / "docs" / "retrofit.md"
+ATOL = 3e-5  # rotary tables and norms are float32 in a float64 model too; logits are of size 3 to 17
+LENGTHS = (3, 11, 1, 8)
+
+
+@cache
+def model_of(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model with shift, and the truth about it."""
+    model = shifted(family)
+    return model, truth_of(model)
+
+
+def prompts_of(lengths: Sequence[int]) -> list[Tensor]:
+    return [random_tokens(length, seed=length) for length in lengths]
+
+
+def assert_alone(truth: PreTrainedModel, prompts: Sequence[Tensor], generated: Tensor, **options: Any) -> None:
+    """Each prompt got the tokens that the truth gives it alone."""
+    each = options.get("num_return_sequences", 1)
+    options = {"max_new_tokens": generated.shape[1], "use_cache": False, **options}
+    for i, prompt in enumerate(prompts):
+        expected = new_tokens_of(truth, prompt.unsqueeze(0), **options)
+        got = generated[i * each : (i + 1) * each]
+        assert torch.equal(got, expected), f"prompt of {len(prompt)}: {got.tolist()}, truth {expected.tolist()}"
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=ATOL)
+
+
+def check_identity(family: str) -> None:
+    for attention in ("eager", "sdpa"):
+        model = stock(family, attention=attention)
+        ids, mask = left_padded(prompts_of((4, 9)))
+        options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+        before = model.generate(ids, **options)
+        after = add_kv_shift(model).generate(ids, **options)
+        assert torch.equal(after.sequences, before.sequences)
+        assert all(torch.equal(new, old) for new, old in zip(after.logits, before.logits, strict=True))
+
+
+def check_greedy(family: str, **options: Any) -> None:
+    model, truth = model_of(family)
+    for prompt in prompts_of((1, 5, 13)):
+        assert_alone(truth, [prompt], new_tokens_of(model, prompt.unsqueeze(0), max_new_tokens=9, **options))
+
+
+def check_beam(family: str) -> None:
+    model, truth = model_of(family)
+    prompts = prompts_of((3, 9))
+    ids, mask = left_padded(prompts)
+    beams = {"num_beams": 3, "num_return_sequences": 2}
+    assert_alone(truth, prompts, new_tokens_of(model, ids, mask, max_new_tokens=6, **beams), **beams)
+
+
+def check_sampled(family: str) -> None:
+    model, truth = model_of(family)
+    prompt, drawn = random_tokens(1, 9), []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        drawn.append(new_tokens_of(model, prompt, do_sample=True, temperature=1.5))
+        torch.manual_seed(seed)
+        assert_alone(truth, [prompt[0]], drawn[-1], do_sample=True, temperature=1.5)
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+def check_left_padded(family: str, **options: Any) -> None:
+    model, truth = model_of(family)
+    prompts = prompts_of(LENGTHS)
+    ids, mask = left_padded(prompts)
+    assert_alone(truth, prompts, new_tokens_of(model, ids, mask, **options))
+
+
+def check_chunked_prefill(family: str) -> None:
+    for size in (1, 4):
+        check_left_padded(family, prefill_chunk_size=size)
+
+
+def check_static_cache(family: str) -> None:
+    check_left_padded(family, cache_implementation="static")
+    model, truth = model_of(family)
+    ids = random_tokens(1, 12)
+    store = StaticCache(config=model.config, max_cache_len=32)
+    pieces = [logits_of(model, piece, past_key_values=store) for piece in ids.split([5, 1, 6], dim=1)]
+    assert_close(torch.cat(pieces, dim=1), logits_of(truth, ids))
+
+
+@contextmanager
+def crops() -> Iterator[list[int]]:
+    """How many tokens each `crop` of a cache took back."""
+    taken: list[int] = []
+    original = DynamicCache.crop
+
+    def crop(self: DynamicCache, tokens_to_remove: int) -> None:
+        taken.append(-tokens_to_remove)
+        original(self, tokens_to_remove)
+
+    DynamicCache.crop = crop  # type: ignore[method-assign]
+    try:
+        yield taken
+    finally:
+        DynamicCache.crop = original  # type: ignore[method-assign]
+
+
+def check_assisted(family: str) -> None:
+    """By prompt lookup, and by an assistant much like the model, so that some drafts are right, and some not."""
+    model, truth = model_of(family)
+    assistant = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        head = assistant.get_output_embeddings().weight
+        head += 0.2 * torch.randn(head.shape, generator=generator, dtype=head.dtype)
+    settings = assistant.generation_config
+    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 4, "constant"
+    settings.assistant_confidence_threshold = 0.0
+    ways = [
+        (random_tokens(1, 5).repeat(1, 4), {"prompt_lookup_num_tokens": 4}),
+        (random_tokens(1, 9), {"assistant_model": assistant}),
+    ]
+    for prompt, options in ways:
+        with crops() as taken:
+            generated = new_tokens_of(model, prompt, max_new_tokens=16, **options)
+        assert_alone(truth, prompt, generated)
+        assert sum(n > 0 for n in taken) >= 3, f"drafts were to be rejected, tokens taken back: {taken}"
+
+
+def check_compiled(family: str) -> None:
+    """Whole sequences, packed ones, and decoding on a static cache, each one graph."""
+    torch._dynamo.reset()
+    model, truth = model_of(family)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = random_tokens(2, 9)
+    assert_close(logits_of(compiled, ids, use_cache=False), logits_of(truth, ids))
+    documents = prompts_of((5, 4))
+    positions = torch.cat([torch.arange(5), torch.arange(4)]).unsqueeze(0)
+    packed = logits_of(compiled, torch.cat(documents).unsqueeze(0), position_ids=positions, use_cache=False)
+    for document, got in zip(documents, packed[0].split([5, 4]), strict=True):
+        assert_close(got, logits_of(truth, document.unsqueeze(0))[0])
+    store = StaticCache(config=model.config, max_cache_len=16)
+    logits_of(model, ids[:, :6], past_key_values=store)
+    for t in range(6, 9):
+        got = logits_of(compiled, ids[:, t : t + 1], past_key_values=store)
+        assert_close(got[:, -1], logits_of(truth, ids[:, : t + 1])[:, -1])
+
+
+def check_packed(family: str) -> None:
+    model, truth = model_of(family)
+    lengths = (5, 1, 7, 2)
+    documents = prompts_of(lengths)
+    ids, expected = torch.cat(documents).unsqueeze(0), [logits_of(truth, one.unsqueeze(0))[0] for one in documents]
+    names: dict[str, Tensor] = {
+        "position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0),
+        "seq_idx": torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).unsqueeze(0),
+        "cu_seq_lens_q": torch.tensor([0, 5, 6, 13, 15], dtype=torch.int32),
+    }
+    for name, value in names.items():
+        for use_cache in (False, True):
+            result = model(ids, use_cache=use_cache, **{name: value})
+            for got, alone in zip(result.logits[0].split(lengths), expected, strict=True):
+                assert_close(got.detach(), alone)
+        token = random_tokens(1, 1, seed=9)  # continues the last document
+        got = logits_of(model, token, past_key_values=result.past_key_values, position_ids=torch.tensor([[2]]))
+        assert_close(got[0, -1], logits_of(truth, torch.cat([documents[-1], token[0]]).unsqueeze(0))[0, -1])
+
+
+def check_lora(family: str) -> None:
+    """Put on after the shift or before it, merged or not: the projections of the truth are the merged ones."""
+    prompts = prompts_of((3, 9))
+    ids, mask = left_padded(prompts)
+    row, merged_logits = random_tokens(1, 11), []
+    for before in (False, True):
+        if before:
+            adapted = _with_adapter(stock(family, torch.float64))
+            add_kv_shift(adapted.get_base_model())
+            adapted.load_state_dict(_coefficients(model_of(family)[0], adapted), strict=False)
+        else:
+            adapted = _with_adapter(shifted(family))
+        logits, generated = logits_of(adapted, row), new_tokens_of(adapted, ids, mask)
+        assert (logits - logits_of(model_of(family)[0], row)).abs().max() > 0.1  # the adapter does something
+        model = adapted.merge_and_unload()
+        truth = truth_of(model)
+        assert_close(logits, logits_of(truth, row))
+        assert_close(logits_of(model, row), logits_of(truth, row))
+        assert_alone(truth, prompts, generated)
+        assert_alone(truth, prompts, new_tokens_of(model, ids, mask))
+        merged_logits.append(logits)
+    assert_close(*merged_logits)
+
+
+def _with_adapter(model: PreTrainedModel) -> PeftModel:
+    is_gpt2 = "gpt2" in model.config.model_type  # its matrices stand as (in, out)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", fan_in_fan_out=is_gpt2))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return adapted.eval()
+
+
+def _coefficients(model: PreTrainedModel, adapted: PeftModel) -> dict[str, Tensor]:
+    prefix = "base_model.model."
+    assert isinstance(adapted, PeftModel)
+    return {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items() if ".shift." in name}
+
+
+def check_saved(family: str) -> None:
+    model, truth = model_of(family)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert type(loaded) is type(model)
+    prompts = prompts_of((3, 9))
+    ids, mask = left_padded(prompts)
+    loaded.generation_config = model.generation_config
+    assert_alone(truth, prompts, new_tokens_of(loaded, ids, mask))
+
+
+CELLS: dict[str, Callable[[str], None]] = {
+    "identity": check_identity,
+    "greedy": check_greedy,
+    "beam": check_beam,
+    "sampled": check_sampled,
+    "left-padded": check_left_padded,
+    "assisted": check_assisted,
+    "static cache": check_static_cache,
+    "compiled": check_compiled,
+    "packed": check_packed,
+    "chunked prefill": check_chunked_prefill,
+    "LoRA": check_lora,
+    "save, load": check_saved,
+}
+SLOW = ("compiled",)
+# (family, cell): the error that says why not.
+REFUSED: dict[tuple[str, str], str] = {}
+
+
+def table() -> str:
+    """Markdown: "=" where a cell equals its truth, "refused" where it is refused by name."""
+    lines = ["| | " + " | ".join(CELLS) + " |", "|---" * (len(CELLS) + 1) + "|"]
+    for family in FAMILIES:
+        cells = ("refused" if (family, cell) in REFUSED else "=" for cell in CELLS)
+        lines.append(f"| {family} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def page(text: str) -> str:
+    """The text of the page with today's table between its two marks."""
+    begin, end = "<!-- matrix -->\n", "<!-- end of matrix -->"
+    before, _, rest = text.partition(begin)
+    assert end in rest, f"{PAGE} has no marks {begin.strip()} and {end}"
+    return before + begin + table() + end + rest.partition(end)[2]
+
+
+if __name__ == "__main__":
+    old = PAGE.read_text(encoding="utf-8")
+    new = page(old)
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(0 if new == old else f"{PAGE} is stale: run python -m tests.models.retrofit.matrix")
+    PAGE.write_text(new, encoding="utf-8")
