@@ -61,13 +61,7 @@ def taken(monkeypatch) -> list[str]:
         paths.extend([path] if path != "reference" else [])
         return path
 
-    def record_token(*args: Any, real: Callable = fused_module._next_token) -> Any:
-        results = real(*args)
-        paths.extend(["next token"] if results is not None else [])
-        return results
-
     monkeypatch.setattr(fused_module, "fused_path", record)
-    monkeypatch.setattr(fused_module, "_next_token", record_token)
     return paths
 
 

@@ -90,6 +90,15 @@ def check_one_token(backend: str) -> None:
     assert_within_rounding(case, lambda case: fused(case, backend)[:3], unit=torch.finfo(case.k.dtype).eps)
 
 
+@torch.no_grad()
+def check_next_token_of_infinities(backend: str) -> None:
+    case = random_fused(13, 3, 1, rows=1, tables=3)
+    case.alpha[:] = torch.tensor([1.0, 0.0])
+    finite = fused(case, backend)[1]
+    case.k_state.fill_(torch.inf)
+    assert torch.equal(fused(case, backend)[1], finite)
+
+
 check_holes = partial(check_padding, masks=HOLES)
 check_pads_of_nan = partial(check_padding, pad=torch.nan)
 check_bfloat16 = partial(check_parity, case=random_case(11, dtype=torch.bfloat16))
@@ -104,47 +113,57 @@ check_wide_window = partial(check_parity, case=random_case(23, 1, 6, window=4, r
 
 Change = tuple[str, str, str, Check]
 SHIFT, PLAN, STATE, EAGER, KERNEL = "shift.py", "boundaries.py", "state.py", "eager.py", "cpu/kernel.cpp"
-CALL = "shift(x, coefficients, state, plan)"  # of the backend, for each tensor
+CALL = "shift(inputs, all_coefficients, states, plan)"  # of the backend
 NEXT = "state_after(x, state, plan, max_rows)"
 FIRST = "first_BT = bound_rank[:, sequence_T]"
 RETURN = "    return ShiftPlan(sources, readers[:, :-1], next_BSR.flatten(1))"
 CROP = "return self._map(lambda x: x[:, :left].clone())"
 
 OF_BOTH: dict[str, Change] = {
-    "state forgotten": (SHIFT, CALL, "shift(x, coefficients, torch.zeros_like(state), plan)", check_pieces),
+    "state forgotten": (
+        SHIFT,
+        CALL,
+        "shift(inputs, all_coefficients, [torch.zeros_like(x) for x in states], plan)",
+        check_pieces,
+    ),
     "prefill from zeros": (
         SHIFT,
         CALL,
-        "shift(x, coefficients, state if positions == 1 else torch.zeros_like(state), plan)",
+        "shift(inputs, all_coefficients, [x if positions == 1 else torch.zeros_like(x) for x in states], plan)",
         check_pieces,
     ),
     "lags swapped": (
         SHIFT,
         CALL,
-        "shift(x, coefficients.flip(1), state, plan)",
+        "shift(inputs, [x.flip(1) for x in all_coefficients], states, plan)",
         checks.check_hand_worked_values,
     ),
     "heads swapped": (
         SHIFT,
         CALL,
-        "shift(x, coefficients.flip(0), state, plan)",
+        "shift(inputs, [x.flip(0) for x in all_coefficients], states, plan)",
         checks.check_hand_worked_values,
     ),
     "keys and values swap coefficients": (
         SHIFT,
-        "zip(inputs, all_coefficients, states, strict=True)",
-        "zip(inputs, all_coefficients[::-1], states, strict=True)",
+        CALL,
+        "shift(inputs, all_coefficients[::-1], states, plan)",
         checks.check_hand_worked_values,
     ),
-    "coefficients in bf16": (SHIFT, CALL, "shift(x, coefficients.bfloat16(), state, plan)", check_parity),
+    "coefficients in bf16": (
+        SHIFT,
+        CALL,
+        "shift(inputs, [x.bfloat16() for x in all_coefficients], states, plan)",
+        check_parity,
+    ),
     "gradient of the state missing": (
         SHIFT,
         CALL,
-        "shift(x, coefficients, state.detach(), plan)",
+        "shift(inputs, all_coefficients, [x.detach() for x in states], plan)",
         check_parity,
     ),
     "state is a view": (SHIFT, NEXT, "x[:, -max_rows:]", check_inputs),
-    "keys edited in place": (SHIFT, CALL, f"{CALL}; x.data.copy_(y)", check_inputs),
+    "keys edited in place": (SHIFT, CALL, f"{CALL}; inputs[0].data.copy_(outputs[0])", check_inputs),
     "state at the padded end": (SHIFT, NEXT, "x[:, -rows:].clone()", check_padding),
     "no pad mask": (SHIFT, "seq_idx=seq_idx, mask=mask\n        )", "seq_idx=seq_idx\n        )", check_padding),
     "pads counted as tokens": (
@@ -238,8 +257,8 @@ OF_EAGER: dict[str, Change] = {
     ),
     "zero times infinity, one token": (
         EAGER,
-        "zeros = None if columns.none_is_zero else (coefficients == 0).unsqueeze(2).unbind(1)",
-        "zeros = None",
+        "_weighted_sum([x, *before], [now, *earlier])",
+        "_weighted_sum([x, *before], [lag._replace(zero=None) for lag in (now, *earlier)])",
         check_identity_of_one_token,
     ),
     "blocks forget their neighbours": (
@@ -299,17 +318,13 @@ OF_AUTO: dict[str, Change] = {
         check_sums,
     ),
     "sums of the first span alone": ("cpu/kernel.py", "sums.sum(0)", "sums[0]", check_sums),
-    "one token without its state": (
+    "one token without its state": ("fused.py", "y.addcmul_(before,", "y.addcmul_(0 * before,", check_one_token),
+    "one token before itself": ("fused.py", "y.addcmul_(before,", "y.addcmul_(x,", check_one_token),
+    "next token, zero times infinity": (
         "fused.py",
-        "shift_next_token(k, alpha, state.k,",
-        "shift_next_token(k, alpha, torch.zeros_like(k),",
-        check_one_token,
-    ),
-    "one token with the state of the values": (
-        "fused.py",
-        "shift_next_token(v, beta, state.v,",
-        "shift_next_token(v, beta, v,",
-        check_one_token,
+        "if columns.none_is_zero:",
+        "if True:",
+        check_next_token_of_infinities,
     ),
     "one token without norm": (
         "fused.py",

@@ -16,8 +16,7 @@ from kvshift.layers.options import ShiftOptions, Target
 from kvshift.layers.recompute import KEEP_ALL, recomputed
 from kvshift.ops import ShiftState
 from kvshift.ops.dispatch import Norms, is_worth_recomputing, may_recompute, may_step
-from kvshift.ops.eager import KeptColumns
-from kvshift.ops.fused import CacheSlot, recomputation, shift_norm_rope, step_norm_rope
+from kvshift.ops.fused import CacheSlot, KeptColumns, recomputation, shift_norm_rope, step_norm_rope
 from kvshift.ops.rope import Rotary
 
 # The paper's letters: alpha mixes keys, beta values; queries are the variant of its appendix G.
@@ -69,7 +68,7 @@ class KVShift(nn.Module):
             raise ValueError(f'num_heads must be at least 1 when "q" is in targets, got {num_heads}')
         self.options = options
         self.targets = options.targets  # beside them, as every token asks for it
-        self._kept = KeptColumns(), KeptColumns()  # of alpha and of beta
+        self._kept = KeptColumns()
         for target, name in _COEFFICIENT.items():
             heads = num_heads if target == "q" else num_kv_heads
             width = 1 if options.constraint == "gate" else options.window

@@ -7,7 +7,7 @@ still empty, so that every operation on the cache moves both.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from kvshift.layers import KVShift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.ops import ShiftState
 from kvshift.ops.dispatch import Norms
-from kvshift.ops.fused import CacheSlot
 from kvshift.ops.rope import Rotary
 
 
@@ -219,10 +218,11 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
 
     @staticmethod
     def _overwrite(kept: ShiftState, state: ShiftState) -> None:
-        kept.k.copy_(state.k)
-        kept.v.copy_(state.v)
+        old, new = [kept.k, kept.v], [state.k, state.v]
         if kept.q is not None:
-            kept.q.copy_(state.q)
+            old.append(kept.q)
+            new.append(cast(Tensor, state.q))
+        torch._foreach_copy_(old, new)  # one operation, and one launch on a GPU
 
 
 class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
@@ -244,12 +244,20 @@ class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
         state = self.shift_state
         is_next = state is not None and self.is_initialized and k.shape[1] == 1 and mask is seq_idx is None
         if is_next and rotary is not None:
-            slot = CacheSlot(self.keys, self.values, self.cumulative_length, state)
-            q_out = shift.step(q, k, v, slot, rotary, norms)
+            q_out = shift.step(q, k, v, self, rotary, norms)
             if q_out is not None:
                 self.cumulative_length.add_(1)
-                return q_out.transpose(1, 2), slot.keys, slot.values
+                return q_out.transpose(1, 2), self.keys, self.values  # type: ignore[return-value]  # they are there
         return super().shift_into(shift, q, k, v, mask=mask, seq_idx=seq_idx, rotary=rotary, norms=norms)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """One token goes where the length says, which is its position: transformers adds it to a range first."""
+        if key_states.shape[2] != 1 or not self.is_initialized or key_states.is_mps:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.keys.index_copy_(2, self.cumulative_length, key_states)
+        self.values.index_copy_(2, self.cumulative_length, value_states)
+        self.cumulative_length.add_(1)
+        return self.keys, self.values  # type: ignore[return-value]
 
 
 class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowLayer):

@@ -17,18 +17,19 @@ from torch.nn.modules.module import _has_any_global_hook
 from kvshift.ops.cpu.kernel import cpu_refusal
 from kvshift.ops.rope import Rotary
 from kvshift.ops.triton.call import triton_refusal
-from kvshift.ops.watched import is_watched
+from kvshift.ops.watched import PLAIN, is_watched
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
-_REFUSALS = {"cpu": cpu_refusal, "triton": triton_refusal}
+_REFUSALS: dict[str, Any] = {"cpu": cpu_refusal, "triton": triton_refusal}
+_PLAIN = {"cpu": PLAIN, "triton": (*PLAIN, torch._subclasses.FakeTensor)}  # what kernels can read by its address
 _WORTH_RECOMPUTING = {"cpu": 2**20, "device": 2**21}  # elements
 
 Norms = tuple[nn.Module, nn.Module]
 """Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
 
 ShiftPath = Literal["reference", "plain", "eager", "cpu", "triton"]
-FusedPath = Literal["reference", "launch", "apart"]
+FusedPath = Literal["next token", "reference", "launch", "apart"]
 
 
 class Call(NamedTuple):
@@ -42,6 +43,7 @@ class Call(NamedTuple):
         backend: as the caller named it.
         q: queries beside them; shifts_queries: whether they are shifted too, by a call of their own.
         rotary, norms: what follows the shift, if anything does.
+        max_rows: how many rows of state are kept; None where there is no state yet.
     """
 
     inputs: tuple[Tensor, ...]
@@ -53,6 +55,7 @@ class Call(NamedTuple):
     shifts_queries: bool = False
     rotary: Rotary | None = None
     norms: Norms | None = None
+    max_rows: int | None = None
 
     @property
     def window(self) -> int:
@@ -93,36 +96,29 @@ def shift_path(call: Call) -> ShiftPath:
         if torch.compiler.is_compiling():  # which fuses eager's few operations with their neighbours
             return "eager"
         kernels = "triton" if x.is_cuda else "cpu"
-        return "eager" if _REFUSALS[kernels](x, call.window, *others) is not None else kernels
+        return "eager" if _refusal(kernels, call.window, x, *others) is not None else kernels
     if backend in _REFUSALS:
-        refusal = _REFUSALS[backend](x, call.window, *others)
+        refusal = _refusal(backend, call.window, x, *others)
         if refusal is not None:
             raise ValueError(f'backend "{backend}" cannot be used here: {refusal}')
     return backend
 
 
-def may_be_next_token(k: Tensor, backend: str) -> bool:
-    """Whether a call without boundaries may be the next token of generation, which takes a few plain operations.
-
-    So it does on every device: preparing a launch keeps the host longer (docs/findings.md).
-    """
-    return (
-        isinstance(k, Tensor)
-        and k.ndim == 4
-        and k.shape[1] == 1
-        and not torch.is_grad_enabled()
-        and choose_backend(backend) == "auto"
-        and not torch.compiler.is_compiling()
-        and not is_watched()
-    )
-
-
 def fused_path(call: Call) -> FusedPath:
     """How shift, QK-norm and rotary embedding are done: in one launch, or one after the other.
 
-    One launch is for CUDA devices, or where the backend "triton" is asked for; never where gradients are to flow
-    through a state or to the tables, nor with norms that compute anything else or whose calls somebody watches.
+    The next token of generation takes a few plain operations, on every device: preparing a launch keeps the host
+    longer (docs/findings.md). Else one launch is for CUDA devices, or where the backend "triton" is asked for; never
+    where gradients are to flow through a state or to the tables, nor with norms that compute anything else or whose
+    calls somebody watches.
     """
+    if (
+        call.backend == _AUTO == "auto"
+        and not torch.is_grad_enabled()
+        and _is_next_token(call)
+        and not is_watched(by_compiler=True)
+    ):
+        return "next token"
     k, backend = call.inputs[0], choose_backend(call.backend)
     if backend == "reference" and (call.norms is None or all(map(_is_plain, call.norms))):
         return "reference"
@@ -155,7 +151,7 @@ def compiles_training() -> bool:
 
 def may_step(backend: str) -> bool:
     """Whether one launch for a token and its cache slot may be asked for: where the backend "triton" is."""
-    return choose_backend(backend) == "triton" and not torch.is_grad_enabled()
+    return (_AUTO if backend == "auto" else backend) == "triton" and not torch.is_grad_enabled()
 
 
 def takes_step(call: Call) -> bool:
@@ -200,6 +196,49 @@ def norm_scales(norms: Norms | None) -> tuple[Tensor | None, Tensor | None, floa
     return q_norm.weight, k_norm.weight, _epsilon(q_norm)  # type: ignore[return-value]
 
 
+def _refusal(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:
+    """Why they cannot take x, and the other tensors of the call beside it; None if they can."""
+    refusal = _REFUSALS[kernels](x, window)
+    if refusal is None and not torch.compiler.is_exporting():  # of tensors without data, which are no plain ones
+        for tensor in (x, *others):
+            if tensor is not None and type(tensor) not in _PLAIN[kernels]:
+                return f"it takes plain tensors, got a {type(tensor).__name__}"
+    return refusal
+
+
+def _is_next_token(call: Call) -> bool:
+    """Whether it is one token of every sequence, behind the one that the state holds; rotated, and at a window of 2."""
+    q, (k, v), (alpha, beta), (k_state, v_state) = call.q, call.inputs, call.coefficients, call.states
+    cu_seqlens, seq_idx, mask = call.boundaries
+    if not (isinstance(k, Tensor) and isinstance(q, Tensor) and isinstance(v, Tensor)):
+        return False
+    if not (k.ndim == q.ndim == v.ndim == 4 and k.shape[1] == 1 and call.rotary is not None):
+        return False
+    batch, _, heads, size = k.shape
+    if (
+        call.shifts_queries
+        or not cu_seqlens is seq_idx is mask is None
+        or q.shape != (batch, 1, q.shape[2], size)
+        or v.shape[:3] != (batch, 1, heads)
+        or not q.dtype is v.dtype is k.dtype
+        or not q.layout is v.layout is k.layout is torch.strided
+    ):
+        return False
+    if alpha is beta is None:
+        return True
+    return (
+        call.max_rows == 1
+        and (alpha is None or alpha.shape == (heads, 2))
+        and (beta is None or beta.shape == (heads, 2))
+        and k_state is not None
+        and v_state is not None
+        and k_state.shape == k.shape
+        and v_state.shape == v.shape
+        and k_state.dtype is v_state.dtype is k.dtype
+        and k_state.device == k.device
+    )
+
+
 def _fits_launch(call: Call) -> bool:
     q, (k, *others), rotary = call.q, call.inputs, call.rotary
     (v,) = others
@@ -225,7 +264,8 @@ def _fits_launch(call: Call) -> bool:
         if any(norm.weight.shape != (size,) for norm in call.norms):
             return False
     q_scale, k_scale, _ = norm_scales(call.norms)
-    return triton_refusal(k, call.window, q, v, *call.coefficients, *states, *rotary, q_scale, k_scale) is None
+    others = (q, v, *call.coefficients, *states, *rotary, q_scale, k_scale)
+    return _refusal("triton", call.window, k, *others) is None
 
 
 def _is_plain(norm: nn.Module) -> bool:

@@ -10,11 +10,11 @@ forward, one backward, nothing kept for backward but the inputs, no temporary la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
@@ -25,20 +25,30 @@ from kvshift.ops.watched import is_watched
 _BLOCK = 2**19
 
 
-def shift_eager(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
-    """Mix every token with those before it in its sequence.
+def shift_eager(
+    inputs: Sequence[Tensor],
+    all_coefficients: Sequence[Tensor | None],
+    states: Sequence[Tensor],
+    plan: ShiftPlan | None,
+) -> list[Tensor]:
+    """Mix every token with those before it in its sequence, in each x of the inputs.
 
         y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ... + coefficients[W-1] * x[t-W+1]
 
     Args:
-        x: (B, T, G, D).
-        coefficients: (G, W).
-        state: (S, R, G, D), the rows before each sequence, R >= W - 1.
+        inputs: (B, T, G, D) each.
+        all_coefficients: (G, W) each; None returns x as it is.
+        states: (S, R, G, D) each, the rows before each sequence, R >= W - 1.
         plan: who reads whom; None where every row of x is one piece of one sequence, without padding.
 
     Returns:
-        y like x.
+        y like x, for each.
     """
+    each = zip(inputs, all_coefficients, states, strict=True)
+    return [x if coefficients is None else _shift(x, coefficients, state, plan) for x, coefficients, state in each]
+
+
+def _shift(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
     if x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
         return _weighted_sum([x], _lags(coefficients, x)[:1]).to(x.dtype)
     return _shift_slices(x, coefficients, state) if plan is None else _shift_gathered(x, coefficients, state, plan)
@@ -108,77 +118,13 @@ class _Slices(torch.autograd.Function):
         return grad_x, grad_coefficients.to(coefficients.dtype), grad_state.to(state.dtype)
 
 
-def shift_next_token(x: Tensor, coefficients: Tensor, state: Tensor, kept: KeptColumns | None = None) -> Tensor:
-    """What `shift_eager` makes of one token, without gradients; every lag is a row of state."""
-    dtype, rows = torch.float64 if x.dtype is torch.float64 else torch.float32, state.shape[1]
-    columns = None if kept is None else kept.of(coefficients)
-    if columns is None or coefficients.dtype is not dtype:
-        columns = columns_of(coefficients.to(dtype), look=coefficients.is_cpu and not torch.compiler.is_compiling())
-    now, *earlier = columns.lags
-    zeros = None if columns.none_is_zero else (coefficients == 0).unsqueeze(2).unbind(1)
-    y = x * now  # in the dtype of the arithmetic
-    if zeros is not None:
-        y.masked_fill_(zeros[0], 0)
-    for lag, weight in enumerate(earlier, 1):
-        row = state if rows == 1 else state[:, rows - lag : rows - lag + 1]
-        if row.dtype is not dtype:
-            row = row.to(dtype)
-        if zeros is None:
-            y.addcmul_(row, weight)
-        else:
-            y = torch.where(zeros[lag], y, torch.addcmul(y, row, weight))
-    return y if x.dtype is dtype else y.to(x.dtype)
-
-
-class Columns(NamedTuple):
-    """Coefficients as the next token needs them.
-
-    Attributes:
-        lags: those of each lag, (G, 1), views.
-        none_is_zero: every row may be read. (A coefficient of zero reads nothing.)
-    """
-
-    lags: tuple[Tensor, ...]
-    none_is_zero: bool
-
-
-def columns_of(coefficients: Tensor, *, look: bool) -> Columns:
-    """Views of (G, W); `look` whether any is zero: a microsecond on a CPU, a wait for any other device."""
-    return Columns(coefficients.unsqueeze(2).unbind(1), look and all(map(all, coefficients.tolist())))
-
-
-class KeptColumns:
-    """The columns of a parameter, kept from token to token until it changes: making them takes as long as the shift.
-
-    So any device is asked only once whether one is zero. (A zero written through `.data`, which leaves no trace, is
-    multiplied like other numbers until the next change.)
-    """
-
-    def __init__(self) -> None:
-        self._parameter: nn.Parameter | None = None
-
-    def of(self, coefficients: Tensor) -> Columns | None:
-        """The columns; None where they cannot be kept."""
-        if coefficients.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None  # nothing can be asked, and the graph is to hold for other numbers too
-        if (
-            coefficients is self._parameter
-            and coefficients._version == self._version
-            and coefficients.data_ptr() == self._address
-        ):
-            return self._columns
-        if type(coefficients) is not nn.Parameter or coefficients.is_inference() or coefficients.is_meta:
-            return None
-        self._columns = columns_of(coefficients, look=True)
-        self._parameter, self._address, self._version = coefficients, coefficients.data_ptr(), coefficients._version
-        return self._columns
-
-
 def _slices_forward(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
-    if x.shape[1] == 1:
-        return shift_next_token(x, coefficients, state)
     now, *earlier = _lags(coefficients, x)
     dtype, lags = now.weight.dtype, len(earlier)
+    if x.shape[1] == 1:  # every lag is a row of state
+        rows = state.shape[1]
+        before = [state[:, rows - lag : rows - lag + 1] for lag in range(1, lags + 1)]
+        return _weighted_sum([x, *before], [now, *earlier]).to(x.dtype)
     if torch.compiler.is_compiling():
         return _weighted_sum([_earlier(x, state, lag) for lag in range(lags + 1)], [now, *earlier]).to(x.dtype)
 

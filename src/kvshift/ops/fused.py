@@ -5,8 +5,8 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,17 @@ from kvshift.ops.dispatch import (
     Norms,
     compiles_training,
     fused_path,
-    may_be_next_token,
     norm_scales,
     takes_step,
 )
-from kvshift.ops.eager import KeptColumns, shift_next_token
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, apply_rotary, rotate_heads
 from kvshift.ops.shift import (
     check_boundaries,
     check_coefficients,
     check_input,
+    check_queries,
     check_state,
-    check_tensor,
     shift_keys_values,
     shift_tokens,
 )
@@ -45,19 +43,19 @@ _DDP_TAKES_CHECKPOINTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2
 """Whether torch.compile can cut a graph with a checkpoint into DDP's buckets: 2.13 does; see pytorch issue 104674."""
 
 
-class CacheSlot(NamedTuple):
-    """Where decoding writes: a cache of static shape, and the raw rows beside it. (A tuple, as `Call`.)
+class CacheSlot(Protocol):
+    """Where decoding writes: a cache of static shape, and the raw rows beside it.
 
     Attributes:
         keys, values: (B, G, N, D).
-        length: how many tokens each sequence holds, a tensor of one number on the device.
-        state: the raw rows.
+        cumulative_length: how many tokens each sequence holds, a tensor of one number on the device.
+        shift_state: the raw rows.
     """
 
     keys: Tensor
     values: Tensor
-    length: Tensor
-    state: ShiftState
+    cumulative_length: Tensor
+    shift_state: ShiftState
 
 
 def shift_norm_rope(
@@ -76,7 +74,7 @@ def shift_norm_rope(
     mask: Tensor | None = None,
     keep_state: bool = True,
     backend: str = "auto",
-    kept: tuple[KeptColumns, KeptColumns] | None = None,
+    kept: KeptColumns | None = None,
 ) -> Results:
     """Shift, then normalise queries and keys, then rotate them.
 
@@ -93,19 +91,18 @@ def shift_norm_rope(
         state: as in `kv_shift`, with queries where there is gamma. Looked at only if something is shifted.
         cu_seqlens, seq_idx, mask, backend: as in `kv_shift`.
         keep_state: False where no later call needs the new state.
-        kept: the columns of alpha and of beta, where the caller keeps them for generation.
+        kept: what the caller keeps of alpha and beta for generation.
 
     Returns:
         q, k, v and the new state; None where it is not kept or nothing is shifted.
     """
-    if rotary is not None and gamma is cu_seqlens is seq_idx is mask is None and may_be_next_token(k, backend):
-        results = _next_token(q, k, v, alpha, beta, rotary, norms, state, kept or (None, None))
-        if results is not None:
-            return results if keep_state else (*results[:3], None)
-    states = (state.k, state.v) if isinstance(state, ShiftState) else (None, None)
+    states, max_rows = ((state.k, state.v), state.max_rows) if isinstance(state, ShiftState) else ((None, None), None)
     boundaries = (cu_seqlens, seq_idx, mask)
-    call = Call((k, v), (alpha, beta), states, boundaries, backend, q, gamma is not None, rotary, norms)
-    return _run(fused_path(call), call, gamma, state, keep_state=keep_state)
+    call = Call((k, v), (alpha, beta), states, boundaries, backend, q, gamma is not None, rotary, norms, max_rows)
+    path = fused_path(call)
+    if path == "next token":
+        return _next_token(call, kept, keep_state)
+    return _run(path, call, gamma, state, keep_state=keep_state)
 
 
 def recomputation(
@@ -156,14 +153,14 @@ def step_norm_rope(
     Returns:
         q, normalised and rotated; None where the kernels cannot do it, and nothing was done.
     """
-    states, boundaries = (slot.state.k, slot.state.v), (None, None, None)
-    call = Call((k, v), (alpha, beta), states, boundaries, backend, q, shifts_queries, rotary, norms)
+    state, boundaries = slot.shift_state, (None, None, None)
+    call = Call((k, v), (alpha, beta), (state.k, state.v), boundaries, backend, q, shifts_queries, rotary, norms)
     if not takes_step(call):
         return None
     q_scale, k_scale, eps = norm_scales(norms)
     return step_triton(
-        q, k, v, alpha, beta, *_half_tables(rotary, k), slot.state.k, slot.state.v,
-        slot.keys.transpose(1, 2), slot.values.transpose(1, 2), cache_slots=slot.length, own_pages=True,
+        q, k, v, alpha, beta, *_half_tables(rotary, k), state.k, state.v,
+        slot.keys.transpose(1, 2), slot.values.transpose(1, 2), cache_slots=slot.cumulative_length, own_pages=True,
         q_scale=q_scale, k_scale=k_scale, eps=eps,
     )  # fmt: skip
 
@@ -219,54 +216,99 @@ def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) ->
     return checkpoint(function, k, v, use_reentrant=False, preserve_rng_state=False)
 
 
-def _next_token(
-    q: Any,
-    k: Tensor,
-    v: Any,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    rotary: Rotary,
-    norms: Norms | None,
-    state: Any,
-    kept: tuple[KeptColumns | None, KeptColumns | None],
-) -> Results | None:
-    """The next token of every sequence at a window of 2; None where `_apart` must do it, or say what is wrong."""
-    if not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim == v.ndim == 4):
-        return None
-    if not (q.dtype is v.dtype is k.dtype and q.layout is v.layout is k.layout is torch.strided):
-        return None
-    (batch, _, heads, size), new = k.shape, None
-    if q.shape != (batch, 1, q.shape[2], size) or v.shape[:3] != (batch, 1, heads):
-        return None
+def _next_token(call: Call, kept: KeptColumns | None, keep_state: bool) -> Results:
+    """The next token of every sequence, by plain operations."""
+    q: Any
+    rotary: Any
+    q, rotary, norms, (k, v), (alpha, beta), new = call.q, call.rotary, call.norms, call.inputs, call.coefficients, None
     if alpha is not None or beta is not None:
-        if not _continues(k, v, state):
-            return None
-        new = ShiftState(k, v, 1)
-        if alpha is not None:
-            if alpha.shape != (heads, 2):
-                return None
-            k = shift_next_token(k, alpha, state.k, kept[0])
-        if beta is not None:
-            if beta.shape != (heads, 2):
-                return None
-            v = shift_next_token(v, beta, state.v, kept[1])
+        new = ShiftState(k, v, 1) if keep_state else None
+        k, v = _shift_next_token(call, kept or KeptColumns())
     if norms is not None:
         q, k = norms[0](q), norms[1](k)
     # Rotated together: four operations less.
-    q, k = torch.split_with_sizes(apply_rotary(torch.cat((q, k), 2), rotary), (q.shape[2], heads), 2)
+    q, k = torch.split_with_sizes(apply_rotary(torch.cat((q, k), 2), rotary), (q.shape[2], k.shape[2]), 2)
     return q, k, v, new
 
 
-def _continues(k: Tensor, v: Tensor, state: Any) -> bool:
-    """Whether k and v are the token after the one that the state holds."""
-    return (
-        isinstance(state, ShiftState)
-        and state.max_rows == 1
-        and state.k.shape == k.shape
-        and state.v.shape == v.shape
-        and state.k.dtype is state.v.dtype is k.dtype
-        and state.k.device == k.device
-    )
+def _shift_next_token(call: Call, kept: KeptColumns) -> list[Tensor]:
+    """Keys and values; a row of state is the token before."""
+    dtype = torch.float64 if call.inputs[0].dtype is torch.float64 else torch.float32
+    states: Any = call.states  # both are there
+    outputs = []
+    for x, columns, before in zip(call.inputs, kept.of(call.coefficients, dtype), states, strict=True):
+        if columns is None:
+            outputs.append(x)
+            continue
+        if before.dtype is not dtype:
+            before = before.to(dtype)
+        y = x * columns.now  # in the dtype of the arithmetic
+        if columns.none_is_zero:
+            y.addcmul_(before, columns.before)
+        else:
+            y.masked_fill_(columns.now == 0, 0)
+            y = torch.where(columns.before == 0, y, torch.addcmul(y, before, columns.before))
+        outputs.append(y if x.dtype is dtype else y.to(x.dtype))
+    return outputs
+
+
+class Columns(NamedTuple):
+    """Coefficients (G, 2) as the next token needs them.
+
+    Attributes:
+        now, before: those of the token and of the one before it, (G, 1), views.
+        none_is_zero: every row may be read. (A coefficient of zero reads nothing.)
+    """
+
+    now: Tensor
+    before: Tensor
+    none_is_zero: bool
+
+
+def columns_of(coefficients: Tensor, *, look: bool) -> Columns:
+    """Columns; `look` whether any number is zero: a microsecond on a CPU, a wait for any other device."""
+    now, before = coefficients.unsqueeze(2).unbind(1)
+    return Columns(now, before, look and all(map(all, coefficients.tolist())))
+
+
+class KeptColumns:
+    """The columns of a layer's parameters, kept from token to token: making them takes as long as the shift.
+
+    So any device is asked only once whether one is zero. (A zero written through `.data`, which leaves no trace, is
+    multiplied like other numbers until the next change.)
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, int, int, Columns] | None] = [None, None]
+
+    def of(self, all_coefficients: Sequence[Tensor | None], dtype: torch.dtype) -> list[Columns | None]:
+        """Those of alpha and beta in this dtype; None where a tensor is."""
+        all_columns: list[Columns | None] = []
+        for index, coefficients in enumerate(all_coefficients):
+            kept, columns = self._kept[index], None
+            if coefficients is not None:
+                # A graph that is being captured is to hold for other numbers too.
+                captured = coefficients.is_cuda and torch.cuda.is_current_stream_capturing()
+                if (
+                    kept is not None
+                    and coefficients is kept[0]
+                    and coefficients.data_ptr() == kept[1]
+                    and coefficients._version == kept[2]
+                    and coefficients.dtype is dtype
+                    and not captured
+                ):
+                    columns = kept[3]
+                else:
+                    columns = self._make(index, coefficients, dtype, keep=not captured)
+            all_columns.append(columns)
+        return all_columns
+
+    def _make(self, index: int, x: Tensor, dtype: torch.dtype, *, keep: bool) -> Columns:
+        keep = keep and type(x) is nn.Parameter and x.dtype is dtype and not (x.is_inference() or x.is_meta)
+        columns = columns_of(x.to(dtype), look=keep or x.is_cpu)
+        if keep:
+            self._kept[index] = (x, x.data_ptr(), x._version, columns)
+        return columns
 
 
 def _apart(
@@ -279,7 +321,6 @@ def _apart(
         _check(q, k, v)
         check_boundaries(k, *call.boundaries)
     else:
-        _check_queries(q)
         cu_seqlens, seq_idx, mask = call.boundaries
         where: dict[str, Any] = {
             "cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": call.backend,
@@ -287,7 +328,7 @@ def _apart(
         hold = alpha
         if alpha is None and beta is None:  # the state holds keys all the same, so that it has one shape
             hold = torch.eye(1, cast(Tensor, gamma).shape[1], device=k.device).expand(k.shape[2], -1)
-        k_hat, v_hat, new = shift_keys_values(k, v, hold, beta, state=state, keep_state=keep_state, **where)
+        k_hat, v_hat, new = shift_keys_values(k, v, hold, beta, state=state, keep_state=keep_state, q=q, **where)
         if alpha is None:
             k_hat = k
         if gamma is not None and q is not None:
@@ -311,14 +352,9 @@ def _shift_queries(
 
 
 def _check(q: Tensor | None, k: Tensor, v: Tensor) -> None:
-    _check_queries(q)
+    check_queries(q)
     check_input("k", k)
     check_input("v", v)
-
-
-def _check_queries(q: Tensor | None) -> None:
-    if q is not None:
-        check_tensor("q", q, "(batch, positions, heads, head size)")
 
 
 def _half_tables(rotary: Rotary, k: Tensor) -> Rotary:

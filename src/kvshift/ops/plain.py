@@ -18,9 +18,18 @@ from torch import Tensor
 from kvshift.ops.boundaries import ShiftPlan
 
 
-def shift_plain(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
+def shift_plain(
+    inputs: Sequence[Tensor],
+    all_coefficients: Sequence[Tensor | None],
+    states: Sequence[Tensor],
+    plan: ShiftPlan | None,
+) -> list[Tensor]:
     """What `shift_eager` does, with the same arguments."""
-    return weighted_sum(x, coefficients, state, None if plan is None else plan.sources).to(x.dtype)
+    sources = None if plan is None else plan.sources
+    return [
+        x if coefficients is None else weighted_sum(x, coefficients, state, sources).to(x.dtype)
+        for x, coefficients, state in zip(inputs, all_coefficients, states, strict=True)
+    ]
 
 
 def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
@@ -58,7 +67,7 @@ def state_after(x: Tensor, state: Tensor, plan: ShiftPlan | None, max_rows: int)
     """The last rows of each sequence, state included, in memory of their own.
 
     Args:
-        x, state, plan: as in `shift_eager`.
+        x, state: one of the inputs of `shift_eager` and its state; plan: as there.
         max_rows: how many to return at most; with a plan it is always R.
     """
     if plan is None:

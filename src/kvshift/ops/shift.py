@@ -97,8 +97,10 @@ def shift_keys_values(
     mask: Tensor | None,
     backend: str,
     keep_state: bool,
+    q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, ShiftState | None]:
-    """`kv_shift`, with a new state only where it is kept; alpha or beta is given."""
+    """`kv_shift`, with a new state only where it is kept; alpha or beta is given. The queries beside are checked."""
+    check_queries(q)
     check_input("k", k)
     check_input("v", v)
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
@@ -208,18 +210,18 @@ def _shift(
             batch, positions, window, rows, inputs[0].device, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask
         )
 
-    outputs, next_states = [], []
-    for x, coefficients, state in zip(inputs, all_coefficients, states, strict=True):
-        if backend == "reference":
-            keep = rows if bounded else min(max_rows, rows + positions)
-            y, next_state = shift_reference(x, coefficients, state, keep, cu_seqlens, seq_idx, mask)
-        else:
-            shift = {"cpu": shift_cpu, "eager": shift_eager, "plain": shift_plain}[backend]
-            y = x if coefficients is None else shift(x, coefficients, state, plan)
-            next_state = state_after(x, state, plan, max_rows) if keep_state else None
-        outputs.append(y)
-        next_states.append(next_state)
-    return outputs, next_states
+    if backend == "reference":
+        keep = rows if bounded else min(max_rows, rows + positions)
+        pairs = [
+            shift_reference(x, coefficients, state, keep, cu_seqlens, seq_idx, mask)
+            for x, coefficients, state in zip(inputs, all_coefficients, states, strict=True)
+        ]
+        return [y for y, _ in pairs], [next_state for _, next_state in pairs]
+    shift = {"cpu": shift_cpu, "eager": shift_eager, "plain": shift_plain}[backend]
+    outputs = shift(inputs, all_coefficients, states, plan)
+    if not keep_state:
+        return outputs, [None] * len(inputs)
+    return outputs, [state_after(x, state, plan, max_rows) for x, state in zip(inputs, states, strict=True)]
 
 
 def _window(*coefficients: Tensor | None) -> int:
@@ -247,6 +249,12 @@ def check_input(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must have 4 dimensions (batch, positions, heads, head size); {_say(**{name: x})}")
     if not x.is_floating_point():
         raise TypeError(f"{name} must be of a floating-point dtype; {_say(**{name: x})}")
+
+
+def check_queries(q: Tensor | None) -> None:
+    """Raise a TypeError for queries that are no dense tensor."""
+    if q is not None:
+        check_tensor("q", q, "(batch, positions, heads, head size)")
 
 
 def check_coefficients(name: str, coefficients: Tensor, x: Tensor) -> None:

@@ -1,8 +1,7 @@
-"""Whether somebody follows a call operation by operation, and whether tensors are what they seem."""
+"""Whether somebody follows a call operation by operation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _BATCHED = torch._C._parse_dispatch_key("Batched")  # what `is_grads_batched` hands to backward
 
 
-def is_watched(*gradients: Tensor) -> bool:
+def is_watched(*gradients: Tensor, by_compiler: bool = False) -> bool:
     """Whether somebody follows this call operation by operation, and must be given plain ones (`plain.py`).
 
     Those who follow are transforms of `torch.func`, tracers (`make_fx`, fake tensors, `torch.jit.trace`) and
@@ -25,12 +24,13 @@ def is_watched(*gradients: Tensor) -> bool:
     ways of their own; only a transform within them counts.
 
     Args:
+        by_compiler: whether those two count as well.
         gradients: in backward, those that came in: `torch.autograd.grad(is_grads_batched=True)` shows in them alone.
     """
     if torch._C._are_functorch_transforms_active():
         return True
     if torch.compiler.is_compiling():
-        return False
+        return by_compiler
     return (
         (torch._C._len_torch_dispatch_stack() > 0 and any(map(_is_active, _TRACERS)))
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
@@ -38,14 +38,6 @@ def is_watched(*gradients: Tensor) -> bool:
         or forward_ad._current_level >= 0
         or (len(gradients) > 0 and any(map(_is_batched, gradients)))
     )
-
-
-def subclass_refusal(tensors: Iterable[Tensor | None], plain: tuple[type, ...] = PLAIN) -> str | None:
-    """Why a kernel, which reads memory by its address, cannot take one of them; None if it can take all."""
-    for tensor in tensors:
-        if tensor is not None and type(tensor) not in plain:
-            return f"it takes plain tensors, got a {type(tensor).__name__}"
-    return None
 
 
 def _is_active(tracer: _TorchDispatchModeKey) -> bool:

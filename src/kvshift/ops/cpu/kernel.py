@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
 from kvshift.ops.plain import gradients_of_shift
-from kvshift.ops.watched import is_watched, subclass_refusal
+from kvshift.ops.watched import is_watched
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # What torch calls the machine: what the compiler does; rows whose gradients of coefficients are summed in float32,
@@ -32,15 +33,26 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _ROWS = (_POINTER, _INT, _INT, _INT)  # a tensor (B, rows, G, D) and its first three strides
 
 
-def shift_cpu(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
+def shift_cpu(
+    inputs: Sequence[Tensor],
+    all_coefficients: Sequence[Tensor | None],
+    states: Sequence[Tensor],
+    plan: ShiftPlan | None,
+) -> list[Tensor]:
     """What `shift_eager` does, with the same arguments."""
     sources, readers = (None, None) if plan is None else (plan.sources, plan.readers)
-    tracked = torch.is_grad_enabled() and (x.requires_grad or coefficients.requires_grad or state.requires_grad)
-    return (_Shift.apply if tracked else _forward)(x, coefficients, state, sources, readers)
+    outputs = []
+    for x, coefficients, state in zip(inputs, all_coefficients, states, strict=True):
+        if coefficients is None:
+            outputs.append(x)
+            continue
+        tracked = torch.is_grad_enabled() and (x.requires_grad or coefficients.requires_grad or state.requires_grad)
+        outputs.append((_Shift.apply if tracked else _forward)(x, coefficients, state, sources, readers))
+    return outputs
 
 
-def cpu_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:
-    """Why the kernel cannot take x, and the other tensors of the call beside it; None if it can."""
+def cpu_refusal(x: Tensor, window: int) -> str | None:
+    """Why the kernel cannot take x, a plain tensor; None if it can."""
     if torch.compiler.is_compiling():
         return "it is not for torch.compile, which makes code of its own"
     if not x.is_cpu:
@@ -49,7 +61,7 @@ def cpu_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:
         return f"it knows {', '.join(_DTYPES.values())}, the tensors are {x.dtype}"
     if window > _MAX_WINDOW:
         return f"its window is {_MAX_WINDOW} at most, got {window}"
-    return subclass_refusal((x, *others)) or _kernels().refusal
+    return _kernels().refusal
 
 
 class _Shift(torch.autograd.Function):

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from kvshift.ops.triton.launch import compute_dtype, links, shift
 from kvshift.ops.triton.next_state import next_state
-from kvshift.ops.watched import PLAIN, subclass_refusal
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_PLAIN = (*PLAIN, torch._subclasses.FakeTensor)
 _MAX_WINDOW = 8
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton runs kernels as Python, on CPU tensors
@@ -46,8 +44,8 @@ class Boundaries:
         return self.cu_seqlens, self.seq_idx, self.mask, self.links
 
 
-def triton_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None:
-    """Why the kernels cannot take x, and the other tensors of the call beside it; None if they can."""
+def triton_refusal(x: Tensor, window: int) -> str | None:
+    """Why the kernels cannot take x, a plain tensor or a fake one; None if they can."""
     if x.dtype not in _DTYPES:
         return f"it knows {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}, the tensors are {x.dtype}"
     if window > _MAX_WINDOW:
@@ -56,9 +54,7 @@ def triton_refusal(x: Tensor, window: int, *others: Tensor | None) -> str | None
         return "Triton is not installed"
     if not x.is_cuda and not (x.is_cpu and _IS_INTERPRETED):
         return f"it runs on CUDA devices (on the CPU in Triton's interpreter), the tensors are on {x.device}"
-    if torch.compiler.is_exporting():  # of tensors without data, which are no plain ones
-        return None
-    return subclass_refusal((x, *others), _PLAIN)
+    return None
 
 
 def shift_triton(
