@@ -64,7 +64,8 @@ class CPUKernelHook(BuildHookInterface):
         )
         for step in steps:
             subprocess.run(step, check=True, capture_output=True, text=True, cwd=root)
-        os.replace(shutil.copy2(linked, binary.with_suffix(".new")), binary)  # a running process keeps the old one
+        new = binary.with_suffix(f".{os.getpid()}")  # two environments may be made at a time
+        os.replace(shutil.copy2(linked, new), binary)  # a running process keeps the old one
         compiled.unlink()
         linked.unlink()
 

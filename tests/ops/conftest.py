@@ -18,9 +18,9 @@ def skip_unless_built(backend: str) -> None:
 
 
 def leave_to_one_dtype(backend: str, dtype: torch.dtype) -> None:
-    """Of dtypes, the Triton kernels get the smallest: where a token finds its predecessor depends on none."""
-    if backend == "triton" and dtype != torch.bfloat16:
-        pytest.skip("the interpreter is slow, and a GPU compiles for each dtype: bfloat16 stands for all")
+    """Of dtypes, what is slow gets the smallest: where a token finds its predecessor depends on none."""
+    if backend in ("triton", "reference") and dtype != torch.bfloat16:
+        pytest.skip("interpreter and loops are slow, and a GPU compiles for each dtype: bfloat16 stands for all")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks for marks
