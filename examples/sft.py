@@ -1,0 +1,63 @@
+"""Fine-tune a model with KV shift by TRL: LoRA and the coefficients, several conversations packed into each sequence.
+
+pip install 'kvshift[lab,trl]'
+python examples/sft.py OUT [MODEL]      a folder or a name on the hub; without: a tiny Llama that has learned nothing
+"""
+
+import sys
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+from kvshift.lab.data.tokenizers import train_bpe
+from kvshift.models.retrofit import add_kv_shift, load_kv_shift
+
+out, *names = sys.argv[1:]
+examples = [
+    {"prompt": f"What is {a} plus {b}?", "completion": f" {a} plus {b} is {a + b}."}
+    for a in range(12)
+    for b in range(12)
+]
+if names:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(names[0]), AutoTokenizer.from_pretrained(names[0])
+else:
+    tokenizer = train_bpe((example["prompt"] + example["completion"] for example in examples), 300)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=172,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+add_kv_shift(model)  # before PEFT wraps the model
+
+trainer = SFTTrainer(
+    model,
+    SFTConfig(
+        output_dir=f"{out}/checkpoints",
+        packing=True,  # whole conversations side by side; neither shift nor attention crosses from one to the next
+        max_length=128,
+        per_device_train_batch_size=2,
+        max_steps=20,
+        bf16=torch.cuda.is_available(),
+        learning_rate=1e-3,
+        logging_steps=5,
+        save_strategy="no",
+        report_to="none",
+    ),
+    train_dataset=Dataset.from_list(examples),
+    processing_class=tokenizer,
+    peft_config=LoraConfig(r=8, target_modules="all-linear", modules_to_save=["shift"]),  # the coefficients, whole
+)
+trainer.train()
+trainer.model.merge_and_unload().save_pretrained(f"{out}/model")  # LoRA goes into the projections, inside the shift
+tokenizer.save_pretrained(f"{out}/model")
+print("trained and loaded again:", type(load_kv_shift(f"{out}/model")).__name__)
