@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from kvshift import KVShift
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
 from kvshift.lab.errors import LabError
@@ -18,6 +19,7 @@ from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import ModelConfig, TrainConfig
 from kvshift.lab.variants.pretrained import base_config, find_pretrained
 from kvshift.models.llama import KVShiftLlamaForCausalLM
+from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 
 from .cases import assert_same_run, metrics, result, tiny
 
@@ -107,6 +109,46 @@ def test_the_shift_that_is_added_learns_or_is_frozen(plain, corpus, tmp_path):
     identity = [[1.0, 0.0], [1.0, 0.0]]
     assert metrics(tmp_path / "free", "coefficients")[-1]["alpha"] != identity
     assert metrics(tmp_path / "frozen", "coefficients")[-1]["alpha"] == identity
+
+
+FAMILIES = {
+    "gpt2": {"n_embd": 24, "n_inner": 40, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "qwen2": {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "gpt_neox": {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2},
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_retrofit_made_of_another_family(model_type, finished, corpus, tmp_path):
+    fields = {**FAMILIES[model_type], "vocab_size": 300, "tie_word_embeddings": False}
+    if model_type == "qwen2":
+        fields["num_key_value_heads"] = 1
+    model = add_kv_shift(AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields)))
+    source = tmp_path / "source"
+    model.save_pretrained(source)
+    for file in (finished / "tokenizer").glob("tokenizer*"):
+        shutil.copy(file, source)
+
+    config = tuned(corpus, tmp_path / "run", source, save_every=2)
+    train(config)
+    trained = load_kv_shift(tmp_path / "run" / "model")
+    assert type(trained) is type(model)
+    first = next(module for module in trained.modules() if isinstance(module, KVShift))
+    assert (first.alpha - torch.tensor([1.0, 0.0])).abs().max() > 1e-4
+    assert len(metrics(tmp_path / "run", "coefficients")[-1]["alpha"]) == first.alpha.shape[0]
+    assert result(tmp_path / "run")["shift_parameters"] == 4 * 2 * first.alpha.shape[0]
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")  # given again, it continues
+    (tmp_path / "run" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    train(config)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+    with pytest.raises(LabError, match=r"model\.num_hidden_layers is 1, .* is taken as it is"):
+        train(tuned(corpus, tmp_path / "other", source, {"num_hidden_layers": 1}))
+    if model_type == "gpt2":
+        long = tuned(corpus, tmp_path / "other", source)
+        with pytest.raises(LabError, match=r"data\.sequence_length is 65, but .* has 64 positions"):
+            train(replace(long, data=replace(long.data, sequence_length=65)))
 
 
 def test_given_again_it_continues(finished, corpus, tmp_path, capfd):

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any
 
 from datasets import Dataset
 
@@ -19,7 +19,7 @@ from kvshift.lab.runs.folder import RunFolder, environment, remove_folder, write
 from kvshift.lab.runs.overwriting import replace_run
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.train_config import ModelConfig, config_hash, differences
-from kvshift.models.llama import KVShiftLlamaConfig
+from kvshift.models.configuration import ShiftConfig
 
 __all__ = [
     "Start",
@@ -163,12 +163,13 @@ def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, A
     return value
 
 
-def resolved_model(config: KVShiftLlamaConfig) -> dict[str, Any]:
+def resolved_model(config: ShiftConfig) -> dict[str, Any]:
     """The fields of `ModelConfig` as the model has them."""
     apart = ("variant", "size", "config", "freeze_shift", "rope_theta")
-    values = {field.name: getattr(config, field.name) for field in fields(ModelConfig) if field.name not in apart}
-    rope = cast(dict[str, Any], config.rope_parameters)
-    return {**values, "rope_theta": rope["rope_theta"], "shift_targets": list(config.shift_targets)}
+    names = [field.name for field in fields(ModelConfig) if field.name not in apart]
+    values = {name: getattr(config, name, None) for name in names}  # None: another family has no such field
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {**values, "rope_theta": rope.get("rope_theta"), "shift_targets": list(config.shift_targets)}
 
 
 def data_facts(data: TextData) -> dict[str, Any]:

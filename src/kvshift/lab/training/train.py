@@ -38,12 +38,13 @@ from kvshift.lab.training.trainer import LanguageModelTrainer
 from kvshift.lab.variants.building import build_model, count_parameters, llama_config
 from kvshift.lab.variants.by_name import find_variant, label_of, settled, variant_of
 from kvshift.lab.variants.pretrained import (
-    base_config,
     find_pretrained,
+    fitting_config,
     load_pretrained,
     weights_digest,
     with_tokenizer,
 )
+from kvshift.models.llama import KVShiftLlamaConfig
 
 __all__ = ["TrainConfig", "train"]
 
@@ -86,15 +87,16 @@ def _run(
         config = with_recorded_warmup(config, folder)
     tokenizer = next_tokenizer(folder) if replaces else folder.tokenizer
     stack.callback(remove_folder, next_tokenizer(folder).parent)  # where the new run does not begin
-    source = base = None
+    source = None
     if config.init_from is not None:
         source = find_pretrained(config.init_from, say)
-        base = base_config(source, config.model)
         config = dataclasses.replace(config, data=with_tokenizer(source, config.data))
     data = _load(config, tokenizer, processes)
-    model_config = llama_config(
-        config.model, vocab_size=len(data.tokenizer), sequence_length=config.data.sequence_length, base=base
-    )
+    tokens, length = len(data.tokenizer), config.data.sequence_length
+    if source is None:
+        model_config = llama_config(config.model, vocab_size=tokens, sequence_length=length)
+    else:
+        model_config = fitting_config(source, config.model, vocab_size=tokens, sequence_length=length)
     model_config.bos_token_id = cast(int | None, data.tokenizer.bos_token_id)
     model_config.eos_token_id = cast(int | None, data.tokenizer.eos_token_id)
     accumulation = config.accumulation(processes.count)
@@ -115,7 +117,8 @@ def _run(
     )
     model.config.use_cache = False  # no cache of keys and values beside every training step
     sizes, variant = count_parameters(model), find_variant(variant_of(options["model"]))
-    more = variant.added_parameters(model_config)
+    is_llama = isinstance(model_config, KVShiftLlamaConfig)
+    more = variant.added_parameters(model_config) if is_llama else sizes["shift_parameters"]
     say(
         f"{label_of(options['model'])}: {sizes['parameters']:,} parameters, {more:+,} against vanilla; "
         f"{config.steps} steps of {tokens_per_step:,} tokens"

@@ -193,8 +193,9 @@ class TrainConfig(RunConfig):
     """One training run. The same command, given again, continues a run that was stopped."""
 
     init_from: str | None = None
-    """Start from the weights and the tokenizer of this Llama, with or without KV shift: a run, a folder, or a name on
-    the hub. What is left open under `model` is the model's; a shift that it does not have starts as the identity."""
+    """Start from the weights and the tokenizer of this model: a run, a folder, or a name on the hub. A Llama, with or
+    without KV shift: what is left open under `model` is the model's; a shift that it does not have starts as the
+    identity. Or what `kvshift retrofit` made of another model, as it is."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokens_per_step: int | None = None

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.loading import UNREADABLE, locate
 from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.variant import shift_layers
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.retrofit.family import RetrofitConfig
 
 __all__ = [
     "Pretrained",
     "base_config",
     "find_pretrained",
+    "fitting_config",
     "load_pretrained",
     "weights_digest",
     "with_tokenizer",
@@ -38,32 +42,35 @@ class Pretrained:
         name: as the user gave it.
         folder: of the model, or its name on the hub.
         tokenizer: likewise.
-        config: of the model; one of plain Llama has no `shift_targets`.
+        config: of the model; one of plain Llama has no `shift_targets`. A `RetrofitConfig` where it is no Llama.
     """
 
     name: str
     folder: str
     tokenizer: str
-    config: KVShiftLlamaConfig
+    config: KVShiftLlamaConfig | RetrofitConfig
 
 
 def find_pretrained(name: str, say: Callable[[str], Any]) -> Pretrained:
     """The model that `name`, a run folder, a model folder or a name on the hub, stands for; no weights are read.
 
     Raises:
-        LabError: there is none, or it is no Llama, with or without KV shift.
+        LabError: there is none, or it is neither a Llama, with or without KV shift, nor one that has got a shift.
     """
     try:
         folder, tokenizer = locate(name, say)
-        values: dict[str, Any] = AutoConfig.from_pretrained(folder).to_dict()
+        found: Any = AutoConfig.from_pretrained(folder)
+        values: dict[str, Any] = found.to_dict()
         kind = values.pop("model_type")
-        if kind not in ("llama", KVShiftLlamaConfig.model_type):
-            raise LabError(f"{name} is of model_type {kind!r}; expected llama or kvshift_llama")
+        if kind not in ("llama", KVShiftLlamaConfig.model_type) and not isinstance(found, RetrofitConfig):
+            raise LabError(
+                f"{name} is of model_type {kind!r}; expected llama or kvshift_llama, or what `kvshift retrofit` made"
+            )
         if values.get("quantization_config") is not None:
             raise LabError(f"{name} is quantized, and its weights cannot be trained; expected one that is not")
         if kind == "llama":
             values["shift_targets"] = []
-        config = KVShiftLlamaConfig(**values)
+        config = found if isinstance(found, RetrofitConfig) else KVShiftLlamaConfig(**values)
     except LabError as error:
         raise LabError(f"init_from: {str(error).removeprefix('model: ')}") from error
     except Exception as error:  # the hub, and transformers' strict dataclasses, raise classes of their own
@@ -71,6 +78,35 @@ def find_pretrained(name: str, say: Callable[[str], Any]) -> Pretrained:
             f"init_from: the configuration of {name} cannot be read: {' '.join(str(error).split())}"
         ) from error
     return Pretrained(name, folder, tokenizer, config)
+
+
+def fitting_config(source: Pretrained, options: ModelConfig, *, vocab_size: int, sequence_length: int) -> Any:
+    """The configuration of the model to start from, for a run with this tokenizer and sequences of this length.
+
+    Raises:
+        LabError: an option contradicts the model, or the data do not fit it; names both.
+    """
+    if isinstance(source.config, KVShiftLlamaConfig):
+        base = base_config(source, options)
+        return llama_config(options, vocab_size=vocab_size, sequence_length=sequence_length, base=base)
+    for one in fields(options):
+        given = getattr(options, one.name)
+        if given != one.default and one.name != "freeze_shift":
+            raise LabError(
+                f"model.{one.name} is {given!r}, but the model of init_from ({source.name}) is taken as it is: leave "
+                "the option out"
+            )
+    config: Any = deepcopy(source.config)
+    if config.vocab_size < vocab_size:
+        raise LabError(f"init_from: {source.name} has {config.vocab_size} tokens, its tokenizer {vocab_size}")
+    if config.max_position_embeddings < sequence_length:
+        raise LabError(
+            f"data.sequence_length is {sequence_length}, but the model of init_from ({source.name}) has "
+            f"{config.max_position_embeddings} positions"
+        )
+    # As `llama_config` does: generation must not stop at, or pad with, numbers that belong to another tokenizer.
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    return config
 
 
 def base_config(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
@@ -87,7 +123,7 @@ def base_config(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
             )
     if options.variant is not None:
         raise LabError(f"model.variant is {options.variant!r}, but init_from starts vanilla and kv-shift alone")
-    config = source.config
+    config: Any = source.config
     rope = cast(dict[str, Any], config.rope_parameters)
     shift = ("shift_targets", "shift_window", "shift_constraint", "shift_init")
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -110,20 +146,20 @@ def base_config(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
     return base
 
 
-def load_pretrained(
-    source: Pretrained, config: KVShiftLlamaConfig, *, freeze_shift: bool = False
-) -> KVShiftLlamaForCausalLM:
+def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = False) -> Any:
     """The model in float32; a shift that it did not have starts as the identity, so that it computes what it did.
 
     Args:
         source: of the weights.
-        config: of the model, made from `base_config`.
+        config: of the model, from `fitting_config`.
         freeze_shift: keep the coefficients at their start values.
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what is missing and unexpected is said below
+    is_llama = isinstance(config, KVShiftLlamaConfig)
+    auto: Any = KVShiftLlamaForCausalLM if is_llama else AutoModelForCausalLM
     try:
-        loaded: Any = KVShiftLlamaForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             source.folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
     except UNREADABLE as error:
@@ -134,7 +170,7 @@ def load_pretrained(
     added = set() if source.config.shift_targets else {name for name in report["missing_keys"] if ".shift." in name}
     for keys, what in (
         (report["missing_keys"] - added, "lacks"),
-        (report["unexpected_keys"], "has, beyond a Llama's,"),
+        (report["unexpected_keys"], f"has, beyond a {config.model_type.removeprefix('kvshift_').capitalize()}'s,"),
     ):
         if keys:
             raise LabError(f"init_from: {source.name} {what} {len(keys)} weights, {min(keys)} the first")
