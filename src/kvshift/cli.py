@@ -64,6 +64,11 @@ _COMMANDS = {
         "kvshift.benchmarks.bench_config:BenchConfig",
         "kvshift.benchmarks.bench:bench",
     ),
+    "check": _Command(
+        "Check a model at its edges: documents, padding, caches, generation",
+        "kvshift.lab.check.check_config:CheckConfig",
+        "kvshift.lab.check.checking:check",
+    ),
     "plan": _Command(
         "Say what a run will cost",
         "kvshift.lab.plan.plan_config:PlanConfig",
@@ -81,8 +86,8 @@ _COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `kvshift` on `arguments` (default: those of the process); returns the exit code.
 
-    0: done. 1: a fault of ours, with its traceback. 2: bad options or input. 3: the run failed while it ran.
-    4: the run folder is in use. 128 + the number of the signal that ended it: 130, 143.
+    0: done. 1: a fault of ours, with its traceback; from `check`, a model that is wrong. 2: bad options or input.
+    3: the run failed while it ran. 4: the run folder is in use. 128 + the number of the signal that ended it: 130, 143.
     """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):

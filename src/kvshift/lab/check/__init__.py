@@ -1,0 +1,1 @@
+"""`kvshift check`: whether a model of transformers is right at its edges."""

@@ -1,0 +1,114 @@
+"""The tables of docs/check.md, from the rows that `kvshift.lab.check.stock_models` writes.
+
+    python -m kvshift.lab.check.check_page [--check]
+
+writes the end of docs/check.md, from its marker on, in the working directory; with --check it writes nothing and fails
+where the page is not what the rows give.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvshift.lab.analysis.tables import as_markdown
+from kvshift.lab.check.stock_models import GROUPS
+from kvshift.lab.runs.folder import write_bytes
+
+__all__ = ["MARKER", "rendered"]
+
+MARKER = "<!-- From here on made from results/check by `make results`. -->\n"
+
+Row = Mapping[str, Any]
+
+
+def rendered(rows: Sequence[Row]) -> str:
+    """What stands behind the marker: a table for each group of models, and where it comes from."""
+    by_name = {row["name"]: row for row in rows}
+    parts = []
+    for title, names in GROUPS.items():
+        lines = [("model", "right", "wrong", "refused", "not supported")]
+        lines += [_line(by_name[name]) for name in names if name in by_name]
+        parts += [f"### {title}\n", as_markdown(lines, left=None), ""]
+    return "\n".join([*parts, _distances(rows), "", _provenance(rows), ""])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write or check the page; returns the exit code."""
+    if list(arguments) not in ([], ["--check"]):
+        print(f"usage: python -m kvshift.lab.check.check_page [--check], got {' '.join(arguments)}", file=sys.stderr)
+        return 2
+    results, page = Path("results/check/transformers.jsonl"), Path("docs/check.md")
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    head, marker, _ = page.read_text().partition(MARKER)
+    if not marker:
+        print(f"{page} has lost its marker: {MARKER.strip()}", file=sys.stderr)
+        return 1
+    text = f"{head}{marker}\n{rendered(rows)}"
+    if not arguments:
+        write_bytes(page, text.encode())
+        return 0
+    if page.read_text() == text:
+        return 0
+    print(f"{page} is not what {results} gives: run `make results` and commit what it changes", file=sys.stderr)
+    return 1
+
+
+def _line(row: Row) -> tuple[str, ...]:
+    found: dict[str, list[str]] = {"wrong": [], "refused": [], "not supported": []}
+    for verdict in row["verdicts"]:
+        if verdict["verdict"] != "right":
+            found[verdict["verdict"]].append(f"{verdict['property']}{_how(verdict, row['spread'])}")
+    right = len(row["verdicts"]) - sum(map(len, found.values()))
+    return f"{row['name']}", str(right), *("<br>".join(cell) or "-" for cell in found.values())
+
+
+def _how(verdict: Mapping[str, Any], spread: float) -> str:
+    """How wrong, and from where on."""
+    if verdict["verdict"] != "wrong":
+        return ""
+    first = verdict["first"]
+    if first is None:
+        return f": raises {verdict['detail'].partition('raises ')[2].partition(':')[0]}"
+    if verdict["of"] == "gradients":
+        return f": {first['case']} sees position {first['position']}, {verdict['error']:.2g} of the largest"
+    case = f"{first['case']}, " if first["case"] else ""
+    size = verdict["error"] / spread if isinstance(verdict["error"], float) else verdict["error"]
+    return f": {case}position {first['position']}, {size:.2g}"
+
+
+def _distances(rows: Sequence[Row]) -> str:
+    """How far right and wrong lie from the line between them."""
+    known = [
+        (verdict["verdict"], verdict["error"] / verdict["tolerance"], row["name"], verdict["property"])
+        for row in rows
+        for verdict in row["verdicts"]
+        if verdict["tolerance"] and isinstance(verdict["error"], float) and verdict["verdict"] in ("right", "wrong")
+    ]
+    right = max(known, key=lambda found: (found[0] == "right", found[1]))
+    wrong = sorted((found for found in known if found[0] == "wrong" and found[1] > 1), key=lambda found: found[1])
+    close = sum(found[1] < 10 for found in wrong)
+    return (
+        f"The largest error that counts as right is {right[1]:.2g} of its tolerance ({right[2]}, {right[3]}). The "
+        f"smallest that counts as wrong is {wrong[0][1]:.2g} times its own ({wrong[0][2]}, {wrong[0][3]}); {close} of "
+        f"{len(wrong)} are less than ten times."
+    )
+
+
+def _provenance(rows: Sequence[Row]) -> str:
+    versions, hardware = rows[0]["versions"], rows[0]["hardware"]
+    commits = sorted({str(row["commit"])[:8] for row in rows})
+    days = sorted({row["started"][:10] for row in rows})
+    return (
+        f"{len(rows)} models, `python -m kvshift.lab.check.stock_models`, transformers {versions['transformers']}, "
+        f"torch {versions['torch']}, in float32 on a CPU ({hardware['cpu']}), commit {', '.join(commits)}, "
+        f"{' to '.join(sorted({days[0], days[-1]}))}. Neither causal_conv1d nor mamba_ssm nor flash-linear-attention "
+        "was installed: with them, some of what is refused here may be right."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

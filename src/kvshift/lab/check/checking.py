@@ -1,0 +1,121 @@
+"""`kvshift check`: the model in a folder or on the hub, and the table of what was found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvshift.lab.analysis.tables import as_text
+from kvshift.lab.check.check_config import CheckConfig
+from kvshift.lab.data.hub import is_hub_name, require_on_hub
+from kvshift.lab.errors import LabError, nearest
+from kvshift.lab.messages import say
+from kvshift.lab.runs.folder import environment, write_json
+from kvshift.lab.runs.loading import load_tokenizer, load_weights, locate, model_folder
+from kvshift.lab.training.train_config import DType
+from kvshift.models.check import PROPERTIES, Report, check_model
+
+__all__ = ["SomethingWrongError", "check", "report_table"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class SomethingWrongError(LabError):
+    """The check ran to its end, and not every property is right."""
+
+    exit_code = 1
+
+
+def check(config: CheckConfig) -> None:
+    """Check a model and print what was found.
+
+    Raises:
+        LabError: options or model are not fit.
+        SomethingWrongError: a property is wrong; table and JSON are written before.
+    """
+    config.check()
+    for name in config.properties:
+        if name not in PROPERTIES:
+            raise LabError(f"properties: there is no property {name!r}; {nearest(name, PROPERTIES)}")
+    model, tokenizer, notes = _load(config)
+    try:
+        report = check_model(
+            model,
+            tokenizer,
+            properties=config.properties or None,
+            length=config.length,
+            dtype=None if config.dtype == "auto" else getattr(torch, config.dtype),
+            seed=config.seed,
+            say=lambda verdict: say(f"{verdict.property}: {verdict.verdict}", command="check"),
+        )
+    except (TypeError, ValueError) as error:
+        raise LabError(str(error)) from error
+    report = replace(report, notes=notes + report.notes)
+    found = {**report.as_dict(), **_stamp(report, model.device)}
+    print(json.dumps(found, indent=1, allow_nan=False) if config.json else report_table(report))
+    if config.output is not None:
+        write_json(config.output, found)
+    if report.wrong:
+        names = "; ".join(verdict.property for verdict in report.wrong)
+        raise SomethingWrongError(f"{len(report.wrong)} of {len(report.verdicts)} properties are wrong: {names}")
+
+
+def report_table(report: Report) -> str:
+    """The table on the terminal, below it what one should know to read it."""
+    rows = [("property", "verdict", "error", "")]
+    for verdict in report.verdicts:
+        error = "" if verdict.error is None else f"{verdict.error:.1e}"
+        rows.append((verdict.property, verdict.verdict, error, verdict.detail))
+    head = (
+        f"{report.model} ({report.model_type}), {report.dtype} on {report.device}, {report.attn_implementation}; "
+        f"transformers {report.versions['transformers']}, torch {report.versions['torch']}"
+    )
+    below = (
+        f"Logits spread {report.spread:.2g} over the vocabulary; rounding moves them by {report.noise:.1e}, and they "
+        f"are wrong beyond {report.tolerance:.1e}."
+    )
+    return "\n".join([head, "", as_text(rows, left=None), "", below, *report.notes])
+
+
+def _load(config: CheckConfig) -> tuple[Any, Any, list[str]]:
+    """The model, its tokenizer if it has one, and notes."""
+    if is_hub_name(config.model):
+        require_on_hub(config.model, "model")
+        folder = config.model
+    else:
+        folder = str(model_folder(config.model, say))
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if config.attn_implementation is not None:
+        options["attn_implementation"] = config.attn_implementation
+    dtype: DType = "auto" if config.dtype == "float64" else config.dtype
+    try:
+        model = load_weights(folder, dtype=dtype, device=config.device, **options)
+    except ImportError as error:
+        raise LabError(f"model: {folder} could not be loaded: {str(error).strip().splitlines()[0]}") from error
+    notes = []
+    if config.dtype == "auto" and model.dtype in _HALF:
+        notes.append(f"checked in float32; the model is saved in {str(model.dtype).removeprefix('torch.')}")
+        model = model.float()
+    elif config.dtype == "float64":
+        model = model.double()
+    try:
+        _, where = locate(config.model, say)
+    except LabError:  # a folder without a tokenizer: the configuration names the special tokens
+        return model, None, notes
+    return model, load_tokenizer(where), notes
+
+
+def _stamp(report: Report, device: torch.device) -> dict[str, Any]:
+    """Where and by what it was found."""
+    found = environment(device, 1)
+    return {
+        "command": found["command"],
+        "started": found["started"],
+        "commit": found["commit"],
+        "versions": {**found["versions"], **report.versions},
+        "hardware": found["hardware"],
+        "platform": found["platform"],
+    }

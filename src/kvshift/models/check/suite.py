@@ -1,0 +1,215 @@
+"""The properties, in the order in which they are checked, and the check of a model by them."""
+
+from __future__ import annotations
+
+import copy
+import platform
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvshift
+from kvshift.models.check.batches import batch, left_padding, left_padding_mask_alone, right_padding, same_bits
+from kvshift.models.check.cached import (
+    batch_by_token,
+    default_positions,
+    every_split,
+    left_padding_splits,
+    right_padding_continued,
+    static_reset,
+    token_by_token,
+)
+from kvshift.models.check.findings import (
+    Comparison,
+    NotSupportedError,
+    Report,
+    Verdict,
+    WrongShapeError,
+    raised_at,
+)
+from kvshift.models.check.generated import assisted, beams, greedy, left_padded_greedy, prompt_lookup, static_cache
+from kvshift.models.check.gradients import causality
+from kvshift.models.check.packs import document_gradients, documents_by
+from kvshift.models.check.subject import Subject, undisturbed
+
+__all__ = ["PROPERTIES", "check_model"]
+
+_ALL_NAMES = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+PROPERTIES: dict[str, Callable[[Subject, Comparison], None]] = {
+    "same bits twice": same_bits,
+    "causality": causality,
+    "batch": batch,
+    "left padding": left_padding,
+    "left padding: mask alone": left_padding_mask_alone,
+    "right padding": right_padding,
+    "documents: position_ids": documents_by("position_ids"),
+    "documents: position_ids, mask": documents_by("position_ids", mask=True),
+    "documents: position_ids, cache": documents_by("position_ids", cache=True),
+    "documents: seq_idx": documents_by("seq_idx"),
+    "documents: cu_seq_lens": documents_by("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    "documents: all of these": documents_by(*_ALL_NAMES),
+    "documents: gradients": document_gradients,
+    "cache: token by token": token_by_token,
+    "cache: without position_ids": default_positions,
+    "cache: every split": every_split,
+    "cache: batch": batch_by_token,
+    "cache: left padding": left_padding_splits,
+    "cache: right padding": right_padding_continued,
+    "cache: static": static_reset,
+    "generate: greedy": greedy,
+    "generate: left padding": left_padded_greedy,
+    "generate: beams": beams,
+    "generate: assisted": assisted,
+    "generate: prompt lookup": prompt_lookup,
+    "generate: static cache": static_cache,
+}
+
+# Fields of configurations that say how far layers reach, or in what pieces they compute.
+_REACHES = (
+    "sliding_window",
+    "attention_window_size",
+    "attention_chunk_size",
+    "mamba_chunk_size",
+    "chunk_size",
+    "block_size",
+)
+
+
+def check_model(
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    properties: Sequence[str] | None = None,
+    length: int = 24,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    say: Callable[[Verdict], Any] = lambda verdict: None,
+) -> Report:
+    """Check a causal language model of transformers at its edges: documents, padding, caches, generation, causality.
+
+    Each property compares logits, position by position, with an obvious truth: the sequence alone, without a cache, in
+    one forward pass. A difference counts as wrong beyond what rounding does to this model, which is measured.
+
+    Args:
+        model: with `forward` of input_ids and `generate`. It is left as it was: training mode, configuration,
+            generation_config, and the generators of random numbers.
+        tokenizer: its special tokens are left out of the tokens that are drawn; None: those of the configuration.
+        properties: names from `PROPERTIES`; None: all.
+        length: tokens of the longest sequences, 12 or more. Windows and chunks that are longer are not reached, which
+            the report notes.
+        dtype: to check in; None: float32 for a model of half precision, else its own. In another dtype than its own, a
+            copy is checked.
+        seed: of the tokens.
+        say: is told each verdict as it is reached.
+
+    Raises:
+        TypeError: the model is no causal language model of transformers.
+        ValueError: properties or length, or a model that is spread over devices.
+    """
+    chosen = _chosen(properties)
+    _require_causal(model)
+    text = model.config.get_text_config(decoder=True)
+    _require_length(length, text)
+    notes = [
+        f"{name}={value} is not reached by sequences of {length} tokens"
+        for name in _REACHES
+        if isinstance(value := getattr(text, name, None), int) and value >= length
+    ]
+    own = model.dtype
+    wanted = dtype or (torch.float32 if own in (torch.bfloat16, torch.float16) else own)
+    if wanted != own and not getattr(model, "is_quantized", False):
+        notes.append(f"checked in {_short(wanted)}; the model is in {_short(own)}")
+        model = copy.deepcopy(model).to(wanted)
+    verdicts = []
+    with undisturbed(model):
+        subject = Subject(model, length, seed, _special_tokens(model, tokenizer))
+        if subject.tolerance > subject.spread / 100:
+            notes.append(f"errors below {subject.tolerance:.2g} are not told from rounding, or from chance")
+        for name in chosen:
+            verdicts.append(_verdict(subject, name))
+            say(verdicts[-1])
+    return Report(
+        model=type(model).__name__,
+        model_type=str(model.config.model_type),
+        attn_implementation=str(model.config._attn_implementation),
+        dtype=_short(model.dtype),
+        device=str(model.device),
+        length=length,
+        spread=subject.spread,
+        noise=subject.noise,
+        tolerance=subject.tolerance,
+        verdicts=verdicts,
+        notes=notes,
+        versions={
+            "kvshift": kvshift.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers")},
+        },
+    )
+
+
+def _verdict(subject: Subject, name: str) -> Verdict:
+    of_gradients = name in ("causality", "documents: gradients")
+    found = Comparison(
+        subject.tolerance / subject.spread if of_gradients else subject.tolerance,
+        "gradients" if of_gradients else "logits",
+    )
+    raised: Exception | None = None
+    subject.restart(name)
+    try:
+        PROPERTIES[name](subject, found)
+    except Exception as error:  # whatever a model raises is a finding; what this package raises is not
+        ours = Path(raised_at(error)[0]).parent == Path(__file__).parent
+        if ours and not isinstance(error, (NotSupportedError, WrongShapeError)):
+            raise
+        raised = error
+    return found.verdict(name, subject.spread, raised)
+
+
+def _chosen(properties: Sequence[str] | None) -> list[str]:
+    unknown = [name for name in properties or () if name not in PROPERTIES]
+    if unknown or (properties is not None and not properties):
+        raise ValueError(f"properties must name some of {'; '.join(PROPERTIES)}, got {list(properties or ())}")
+    return [name for name in PROPERTIES if properties is None or name in properties]
+
+
+def _require_causal(model: Any) -> None:
+    name = type(model).__name__
+    generates = getattr(model, "can_generate", None)
+    if generates is None or not generates() or not hasattr(model, "get_input_embeddings"):
+        raise TypeError(f"model must be a causal language model of transformers, which can generate; got {name}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TypeError(f"model must be a causal language model without an encoder, got {name}")
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        raise ValueError(f"model must be on one device, got {name} spread over several")
+
+
+def _require_length(length: int, config: Any) -> None:
+    if length < 12:
+        raise ValueError(f"length must be 12 or more, got {length}")
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and most < 2 * length + 16:
+        raise ValueError(
+            f"length must be at most {(most - 16) // 2} for a model of max_position_embeddings={most}, got {length}"
+        )
+
+
+def _special_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that are not drawn: they may mean something to the model, or be no tokens at all."""
+    if tokenizer is not None:
+        size = model.get_input_embeddings().weight.shape[0]
+        return [*tokenizer.all_special_ids, *range(len(tokenizer), size)]
+    found: list[int] = []
+    for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
+        for name, value in vars(config).items():
+            if name.endswith(("_token_id", "_token_index")) and value is not None:
+                found += value if isinstance(value, list) else [value]
+    return found
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

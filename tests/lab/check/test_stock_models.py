@@ -1,0 +1,89 @@
+"""What is known of transformers' own models is found, and docs/check.md says what was found."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvshift.lab.check.check_page import MARKER, rendered
+from kvshift.lab.check.stock_models import GROUPS, STOCK, build_stock, is_known
+from kvshift.models.check import PROPERTIES, check_model
+
+ROOT = Path(__file__).parents[3]
+ROWS = ROOT / "results/check/transformers.jsonl"
+
+# Documents named by position_ids are kept apart where there is neither a mask nor a cache.
+BESIDE = {"documents: position_ids, mask", "documents: position_ids, cache"}
+NAMES = {"documents: seq_idx", "documents: cu_seq_lens"}
+# Its convolutions on keys and values are never told of documents.
+LEAKS = {"documents: position_ids", *BESIDE, "documents: all of these", "documents: gradients"}
+KNOWN = {
+    "llama": (BESIDE, NAMES),
+    "gpt2": (BESIDE, {*NAMES, "left padding: mask alone"}),
+    "inkling_text": ({*LEAKS, "cache: right padding", "cache: static", "generate: static cache"}, NAMES),
+    "lfm2": (
+        {"documents: position_ids", *BESIDE, "documents: gradients", "cache: right padding"},
+        {*NAMES, "documents: all of these"},  # refused without the package causal_conv1d
+    ),
+}
+
+
+def verdicts_of(name: str) -> tuple[set[str], set[str]]:
+    """The properties that are wrong, and those that are refused or not supported."""
+    report = check_model(build_stock(name), length=16)
+    others = {verdict.property for verdict in report.verdicts if verdict.verdict in ("refused", "not supported")}
+    for verdict in report.wrong:
+        if verdict.property in BESIDE | {"documents: position_ids"}:
+            assert (verdict.first["case"], verdict.first["position"]) == ("document 1", 3)
+    return {verdict.property for verdict in report.wrong}, others
+
+
+def test_what_is_known_of_llama_is_found():
+    assert verdicts_of("llama") == KNOWN["llama"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "inkling_text", "lfm2"])
+@pytest.mark.slow
+def test_what_is_known_is_found(name):
+    if not is_known(name):
+        pytest.skip(f"this transformers has no {name}")
+    assert verdicts_of(name) == KNOWN[name]
+
+
+def test_every_model_stands_in_one_group():
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(STOCK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STOCK)
+def test_every_model_can_be_built(name):
+    if not is_known(name):
+        pytest.skip(f"this transformers has no {name}")
+    assert sum(parameter.numel() for parameter in build_stock(name).parameters()) < 10_000_000
+
+
+def test_the_page_is_what_the_rows_give():
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    assert [row["name"] for row in rows] == list(STOCK)
+    assert all([verdict["property"] for verdict in row["verdicts"]] == list(PROPERTIES) for row in rows)
+    assert (ROOT / "docs/check.md").read_text().endswith(f"{MARKER}\n{rendered(rows)}")
+
+
+def test_the_page_names_every_property():
+    page = (ROOT / "docs/check.md").read_text().partition(MARKER)[0]
+    assert not [name for name in PROPERTIES if f"| {name} |" not in page]
+
+
+def test_a_stale_page_is_an_error(tmp_path):
+    (tmp_path / "results/check").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results/check/transformers.jsonl").write_text(ROWS.read_text())
+    (tmp_path / "docs/check.md").write_text(f"Head\n{MARKER}\nold")
+    command = [sys.executable, "-m", "kvshift.lab.check.check_page"]
+    done = subprocess.run([*command, "--check"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "run `make results`" in done.stderr
+    assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 0
+    assert subprocess.run([*command, "--check"], cwd=tmp_path, check=False).returncode == 0

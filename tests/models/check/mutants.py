@@ -1,0 +1,281 @@
+"""Faults put into sound models: what each does, and which properties it must make wrong, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from kvshift import KVShift, ShiftState
+from kvshift.models import decoder
+from kvshift.models.cache import ShiftCacheLayer, ShiftSlidingWindowLayer, _StaticShiftCacheLayer
+
+from ..llama.tiny import tiny_model
+
+Patch = pytest.MonkeyPatch
+write_shift = ShiftCacheLayer.write_shift
+
+
+def state_never_read(patch: Patch) -> None:
+    """Every call begins a sequence."""
+    whole = ShiftCacheLayer.shift_into
+
+    def shift_into(self: ShiftCacheLayer, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        self.shift_state = None
+        return whole(self, shift, q, k, v, **options)
+
+    patch.setattr(ShiftCacheLayer, "shift_into", shift_into)
+
+
+def state_of_another_sequence(patch: Patch) -> None:
+    def write(self: ShiftCacheLayer, state: ShiftState) -> None:
+        write_shift(self, state.select(torch.arange(state.sequences).roll(1)))
+
+    patch.setattr(ShiftCacheLayer, "write_shift", write)
+
+
+def state_at_the_padded_end(patch: Patch) -> None:
+    """The state is the last column, padding or not."""
+    forward = KVShift.forward
+
+    def shift(self: KVShift, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple:
+        *shifted, state = forward(self, q, k, v, **where)
+        if where.get("mask") is not None:
+            state = ShiftState(k[:, -1:], v[:, -1:], 1)
+        return *shifted, state
+
+    patch.setattr(KVShift, "forward", shift)
+
+
+def beams_without_state(patch: Patch) -> None:
+    """Keys and values of a beam go to another place, its state does not."""
+    patch.setattr(ShiftCacheLayer, "_select_shift", lambda self, indices: None)
+    patch.setattr(_StaticShiftCacheLayer, "_select_shift", lambda self, indices: None)
+
+
+def rollback_keeps_the_newest_state(patch: Patch) -> None:
+    patch.setattr(ShiftState, "crop", lambda self, tokens, *, window: self)
+
+
+def static_state_not_reset(patch: Patch) -> None:
+    """A static cache that is reset keeps the raw keys and values of the sequence before."""
+    reset = _StaticShiftCacheLayer.reset
+
+    def forgetful(self: Any) -> None:
+        kept = self.shift_state.clone()
+        reset(self)
+        self._overwrite(self.shift_state, kept)
+
+    patch.setattr(_StaticShiftCacheLayer, "reset", forgetful)
+
+
+def static_state_not_written(patch: Patch) -> None:
+    patch.setattr(_StaticShiftCacheLayer, "_overwrite", staticmethod(lambda kept, state: None))
+
+
+def padding_ignored(patch: Patch) -> None:
+    """The mask reaches attention alone."""
+    patch.setattr(decoder, "padding_mask", lambda attention_mask, positions: None)
+
+
+def padding_of_the_first_columns(patch: Patch) -> None:
+    """Of the whole mask the beginning is taken, not the end."""
+    patch.setattr(decoder, "padding_mask", lambda mask, positions: None if mask is None else mask[:, :positions] != 0)
+
+
+def documents_ignored(patch: Patch) -> None:
+    patch.setattr(decoder, "document_index", lambda *a, **k: None)
+
+
+def documents_met_in_attention(patch: Patch) -> None:
+    """The shift stops at their boundaries, attention does not."""
+    patch.setattr(decoder, "same_document", lambda start, seen: lambda batch, head, query, key: key >= 0)
+
+
+def documents_met_in_the_shift(patch: Patch) -> None:
+    """Attention stops at their boundaries, the shift does not."""
+    create = decoder.create_masks
+    patch.setattr(decoder, "create_masks", lambda *a, **k: {**create(*a, **k), "documents": None})
+
+
+def documents_met_beside_a_cache(patch: Patch) -> None:
+    """As in transformers."""
+    create = decoder.create_masks
+
+    def create_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids, **named):
+        given = {} if past_key_values is not None else {"position_ids": position_ids, **named}
+        return create(config, inputs_embeds, attention_mask, past_key_values, given.pop("position_ids", None), **given)
+
+    patch.setattr(decoder, "create_masks", create_masks)
+
+
+def seq_idx_ignored(patch: Patch) -> None:
+    index = decoder.document_index
+
+    def document_index(*given: Any, seq_idx: Tensor | None = None, **named: Any) -> Tensor | None:
+        return index(*given, **named)
+
+    patch.setattr(decoder, "document_index", document_index)
+
+
+def window_one_short(patch: Patch) -> None:
+    """The cache of a sliding window keeps one token too few."""
+    make = ShiftSlidingWindowLayer.__init__
+
+    def short(self: Any, window: int, **sizes: int) -> None:
+        make(self, window, **{**sizes, "sliding_window": sizes["sliding_window"] - 1})
+
+    patch.setattr(ShiftSlidingWindowLayer, "__init__", short)
+
+
+def in_mlp(change: Callable[[Tensor, nn.Module], Tensor]) -> Callable[[Patch], None]:
+    """The input of each MLP, (B, T, E), is changed."""
+
+    def mutant(patch: Patch) -> None:
+        forward = LlamaMLP.forward
+        patch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, change(x, self)))
+
+    return mutant
+
+
+def _next_token(x: Tensor, _: nn.Module) -> Tensor:
+    return torch.cat([x[:, :-1] + 0.1 * x[:, 1:], x[:, -1:]], dim=1)
+
+
+def _gradient_alone(x: Tensor, _: nn.Module) -> Tensor:
+    leak = torch.cat([x[:, 1:], x[:, -1:]], dim=1)
+    return x + leak - leak.detach() if x.requires_grad else x
+
+
+def _dropout(x: Tensor, _: nn.Module) -> Tensor:
+    return nn.functional.dropout(x, 0.1, training=True)
+
+
+def _mean_of_the_batch(x: Tensor, _: nn.Module) -> Tensor:
+    return x + 0.1 * (x.mean(0, keepdim=True) - x) if len(x) > 1 else x
+
+
+def _kept_from_the_last_call(x: Tensor, mlp: nn.Module) -> Tensor:
+    before = getattr(mlp, "kept", 0.0)
+    mlp.kept = x.detach().mean()
+    return x + before
+
+
+def sliding() -> PreTrainedModel:
+    return tiny_model(sliding_window=8)
+
+
+_CACHED = ("token by token", "without position_ids", "every split", "batch", "left padding", "right padding", "static")
+_GENERATED = ("greedy", "left padding", "beams", "assisted", "prompt lookup", "static cache")
+CACHED = [f"cache: {name}" for name in _CACHED]
+GENERATED = [f"generate: {name}" for name in _GENERATED]
+DOCUMENTS = [f"documents: position_ids{beside}" for beside in ("", ", mask", ", cache")]
+ALL_DOCUMENTS = [
+    *DOCUMENTS,
+    *(f"documents: {name}" for name in ("seq_idx", "cu_seq_lens", "all of these", "gradients")),
+]
+
+# What is wrong of sequences of up to 16 tokens, documents of 3, 1, 5, 2 and 5; in brackets where it begins, as far
+# as it matters: the case and the position.
+MUTANTS: dict[str, tuple[Callable[[Patch], None], dict[str, tuple[str, int] | None]]] = {
+    "state never read": (
+        state_never_read,
+        dict.fromkeys([*CACHED, *GENERATED])
+        | {
+            "documents: position_ids, cache": ("token 1 after the pack", 16),
+            "cache: token by token": ("", 1),
+            "cache: every split": ("split at 1", 1),
+        },
+    ),
+    "state of another sequence": (
+        state_of_another_sequence,
+        {
+            "cache: batch": ("", 3),
+            "cache: left padding": ("split at 1", 1),
+            "cache: right padding": ("token 1 after the prompt", 3),
+            "generate: left padding": ("", 4),
+            "generate: beams": ("tokens of the beams", 6),
+        },
+    ),
+    "state at the padded end": (
+        state_at_the_padded_end,
+        {"cache: left padding": ("split at 1", 0), "cache: right padding": ("token 1 after the prompt", 3)},
+    ),
+    "beams without state": (beams_without_state, {"generate: beams": ("tokens of the beams", 7)}),
+    "rollback keeps the newest state": (
+        rollback_keeps_the_newest_state,
+        {"generate: assisted": ("", 9), "generate: prompt lookup": ("", 11)},
+    ),
+    "static state not reset": (static_state_not_reset, {"cache: static": ("after reset", 0)}),
+    "static state not written": (
+        static_state_not_written,
+        {"cache: static": ("static cache", 9), "generate: static cache": ("first prompts", 10)},
+    ),
+    "padding ignored": (
+        padding_ignored,
+        {
+            "left padding: mask alone": ("batch of 4", 0),
+            "cache: left padding": ("split at 8", 0),
+            "cache: right padding": ("token 1 after the prompt", 3),
+        },
+    ),
+    "padding of the first columns": (
+        padding_of_the_first_columns,
+        {"cache: left padding": ("split at 1", 0), "generate: left padding": ("", 4)},
+    ),
+    "documents ignored": (
+        documents_ignored,
+        dict.fromkeys([*DOCUMENTS, "documents: all of these"], ("document 1", 3))
+        | {"documents: gradients": ("document 1", 0)}
+        | dict.fromkeys(["documents: seq_idx", "documents: cu_seq_lens"]),
+    ),
+    "documents met in attention": (
+        documents_met_in_attention,
+        dict.fromkeys(ALL_DOCUMENTS, ("document 1", 3)) | {"documents: gradients": ("document 1", 0)},
+    ),
+    "documents met in the shift": (
+        documents_met_in_the_shift,
+        dict.fromkeys(ALL_DOCUMENTS, ("document 1", 3)) | {"documents: gradients": ("document 1", 0)},
+    ),
+    "documents met beside a cache": (
+        documents_met_beside_a_cache,
+        {"documents: position_ids, cache": ("document 1", 3)},
+    ),
+    "window one short": (
+        window_one_short,
+        dict.fromkeys([name for name in [*CACHED, *GENERATED] if "static" not in name])
+        | {"cache: token by token": ("", 7), "cache: every split": ("split at 7", 7)},
+    ),
+    "next token seen": (
+        in_mlp(_next_token),
+        dict.fromkeys([*ALL_DOCUMENTS, *CACHED, *GENERATED, "right padding"]) | {"causality": ("position 0", 1)},
+    ),
+    "next token in gradients alone": (
+        in_mlp(_gradient_alone),
+        {"causality": ("position 0", 1), "documents: gradients": ("document 0", 3)},
+    ),
+    "dropout left on": (in_mlp(_dropout), dict.fromkeys([]) | {"same bits twice": ("at once", 0)}),
+    "mean of the batch": (
+        in_mlp(_mean_of_the_batch),
+        dict.fromkeys(
+            [
+                "batch",
+                "left padding",
+                "left padding: mask alone",
+                "right padding",
+                *CACHED[3:],
+                "generate: left padding",
+                "generate: beams",
+                "generate: static cache",
+            ]
+        )
+        | {"batch": ("", 0)},
+    ),
+    "state kept in the module": (in_mlp(_kept_from_the_last_call), {"same bits twice": ("at once", 0)}),
+}
+CHANGES_EVERYTHING = ("dropout left on", "state kept in the module")  # no call gives what another gave

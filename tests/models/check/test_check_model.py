@@ -1,0 +1,198 @@
+"""`check_model` on sound models, and what it promises besides its verdicts."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+
+from kvshift.models.check import PROPERTIES, check_model
+from kvshift.models.check.findings import Comparison, NotSupportedError, is_refusal
+
+from ..llama.tiny import tiny_model
+from ..retrofit.tiny import shifted_gpt2
+
+ABSOLUTE = {"left padding: mask alone": "not supported"}  # learned positions: a padded batch needs position_ids
+COUNTED = {"cache: right padding": "wrong"}  # a sliding window counts the padding, as in Mistral: docs/transformers.md
+OURS = {
+    "default": (tiny_model, {}, {}),
+    "queries too, window 3": (tiny_model, {"shift_targets": ("q", "k", "v"), "shift_window": 3, "qk_norm": True}, {}),
+    "gate": (tiny_model, {"shift_constraint": "gate"}, {}),
+    "sliding window": (tiny_model, {"sliding_window": 8}, COUNTED),
+    "eager": (tiny_model, {"attention": "eager"}, {}),
+    "no shift": (tiny_model, {"shift_targets": ()}, {}),
+    "float64": (tiny_model, {"dtype": torch.float64}, {}),
+    "GPT-2": (shifted_gpt2, {}, ABSOLUTE),
+    "GPT-2, keys alone": (shifted_gpt2, {"targets": ("k",), "window": 3}, ABSOLUTE),
+}
+
+
+FAST = ("default", "queries too, window 3", "GPT-2")
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in OURS])
+def test_our_models_are_right(name):
+    build, options, others = OURS[name]
+    report = check_model(build(**options), length=16)
+    assert [verdict.property for verdict in report.verdicts] == list(PROPERTIES)
+    assert {verdict.property: verdict.verdict for verdict in report.verdicts if verdict.verdict != "right"} == others
+    for verdict in report.verdicts:
+        if verdict.verdict == "right" and verdict.tolerance:
+            assert verdict.error < verdict.tolerance / 4  # far from the line
+    assert report.tolerance < report.spread / 1000
+
+
+def test_drafts_were_rejected():
+    report = check_model(tiny_model(), length=16, properties=["generate: assisted", "generate: prompt lookup"])
+    for verdict in report.verdicts:
+        assert int(verdict.detail.removesuffix(" draft tokens rejected")) > 3
+
+
+def test_half_precision_is_checked_in_float32():
+    model = tiny_model(torch.bfloat16)
+    report = check_model(model, properties=["batch"])
+    assert report.dtype == "float32"
+    assert report.notes == ["checked in float32; the model is in bfloat16"]
+    assert model.dtype == torch.bfloat16
+    assert check_model(model, properties=["batch"], dtype=torch.bfloat16).dtype == "bfloat16"
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny_model().train()
+    model.model.layers[0].mlp.eval()
+    modes = [module.training for module in model.modules()]
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generation, config, attributes = model.generation_config, copy.deepcopy(vars(model.config)), set(vars(model))
+    torch.manual_seed(5)
+    random = torch.get_rng_state()
+    check_model(model, length=12)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.training for module in model.modules()] == modes
+    assert model.generation_config is generation
+    assert vars(model.config) == config
+    assert set(vars(model)) == attributes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+
+
+def test_the_report_is_json():
+    report = check_model(tiny_model(), length=12, properties=["causality", "batch"])
+    values = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert [verdict["property"] for verdict in values["verdicts"]] == ["causality", "batch"]
+    assert set(values["versions"]) == {"kvshift", "python", "torch", "transformers"}
+
+
+def test_a_window_that_is_not_reached_is_noted():
+    report = check_model(tiny_model(sliding_window=40), properties=["batch"])
+    assert report.notes == ["sliding_window=40 is not reached by sequences of 24 tokens"]
+
+
+def test_special_tokens_are_not_drawn():
+    from kvshift.models.check.subject import Subject
+
+    subject = Subject(tiny_model(), 12, leave_out=[2, 7])
+    drawn = subject.tokens(50, 50)
+    assert set(drawn.flatten().tolist()) == set(range(61)) - {2, 7}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 11}, "length must be 12 or more, got 11"),
+        ({"length": 57}, "length must be at most 56 for a model of max_position_embeddings=128, got 57"),
+        ({"properties": ["batch", "speed"]}, "properties must name some of .*, got \\['batch', 'speed'\\]"),
+        ({"properties": []}, "properties must name some of"),
+    ],
+    ids=["short", "long", "unknown", "none"],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        check_model(tiny_model(), **options)
+
+
+def test_what_is_no_causal_language_model_is_refused():
+    sizes = {"vocab_size": 61, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    t5 = T5Config(vocab_size=61, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    for model in (nn.Linear(3, 3), BertModel(BertConfig(**sizes))):
+        with pytest.raises(TypeError, match=f"causal language model of transformers.*got {type(model).__name__}"):
+            check_model(model)
+    with pytest.raises(TypeError, match="without an encoder, got T5ForConditionalGeneration"):
+        check_model(T5ForConditionalGeneration(t5))
+
+
+def test_logits_that_are_not_finite_are_refused():
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="finite logits that differ, got a spread of nan"):
+        check_model(model)
+
+
+def raised(function, *arguments) -> Exception:
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    raise AssertionError("raised nothing")
+
+
+def refuse(kind: type[Exception], message: str) -> None:
+    raise kind(message)
+
+
+def test_a_refusal_is_told_from_a_crash():
+    refusing = "static caches are not supported"
+    assert is_refusal(raised(refuse, ValueError, refusing))
+    assert is_refusal(raised(refuse, NotImplementedError, "later"))
+    assert is_refusal(raised(refuse, RuntimeError, "assisted decoding requires a cache"))
+    assert is_refusal(raised(refuse, ValueError, "`conv` can't keep packed sequences apart without `causal_conv1d`"))
+    assert not is_refusal(raised(refuse, ValueError, "`get_seq_length` can only be called on Attention layers"))
+    assert not is_refusal(raised(refuse, AttributeError, refusing))
+    assert not is_refusal(raised(torch.add, torch.ones(2), torch.ones(3)))
+    assert not is_refusal(raised(lambda: {}["not supported"]))
+    assert not is_refusal(raised(nn.functional.dropout, torch.ones(2), 3.0))  # raised by torch itself
+
+
+def test_a_comparison_keeps_the_first_position_and_the_largest_error():
+    found = Comparison(0.1)
+    found.case = "first"
+    found.add(torch.zeros(3, 2), torch.zeros(3, 2), sequence=0)
+    found.case = "second"
+    got = torch.tensor([[0.0, 0.05], [0.0, 0.3], [0.7, 0.0]])
+    found.add(got, torch.zeros(3, 2), sequence=1, start=4)
+    verdict = found.verdict("p", 1.0)
+    assert (verdict.verdict, verdict.positions, verdict.wrong) == ("wrong", 6, 2)
+    assert verdict.first == {"case": "second", "sequence": 1, "position": 5}
+    assert verdict.error == pytest.approx(0.7)
+    assert verdict.detail == (
+        "from second, sequence 1, position 5 on, 2 of 6 positions: logits off by up to 0.7, beside a spread of 1"
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_wrong(value):
+    found = Comparison(0.1)
+    found.add(torch.tensor([[value, 0.0]]), torch.zeros(1, 2))
+    assert found.verdict("p", 1.0).verdict == "wrong"
+
+
+def test_tokens_that_a_model_leaves_out_are_equal():
+    found = Comparison(0.1)
+    found.add(torch.tensor([[-torch.inf, 0.0]]), torch.tensor([[-torch.inf, 0.0]]))
+    assert found.verdict("p", 1.0).verdict == "right"
+
+
+def test_what_was_found_before_an_error_counts():
+    found = Comparison(0.1)
+    found.add(torch.ones(1, 2), torch.zeros(1, 2))
+    assert found.verdict("p", 1.0, NotSupportedError("no cache")).verdict == "wrong"
+    assert Comparison(0.1).verdict("p", 1.0, NotSupportedError("no cache")).verdict == "not supported"
+    assert Comparison(0.1).verdict("p", 1.0, KeyError("k")).detail == "raises KeyError: 'k'"
+    with pytest.raises(AssertionError, match="compared nothing"):
+        Comparison(0.1).verdict("p", 1.0)
