@@ -1,13 +1,11 @@
 """What is known of transformers' own models is found, and docs/check.md says what was found."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from kvshift.lab.check.check_page import MARKER, rendered
+from kvshift.lab.check.check_page import MARKER, main, rendered
 from kvshift.lab.check.stock_models import GROUPS, STOCK, build_stock, is_known
 from kvshift.models.check import PROPERTIES, check_model
 
@@ -76,14 +74,18 @@ def test_the_page_names_every_property():
     assert not [name for name in PROPERTIES if f"| {name} |" not in page]
 
 
-def test_a_stale_page_is_an_error(tmp_path):
+def test_a_stale_page_is_an_error(tmp_path, monkeypatch, capsys):
     (tmp_path / "results/check").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
     (tmp_path / "results/check/transformers.jsonl").write_text(ROWS.read_text())
-    (tmp_path / "docs/check.md").write_text(f"Head\n{MARKER}\nold")
-    command = [sys.executable, "-m", "kvshift.lab.check.check_page"]
-    done = subprocess.run([*command, "--check"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "run `make results`" in done.stderr
-    assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 0
-    assert subprocess.run([*command, "--check"], cwd=tmp_path, check=False).returncode == 0
+    page = tmp_path / "docs/check.md"
+    page.write_text(f"Head\n{MARKER}\nold")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--check"]) == 1
+    assert "run `make results`" in capsys.readouterr().err
+    assert main([]) == 0
+    assert main(["--check"]) == 0
+    assert page.read_text().startswith(f"Head\n{MARKER}\n###")
+    page.write_text("no marker")
+    assert main([]) == 1
+    assert main(["--chekc"]) == 2

@@ -72,7 +72,8 @@ def _how(verdict: Mapping[str, Any], spread: float) -> str:
         return ""
     first = verdict["first"]
     if first is None:
-        return f": raises {verdict['detail'].partition('raises ')[2].partition(':')[0]}"
+        _, raises, what = verdict["detail"].partition("raises ")
+        return f": {raises}{what.partition(':')[0]}" if raises else f": {verdict['detail']}"
     if verdict["of"] == "gradients":
         return f": {first['case']} sees position {first['position']}, {verdict['error']:.2g} of the largest"
     case = f"{first['case']}, " if first["case"] else ""
@@ -82,19 +83,23 @@ def _how(verdict: Mapping[str, Any], spread: float) -> str:
 
 def _distances(rows: Sequence[Row]) -> str:
     """How far right and wrong lie from the line between them."""
-    known = [
-        (verdict["verdict"], verdict["error"] / verdict["tolerance"], row["name"], verdict["property"])
-        for row in rows
-        for verdict in row["verdicts"]
-        if verdict["tolerance"] and isinstance(verdict["error"], float) and verdict["verdict"] in ("right", "wrong")
-    ]
-    right = max(known, key=lambda found: (found[0] == "right", found[1]))
-    wrong = sorted((found for found in known if found[0] == "wrong" and found[1] > 1), key=lambda found: found[1])
-    close = sum(found[1] < 10 for found in wrong)
+    ratios: dict[str, list[tuple[float, str]]] = {"right": [], "wrong": []}
+    for row in rows:
+        for verdict in row["verdicts"]:
+            if (
+                verdict["tolerance"]
+                and isinstance(verdict["error"], float)
+                and (verdict["first"] or not verdict["wrong"])
+            ):
+                ratios[verdict["verdict"]].append((verdict["error"] / verdict["tolerance"], row["name"]))
+    right, wrong = ratios["right"], [found for found in ratios["wrong"] if found[0] > 1]
+    close = [found for found in right if found[0] > 0.2] + [found for found in wrong if found[0] < 10]
+    small, large = sum(ratio <= 0.2 for ratio, _ in right), sum(ratio >= 10 for ratio, _ in wrong)
+    between = ", ".join(sorted({name for _, name in close}))
     return (
-        f"The largest error that counts as right is {right[1]:.2g} of its tolerance ({right[2]}, {right[3]}). The "
-        f"smallest that counts as wrong is {wrong[0][1]:.2g} times its own ({wrong[0][2]}, {wrong[0][3]}); {close} of "
-        f"{len(wrong)} are less than ten times."
+        f"Of {len(right)} errors that count as right, {small} are less than a fifth of their tolerance; of "
+        f"{len(wrong)} that count as wrong, {large} are more than ten times theirs. The {len(close)} between are all of "
+        f"{between}."
     )
 
 

@@ -152,8 +152,8 @@ class Comparison:
         elif raised is not None and is_refusal(raised):
             kind, detail = "refused", said(raised)
         elif raised is not None:
-            kind = "wrong"
-            detail = f"{self.case + ': ' if self.case else ''}raises {type(raised).__name__}: {said(raised)}"
+            how = "" if isinstance(raised, WrongShapeError) else f"raises {type(raised).__name__}: "
+            kind, detail = "wrong", f"{self.case + ': ' if self.case else ''}{how}{said(raised)}"
         elif not self.positions:
             raise AssertionError(f"{name} compared nothing")
         known: dict[str, Any] = {}
