@@ -97,8 +97,9 @@ def _distances(rows: Sequence[Row]) -> str:
     small, large = sum(ratio <= 0.2 for ratio, _ in right), sum(ratio >= 10 for ratio, _ in wrong)
     between = ", ".join(sorted({name for _, name in close}))
     return (
-        f"Of {len(right)} errors that count as right, {small} are less than a fifth of their tolerance; of {len(wrong)} "
-        f"that count as wrong, {large} are more than ten times theirs. The {len(close)} between are of {between}."
+        f"Of {len(right)} errors that count as right, {small} are less than a fifth of their tolerance; "
+        f"of {len(wrong)} that count as wrong, {large} are more than ten times theirs. "
+        f"The {len(close)} between are of {between}."
     )
 
 
