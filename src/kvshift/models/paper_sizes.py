@@ -30,7 +30,7 @@ SIZES: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
             "max_position_embeddings": 4096,
             "vocab_size": 50_304,
             "rms_norm_eps": 1e-8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "attention_bias": True,
             "mlp_bias": True,
             "qk_norm": True,

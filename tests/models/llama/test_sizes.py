@@ -40,6 +40,12 @@ def test_head_size_is_128_in_the_large_models_and_64_in_the_small() -> None:
     assert {name: size_config(name).head_dim for name in SIZES} == dict.fromkeys(SIZES, 128) | {"0.2B": 64}
 
 
+def test_the_base_of_rope() -> None:
+    """The paper's Table 16 has that of the large models, BlaGPT's configuration at commit e2c2d98 that of the small."""
+    found = {name: size_config(name).rope_parameters["rope_theta"] for name in SIZES}
+    assert found == dict.fromkeys(SIZES, 100_000.0) | {"0.2B": 10_000.0}
+
+
 def test_unknown_size_is_named() -> None:
     with pytest.raises(ValueError, match=r"name must be one of 0\.2B, .*; got '3B'"):
         size_config("3B")
