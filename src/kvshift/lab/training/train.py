@@ -35,6 +35,7 @@ from kvshift.lab.training.running import (
 )
 from kvshift.lab.training.train_config import TrainConfig, to_json
 from kvshift.lab.training.trainer import LanguageModelTrainer
+from kvshift.lab.training.tuned_part import merge_lora, tune_part
 from kvshift.lab.variants.building import build_model, count_parameters, llama_config
 from kvshift.lab.variants.by_name import find_variant, label_of, settled, variant_of
 from kvshift.lab.variants.pretrained import (
@@ -111,16 +112,20 @@ def _run(
     else:
         model = load_pretrained(source, model_config, freeze_shift=frozen)
         facts["start_weights"] = weights_digest(model)
+    sizes = count_parameters(model)
+    if config.tune is not None:
+        tune_part(model, config.tune, rank=config.lora_rank, seed=config.seed)
+        sizes["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     processes.any(False)  # all of them have read what the first now changes
     start = processes.main_first(
         lambda: begin(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
     )
     model.config.use_cache = False  # no cache of keys and values beside every training step
-    sizes, variant = count_parameters(model), find_variant(variant_of(options["model"]))
-    is_llama = isinstance(model_config, KVShiftLlamaConfig)
+    variant, is_llama = find_variant(variant_of(options["model"])), isinstance(model_config, KVShiftLlamaConfig)
     more = variant.added_parameters(model_config) if is_llama else sizes["shift_parameters"]
+    trained = "" if config.tune is None else f"{sizes['trained_parameters']:,} of them trained; "
     say(
-        f"{label_of(options['model'])}: {sizes['parameters']:,} parameters, {more:+,} against vanilla; "
+        f"{label_of(options['model'])}: {sizes['parameters']:,} parameters, {more:+,} against vanilla; {trained}"
         f"{config.steps} steps of {tokens_per_step:,} tokens"
     )
     trainer = LanguageModelTrainer(
@@ -135,6 +140,7 @@ def _run(
     recorder, graceful_stop = attach(stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step)
     seconds = fit(trainer, recorder, graceful_stop, start, processes)
     model.config.use_cache = variant.decodes_with_cache
+    merge_lora(model)
     save_model(trainer, folder, processes, beside=partial(save_tokenizer, data.tokenizer))
     if processes.is_main:
         result = _result(trainer, folder, config, seconds) | sizes

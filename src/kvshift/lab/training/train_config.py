@@ -196,6 +196,11 @@ class TrainConfig(RunConfig):
     """Start from the weights and the tokenizer of this model: a run, a folder, or a name on the hub. A Llama, with or
     without KV shift: what is left open under `model` is the model's; a shift that it does not have starts as the
     identity. Or what `kvshift retrofit` made of another model, as it is."""
+    tune: Literal["shift", "current", "lora", "shift+lora"] | None = None
+    """Train a part alone: shift, the coefficients; current, those of the current token; lora, low-rank additions to the
+    attention's projections, merged at the end; or shift+lora. Checkpoints hold that part. None: all weights."""
+    lora_rank: int | None = None
+    """Of LoRA; 8."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokens_per_step: int | None = None
@@ -213,6 +218,12 @@ class TrainConfig(RunConfig):
         require(tokens is None or tokens >= 1, "tokens_per_step", tokens, "1 or more, or None")
         if self.extend and self.overwrite:
             raise LabError("extend and overwrite cannot both be given: one keeps what the folder holds, one removes it")
+        rank = self.lora_rank
+        require(rank is None or rank >= 1, "lora_rank", rank, "1 or more, or None")
+        if rank is not None and "lora" not in (self.tune or ""):
+            raise LabError(f"lora_rank is {rank}, but tune is {self.tune!r}; expected lora or shift+lora")
+        if self.tune is not None and self.model.freeze_shift:
+            raise LabError(f"model.freeze_shift has no effect beside tune ({self.tune}): leave one of them out")
         if self.data.streaming:
             require(self.data_workers <= 1, "data_workers", self.data_workers, "0 or 1 with data.streaming")
 
@@ -232,8 +243,9 @@ def config_hash(config: Mapping[str, Any]) -> str:
     """16 hexadecimal digits over all that decides the numbers of a run; `config` as `to_json` gives it."""
     decisive = {name: value for name, value in config.items() if name not in _FREE}
     # So that runs from before there were these options keep their digits:
-    if decisive.get("init_from") is None:
-        decisive.pop("init_from", None)
+    for name in ("init_from", "tune", "lora_rank"):
+        if decisive.get(name) is None:
+            decisive.pop(name, None)
     if decisive.get("model", {}).get("variant") is None:
         model = {name: value for name, value in decisive.get("model", {}).items() if name != "variant"}
         decisive |= {"model": model} if model else {}

@@ -46,6 +46,7 @@ class RunTrainer(Trainer):
         self._before_save: Callable[[], None] = lambda: None
         self._last_loss = math.nan
         self._unlogged: dict[str, Any] = {}
+        self._at_checkpoint = False
         super().__init__(model, arguments, **kwargs)
 
     @property
@@ -118,7 +119,11 @@ class RunTrainer(Trainer):
             sums = self._processes.gather(cast(Tensor, self._tr_loss).item())
 
         def write() -> None:
-            super(RunTrainer, self)._save_checkpoint(model, trial)
+            self._at_checkpoint = True
+            try:
+                super(RunTrainer, self)._save_checkpoint(model, trial)
+            finally:
+                self._at_checkpoint = False
             if sums and self._processes.is_main:
                 unlogged = {"after_step": self._globalstep_last_logged, "sums": sums}
                 (folder / _UNLOGGED).write_text(json.dumps(unlogged))
@@ -127,6 +132,16 @@ class RunTrainer(Trainer):
         self._together(folder, (lambda: self._seal(folder)) if self._processes.is_main else lambda: None)
         if self._processes.is_main:
             keep_newest(folder, self._config.keep_checkpoints, say)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Where a part of the model is trained, checkpoints hold that part: the rest is where it came from."""
+        if self._at_checkpoint and getattr(self._config, "tune", None) is not None:
+            trained = {
+                name for name, parameter in cast(nn.Module, self.model).named_parameters() if parameter.requires_grad
+            }
+            state = cast(nn.Module, self.model).state_dict() if state_dict is None else state_dict
+            state_dict = {name: tensor for name, tensor in state.items() if name in trained}
+        super()._save(output_dir, state_dict)
 
     def _seal(self, folder: Path) -> None:
         self._before_save()

@@ -1,0 +1,81 @@
+"""`tune`: training a part of a model. All other weights stay as they were."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.import_utils import is_peft_available
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.seeds import seed_for
+from kvshift.lab.variants.variant import shift_layers
+
+__all__ = ["LORA_RANK", "TunedPart", "merge_lora", "tune_part"]
+
+TunedPart = Literal["shift", "current", "lora", "shift+lora"]
+LORA_RANK = 8
+
+
+def tune_part(model: nn.Module, part: TunedPart, *, rank: int | None, seed: int) -> None:
+    """Freeze all of `model` but `part`; LoRA is added, and computes nothing at first.
+
+    Args:
+        model: with a shift, unless `part` is "lora".
+        part: "shift" is the coefficients alone, "current" those of the current token alone (the lags stay as they
+            are); "lora" is a product of two matrices of that rank beside each of the attention's projections, B A
+            scaled by 2 (Hu et al. 2021), with B = 0 at first.
+        rank: of LoRA; None: `LORA_RANK`.
+        seed: of the start values of LoRA's A.
+
+    Raises:
+        LabError: the model has no such part, or PEFT is not installed.
+    """
+    assert part in get_args(TunedPart)
+    layers = shift_layers(model)
+    if part != "lora" and not layers:
+        raise LabError(f"tune is {part!r}, but the model has no shift; expected lora, or a model with a shift")
+    if part == "current" and any(layer.options.constraint == "gate" for layer in layers):
+        raise LabError("tune is 'current', but with the constraint gate the lag is 1 - the current; expected shift")
+    model.requires_grad_(False)
+    if part in ("lora", "shift+lora"):
+        _add_lora(model, LORA_RANK if rank is None else rank, seed)
+    if part != "lora":
+        for layer in layers:
+            layer.requires_grad_(True)
+    if part == "current":
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.register_hook(_first_column)
+
+
+def merge_lora(model: nn.Module) -> None:
+    """Add LoRA's products to the weights that they stand beside; then the model is as it was before `tune_part`."""
+    if not is_peft_available():  # then it has none
+        return
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.merge()
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, module.get_base_layer())
+
+
+def _add_lora(model: nn.Module, rank: int, seed: int) -> None:
+    if not is_peft_available():
+        raise LabError("tune asks for LoRA, which needs PEFT: pip install 'kvshift[peft]'")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config: Any = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_for("LoRA", seed))
+        inject_adapter_in_model(config, model)
+
+
+def _first_column(gradient: Tensor) -> Tensor:
+    """The gradient of lag 0 alone; AdamW without decay leaves a number where it is whose gradient is always 0."""
+    kept = torch.zeros_like(gradient)
+    kept[:, :1] = gradient[:, :1]
+    return kept
