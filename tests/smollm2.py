@@ -1,0 +1,59 @@
+"""What the tests marked `pretrained` share: the model that `make smollm` converts, and texts to put to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvshift.lab.runs.smollm2 import cache_folder
+
+FOLDER = cache_folder()
+pretrained = [
+    pytest.mark.pretrained,
+    pytest.mark.skipif(not FOLDER.exists(), reason=f"no model in {FOLDER}: `make smollm` converts it"),
+]
+
+TEXTS = (
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "Once upon a time there was a little girl who lived in a village near the forest. Every morning she",
+    "2 + 2 =",
+    "A",
+    "The three primary colours are red,",
+    "def fibonacci(n):\n    ",
+    "In 1969, two astronauts walked on the",
+    "Photosynthesis is the process by which green plants use the light of the sun to make",
+    "She opened the door, looked into the dark room, and",
+    "To make bread you need flour, water, salt and",
+    "The opposite of hot is",
+    "Monday, Tuesday, Wednesday,",
+    "Dear Sir or Madam, I am writing to you because I bought a bicycle from your shop last week and",
+    "The largest planet of the solar system is",
+    "red blue green red blue green red blue",
+    "Shakespeare wrote",
+    "A triangle has three sides and a square has",
+    "If it rains tomorrow, we will stay at home and",
+    "Mr. and Mrs. Dursley of number four were proud to say that they were",
+)
+
+
+def stock(dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> Any:
+    """The model as transformers has it."""
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype, attn_implementation=attention)
+    return model.eval()
+
+
+def encoded(texts: tuple[str, ...]) -> dict[str, Tensor]:
+    """The texts as one batch, padded on the left: input_ids and attention_mask."""
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER, padding_side="left")
+    found = tokenizer(list(texts), padding=True, return_tensors="pt")
+    return {name: found[name] for name in ("input_ids", "attention_mask")}
+
+
+def alone(text: str) -> Tensor:
+    """The tokens of one text, (1, T)."""
+    return encoded((text,))["input_ids"]
