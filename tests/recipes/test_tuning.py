@@ -11,7 +11,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvshift import cli
-from kvshift.lab.errors import LabError
 from kvshift.recipes import mqar
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.catalogue import Grid
@@ -111,10 +110,10 @@ def test_grids_that_are_none(rates: tuple[float, ...], seeds: tuple[int, ...]):
         Grid(rates=rates, seeds=seeds)
 
 
-def test_what_does_not_train_has_no_rate():
+def test_what_does_not_train_is_not_tuned_and_stays_as_it_is():
     job = Computation(label="a sum", config=None, function=lambda config: {})
-    with pytest.raises(LabError, match="a sum: only training runs have a learning rate, got a Computation"):
-        tuning_jobs([job], Grid(rates=(1e-3,), seeds=(1000,)))
+    assert tuning_jobs([job], Grid(rates=(1e-3,), seeds=(1000,))) == []
+    assert at_best_rates([job], {}) == [job]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_has
 from kvshift.recipes.recipe import Job
 from kvshift.recipes.watching import last_step
 
-__all__ = ["SHARED", "Computation", "RunJob", "StudyJob", "TextJob", "TrainingJob", "on_text_at_hand"]
+__all__ = ["SHARED", "Computation", "RunJob", "StudyJob", "TextJob", "TrainingJob", "find_text", "on_text_at_hand"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class TextJob(RunJob):
         """With the text where it lies on this machine."""
         if not _is_file(self.config):
             return self.config
-        found = {name: _find(value) for name, value in _text_of(self.config).items()}
+        found = {name: find_text(value) for name, value in _text_of(self.config).items()}
         return replace(self.config, data=replace(self.config.data, **found))
 
 
@@ -207,8 +207,8 @@ def _text_of(config: TrainConfig) -> dict[str, str | None]:
     return {"corpus": config.data.corpus, "validation": config.data.validation}
 
 
-def _find(name: str | None) -> str | None:
-    """Where a text lies; what has no slash is bundled."""
+def find_text(name: str | None) -> str | None:
+    """Where a text lies on this machine; what has no slash is bundled."""
     if name is None or "/" not in name:
         return name
     folder = os.environ.get(SHARED)

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 
 from kvshift.lab.analysis.learning import steps_to
-from kvshift.lab.errors import LabError
 from kvshift.recipes.catalogue import Grid
 from kvshift.recipes.jobs import RunJob
 from kvshift.recipes.recipe import Job, Record, Score, accuracy_curve, diverged, last_mean
@@ -16,13 +15,13 @@ __all__ = ["at_best_rates", "best_rates", "by_variant", "least_loss", "reached_s
 
 
 def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[RunJob]:
-    """Each of `jobs`, which have the seeds of the grid, at each rate of it."""
-    return [_training(job).at_rate(rate, tuning=True) for job in jobs for rate in grid.rates]
+    """Each of `jobs` that trains, with the seeds of the grid, at each rate of it."""
+    return [job.at_rate(rate, tuning=True) for job in jobs if isinstance(job, RunJob) for rate in grid.rates]
 
 
-def at_best_rates(jobs: Sequence[Job], best: dict[str, float]) -> list[RunJob]:
-    """Each of `jobs`, which are reported, at the best rate of its variant."""
-    return [_training(job).at_rate(best[job.label]) for job in jobs]
+def at_best_rates(jobs: Sequence[Job], best: dict[str, float]) -> list[Job]:
+    """Each of `jobs`, which are reported, at the best rate of its variant; what trains nothing as it is."""
+    return [job.at_rate(best[job.label]) if isinstance(job, RunJob) else job for job in jobs]
 
 
 def best_rates(records: Sequence[Record], score: Score | None) -> dict[str, float]:
@@ -74,9 +73,3 @@ def reached_soonest(name: str, level: float, *, last: int = 1) -> Score:
 def least_loss(*, last: int = 1) -> Score:
     """Score by the validation loss, the mean of the `last` evaluations; lower is better, and to diverge is worst."""
     return lambda record: (-math.inf if diverged(record) else -last_mean(record, "loss", last),)
-
-
-def _training(job: Job) -> RunJob:
-    if not isinstance(job, RunJob):
-        raise LabError(f"{job.label}: only training runs have a learning rate, got a {type(job).__name__}")
-    return job

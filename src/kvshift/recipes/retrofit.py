@@ -1,0 +1,378 @@
+"""Does KV shift help a model that has learned without it? Coefficients, LoRA and both, trained for a few minutes."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from kvshift.lab.analysis.accuracy import draw_curves
+from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.statistics import t_interval, verdict
+from kvshift.lab.analysis.tables import as_markdown
+from kvshift.lab.data.config import DataConfig
+from kvshift.lab.data.text import load_text_data
+from kvshift.lab.errors import LabError
+from kvshift.lab.runs.folder import RunFolder, remove_folder, write_json
+from kvshift.lab.runs.loading import load_tokenizer, load_weights
+from kvshift.lab.runs.smollm2 import find_smollm2
+from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig
+from kvshift.lab.variants.building import build_model, llama_config
+from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.claims import Claim, Direction, higher
+from kvshift.recipes.held_out import HeldOut, measure
+from kvshift.recipes.jobs import Computation, TextJob, find_text
+from kvshift.recipes.recipe import Job, Recipe, Record, accuracy_curve, accuracy_curves, by_label
+from kvshift.recipes.tuning import least_loss
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+__all__ = ["RECIPE"]
+
+SMOLLM2 = "smollm2"  # stands for the folder of the model, which is another on each machine
+NOTHING = "nothing trained"
+ALL, CONTROL, LORA, BOTH = "coefficients", "current token alone", "LoRA", "LoRA and coefficients"
+PARTS: Mapping[str, Any] = {ALL: "shift", CONTROL: "current", LORA: "lora", BOTH: "shift+lora"}
+
+WIKI, BOOKS = "wiki2014-en", "classic-books"
+_SHIFT = ModelConfig(shift_targets=("k", "v"), shift_init="identity")
+
+LAPTOP = TrainConfig(
+    out=Path(),
+    init_from=SMOLLM2,
+    model=_SHIFT,
+    data=DataConfig(
+        corpus=f"{WIKI}/train-00.jsonl.xz", validation=f"{WIKI}/valid.jsonl.xz", vocab_size=49_152, sequence_length=256
+    ),
+    optimizer=OptimizerConfig(warmup_steps=4, weight_decay=0.0),
+    steps=96,
+    batch_size=4,
+    eval_every=24,
+    eval_rows=16,
+    save_every=12,
+    log_every=8,
+    report_to=(),
+    progress=False,
+)
+PAPER = replace(
+    LAPTOP,
+    data=replace(LAPTOP.data, corpus=f"{WIKI}/train-*.jsonl.xz", sequence_length=1024),
+    optimizer=replace(LAPTOP.optimizer, warmup_steps=50),
+    steps=1000,
+    batch_size=8,
+    eval_every=100,
+    eval_rows=128,
+)
+SMOKE = replace(
+    LAPTOP,
+    init_from=None,
+    model=replace(_SHIFT, hidden_size=16, num_attention_heads=2),
+    data=DataConfig(vocab_size=257, sequence_length=16),
+    optimizer=OptimizerConfig(warmup_steps=1, weight_decay=0.0),
+    steps=8,
+    batch_size=2,
+    eval_every=2,
+    eval_rows=4,
+    save_every=4,
+    log_every=2,
+)
+
+_TEXTS = ((WIKI, f"{WIKI}/valid.jsonl.xz"), (BOOKS, f"{BOOKS}/valid.jsonl.xz"))
+SIZES = {
+    "paper": (PAPER, HeldOut(texts=_TEXTS, sequences=256, begin=128, sequence_length=1024)),
+    "laptop": (LAPTOP, HeldOut(texts=_TEXTS, sequences=48, begin=16)),
+    "smoke": (
+        SMOKE,
+        HeldOut(texts=(("tinyshakespeare", "tinyshakespeare"),), sequences=6, begin=4, sequence_length=16, repeated=2),
+    ),
+}
+TUNING = 4  # the runs that choose a learning rate take this part of the steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untrained:
+    """What is measured before any training: the model that `config` starts from."""
+
+    config: TrainConfig
+    held_out: HeldOut
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrofitJob(TextJob):
+    """Train a part of a model, then measure it on held-out text. Its weights are not kept.
+
+    Attributes:
+        held_out: on what; None: nothing is measured, as of runs that choose a learning rate.
+    """
+
+    held_out: HeldOut | None = field(default=None)
+
+    def at_rate(self, rate: float, *, tuning: bool = False) -> Self:
+        """See `RunJob`; what chooses a rate is shorter, and is measured on its own sequences alone."""
+        job = super().at_rate(rate, tuning=tuning)
+        if not tuning:
+            return job
+        steps = max(1, job.config.steps // TUNING)
+        return replace(job, held_out=None, config=replace(job.config, steps=steps, eval_every=steps))
+
+    def is_finished(self, out: Path) -> bool:
+        """Raises a LabError at once where the model or the text is not on this machine."""
+        self._here()
+        return super().is_finished(out) and (self.held_out is None or (out / _MEASURED).exists())
+
+    def run(self, out: Path) -> None:
+        super().run(out)
+        if self.held_out is not None and not (out / _MEASURED).exists():
+            model, tokenizer = load_weights(out / "model"), load_tokenizer(out / "model")
+            write_json(out / _MEASURED, measure(model, tokenizer, _here(self.held_out)))
+        remove_folder(out / "model")
+
+    def on_bundled_text(self) -> Self:
+        """The model knows real text; a small corpus that it may have seen says nothing."""
+        return self
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """With what was measured; of the model and its tokenizer, their name."""
+        measured = {} if self.held_out is None else RunFolder(out).read(out / _MEASURED)
+        if measured is None:
+            raise LabError(f"{out} has been trained, and not been measured")
+        found = super().record(out)
+        tokenizer = found["options"]["data"] | {"tokenizer": self.config.data.tokenizer}
+        options = found["options"] | {"init_from": self.config.init_from, "data": tokenizer}
+        return {**found, "options": options, "result": {**found["result"], **measured}}
+
+    def _here(self) -> TrainConfig:
+        config = super()._here()
+        return replace(config, init_from=str(find_smollm2())) if config.init_from == SMOLLM2 else config
+
+
+_MEASURED = "measured.json"
+
+
+def _here(held_out: HeldOut) -> HeldOut:
+    """With the texts where they lie on this machine."""
+    return replace(held_out, texts=tuple((name, cast(str, find_text(text))) for name, text in held_out.texts))
+
+
+def measure_untrained(work: Untrained) -> dict[str, Any]:
+    """See `measure`."""
+    config = work.config
+    if config.init_from is not None:
+        folder = find_smollm2()
+        return measure(load_weights(folder), load_tokenizer(folder), _here(work.held_out))
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = load_text_data(config.data, seed=config.seed, tokenizer_folder=Path(scratch)).tokenizer
+    size = llama_config(config.model, vocab_size=len(tokenizer), sequence_length=config.data.sequence_length)
+    return measure(build_model(size, seed=config.seed), tokenizer, work.held_out)
+
+
+def jobs(preset: str, seeds: Sequence[int]) -> list[Job]:
+    """Each part with each seed, which are those of the data's order and of LoRA's start; and the model as it was."""
+    config, held_out = SIZES[preset]
+    untrained = Untrained(config=replace(config, seed=seeds[0]), held_out=held_out)
+    return [
+        *(
+            RetrofitJob(label=label, config=replace(config, seed=seed, tune=part), held_out=held_out)
+            for seed in seeds
+            for label, part in PARTS.items()
+        ),
+        Computation(label=NOTHING, config=untrained, function=measure_untrained, seed=seeds[0]),
+    ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of each part, by seed; of the untrained model, the same for each seed.
+
+    Attributes:
+        records: of the preset.
+    """
+
+    records: Sequence[Record]
+
+    @cached_property
+    def by_label(self) -> Mapping[str, list[Record]]:
+        """In the order of seeds."""
+        found = {label: [*seeds.values()] for label, seeds in by_label(self.records).items()}
+        return {**found, NOTHING: found[NOTHING] * len(found[ALL])}
+
+    @property
+    def texts(self) -> list[str]:
+        """The first is of the kind that is trained on."""
+        return [*self.by_label[ALL][0].result["losses"]]
+
+    @property
+    def tokens(self) -> int:
+        """That each part was trained on."""
+        return int(self.by_label[ALL][0].result["tokens"])
+
+    def losses(self, label: str, text: str) -> list[float]:
+        """Of each seed, the mean over sequences."""
+        return [statistics.fmean(record.result["losses"][text]) for record in self.by_label[label]]
+
+    def by_sequence(self, label: str, text: str) -> list[float]:
+        """Of each sequence, the mean over seeds."""
+        return [
+            statistics.fmean(one) for one in zip(*(r.result["losses"][text] for r in self.by_label[label]), strict=True)
+        ]
+
+    def repeated(self, label: str, name: str) -> list[float]:
+        """Loss or accuracy in the second half of repeated sequences, by seed."""
+        return [record.result["repeated"][name] for record in self.by_label[label]]
+
+    def induction(self, label: str) -> list[float]:
+        """The mean score of the best induction heads, by seed."""
+        return [record.result["induction"] for record in self.by_label[label]]
+
+
+_PAIRS = ((ALL, NOTHING), (CONTROL, NOTHING), (ALL, CONTROL), (LORA, NOTHING), (BOTH, LORA), (ALL, LORA))
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """Each part against none, coefficients against the control, both against LoRA; whether it lasts; copying."""
+    found = Measured(records)
+    return [
+        *(_lower(found, text, *pair) for text in found.texts for pair in _PAIRS),
+        _lasting(found),
+        *(_repeats(found, *pair) for pair in ((ALL, NOTHING), (ALL, CONTROL), (BOTH, LORA))),
+        *(_induction(found, *pair) for pair in ((ALL, NOTHING), (ALL, CONTROL), (BOTH, LORA))),
+    ]
+
+
+def _lower(found: Measured, text: str, one: str, other: str) -> Claim:
+    """Decided where the intervals over seeds and over sequences both leave out 0, on the same side."""
+    ours, theirs = found.losses(one, text), found.losses(other, text)
+    pairs = zip(found.by_sequence(one, text), found.by_sequence(other, text), strict=True)
+    differences = [first - second for first, second in pairs]
+    low, high = t_interval(differences)
+    over_sequences: Direction = "holds" if high < 0 else "fails" if low > 0 else "not shown"
+    over_seeds = higher(theirs, ours)
+    return Claim(
+        statement=f"After {found.tokens:,} tokens, {one}: a lower loss on {text} than with {other}",
+        paper="not asked",
+        ours=_verdict(ours, theirs, (one, other)),
+        direction=over_seeds if over_seeds == over_sequences else "not shown",
+        size=f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}; over "
+        f"{len(differences)} sequences {statistics.fmean(differences):+.4f} (95 % interval {low:+.4f} to {high:+.4f})",
+        own=True,
+    )
+
+
+def _lasting(found: Measured) -> Claim:
+    """What the lags add, at the first evaluation and at the last."""
+    gains = {}
+    for at in (0, -1):
+        all_, control = ([accuracy_curve(r, "loss")[1][at] for r in found.by_label[label]] for label in (ALL, CONTROL))
+        gains[at] = [more - less for more, less in zip(control, all_, strict=True)]
+    step = int(accuracy_curve(found.by_label[ALL][0], "loss")[0][0])
+    first = step * found.tokens // int(found.by_label[ALL][0].options["steps"])
+    changes = [last - early for last, early in zip(gains[-1], gains[0], strict=True)]
+    means = f"{statistics.fmean(gains[-1]):.4f} against {statistics.fmean(gains[0]):.4f} nats per token"
+    return Claim(
+        statement=f"The lags add no less to the current token after {found.tokens:,} tokens than after {first:,}",
+        paper="not asked",
+        ours=f"{means}; {_verdict(gains[-1], gains[0], ('the gain at the end', 'that before'))}",
+        direction=higher(gains[-1], gains[0]) if any(changes) else "not shown",
+        size="validation loss of the runs, on sequences that the other claims leave out",
+        own=True,
+    )
+
+
+def _repeats(found: Measured, one: str, other: str) -> Claim:
+    ours, theirs = found.repeated(one, "loss"), found.repeated(other, "loss")
+    accuracy = [statistics.fmean(found.repeated(label, "accuracy")) for label in (one, other)]
+    return Claim(
+        statement=f"On repeated random tokens, {one}: a lower loss in the second half than with {other}",
+        paper="not asked",
+        ours=_verdict(ours, theirs, (one, other)),
+        direction=higher(theirs, ours),
+        size=f"{statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f} nats per token; copied "
+        f"{100 * accuracy[0]:.1f} % against {100 * accuracy[1]:.1f} %",
+        own=True,
+    )
+
+
+def _induction(found: Measured, one: str, other: str) -> Claim:
+    ours, theirs = found.induction(one), found.induction(other)
+    mean = statistics.fmean(first - second for first, second in zip(ours, theirs, strict=True))
+    return Claim(
+        statement=f"The best induction heads score higher with {one} than with {other}",
+        paper="not asked",
+        ours=f"mean of the best five {statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f}: {mean:+.3f}",
+        direction=higher(ours, theirs),
+        size="of 1; the scores of `kvshift analyze`",
+        own=True,
+    )
+
+
+def _verdict(ours: Sequence[float], theirs: Sequence[float], names: tuple[str, str]) -> str:
+    return verdict([one - other for one, other in zip(ours, theirs, strict=True)], names=names).text
+
+
+def tables(records: Sequence[Record]) -> str:
+    """Means over seeds of everything that was measured."""
+    found = Measured([record for record in records if record.tunes is None])
+    rows: list[tuple[str, ...]] = [
+        ("trained", *(f"loss on {text}" for text in found.texts), "loss on repeats", "copied", "induction")
+    ]
+    for label in (NOTHING, *PARTS):
+        means = [statistics.fmean(found.losses(label, text)) for text in found.texts]
+        means.append(statistics.fmean(found.repeated(label, "loss")))
+        copied, score = statistics.fmean(found.repeated(label, "accuracy")), statistics.fmean(found.induction(label))
+        rows.append((label, *(f"{mean:.4f}" for mean in means), f"{100 * copied:.1f} %", f"{score:.3f}"))
+    return f"Means over seeds, after {found.tokens:,} tokens:\n\n{as_markdown(rows)}"
+
+
+def plot(records: Sequence[Record]) -> Figure:
+    """The validation loss by step, and what each part gains on each text."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    models = {label: seeds for label, seeds in by_label(records).items() if label != NOTHING}
+    draw_curves(left, {label: accuracy_curves(seeds, "loss") for label, seeds in models.items()})
+    left.set(xlabel="steps", ylabel="validation loss (nats per token)", title=f"While training on {WIKI}")
+    found = Measured(records)
+    for number, label in enumerate(PARTS):
+        for at, text in enumerate(found.texts):
+            pairs = zip(found.losses(NOTHING, text), found.losses(label, text), strict=True)
+            gains = [before - after for before, after in pairs]
+            right.plot([at + 0.12 * number] * len(gains), gains, "o", color=left.get_lines()[number].get_color())
+    right.axhline(0, color="black", linewidth=0.8)
+    right.set_xticks([at + 0.18 for at in range(len(found.texts))], found.texts)
+    right.set(ylabel="lower than the untrained model by (nats per token)", title="Held-out text, a dot for each seed")
+    right.grid(alpha=0.25)
+    legend_below(figure)
+    return figure
+
+
+RECIPE = Recipe(
+    entry=CATALOGUE["retrofit"],
+    source="No figure of the paper: its models were trained with the shift from the start",
+    jobs=jobs,
+    plot=plot,
+    claims=claims,
+    tuned_by=least_loss(),
+    tables=tables,
+    notes=(
+        "The laptop's model is SmolLM2-135M-Instruct, dequantized from 4 bits; `make smollm` converts it once. It is "
+        "tuned to instructions, and rounded, which raw text alone may heal. What the token before is worth is seen "
+        "beside the control, in which the coefficients of the current token alone are trained: a scale for each head.",
+        "Trained: all 360 coefficients (30 layers, 3 heads, 4 each); 180 of them, the lags left at 0; LoRA of rank 8 "
+        "beside the four projections of each attention, 921,600 numbers; and both. All see the same sequences in the "
+        "same order; a seed is that of this order, and of LoRA's start.",
+        "The learning rate is constant after 4 steps of warm-up, the same for all that is trained in a run, and chosen "
+        "of one grid by runs of a quarter of the steps.",
+        "Losses are over sequences of 256 tokens, at equal distances: of Wikipedia articles, the kind that is trained "
+        "on, and of four books, of which nothing is. Nothing is reported on the sequences by which rates were chosen. "
+        "A loss is called lower where the interval over seeds and the one over sequences both say so.",
+        "How the laptop was chosen: by what fits into three hours of two cores, before any loss was seen.",
+        "The environment variable KVSHIFT_SHARED_DATA names the folder of the texts.",
+        "The preset paper is no setting of the paper: the same model, eight times the tokens a step, all of the text.",
+    ),
+)

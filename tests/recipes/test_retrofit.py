@@ -1,0 +1,184 @@
+"""The recipe `retrofit`: what it runs, what it measures, and what it says of what was found."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvshift.cli import main
+from kvshift.lab.training.train_config import to_json
+from kvshift.recipes import retrofit
+from kvshift.recipes.jobs import SHARED, Computation
+from kvshift.recipes.recipe import Record, reported
+from kvshift.recipes.records import read_records
+from kvshift.recipes.retrofit import ALL, BOTH, CONTROL, LORA, NOTHING, PARTS, RetrofitJob
+from kvshift.recipes.tuning import tuning_jobs
+
+from .cases import made_up
+
+RECIPE = retrofit.RECIPE
+FLAT = {NOTHING: 3.2, ALL: 3.2, CONTROL: 3.2, LORA: 3.2, BOTH: 3.2}
+
+
+def records(
+    losses: dict[str, float],
+    *,
+    noise: float = 0.001,
+    early: float = 0.0,
+    repeats: dict[str, float] | None = None,
+    spread: float = 0.001,
+) -> list[Record]:
+    """Three seeds of each part and one untrained model, with these losses on both texts.
+
+    Args:
+        noise: between seeds.
+        early: what the lags gained less at the first evaluation.
+        repeats: losses in the second half of repeated sequences.
+        spread: by which the differences of two models vary from sequence to sequence.
+    """
+    found = []
+    for label, loss in losses.items():
+        for seed in range(1 if label == NOTHING else 3):
+            draw = Random(f"{label} {seed}")
+            moved = loss + (0 if label == NOTHING else draw.uniform(-noise, noise))
+            own = Random(label)
+            rows = [moved + at / 10 + own.uniform(-spread, spread) for at in range(20)]
+            first = moved + (early + (seed - 1) / 1000 if label == ALL else 0) + 0.1
+            curve = {"step": [24, 96], "loss": [first, moved]}
+            measured = {
+                "losses": {"wiki2014-en": rows, "classic-books": rows},
+                "repeated": {"loss": (repeats or FLAT)[label] + draw.uniform(-noise, noise), "accuracy": 0.6},
+                "induction": 0.7 - (repeats or FLAT)[label] / 100 + draw.uniform(-noise, noise) / 100,
+            }
+            options = {"steps": 96}
+            found.append(made_up(label, seed, curve=curve, options=options, tokens=98_304, **measured))
+    return found
+
+
+def directions(given: list[Record]) -> dict[str, str]:
+    return {claim.statement: claim.direction for claim in RECIPE.claims(given)}
+
+
+def lower(one: str, other: str, text: str = "wiki2014-en") -> str:
+    return f"After 98,304 tokens, {one}: a lower loss on {text} than with {other}"
+
+
+def test_all_parts_see_the_same_and_differ_in_what_is_trained():
+    jobs = [job for job in RECIPE.jobs("laptop", [0, 1, 2]) if isinstance(job, RetrofitJob)]
+    assert len(jobs) == 3 * 4
+    for job in jobs:
+        job.config.check()
+        twin = next(one for one in jobs if (one.seed, one.label) == (job.seed, ALL))
+        assert replace(job.config, tune="shift") == twin.config
+        assert job.held_out == twin.held_out
+        assert job.config.tune == PARTS[job.label]
+
+
+def test_rates_are_chosen_on_other_sequences_by_shorter_runs():
+    preset = RECIPE.presets["laptop"]
+    assert preset.grid is not None
+    jobs = tuning_jobs(RECIPE.jobs("laptop", preset.grid.seeds), preset.grid)
+    assert len(jobs) == len(PARTS) * len(preset.grid.rates)
+    config, held_out = retrofit.SIZES["laptop"]
+    assert config.eval_rows == held_out.begin, "what a rate is chosen by is left out of what is reported"
+    for job in jobs:
+        assert isinstance(job, RetrofitJob)
+        assert (job.held_out, job.config.steps, job.config.eval_every) == (None, 24, 24)
+
+
+def test_no_run_of_the_laptop_reads_its_text_twice():
+    config = retrofit.LAPTOP
+    assert config.steps * config.batch_size * config.data.sequence_length < 4_000_000  # of 3.6 million words
+
+
+@pytest.mark.parametrize("preset", RECIPE.presets)
+def test_the_untrained_model_is_measured_once_on_the_same(preset: str):
+    jobs = RECIPE.jobs(preset, [0, 1])
+    (untrained,) = [job for job in jobs if isinstance(job, Computation)]
+    trained = jobs[0]
+    assert isinstance(trained, RetrofitJob)
+    assert untrained.config.held_out == trained.held_out
+    assert to_json(untrained.config)["config"]["init_from"] == trained.config.init_from
+
+
+def test_a_gain_beyond_the_control_is_said_as_one():
+    found = directions(records({**FLAT, ALL: 3.16, CONTROL: 3.18, LORA: 3.1, BOTH: 3.08}))
+    for text in ("wiki2014-en", "classic-books"):
+        assert found[lower(ALL, NOTHING, text)] == "holds"
+        assert found[lower(ALL, CONTROL, text)] == "holds"
+        assert found[lower(BOTH, LORA, text)] == "holds"
+        assert found[lower(ALL, LORA, text)] == "fails"
+
+
+def test_a_gain_that_the_control_has_too_is_not_that_of_the_lags():
+    found = directions(records({**FLAT, ALL: 3.18, CONTROL: 3.18}))
+    assert found[lower(ALL, NOTHING)] == found[lower(CONTROL, NOTHING)] == "holds"
+    assert found[lower(ALL, CONTROL)] == "not shown"
+
+
+def test_what_all_seeds_agree_on_and_sequences_do_not_is_not_shown():
+    """Every seed gains 0.01, on sequences that differ by as much as 1."""
+    found = directions(records({**FLAT, ALL: 3.19}, spread=1.0))
+    assert found[lower(ALL, NOTHING)] == "not shown"
+
+
+@pytest.mark.parametrize(("early", "expected"), [(0.02, "holds"), (-0.02, "fails"), (0.0, "not shown")])
+def test_whether_the_gain_lasts(early: float, expected: str):
+    found = directions(records({**FLAT, ALL: 3.16, CONTROL: 3.18}, early=early))
+    assert found["The lags add no less to the current token after 98,304 tokens than after 24,576"] == expected
+
+
+def test_copying():
+    found = directions(records(FLAT, repeats={**FLAT, ALL: 2.5, BOTH: 3.9}))
+    statement = "On repeated random tokens, {}: a lower loss in the second half than with {}"
+    assert found[statement.format(ALL, NOTHING)] == found[statement.format(ALL, CONTROL)] == "holds"
+    assert found[statement.format(BOTH, LORA)] == "fails"
+    statement = "The best induction heads score higher with {} than with {}"
+    assert found[statement.format(ALL, CONTROL)] == "holds"
+    assert found[statement.format(BOTH, LORA)] == "fails"
+
+
+def test_the_table_has_a_line_for_each_part():
+    assert RECIPE.tables is not None
+    lines = RECIPE.tables(records({**FLAT, ALL: 3.16})).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[-5:]] == [NOTHING, *PARTS]
+    assert "3.2000" not in lines[-4]
+
+
+def test_without_the_model_or_the_text_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    command = ["reproduce", "retrofit", "--preset", "laptop", "--out", str(tmp_path / "out")]
+    texts = tmp_path / "texts"
+    for text in ("wiki2014-en/train-00.jsonl.xz", "wiki2014-en/valid.jsonl.xz", "classic-books/valid.jsonl.xz"):
+        (texts / text).parent.mkdir(parents=True, exist_ok=True)
+        (texts / text).touch()
+    for folder, message in (
+        ("", "the environment variable KVSHIFT_SHARED_DATA must name the folder that holds wiki2014-en/train-00"),
+        (str(texts), "smollm2-135m-instruct: `make smollm` downloads and converts it"),
+    ):
+        monkeypatch.setenv(SHARED, folder)
+        assert main(command) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_same_command_resumes_and_measures_what_was_not(tmp_path: Path):
+    command = ["reproduce", "retrofit", "--preset", "smoke", "--out", str(tmp_path), "--jobs", "1"]
+    assert main(command) == 0
+    folder = tmp_path / "retrofit" / "smoke"
+    before = reported(read_records(folder / "records.jsonl"))
+    assert {record.label for record in before} == {NOTHING, *PARTS}
+    run = folder / "lora" / "seed-0"
+    assert not (run / "model").exists()
+    shutil.rmtree(run / "checkpoint-8")
+    for name in ("result.json", "measured.json"):  # as if killed on its way
+        (run / name).unlink()
+    assert main(command) == 0
+    after = reported(read_records(folder / "records.jsonl"))
+    for one, other in zip(before, after, strict=True):
+        assert (one.label, one.curve) == (other.label, other.curve)
+        assert one.result["losses"] == other.result["losses"]
