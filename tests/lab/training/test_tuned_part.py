@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvshift.lab.errors import LabError
 from kvshift.lab.training import tuned_part
@@ -17,6 +18,7 @@ from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, config_hash, to_json
 from kvshift.lab.training.tuned_part import merge_lora, tune_part
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.retrofit import add_kv_shift
 
 from .cases import assert_same_bits, assert_same_run, result, tiny, weights
 
@@ -130,6 +132,25 @@ def test_merged_lora_computes_what_it_did_beside_the_weights():
     merge_lora(model)
     torch.testing.assert_close(model(ids).logits, beside)
     assert model.state_dict().keys() == names
+
+
+@torch.no_grad()
+def test_lora_of_gpt2_is_in_its_attention_alone():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=31, n_positions=11, n_embd=20, n_layer=2, n_head=5)
+    model = add_kv_shift(GPT2LMHeadModel(config)).double().eval()
+    ids = torch.arange(22).view(2, 11)
+    before = model(ids).logits
+    tune_part(model, "lora", rank=3, seed=0)
+    added = {name.rpartition(".lora_")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert added == {f"transformer.h.{layer}.attn.{name}" for layer in (0, 1) for name in ("c_attn", "c_proj")}
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.normal_()
+    beside = model(ids).logits
+    assert (beside - before).abs().max() > 0.01
+    merge_lora(model)
+    torch.testing.assert_close(model(ids).logits, beside)
 
 
 def test_gradients_of_the_current_token_alone():

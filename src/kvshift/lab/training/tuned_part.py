@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.import_utils import is_peft_available
 
 from kvshift.lab.errors import LabError
@@ -68,7 +69,17 @@ def _add_lora(model: nn.Module, rank: int, seed: int) -> None:
         raise LabError("tune asks for LoRA, which needs PEFT: pip install 'kvshift[peft]'")
     from peft import LoraConfig, inject_adapter_in_model
 
-    config: Any = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    found = [
+        (f"{name}.{child}", isinstance(linear, Conv1D))
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "shift", None), nn.Module)  # an attention of any family
+        for child, linear in module.named_children()
+        if isinstance(linear, (nn.Linear, Conv1D))
+    ]
+    transposed = any(is_transposed for _, is_transposed in found)
+    config: Any = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=[name for name, _ in found], fan_in_fan_out=transposed
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed_for("LoRA", seed))
         inject_adapter_in_model(config, model)
