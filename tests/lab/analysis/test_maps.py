@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvshift.lab.analysis.maps import coefficient_counts, count_coefficients, map_attention, map_scores
+from kvshift.lab.analysis.maps import coefficient_counts, count_coefficients, counts_by_layer, map_attention, map_scores
 
 pytestmark = pytest.mark.no_models
 
@@ -81,6 +81,22 @@ def test_signs_and_sums_are_counted():
     assert found["distance of beta1 + beta2 from 1"] == pytest.approx((1 + 1 + 0) / 3)
     assert sum(found[f"alpha1 {a} alpha2, beta1 {b} beta2"] for a in (">", "<=") for b in (">", "<=")) == 3
     assert coefficient_counts([{"alpha": [[1.0, 0.0]]}]) is None
+
+
+def test_counts_of_layers_add_up_to_those_of_all():
+    layers = [
+        {"alpha": [[0.9, 0.1], [0.5, -0.25]], "beta": [[-0.5, 0.5], [1.5, 0.5]]},
+        {"alpha": [[-0.1, -0.9]], "beta": [[0.5, 0.5]]},
+    ]
+    found = counts_by_layer(layers)
+    assert found is not None
+    assert list(found) == ["0", "1", "all"]
+    assert found["0"]["negative alpha2"] == found["1"]["negative alpha2"] == 1
+    for name, number in found["all"].items():
+        if "distance" not in name:
+            assert found["0"][name] + found["1"][name] == number
+    assert found["all"]["distance of alpha1 + alpha2 from 1"] == pytest.approx((2 * 0.375 + 2) / 3)
+    assert counts_by_layer([]) is None
 
 
 def test_attention_has_a_panel_for_each_head():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from kvshift import ShiftOptions
+from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.analyze import analyze as module
 from kvshift.lab.analyze.analyze import AnalyzeConfig, analyze
 from kvshift.lab.analyze.head_scores import RepeatConfig, measure_heads
@@ -137,7 +138,12 @@ def test_a_run_of_a_task_and_its_page_which_needs_nothing_but_itself(
     (layer,) = files["coefficients"]
     leaning = [(key[0] > key[1], value[0] > value[1]) for key, value in zip(layer["alpha"], layer["beta"], strict=True)]
     rows = [[leaning.count((keys, values)) for values in (True, False)] for keys in (True, False)]
-    assert page.rows[-2:] == [["α₁ > α₂", *map(str, rows[0])], ["α₁ ≤ α₂", *map(str, rows[1])]]
+    *_, first, second, head, of_layer, of_all = page.rows
+    assert [first, second] == [["α₁ > α₂", *map(str, rows[0])], ["α₁ ≤ α₂", *map(str, rows[1])]]
+    counts = files["counts"]
+    assert counts == {"0": counts["all"], "all": coefficient_counts([layer])}
+    assert head == ["layer", *counts["all"]]
+    assert of_layer[1:] == of_all[1:] == [f"{n:.3f}" if isinstance(n, float) else str(n) for n in counts["0"].values()]
 
 
 @pytest.mark.usefixtures("undrawn")

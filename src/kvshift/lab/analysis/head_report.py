@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.analysis.curves import plot_learning, save_figure
 from kvshift.lab.analysis.learning import steps_to
-from kvshift.lab.analysis.maps import count_coefficients, map_attention, map_coefficients, map_scores
+from kvshift.lab.analysis.maps import count_coefficients, counts_by_layer, map_attention, map_coefficients, map_scores
 from kvshift.lab.analysis.pages import inline, render
 from kvshift.lab.analysis.runs import read_json
 from kvshift.lab.runs.folder import read_metrics
@@ -67,6 +67,7 @@ def write_head_report(out: Path, metrics: Path | None = None) -> Path:
         scores=_image(map_scores(heads), out / "head-scores"),
         coefficients=coefficients and _image(coefficients, out / "coefficients"),
         counts=count_coefficients(layers),
+        by_layer=counts_by_layer(layers),
         shown=found["maps"]["caption"],
         attention=_image(_attention(found["maps"], out), out / "attention"),
         options=json.dumps(found["options"], indent=1),

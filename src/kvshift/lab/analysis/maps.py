@@ -13,7 +13,14 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.image import AxesImage
     from numpy import ndarray
 
-__all__ = ["coefficient_counts", "count_coefficients", "map_attention", "map_coefficients", "map_scores"]
+__all__ = [
+    "coefficient_counts",
+    "count_coefficients",
+    "counts_by_layer",
+    "map_attention",
+    "map_coefficients",
+    "map_scores",
+]
 
 _SYMBOLS = {"alpha": "α", "beta": "β", "gamma": "γ"}
 _OF = {"alpha": "keys", "beta": "values", "gamma": "queries"}
@@ -100,6 +107,14 @@ def coefficient_counts(layers: Sequence[Mapping[str, Any]]) -> dict[str, float] 
         away = [abs(first + second - 1) for first, second in pairs]
         found[f"distance of {name}1 + {name}2 from 1"] = sum(away) / len(away)
     return found
+
+
+def counts_by_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]] | None:
+    """`coefficient_counts` of each layer, by its number from "0", and of "all" layers; None where it is."""
+    whole = coefficient_counts(layers)
+    if whole is None:
+        return None
+    return {str(at): coefficient_counts([layer]) or {} for at, layer in enumerate(layers)} | {"all": whole}
 
 
 def map_scores(heads: Sequence[Mapping[str, Any]]) -> Figure:

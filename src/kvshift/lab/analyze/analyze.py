@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from kvshift.lab.analysis.head_report import SCORES, best_heads, write_head_report
+from kvshift.lab.analysis.maps import counts_by_layer
 from kvshift.lab.analyze.analyze_config import AnalyzeConfig
 from kvshift.lab.analyze.head_scores import Measured, attention_maps, measure_heads, sequences_for
 from kvshift.lab.errors import LabError
@@ -66,6 +67,7 @@ def analyze(config: AnalyzeConfig) -> Path:
             "source": str(folder),
             "model": type(model).__name__,
             **{name: value for name, value in dataclasses.asdict(measured).items() if name != "heads"},
+            "counts": counts_by_layer(measured.coefficients),
             "heads": heads,
             "maps": {"heads": shown, "input_ids": ids.tolist(), **maps},
             "options": to_json(options),
