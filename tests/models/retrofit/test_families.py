@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import (
     AutoConfig,
@@ -18,6 +19,7 @@ from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 
 from ..llama.checks import logits_of
 from ..llama.tiny import PAD, left_padded, random_tokens
+from .test_training import CHECKPOINTING
 from .tiny_families import FAMILIES, shifted, stock, tiny_config, truth_of
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -134,6 +136,59 @@ def test_a_new_model_from_a_configuration(family: str):
     assert len(shifts) == 2
     for shift in shifts:
         torch.testing.assert_close(shift.alpha.sum(1), torch.ones(len(shift.alpha)))
+
+
+def gradients_of(model: PreTrainedModel, of: PreTrainedModel, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of the parameters of `of`, which `model` uses."""
+    for parameter in (*model.parameters(), *of.parameters()):
+        parameter.grad = None
+    model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in of.named_parameters() if parameter.grad is not None}
+
+
+@every_family
+def test_gradients_of_the_coefficients(family: str):
+    """The loops of the truth read the same coefficients."""
+    model, ids = shifted(family), random_tokens(2, 9)
+    got, expected = gradients_of(model, model, input_ids=ids), gradients_of(truth_of(model), model, input_ids=ids)
+    assert len(expected) == 4
+    assert all(".shift." in name for name in expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@every_family
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradient_checkpointing_changes_no_bit(family: str, packed: bool):
+    model, batch = shifted(family, torch.float32).train(), {"input_ids": random_tokens(2, 9)}
+    if packed:
+        batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(2, -1)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    expected = gradients_of(model, model, **batch)
+    getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": False})
+    calls = []
+    next(module for module in model.modules() if isinstance(module, KVShift)).register_forward_hook(
+        lambda *_: calls.append(1)
+    )
+    got = gradients_of(model, model, **batch)
+    assert len(calls) == 2  # once forward, once again backward
+    assert got.keys() == expected.keys() == dict(model.named_parameters()).keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])
+def test_a_model_spread_over_devices(family: str):
+    """As a device_map leaves it: accelerate's hooks would keep calling the forward of the class before."""
+    model = stock(family)
+    kind = type(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"a hook in the place of .*add the shift before the model is spread"):
+        add_kv_shift(model)
+    assert type(model) is kind
+    assert not any(isinstance(module, KVShift) for module in model.modules())
 
 
 # Models close to those of the list, which the same body would take and compute something else, or could not take.
