@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from kvshift.models.boundaries import document_index
 from kvshift.models.cache import adopt_cache
 from kvshift.models.configuration import ShiftConfig
-from kvshift.models.decoder import create_masks
+from kvshift.models.masks import create_masks
 
 
 class ShiftedGeneration:

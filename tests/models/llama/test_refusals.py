@@ -8,8 +8,8 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Qua
 from transformers.cache_utils import QuantizedLayer
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
-from kvshift.models.decoder import create_masks
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel, adopt_cache
+from kvshift.models.masks import create_masks
 
 from .checks import logits_of, new_tokens_of
 from .tiny import SIZES, left_padded, random_tokens, right_padded, tiny_model
