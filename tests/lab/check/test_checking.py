@@ -98,6 +98,35 @@ def test_a_shard_that_is_not_whole_is_named(llama, tmp_path, capsys, damage):
     assert refused(capsys, str(folder)).startswith(f"model: {folder} could not be loaded: ")
 
 
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, input_ids=None, **options):
+        output = super().forward(input_ids, **options)
+        output.logits = output.logits + output.logits.mean(0, keepdim=True)  # sequences of a batch meet
+        return output
+"""
+
+
+@pytest.mark.slow
+def test_remote_code(llama, tmp_path, capsys):
+    folder = tmp_path / "remote"
+    shutil.copytree(llama, folder)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": names}))
+    (folder / "own.py").write_text(REMOTE)
+    assert "custom code" in refused(capsys, str(folder))
+    assert main(["check", str(folder), "--trust-remote-code", "--properties", "batch", "causality"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "kvshift check: 1 of 2 properties are wrong: batch"
+
+
 @pytest.mark.slow
 def test_all_properties_have_a_line(llama, capsys):
     assert main(["check", str(llama)]) == 1

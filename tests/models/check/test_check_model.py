@@ -81,6 +81,17 @@ def test_the_model_is_left_as_it_was():
         assert torch.equal(tensor, weights[name])
 
 
+def test_a_peft_model_is_checked_with_its_adapters():
+    import peft
+
+    model = tiny_model()
+    whole = check_model(model, length=12, properties=["cache: every split"])
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False))
+    report = check_model(adapted, length=12, properties=["cache: every split", "generate: assisted"])
+    assert [verdict.verdict for verdict in report.verdicts] == ["right", "right"]
+    assert report.spread != whole.spread
+
+
 def test_the_report_is_json():
     report = check_model(tiny_model(), length=12, properties=["causality", "batch"])
     values = json.loads(json.dumps(report.as_dict(), allow_nan=False))

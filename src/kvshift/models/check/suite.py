@@ -95,8 +95,8 @@ def check_model(
     one forward pass. A difference counts as wrong beyond what rounding does to this model, which is measured.
 
     Args:
-        model: with `forward` of input_ids and `generate`. It is left as it was: training mode, configuration,
-            generation_config, and the generators of random numbers.
+        model: with `forward` of input_ids and `generate`; of a PEFT model, what it wraps, adapters included. It is left
+            as it was: training mode, configuration, generation_config, and the generators of random numbers.
         tokenizer: its special tokens are left out of the tokens that are drawn; None: those of the configuration.
         properties: names from `PROPERTIES`; None: all.
         length: tokens of the longest sequences, 12 or more. Windows and chunks that are longer are not reached, which
@@ -111,6 +111,8 @@ def check_model(
         ValueError: properties or length, or a model that is spread over devices.
     """
     chosen = _chosen(properties)
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
     _require_causal(model)
     text = model.config.get_text_config(decoder=True)
     _require_length(length, text)
