@@ -210,30 +210,27 @@ def _is_next_token(call: Call) -> bool:
     """Whether it is one token of every sequence, behind the one that the state holds; rotated, and at a window of 2."""
     q, (k, v), (alpha, beta), (k_state, v_state) = call.q, call.inputs, call.coefficients, call.states
     cu_seqlens, seq_idx, mask = call.boundaries
+    if call.rotary is None or call.shifts_queries or not cu_seqlens is seq_idx is mask is None:
+        return False
     if not (isinstance(k, Tensor) and isinstance(q, Tensor) and isinstance(v, Tensor)):
         return False
-    if not (k.ndim == q.ndim == v.ndim == 4 and k.shape[1] == 1 and call.rotary is not None):
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if not (len(of_q) == len(of_k) == len(of_v) == 4 and of_k[1] == 1 and of_q[3] == of_k[3]):
         return False
-    batch, _, heads, size = k.shape
-    if (
-        call.shifts_queries
-        or not cu_seqlens is seq_idx is mask is None
-        or q.shape != (batch, 1, q.shape[2], size)
-        or v.shape[:3] != (batch, 1, heads)
-        or not q.dtype is v.dtype is k.dtype
-        or not q.layout is v.layout is k.layout is torch.strided
-    ):
+    if not (of_q[0] == of_k[0] == of_v[0] and of_q[1] == of_v[1] == 1 and of_v[2] == of_k[2]):
+        return False
+    if not (q.dtype is v.dtype is k.dtype and q.layout is v.layout is k.layout is torch.strided):
         return False
     if alpha is beta is None:
         return True
     return (
         call.max_rows == 1
-        and (alpha is None or alpha.shape == (heads, 2))
-        and (beta is None or beta.shape == (heads, 2))
+        and (alpha is None or alpha.shape == (of_k[2], 2))
+        and (beta is None or beta.shape == (of_k[2], 2))
         and k_state is not None
         and v_state is not None
-        and k_state.shape == k.shape
-        and v_state.shape == v.shape
+        and k_state.shape == of_k
+        and v_state.shape == of_v
         and k_state.dtype is v_state.dtype is k.dtype
         and k_state.device == k.device
     )

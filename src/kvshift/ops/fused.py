@@ -279,35 +279,35 @@ class KeptColumns:
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, int, int, Columns] | None] = [None, None]
+        self._kept: list[tuple[Tensor | None, int, int, torch.dtype, Columns] | None] = [None, None]
 
     def of(self, all_coefficients: Sequence[Tensor | None], dtype: torch.dtype) -> list[Columns | None]:
         """Those of alpha and beta in this dtype; None where a tensor is."""
         all_columns: list[Columns | None] = []
-        for index, coefficients in enumerate(all_coefficients):
-            kept, columns = self._kept[index], None
-            if coefficients is not None:
-                # A graph that is being captured is to hold for other numbers too.
-                captured = coefficients.is_cuda and torch.cuda.is_current_stream_capturing()
-                if (
-                    kept is not None
-                    and coefficients is kept[0]
-                    and coefficients.data_ptr() == kept[1]
-                    and coefficients._version == kept[2]
-                    and coefficients.dtype is dtype
-                    and not captured
-                ):
-                    columns = kept[3]
-                else:
-                    columns = self._make(index, coefficients, dtype, keep=not captured)
-            all_columns.append(columns)
+        for index, x in enumerate(all_coefficients):
+            kept = self._kept[index]
+            if x is None:
+                all_columns.append(None)
+            elif (
+                kept is not None
+                and x is kept[0]
+                and x.data_ptr() == kept[1]
+                and x._version == kept[2]
+                and dtype is kept[3]
+                and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+            ):
+                all_columns.append(kept[4])
+            else:
+                all_columns.append(self._make(index, x, dtype))
         return all_columns
 
-    def _make(self, index: int, x: Tensor, dtype: torch.dtype, *, keep: bool) -> Columns:
-        keep = keep and type(x) is nn.Parameter and x.dtype is dtype and not (x.is_inference() or x.is_meta)
+    def _make(self, index: int, x: Tensor, dtype: torch.dtype) -> Columns:
+        # A graph that is being captured is to hold for other numbers too, and asks nothing.
+        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        keep = type(x) is nn.Parameter and x.dtype is dtype and not (captured or x.is_inference() or x.is_meta)
         columns = columns_of(x.to(dtype), look=keep or x.is_cpu)
         if keep:
-            self._kept[index] = (x, x.data_ptr(), x._version, columns)
+            self._kept[index] = (x, x.data_ptr(), x._version, dtype, columns)
         return columns
 
 
