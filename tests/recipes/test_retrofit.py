@@ -10,9 +10,10 @@ from random import Random
 import pytest
 
 from kvshift.cli import main
+from kvshift.lab.errors import LabError
 from kvshift.lab.training.train_config import to_json
 from kvshift.recipes import retrofit
-from kvshift.recipes.jobs import SHARED, Computation
+from kvshift.recipes.jobs import SHARED, Computation, TextJob
 from kvshift.recipes.recipe import Record, reported
 from kvshift.recipes.records import read_records
 from kvshift.recipes.retrofit import ALL, BOTH, CONTROL, LORA, NOTHING, PARTS, RetrofitJob
@@ -147,6 +148,25 @@ def test_the_table_has_a_line_for_each_part():
     lines = RECIPE.tables(records({**FLAT, ALL: 3.16})).splitlines()
     assert [line.split("|")[1].strip() for line in lines[-5:]] == [NOTHING, *PARTS]
     assert "3.2000" not in lines[-4]
+
+
+def test_a_record_says_the_same_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    job = RECIPE.jobs("laptop", [0])[0]
+    assert isinstance(job, RetrofitJob)
+    with pytest.raises(LabError, match="has been trained, and not been measured"):
+        job.record(tmp_path)
+    (tmp_path / "measured.json").write_text('{"induction": 0.5}')
+    found = []
+    for home in ("/home/a", "/home/b"):
+        options = to_json(job.config) | {"init_from": f"{home}/smollm2", "data_facts": {"tokens": 49_152}}
+        options["data"] |= {"tokenizer": home}
+        record = {"options": options, "config_hash": home, "result": {"steps": 96}}
+        monkeypatch.setattr(TextJob, "record", lambda self, out, record=record: record)
+        found.append(job.record(tmp_path))
+    assert found[0] == found[1]
+    assert found[0]["options"]["init_from"] == retrofit.SMOLLM2
+    assert found[0]["result"] == {"steps": 96, "induction": 0.5}
+    assert job.other_options(found[0]["options"]) == []
 
 
 def test_without_the_model_or_the_text_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):

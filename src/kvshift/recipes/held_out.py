@@ -73,6 +73,7 @@ def _losses(model: Any, tokenizer: Any, text: str, config: HeldOut) -> list[floa
     found: list[float] = []
     for start in range(0, count, config.batch_size):
         batch = collate([rows[at] for at in chosen[start : start + config.batch_size]])
+        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
         labels = batch.pop("labels")
         sums, tokens = sequence_losses(model(**batch, use_cache=False).logits, labels)
         found += (sums / tokens).tolist()

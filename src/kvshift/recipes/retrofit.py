@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from kvshift.lab.analysis.accuracy import draw_curves
+from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.analysis.statistics import t_interval, verdict
 from kvshift.lab.analysis.tables import as_markdown
@@ -20,7 +21,7 @@ from kvshift.lab.errors import LabError
 from kvshift.lab.runs.folder import RunFolder, remove_folder, write_json
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.smollm2 import find_smollm2
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig
+from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, config_hash
 from kvshift.lab.variants.building import build_model, llama_config
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, higher
@@ -142,9 +143,10 @@ class RetrofitJob(TextJob):
         if measured is None:
             raise LabError(f"{out} has been trained, and not been measured")
         found = super().record(out)
-        tokenizer = found["options"]["data"] | {"tokenizer": self.config.data.tokenizer}
-        options = found["options"] | {"init_from": self.config.init_from, "data": tokenizer}
-        return {**found, "options": options, "result": {**found["result"], **measured}}
+        data = found["options"]["data"] | {"tokenizer": self.config.data.tokenizer}
+        options = found["options"] | {"init_from": self.config.init_from, "data": data}
+        digits = config_hash({name: value for name, value in options.items() if name != "data_facts"})
+        return {**found, "options": options, "config_hash": digits, "result": {**found["result"], **measured}}
 
     def _here(self) -> TrainConfig:
         config = super()._here()
@@ -337,12 +339,12 @@ def plot(records: Sequence[Record]) -> Figure:
     models = {label: seeds for label, seeds in by_label(records).items() if label != NOTHING}
     draw_curves(left, {label: accuracy_curves(seeds, "loss") for label, seeds in models.items()})
     left.set(xlabel="steps", ylabel="validation loss (nats per token)", title=f"While training on {WIKI}")
-    found = Measured(records)
+    found, colors = Measured(records), colors_of(models)
     for number, label in enumerate(PARTS):
         for at, text in enumerate(found.texts):
             pairs = zip(found.losses(NOTHING, text), found.losses(label, text), strict=True)
             gains = [before - after for before, after in pairs]
-            right.plot([at + 0.12 * number] * len(gains), gains, "o", color=left.get_lines()[number].get_color())
+            right.plot([at + 0.12 * number] * len(gains), gains, "o", color=colors[label])
     right.axhline(0, color="black", linewidth=0.8)
     right.set_xticks([at + 0.18 for at in range(len(found.texts))], found.texts)
     right.set(ylabel="lower than the untrained model by (nats per token)", title="Held-out text, a dot for each seed")
