@@ -1,6 +1,11 @@
 """Each cell of the table in docs/retrofit.md: it equals its uncached truth, or is refused by name."""
 
+from collections.abc import Callable
+
 import pytest
+
+from kvshift.models import masks
+from kvshift.models.cache import ShiftCacheLayer, _StaticShiftCacheLayer
 
 from .matrix import CELLS, PAGE, REFUSED, SLOW, page
 from .tiny_families import FAMILIES
@@ -20,6 +25,36 @@ def test_cell(family: str, cell: str):
     else:
         with pytest.raises((ValueError, NotImplementedError), match=refusal):
             CELLS[cell](family)
+
+
+def no_state(patch: pytest.MonkeyPatch) -> None:
+    """Each call begins as if nothing stood before it."""
+    for layer in (ShiftCacheLayer, _StaticShiftCacheLayer):
+        patch.setattr(layer, "write_shift", lambda self, state: None)
+
+
+def no_padding(patch: pytest.MonkeyPatch) -> None:
+    """The mask reaches attention alone. (Positions begin again after padding, as those of a document do.)"""
+    patch.setattr(masks, "padding_mask", lambda attention_mask, positions: None)
+    no_documents(patch)
+
+
+def no_documents(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(masks, "document_index", lambda *_, **__: None)
+
+
+FAULTS: dict[Callable, tuple[str, ...]] = {
+    no_state: ("greedy", "beam", "sampled", "left-padded", "assisted", "static cache", "chunked prefill", "LoRA"),
+    no_padding: ("beam", "left-padded", "static cache", "chunked prefill", "LoRA", "save, load"),
+    no_documents: ("packed",),
+}
+
+
+@pytest.mark.parametrize(("fault", "cell"), [(fault, cell) for fault, cells in FAULTS.items() for cell in cells])
+def test_a_cell_sees_a_fault(fault: Callable, cell: str, monkeypatch: pytest.MonkeyPatch):
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)):
+        CELLS[cell]("Gemma 3")
 
 
 def test_the_page_has_the_table():
