@@ -45,7 +45,7 @@ class Subject:
         self.model, self.length = model, length
         self.device = model.device
         size = model.get_input_embeddings().weight.shape[0]
-        self.vocabulary = torch.tensor([token for token in range(size) if token not in set(leave_out)])
+        self.vocabulary = torch.tensor(sorted(set(range(size)) - set(leave_out)))
         self._arguments = inspect.signature(model.forward).parameters
         others = any(argument.kind is argument.VAR_KEYWORD for argument in self._arguments.values())
         self.cache = next((name for name in _CACHES if name in self._arguments), _CACHES[0] if others else None)
@@ -60,7 +60,8 @@ class Subject:
         self.tolerance = min(_SAFETY * self.noise, self.spread * self._eps() ** 0.25)
 
     def restart(self, name: str) -> None:
-        """Draw the tokens of this property from now on, whatever was drawn before."""
+        """Draw the tokens of this property from now on, whatever was drawn before; forget the truths of others."""
+        self._alone.clear()
         self._generator.manual_seed(self._seed + crc32(name.encode()))
 
     def takes(self, name: str) -> bool:
