@@ -37,4 +37,5 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     for row in written:
         assert row["microseconds"] > 0
         assert row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1]
+        assert row["fastest"] == 1 if row["model"] == host.BASELINE else row["fastest"] > 0
         assert row["commit"]
