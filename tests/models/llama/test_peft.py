@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from .checks import ATOL, check_decoding, logits_of, new_tokens_of, reference_of
-from .tiny import random_tokens, tiny_model
+from .tiny import draw_adapter, random_tokens, tiny_model
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -13,11 +13,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 def adapted(**options) -> PeftModel:
     """An adapter with random weights: PEFT's own start changes nothing."""
     model = get_peft_model(tiny_model(shift_window=3), LoraConfig(r=2, target_modules=TARGETS, **options))
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    draw_adapter(model, 0.3)
     return model.eval()
 
 

@@ -76,3 +76,12 @@ def right_padded(rows: list[Tensor], pad: int = PAD) -> tuple[Tensor, Tensor]:
     ids = torch.stack([nn.functional.pad(row, (0, length - len(row)), value=pad) for row in rows])
     mask = torch.stack([nn.functional.pad(torch.ones_like(row), (0, length - len(row))) for row in rows])
     return ids, mask
+
+
+@torch.no_grad()
+def draw_adapter(model: nn.Module, size: float) -> None:
+    """Random weights for LoRA: PEFT's own start changes nothing."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)

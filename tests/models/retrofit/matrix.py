@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 from kvshift.models.retrofit import add_kv_shift
 
 from ..llama.checks import logits_of, new_tokens_of
-from ..llama.tiny import left_padded, random_tokens
+from ..llama.tiny import draw_adapter, left_padded, random_tokens
 from .tiny_families import FAMILIES, shifted, stock, truth_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "retrofit.md"
@@ -222,11 +222,7 @@ def check_lora(family: str) -> None:
 def _with_adapter(model: PreTrainedModel) -> PeftModel:
     is_gpt2 = "gpt2" in model.config.model_type  # its matrices stand as (in, out)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", fan_in_fan_out=is_gpt2))
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    draw_adapter(adapted, 0.2)
     return adapted.eval()
 
 

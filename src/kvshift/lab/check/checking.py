@@ -18,7 +18,7 @@ from kvshift.lab.runs.loading import load_tokenizer, load_weights, locate, model
 from kvshift.lab.training.train_config import DType
 from kvshift.models.check import PROPERTIES, Report, check_model
 
-__all__ = ["SomethingWrongError", "check", "report_table"]
+__all__ = ["SomethingWrongError", "check", "report_table", "stamped"]
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -54,13 +54,19 @@ def check(config: CheckConfig) -> None:
     except (TypeError, ValueError) as error:
         raise LabError(str(error)) from error
     report = replace(report, notes=notes + report.notes)
-    found = {**report.as_dict(), **_stamp(report, model.device)}
+    found = stamped(report, model.device)
     print(json.dumps(found, indent=1, allow_nan=False) if config.json else report_table(report))
     if config.output is not None:
         write_json(config.output, found)
     if report.wrong:
         names = "; ".join(verdict.property for verdict in report.wrong)
         raise SomethingWrongError(f"{len(report.wrong)} of {len(report.verdicts)} properties are wrong: {names}")
+
+
+def stamped(report: Report, device: torch.device) -> dict[str, Any]:
+    """The report as JSON holds it, and where and by what it was made."""
+    found = environment(device, processes=1)
+    return {**report.as_dict(), **found, "versions": {**found["versions"], **report.versions}}
 
 
 def report_table(report: Report) -> str:
@@ -106,16 +112,3 @@ def _load(config: CheckConfig) -> tuple[Any, Any, list[str]]:
     except LabError:  # a folder without a tokenizer: the configuration names the special tokens
         return model, None, notes
     return model, load_tokenizer(where), notes
-
-
-def _stamp(report: Report, device: torch.device) -> dict[str, Any]:
-    """Where and by what it was found."""
-    found = environment(device, 1)
-    return {
-        "command": found["command"],
-        "started": found["started"],
-        "commit": found["commit"],
-        "versions": {**found["versions"], **report.versions},
-        "hardware": found["hardware"],
-        "platform": found["platform"],
-    }

@@ -19,8 +19,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvshift.models.llama  # noqa: F401, registers its model type
 from kvshift import ShiftOptions
+from kvshift.lab.check.checking import stamped
 from kvshift.lab.messages import say
-from kvshift.lab.runs.folder import environment, write_bytes
+from kvshift.lab.runs.folder import write_bytes
 from kvshift.models.check import check_model
 from kvshift.models.retrofit import add_kv_shift
 
@@ -203,11 +204,9 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
     """The row of each model: the report, and where and by what it was made."""
     rows = []
     for name in names:
-        found = environment(torch.device("cpu"), 1)
         report = check_model(build_stock(name))
         say(f"{name}: {len(report.wrong)} of {len(report.verdicts)} wrong", command="check")
-        versions = {**found.pop("versions"), **report.versions}
-        rows.append({"name": name, "config": STOCK[name], **report.as_dict(), **found, "versions": versions})
+        rows.append({"name": name, "config": STOCK[name], **stamped(report, torch.device("cpu"))})
     return rows
 
 

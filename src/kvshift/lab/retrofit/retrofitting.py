@@ -34,7 +34,7 @@ PROMPTS = (
 )
 _NEW_TOKENS = 8
 
-Outputs = list[tuple[Tensor, Tensor]]
+Outputs = dict[str, tuple[Tensor, Tensor]]  # by prompt
 
 
 def retrofit(options: RetrofitOptions) -> None:
@@ -56,9 +56,8 @@ def retrofit(options: RetrofitOptions) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
     model = load_weights(folder, dtype=options.dtype, device="cpu")
     check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
-    prompts = [
-        ids for ids in (torch.tensor([tokenizer(prompt)["input_ids"]]).long() for prompt in PROMPTS) if ids.numel()
-    ]
+    encoded = {prompt: torch.tensor([tokenizer(prompt)["input_ids"]]).long() for prompt in PROMPTS}
+    prompts = {prompt: ids for prompt, ids in encoded.items() if ids.numel()}
     if not prompts:
         raise LabError(f"model: the tokenizer of {options.model} makes no token of any prompt")
     before = _outputs(model, prompts)
@@ -89,22 +88,23 @@ def retrofit(options: RetrofitOptions) -> None:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     _say(f"{out} holds a {name}, with {added:,} coefficients that are no shift yet")
+    tokens = sum(ids.shape[1] for ids in prompts.values())
     _say(
-        f"on {len(prompts)} prompts of {sum(ids.shape[1] for ids in prompts)} tokens it computes what {options.model} "
-        f"does, to the bit: logits, and {_NEW_TOKENS} tokens generated after each"
+        f"on {len(prompts)} prompts of {tokens} tokens it computes what {options.model} does, to the bit: "
+        f"logits, and {_NEW_TOKENS} tokens generated after each"
     )
 
 
-def _outputs(model: Any, prompts: list[Tensor]) -> Outputs:
+def _outputs(model: Any, prompts: dict[str, Tensor]) -> Outputs:
     """The logits of each prompt, and the tokens that are likeliest after it."""
     options: dict[str, Any] = {"max_new_tokens": _NEW_TOKENS, "min_new_tokens": _NEW_TOKENS, "do_sample": False}
     settings = model.generation_config
     options |= {"pad_token_id": settings.pad_token_id or 0, "num_beams": 1}
-    found = []
+    found = {}
     with torch.no_grad():
-        for ids in prompts:
+        for prompt, ids in prompts.items():
             generated = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            found.append((model(ids, use_cache=False).logits, generated))
+            found[prompt] = model(ids, use_cache=False).logits, generated
     return found
 
 
@@ -117,7 +117,8 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _compare(before: Outputs, after: Outputs, name: str) -> None:
-    for prompt, (old, new) in zip(PROMPTS, zip(before, after, strict=True), strict=False):
+    for prompt, old in before.items():
+        new = after[prompt]
         if not all(torch.equal(one, other) for one, other in zip(old, new, strict=True)):
             difference = (new[0].float() - old[0].float()).abs().max().item()
             raise RunFailedError(

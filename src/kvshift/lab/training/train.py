@@ -45,7 +45,6 @@ from kvshift.lab.variants.pretrained import (
     weights_digest,
     with_tokenizer,
 )
-from kvshift.models.llama import KVShiftLlamaConfig
 
 __all__ = ["TrainConfig", "train"]
 
@@ -121,8 +120,9 @@ def _run(
         lambda: begin(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
     )
     model.config.use_cache = False  # no cache of keys and values beside every training step
-    variant, is_llama = find_variant(variant_of(options["model"])), isinstance(model_config, KVShiftLlamaConfig)
-    more = variant.added_parameters(model_config) if is_llama else sizes["shift_parameters"]
+    variant = find_variant(variant_of(options["model"]))
+    # init_from starts vanilla and kv-shift alone.
+    more = variant.added_parameters(model_config) if source is None else sizes["shift_parameters"]
     trained = "" if config.tune is None else f"{sizes['trained_parameters']:,} of them trained; "
     say(
         f"{label_of(options['model'])}: {sizes['parameters']:,} parameters, {more:+,} against vanilla; {trained}"

@@ -18,7 +18,7 @@ from kvshift.lab.runs.loading import UNREADABLE, locate
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.variant import shift_layers
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift.models.retrofit.family import RetrofitConfig
 
 __all__ = [
@@ -156,10 +156,8 @@ def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = Fal
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what is missing and unexpected is said below
-    is_llama = isinstance(config, KVShiftLlamaConfig)
-    auto: Any = KVShiftLlamaForCausalLM if is_llama else AutoModelForCausalLM
     try:
-        loaded: Any = auto.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
     except UNREADABLE as error:

@@ -123,13 +123,24 @@ def _drafting(model: Any, wrap: Callable[[Callable, dict[str, Any]], Any]) -> It
         del model._get_candidate_generator
 
 
-class _Counted:
-    """A candidate generator that counts the rejected tokens of its drafts."""
+class _Counting:
+    """Counts the rejected tokens of drafts: `drafted` is how many the last one had."""
 
     requires_model_outputs = False
 
+    def __init__(self) -> None:
+        self.drafted = self.rejected = 0
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        self.rejected += self.drafted - int(num_matches)
+
+
+class _Counted(_Counting):
+    """A candidate generator of transformers."""
+
     def __init__(self, inner: Any) -> None:
-        self.inner, self.drafted, self.rejected = inner, 0, 0
+        super().__init__()
+        self.inner = inner
 
     def get_candidates(self, input_ids: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         candidates, logits = self.inner.get_candidates(input_ids, **options)
@@ -137,15 +148,15 @@ class _Counted:
         return candidates, logits
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        self.rejected += self.drafted - int(num_matches)
+        super().update_candidate_strategy(input_ids, scores, num_matches)
         self.inner.update_candidate_strategy(input_ids, scores, num_matches)
 
 
-class _Drafts(_Counted):
+class _Drafts(_Counting):
     """Drafts of four tokens: 0, 1, 2, 3, 4 right ones in turn, and then wrong ones."""
 
     def __init__(self, truth: Tensor, vocabulary: Tensor) -> None:
-        super().__init__(None)
+        super().__init__()
         self.truth, self.calls = truth, 0
         self.wrong = vocabulary[:2]
 
@@ -156,6 +167,3 @@ class _Drafts(_Counted):
         draft[right:] = torch.where(draft[right:] == self.wrong[0], self.wrong[1], self.wrong[0])
         self.drafted = len(draft)
         return torch.cat([input_ids, draft.unsqueeze(0).to(input_ids.device)], dim=1), None
-
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        self.rejected += self.drafted - int(num_matches)

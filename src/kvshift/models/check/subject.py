@@ -5,7 +5,6 @@ Shapes: B batch, T positions, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import warnings
@@ -174,7 +173,6 @@ def undisturbed(model: Any) -> Iterator[None]:
     """The model in evaluation mode, quiet; afterwards it and the generators of random numbers are as they were."""
     modes = [(module, module.training) for module in model.modules()]
     generation, options, own = model.generation_config, dict(vars(model.config)), set(vars(model))
-    kept = copy.copy(options)
     log = logging.getLogger("transformers")
     level = log.level
     devices = [model.device] if model.device.type == "cuda" else []
@@ -191,6 +189,6 @@ def undisturbed(model: Any) -> Iterator[None]:
             module.training = training
         model.generation_config = generation
         vars(model.config).clear()
-        vars(model.config).update(kept)
+        vars(model.config).update(options)
         for name in set(vars(model)) - own:  # such as the static cache that generate keeps for its next call
             delattr(model, name)
