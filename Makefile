@@ -25,22 +25,12 @@ test: .venv/stamp  ## Run the tests on the CPU, in parallel
 test-slow: .venv/stamp  ## Run the tests that take long: compilers, several processes, kills, mutants of kernels
 	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not pretrained and not ray' $(ARGS)
 
-# When a process is killed, what is said when one fails, and what recipes draw: the same on every transformers, and
-# minutes long.
-OLDEST_WITHOUT := tests/lab/training/test_resume.py::test_kill_9 tests/recipes/test_reproduce.py::test_smoke \
-	tests/lab/generate/test_prompts.py::test_kill_and_rerun tests/lab/evaluate/test_benchmarking.py::test_kill_9 \
-	tests/lab/compare/test_compare_processes.py::test_killed_outright \
-	tests/lab/compare/test_compare_processes.py::test_a_fault_of_the_child \
-	tests/lab/compare/test_equal_parameters.py::test_it_compares_them \
-	tests/lab/training/test_processes.py::test_an_error_is_said_once \
-	tests/lab/training/test_records.py::test_interrupt_from_the_keyboard \
-	tests/lab/evaluate/test_benchmarking.py::test_without_lm_eval \
-	tests/lab/data/test_text.py::test_processes_that_start_together
-
 .PHONY: test-oldest
 test-oldest: .venv-oldest/stamp  ## Run what depends on transformers on the oldest that is supported
-	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not pretrained and not ray and not no_models' \
-		$(OLDEST_WITHOUT:%=--deselect %) tests/models tests/lab tests/recipes $(ARGS)
+	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not pretrained and not ray and not slow and not no_models' \
+		tests/models tests/lab tests/recipes $(ARGS)
+	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not pretrained and not ray and not no_models and not interpreted' \
+		tests/models $(ARGS)
 
 .PHONY: test-ray
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator, Iterator
 
 import hypothesis
@@ -18,6 +19,26 @@ interpreter.fix()
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, max_examples=300)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=5000, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks for marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of each test that Triton's interpreter runs, the last case stays in `make test`; the others are slow.
+
+    It takes a hundred times as long as other backends. Cases stand in order of what they ask for, the most last.
+    """
+    cases = [item for item in items if _is_interpreted(item) and not item.get_closest_marker("slow")]
+    last = {item.nodeid.partition("[")[0]: item for item in cases}
+    for item in cases:
+        if last[item.nodeid.partition("[")[0]] is not item:
+            item.add_marker(pytest.mark.slow)
+
+
+def _is_interpreted(item: pytest.Item) -> bool:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    params = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    return item.get_closest_marker("interpreted") is not None or "triton" in params
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -98,6 +98,7 @@ sys.exit(cli.main({arguments!r}))
     return set(done.stdout.splitlines()[-1].split())
 
 
+@pytest.mark.slow
 def test_the_public_names_are_imported_when_they_are_used():
     program = """
 import sys, kvshift

@@ -69,6 +69,7 @@ def test_skipped():
 """
 
 
+@pytest.mark.slow
 def test_tests_are_shared_among_processes_and_failures_printed_as_they_come(gpu, tmp_path, capsys):
     """Every test is run once, whatever the number of processes."""
     (tmp_path / "test_gpu_made_up.py").write_text(TESTS)
@@ -82,6 +83,7 @@ def test_tests_are_shared_among_processes_and_failures_printed_as_they_come(gpu,
     assert "assert 23 != 23" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_share_has_left_what_it_had(gpu, tmp_path, capsys):
     """One test passes, one fails, and the third hangs."""
     code = (

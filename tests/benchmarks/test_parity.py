@@ -37,6 +37,7 @@ def test_every_formulation_with_a_rotary_embedding_agrees_with_the_reference(dty
         assert check(formulation, dtype, shape, table=table).problem is None, formulation.name
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_launch_for_shift_and_rotary_embedding_agrees_with_the_reference(dtype):
     """In Triton's interpreter."""

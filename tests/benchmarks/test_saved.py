@@ -12,7 +12,9 @@ from kvshift.ops.dispatch import is_watched
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.slow)]
+)
 def test_what_is_kept_is_counted_once_and_results_and_leaves_are_not(compiled):
     x = torch.ones(7, 11, requires_grad=True)
 

@@ -168,7 +168,13 @@ def test_compiled_without_graph_breaks(where):
             close(compiled(token, state=compiled_state.detach())[0], layer(token, state=state)[0])
 
 
-@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=() if name == "rope-gqa-window-lags" else pytest.mark.slow)
+        for name, options in VARIED.items()
+    ],
+)
 @torch.no_grad()
 def test_exported_prefill_and_decoding(options):
     layer = make(dtype=torch.float32, **options)

@@ -63,7 +63,7 @@ def test_exported_programs_are_of_plain_operations(monkeypatch):
         assert exported.module()(torch.zeros(())) == 0
 
 
-@pytest.mark.parametrize("where", ATTENTION)
+@pytest.mark.parametrize("where", [x if x == "mask" else pytest.param(x, marks=pytest.mark.slow) for x in ATTENTION])
 @pytest.mark.parametrize(
     ("heads", "normed"),
     [pytest.param(MHA, False, id="mha", marks=pytest.mark.slow), pytest.param(GQA, True, id="gqa, norm")],
@@ -191,10 +191,9 @@ def bytes_in_the_graph(run: Callable[[], Tensor]) -> int:
     return sum(storage.nbytes() for address, storage in kept.items() if address not in without)
 
 
-@pytest.mark.parametrize(
-    "checkpointed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "activation checkpointing"]
-)
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "activation checkpointing"])
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.slow
 def test_what_is_kept_for_backward_is_what_plain_attention_keeps(checkpointed):
     """But for the halves of the rotary tables that the kernels read, once for all layers."""
     x = tokens(2, 64, dtype=torch.float32).requires_grad_()

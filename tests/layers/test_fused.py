@@ -17,6 +17,8 @@ from kvshift.ops import dispatch, fused
 from kvshift.ops.triton.call import triton_refusal
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, tokens
 
+pytestmark = pytest.mark.interpreted
+
 B, T, H, G, D, DV = 2, 5, 5, 3, 6, 7
 LONG = pytest.mark.slow
 HOLES = torch.tensor([[False, True, False, True, True], [True, True, True, False, False]])

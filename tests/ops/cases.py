@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvshift.ops import ShiftState, kv_shift
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("plain", "fused", "heads first", "every other")
 
 

@@ -23,21 +23,6 @@ def leave_to_one_dtype(backend: str, dtype: torch.dtype) -> None:
         pytest.skip("interpreter and loops are slow, and a GPU compiles for each dtype: bfloat16 stands for all")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks for marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`slow_on_triton(window=[3])` marks tests of a window of 3 as slow where the Triton kernels take them.
-
-    The interpreter takes a hundred times as long as the other backends; each rule keeps a case there that is not slow.
-    """
-    for item in items:
-        for mark in item.iter_markers("slow_on_triton"):
-            given = getattr(item, "callspec", None)
-            params = {} if given is None else given.params
-            on_triton = "triton" in (params.get("backend"), params.get("fast_backend"))
-            if on_triton and any(params[name] in values for name, values in mark.kwargs.items()):
-                item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(params=[backend for backend in BACKENDS if backend != "auto"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each implementation in turn, the reference too: it keeps the same promises."""

@@ -29,7 +29,6 @@ MASKS = {
     "holes": [[1, 0, 1, 1, 0, 0, 1], [0, 1, 0, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0, 1]],
     "nothing real": [[0, 0, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0]],
 }
-few_on_triton = pytest.mark.slow_on_triton(content=[-29.0, torch.inf])
 masks = pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 
 
@@ -42,7 +41,6 @@ def spans_of(lengths: list[int]) -> list[slice]:
 @rows
 @contents
 @pytest.mark.parametrize("window", [2, 4])
-@few_on_triton
 def test_the_end_of_one_sequence_of_a_pack_reaches_no_other(dtype, rows, content, window, backend):
     leave_to_one_dtype(backend, dtype)
     case = random_case(2, lengths=LENGTHS, window=window, rows=rows, dtype=dtype)
@@ -53,7 +51,6 @@ def test_the_end_of_one_sequence_of_a_pack_reaches_no_other(dtype, rows, content
 @rows
 @contents
 @pytest.mark.parametrize("window", [2, 4])
-@few_on_triton
 def test_the_end_of_one_numbered_document_reaches_no_other(dtype, rows, content, window, backend):
     leave_to_one_dtype(backend, dtype)
     numbers = [number for number, length in enumerate(LENGTHS) for _ in range(length)]
@@ -63,13 +60,13 @@ def test_the_end_of_one_numbered_document_reaches_no_other(dtype, rows, content,
 
 @rows
 @pytest.mark.parametrize("window", [2, 3])
-@pytest.mark.slow_on_triton(window=[2])
 @pytest.mark.parametrize("mask", [None, [[1, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0]]], ids=["no padding", "padding"])
 def test_a_pack_is_its_sequences_one_by_one(rows, window, mask, backend):
     case = random_case(5, lengths=LENGTHS, window=window, rows=rows, mask=mask)
     check_pack_is_its_sequences(case, backend, LENGTHS)
 
 
+@pytest.mark.slow
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=6), window=st.integers(2, 4))
 def test_search_for_a_pack_that_differs_from_its_sequences(lengths, window):
     case = random_case(7, lengths=lengths, window=window, rows=window, heads=2, k_dim=3, v_dim=1)
@@ -100,11 +97,11 @@ def test_document_numbers_may_be_of_any_integer_dtype(dtype, backend):
 @masks
 @rows
 @pytest.mark.parametrize("pad", [0.0, 31.0, torch.nan, torch.inf], ids=str)
-@pytest.mark.slow_on_triton(pad=[0.0, 31.0, torch.inf])
 def test_padding_is_as_if_absent(masks, rows, pad, backend):
     check_padding_is_as_if_absent(backend, masks, rows, pad)
 
 
+@pytest.mark.slow
 @given(
     masks=st.integers(0, 5).flatmap(
         lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=2, max_size=2)

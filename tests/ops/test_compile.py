@@ -61,7 +61,8 @@ def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("mode", [pytest.param("state, window 3", marks=pytest.mark.slow), "padding, state"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["state, window 3", "padding, state"])
 def test_one_compiled_graph_infers_from_any_number_of_tokens(mode):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(kv_shift, backend=counter, fullgraph=True, dynamic=True)

@@ -39,6 +39,7 @@ def test_an_installation_with_a_compiler_has_the_kernel():
     assert cpu_kernel.cpu_refusal(torch.empty(0), 2) is None
 
 
+@pytest.mark.slow
 @given(case=cases())
 def test_search_for_a_call_whose_bits_differ_from_eager(case):
     skip_unless_built("cpu")

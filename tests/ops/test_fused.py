@@ -182,6 +182,7 @@ COMPILED = {"plain": {}, "documents, padding": MODES["documents, padding"], "pac
 COMPILED |= {"queries too": QUERIES_TOO["queries too"], "no queries": MODES["no queries"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["launch", "auto"])
 @pytest.mark.parametrize(
     "mode", [pytest.param(x, marks=() if x == "documents, padding" else pytest.mark.slow) for x in COMPILED]

@@ -19,7 +19,6 @@ from .strategies import cases
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 rows = pytest.mark.parametrize("spare_rows", [None, 0, 3], ids=["fresh", "state", "spare rows"])
 windows = pytest.mark.parametrize("window", [2, 3, 4])
-few_on_triton = pytest.mark.slow_on_triton(window=[3, 4], spare_rows=[3])
 
 
 def check_every_cut(case: Case, backend: str, positions: int) -> None:
@@ -30,7 +29,6 @@ def check_every_cut(case: Case, backend: str, positions: int) -> None:
 @dtypes
 @rows
 @windows
-@few_on_triton
 def test_sequences(dtype, spare_rows, window, backend):
     leave_to_one_dtype(backend, dtype)
     kept = None if spare_rows is None else window - 1 + spare_rows
@@ -40,7 +38,6 @@ def test_sequences(dtype, spare_rows, window, backend):
 @dtypes
 @rows
 @windows
-@few_on_triton
 def test_packs(dtype, spare_rows, window, backend):
     """Each call gets a pack of the next piece of each sequence; pieces of those that have ended are empty."""
     leave_to_one_dtype(backend, dtype)
@@ -51,7 +48,6 @@ def test_packs(dtype, spare_rows, window, backend):
 
 @rows
 @windows
-@few_on_triton
 def test_cuts_through_padding(spare_rows, window, backend):
     kept = None if spare_rows is None else window - 1 + spare_rows
     masks = [[0, 0, 0, 1, 1, 1, 1], [1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 0, 0, 0, 0]]
@@ -60,7 +56,6 @@ def test_cuts_through_padding(spare_rows, window, backend):
 
 @rows
 @windows
-@few_on_triton
 def test_padded_packs(spare_rows, window, backend):
     kept = None if spare_rows is None else window - 1 + spare_rows
     mask = [[1, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0]]
@@ -69,7 +64,6 @@ def test_padded_packs(spare_rows, window, backend):
 
 
 @windows
-@pytest.mark.slow_on_triton(window=[3, 4])
 def test_cuts_inside_numbered_documents(window, backend):
     """The first document of a sequence continues the state, so a cut on a boundary needs a fresh state instead."""
     numbers = [[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 5]]
@@ -90,6 +84,7 @@ def test_a_cut_between_numbered_documents_with_a_fresh_state(window, backend):
         assert torch.equal(tail_state.k, state.k)
 
 
+@pytest.mark.slow
 @given(case=cases(), data=st.data())
 def test_search_for_cuts_that_matter(case, data):
     if case.seq_idx is not None:

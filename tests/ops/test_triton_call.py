@@ -28,6 +28,8 @@ from .cases import DTYPES, Case, outcome, random_case
 from .conftest import skip_unless_built
 from .rounding import assert_within_one_rounding
 
+pytestmark = pytest.mark.interpreted
+
 
 @pytest.fixture(autouse=True)
 def kernels_that_run() -> None:

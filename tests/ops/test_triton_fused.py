@@ -30,6 +30,8 @@ from .fused_cases import (
 )
 from .fused_rounding import assert_within_rounding, results_with_bounds
 
+pytestmark = pytest.mark.interpreted
+
 
 @pytest.fixture(autouse=True)
 def kernels_that_run() -> None:

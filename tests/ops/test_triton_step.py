@@ -14,6 +14,8 @@ from kvshift.ops.triton.step import step_triton
 
 from .cases import normal_numbers
 
+pytestmark = pytest.mark.interpreted
+
 SLOTS = [4, -1, 0, 2, 1]  # of the states: sequence 1 only fills up the batch
 CACHE_SLOTS = [3, 5, -1, 17, 9]  # in the cache, of 4 pages of 8 rows: sequence 2 is not written there
 

@@ -167,6 +167,7 @@ def test_a_text_that_is_not_there_is_asked_for(
         RECIPE.jobs("laptop", [0])[0].run(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
     assert job.label == "vanilla, 1 layer"

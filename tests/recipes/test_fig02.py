@@ -41,6 +41,7 @@ def verdicts(records: dict[str, Record]) -> list[str]:
     return [claim.direction for claim in RECIPE.claims([*records.values()])]
 
 
+@pytest.mark.slow
 def test_what_the_formulas_give(records: dict[str, Record]) -> None:
     assert verdicts(records) == ["holds", "holds", "holds", "holds", "fails", "holds"]
     least, descent, sparse, _, script, flow = RECIPE.claims([*records.values()])

@@ -79,6 +79,7 @@ def test_what_a_recipe_runs_can_be_run(name: str) -> None:
         assert preset != "laptop" or size.seeds >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["smoke", "laptop", "paper"])
 def test_equal_runs_of_two_recipes_have_one_name_and_runs_of_one_name_are_equal(preset: str) -> None:
     by_name: dict[Any, Any] = {}
@@ -314,6 +315,7 @@ def test_figures_are_drawn_from_records(name: str) -> None:
     assert panels[0].get_title() == f"2 layers, {64 if name.startswith('tab') else 128} tokens"
 
 
+@pytest.mark.slow
 def test_a_run_of_smoke(tmp_path: Path) -> None:
     job: Any = find_recipe("tab07").jobs("smoke", [3])[-2]
     assert job.label == "KV-shift, 1 layer, 8 tokens"

@@ -95,6 +95,7 @@ def test_each_setting_is_judged_by_its_own_interval(ours: list[float], theirs: l
     assert f"{50 * sum(ours) / len(ours):.1f} %" in second.ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [tab04.LAPTOP, tab04.YE], ids=lambda config: config.task.generator)
 def test_the_miniatures_ask_for_nothing_that_training_lacks(config: TaskTrainConfig):
     """All words of the questions and of their solutions; and all of it fits a sequence."""

@@ -94,6 +94,7 @@ def test_it_is_drawn_without_samples_and_step_time(tmp_path):
     assert "A sample of each" not in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_drawn_twice_it_is_the_same_bytes(tmp_path):
     written(tmp_path, [0])
     files = ("report.html", "summary.json", "table.md", "curves.svg", "curves.png")

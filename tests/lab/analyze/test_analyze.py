@@ -157,6 +157,7 @@ def test_the_same_call_writes_the_same_bytes(shifted: Path, tmp_path: Path) -> N
     assert set(first) == {"heads.json", "attention.safetensors"}
 
 
+@pytest.mark.slow
 def test_attention_on_a_text(shifted: Path, tmp_path: Path) -> None:
     page = Page(analyze(AnalyzeConfig(run=shifted, out=tmp_path, rows=2, maps=2, text=TEXT, device="cpu")))
     maps = found(tmp_path)["maps"]

@@ -135,6 +135,7 @@ def test_seeds_can_be_added_and_left_out(tmp_path, children, undrawn):
     assert len(children) == 4
 
 
+@pytest.mark.slow
 def test_three_variants(tmp_path, children, capsys):
     config = replace(config_for(tmp_path / "out", seeds=2), variants=("vanilla", "smear", "kv-shift"))
     summary = compare(config)

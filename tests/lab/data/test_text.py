@@ -278,6 +278,7 @@ def test_options_come_from_the_command_line(capsys):
         assert name in " ".join(shown.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_every_block_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")

@@ -251,6 +251,7 @@ def test_kill_9(shifted, plain, mini, tmp_path):
 # Every model that the lab knows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["selective", "selective-key"])
 def test_variants_that_decode_without_a_cache(name, mini, tmp_path):
     variant = find_variant(name)

@@ -295,6 +295,7 @@ class NoModel:
         return SimpleNamespace(logits=torch.zeros(1).expand(*input_ids.shape, 277))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["txt", "jsonl"])
 def test_memory_does_not_grow_with_the_text(form, model_folder, tmp_path, monkeypatch):
     """One document, and many; what is read, tokenized and scored at once is small against both sizes."""

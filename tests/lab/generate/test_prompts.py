@@ -44,6 +44,7 @@ def cuts(content: bytes) -> Iterator[int]:
         yield end
 
 
+@pytest.mark.slow
 def test_a_file_that_was_cut_anywhere_ends_as_if_it_had_not_been(finished: tuple[GenerateConfig, bytes]) -> None:
     config, content = finished
     for cut in cuts(content):

@@ -26,7 +26,10 @@ def config(size: str, layers: int, *, shift: bool = True) -> KVShiftLlamaConfig:
     return made
 
 
-@pytest.mark.parametrize(("size", "devices"), [("2.9B", 512), ("19B", 240), ("0.2B", 3)])
+@pytest.mark.parametrize(
+    ("size", "devices"),
+    [pytest.param("2.9B", 512, marks=pytest.mark.slow), pytest.param("19B", 240, marks=pytest.mark.slow), ("0.2B", 3)],
+)
 def test_a_process_holds_its_share_as_planned(size: str, devices: int) -> None:
     """Of two layers, at full width; rows are dealt out whole, so that the first process has up to one more of each."""
     made = config(size, 2)

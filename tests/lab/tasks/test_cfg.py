@@ -170,7 +170,7 @@ def test_sequences_are_windows_of_one_stream_of_sentences(grammar: CFGGrammar, l
     assert all(grammar.parses(torch.tensor(sentence)) for sentence in sentences[1:-1])
 
 
-@pytest.mark.parametrize("length", [2, 5, 23])
+@pytest.mark.parametrize("length", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 23)), 5])
 def test_a_sequence_begins_anywhere_in_the_stream_and_chance_follows(length: int):
     """Sequences alone, one in a batch: the law of their first token, and of the labels in each slice."""
     task = CFGTask(CFGConfig(grammar=DRAWN, length=length, prefix=2))

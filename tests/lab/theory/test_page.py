@@ -36,6 +36,7 @@ def computed(tmp_path_factory):
     return json.loads(printed.getvalue())
 
 
+@pytest.mark.slow
 def test_the_command_computes_what_is_recorded(computed, recorded):
     assert computed.keys() == recorded.keys()
     assert len(computed["monte_carlo"]) == len(recorded["monte_carlo"])

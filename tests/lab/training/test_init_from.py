@@ -118,7 +118,9 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    "model_type", [x if x == "gpt2" else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES]
+)
 def test_what_retrofit_made_of_another_family(model_type, finished, corpus, tmp_path):
     fields = {**FAMILIES[model_type], "vocab_size": 300, "tie_word_embeddings": False}
     if model_type == "qwen2":

@@ -15,6 +15,8 @@ from kvshift.ops.triton.call import triton_refusal
 from .checks import ATOL, assert_greedy, assert_next, logits_of, new_tokens_of
 from .tiny import left_padded, random_tokens, tiny_model
 
+pytestmark = pytest.mark.interpreted
+
 LAYERS = 2
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},

@@ -33,7 +33,7 @@ def model():
     return tiny_model(torch.float64, attention="sdpa")
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
 def test_prompts_of_every_length_decode_as_the_reference(attention: str):
     model = tiny_model(torch.float64, attention=attention, sliding_window=16)
     for length in range(1, 34):

@@ -203,6 +203,7 @@ def name_of(check: Callable) -> str:
     return f"{check.func.__name__}(static)" if isinstance(check, partial) else check.__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant", "check"), CASES, ids=[f"{mutant.__name__}-{name_of(check)}" for mutant, check in CASES]
 )
