@@ -172,6 +172,7 @@ def _rates_of(records: Sequence[Record]) -> str:
 
 def _rates(records: Sequence[Record], score: Score | None) -> str:
     """The grid of learning rates: what the runs of each variant reached, in bold where its own rate was chosen."""
+    assert score is not None, "a recipe with a grid says by what it is tuned"
     variants, best = by_variant(records), best_rates(records, score)
     rates = sorted({rate for by_rate in variants.values() for rate in by_rate})
     rows = [("learning rate", *(f"{rate:.2g}" for rate in rates))]
@@ -185,8 +186,9 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
     ends = [f"{variant} ({best[variant]:.2g})" for variant in variants if best[variant] in (rates[0], rates[-1])]
     beyond = f"\n\nAt an end of the grid, so that a better one may lie beyond: {'; '.join(ends)}." if ends else ""
     return (
-        f"Each variant has the learning rate that served it best of one grid, chosen by runs of their own (seeds "
-        f"{', '.join(map(str, seeds))}), which nothing else here is made of. The last validation loss of each:\n\n"
+        f"Each variant has the learning rate of one grid that served it best, by {score.says}, in runs "
+        f"of their own (seeds {', '.join(map(str, seeds))}), which nothing else here is made of. The last validation "
+        f"loss of each:\n\n"
         f"{as_markdown(rows)}{beyond}"
     )
 

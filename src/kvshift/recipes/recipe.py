@@ -87,8 +87,20 @@ class Record:
     tunes: str | None = None
 
 
-Score = Callable[[Record], tuple[float, ...]]
-"""How well a run went, as numbers that are compared one after the other; higher is better."""
+@dataclass(frozen=True)
+class Score:
+    """How well a run went, called with its record.
+
+    Attributes:
+        numbers: which are compared one after the other; higher is better.
+        says: what they are, in words.
+    """
+
+    numbers: Callable[[Record], tuple[float, ...]]
+    says: str
+
+    def __call__(self, record: Record) -> tuple[float, ...]:
+        return self.numbers(record)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,9 +67,12 @@ def reached_soonest(name: str, level: float, *, last: int = 1) -> Score:
         final = min(last_mean(record, name, last), level)
         return final, -float(record.options["steps"] if reached is None else reached)
 
-    return score
+    return Score(score, f"the accuracy at the end up to {100 * level:g} %, and of those that reach it by how soon")
 
 
 def least_loss(*, last: int = 1) -> Score:
     """Score by the validation loss, the mean of the `last` evaluations; lower is better, and to diverge is worst."""
-    return lambda record: (-math.inf if diverged(record) else -last_mean(record, "loss", last),)
+    return Score(
+        lambda record: (-math.inf if diverged(record) else -last_mean(record, "loss", last),),
+        "the validation loss at the end",
+    )
