@@ -8,7 +8,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from transformers.utils import logging
 
 from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.errors import LabError
@@ -17,19 +16,18 @@ from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.items import HUB, Questions, find_data, read_questions
 from kvshift.lab.evaluate.task_scores import average, compare, compare_averages, scores
 from kvshift.lab.messages import say, say_nothing
-from kvshift.lab.runs.folder import RunFailedError, environment, write_json
-from kvshift.lab.runs.loading import find_device, load_model, locate
-from kvshift.lab.training.train_config import to_json
+from kvshift.lab.runs.folder import RunFailedError
+from kvshift.lab.runs.loading import load_model, locate
 
-__all__ = ["evaluate_tasks"]
+__all__ = ["measure", "table"]
 
 _say = partial(say, command="eval")
 
 Found = dict[str, list[dict[str, Any]]]  # of each benchmark, for each question
 
 
-def evaluate_tasks(config: EvalConfig) -> dict[str, Any]:
-    """Put the questions of `config.tasks` to each model; prints a table and returns what `config.output` holds.
+def measure(config: EvalConfig) -> dict[str, Any]:
+    """Put the questions of `config.tasks` to each model: what the report says of it.
 
     "models" have a score for each task, with its standard error, "differences" (the first model minus each other one)
     what `compare` says. Answers are kept beside `config.output`, and a command that was killed resumes from them.
@@ -40,8 +38,6 @@ def evaluate_tasks(config: EvalConfig) -> dict[str, Any]:
     from kvshift.lab.evaluate.harness import kept_in  # which imports lm-eval, for seconds
 
     names = select(config.tasks)
-    device = find_device(config.device)
-    logging.disable_progress_bar()
     data = find_data(config.data)
     models = [config.model, *config.against]
     for model in models:  # one that is not there is said before hours of work
@@ -55,20 +51,14 @@ def evaluate_tasks(config: EvalConfig) -> dict[str, Any]:
     ]
     for result in results:
         result["average"] = average(result["tasks"])
-    report = {
+    return {
         "data": data,
         "chance": {name: _chance(name, questions, config.limit) for name in names},
         "models": results,
         "differences": [
             _difference(models[0], found[0], other, theirs) for other, theirs in zip(models[1:], found[1:], strict=True)
         ],
-        "options": to_json(config),
-        "environment": environment(device, 1),
     }
-    print("\n".join(_table(report)), flush=True)
-    if config.output is not None:
-        write_json(config.output, report)
-    return report
 
 
 def _answers_beside(output: Path) -> Path:
@@ -135,7 +125,8 @@ def _difference(model: str, ours: Found, other: str, theirs: Found) -> dict[str,
     return {"name": model, "minus": other, "tasks": tasks, "average": compare_averages(*right)}
 
 
-def _table(report: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> list[str]:
+    """The report for the terminal, in lines."""
     models, chance = report["models"], report["chance"]
     rows = [("task", "items", "chance", *(model["name"] for model in models))]
     for task, expected in chance.items():

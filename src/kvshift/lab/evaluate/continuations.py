@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from transformers import GenerationConfig
-from transformers.utils import logging
 
 from kvshift.lab.analysis.statistics import Estimate, mean_of
 from kvshift.lab.analysis.tables import as_text
@@ -21,13 +20,12 @@ from kvshift.lab.evaluate.repetition import LOOP_TIMES, distinct, distinct_diffe
 from kvshift.lab.evaluate.text_scores import Model, pieces, prepare
 from kvshift.lab.generate.continuing import continue_rows
 from kvshift.lab.messages import say
-from kvshift.lab.runs.folder import RunFailedError, environment, write_json
-from kvshift.lab.runs.loading import find_device, load_model
+from kvshift.lab.runs.folder import RunFailedError
+from kvshift.lab.runs.loading import load_model
 from kvshift.lab.runs.progress import counted
 from kvshift.lab.seeds import seed_for
-from kvshift.lab.training.train_config import to_json
 
-__all__ = ["measure_repetition"]
+__all__ = ["measure", "table"]
 
 _say = partial(say, command="eval")
 
@@ -44,8 +42,8 @@ class _Decoding(NamedTuple):
     how: dict[str, Any]
 
 
-def measure_repetition(config: EvalConfig) -> dict[str, Any]:
-    """Let each model continue prompts from the text; prints tables and returns what `config.output` holds.
+def measure(config: EvalConfig) -> dict[str, Any]:
+    """Let each model continue prompts from the text: what the report says of it.
 
     Prompts are the first `prompt_tokens` of consecutive parts of the documents, each part as long as a prompt and its
     continuation together, so that the text itself is a continuation to compare with. Each model continues them greedily
@@ -56,8 +54,6 @@ def measure_repetition(config: EvalConfig) -> dict[str, Any]:
     Raises:
         LabError: options, text or a model are not fit (exit code 2), or memory does not suffice (3).
     """
-    device = find_device(config.device)
-    logging.disable_progress_bar()
     models = [prepare(name, config) for name in (config.model, *config.against)]
     _check(models, config)
     parts = _parts(models[0], config)
@@ -65,7 +61,7 @@ def measure_repetition(config: EvalConfig) -> dict[str, Any]:
     prompts = [before + part[: config.prompt_tokens] for part in parts]
     decodings = _decodings(config)
     written = [_continue(model, prompts, decodings, config) for model in models]
-    report = {
+    return {
         "text": {"names": list(config.texts), "prompts": len(prompts)},
         "itself": _measures([part[config.prompt_tokens :] for part in parts]),
         "models": [
@@ -84,13 +80,7 @@ def measure_repetition(config: EvalConfig) -> dict[str, Any]:
             }
             for model, theirs in zip(models[1:], written[1:], strict=True)
         ],
-        "options": to_json(config),
-        "environment": environment(device, 1),
     }
-    print("\n".join(_table(report)), flush=True)
-    if config.output is not None:
-        write_json(config.output, report)
-    return report
 
 
 def _check(models: list[Model], config: EvalConfig) -> None:
@@ -205,7 +195,8 @@ _SHOWN = ("rep-2", "rep-4", "loops", "distinct-1", "distinct-2", "tokens")
 _COMPARED = ("rep-4", "loops", "distinct-2")
 
 
-def _table(report: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> list[str]:
+    """The report for the terminal, in lines."""
     rows = [("", *_SHOWN), ("the text itself", *_cells(report["itself"]))]
     for model in report["models"]:
         rows += [(f"{model['name']}, {name}", *_cells(found)) for name, found in model["decodings"].items()]

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.utils import logging
+
 from kvshift.lab.evaluate.eval_config import EvalConfig
+from kvshift.lab.runs.folder import environment, write_json
+from kvshift.lab.runs.loading import find_device
+from kvshift.lab.training.train_config import to_json
 
 __all__ = ["evaluate"]
 
@@ -12,17 +17,23 @@ __all__ = ["evaluate"]
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """Print a table, and return what `config.output` then holds.
 
-    See `score_text` (a text), `evaluate_tasks` (benchmarks: `config.tasks`) and `measure_repetition` (continuations:
-    `config.repetition`).
+    What is measured: a text (`text_scores`), benchmarks (`config.tasks`: `benchmarking`) or continuations
+    (`config.repetition`: `continuations`).
 
     Raises:
         LabError: options, text, data or a model are not fit (exit code 2), or memory does not suffice (3).
     """
     config.check()
     if config.tasks:
-        from kvshift.lab.evaluate.benchmarking import evaluate_tasks as measure
+        from kvshift.lab.evaluate import benchmarking as measured
     elif config.repetition:
-        from kvshift.lab.evaluate.continuations import measure_repetition as measure
+        from kvshift.lab.evaluate import continuations as measured
     else:
-        from kvshift.lab.evaluate.text_scores import score_text as measure
-    return measure(config)
+        from kvshift.lab.evaluate import text_scores as measured
+    device = find_device(config.device)
+    logging.disable_progress_bar()
+    report = measured.measure(config) | {"options": to_json(config), "environment": environment(device, processes=1)}
+    print("\n".join(measured.table(report)), flush=True)
+    if config.output is not None:
+        write_json(config.output, report)
+    return report

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 import torch
-from transformers.utils import logging
 
 from kvshift.lab.analysis.statistics import mean_of, t_interval
 from kvshift.lab.analysis.tables import as_text
@@ -24,12 +23,11 @@ from kvshift.lab.errors import LabError
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.scoring import BLOCK_BYTES, BlockSums, score, sequences, windows
 from kvshift.lab.messages import say
-from kvshift.lab.runs.folder import RunFailedError, environment, write_json
-from kvshift.lab.runs.loading import find_device, load_config, load_tokenizer, load_weights, locate
+from kvshift.lab.runs.folder import RunFailedError
+from kvshift.lab.runs.loading import load_config, load_tokenizer, load_weights, locate
 from kvshift.lab.runs.progress import Counter
-from kvshift.lab.training.train_config import to_json
 
-__all__ = ["Model", "pieces", "prepare", "score_text"]
+__all__ = ["Model", "measure", "pieces", "prepare", "table"]
 
 _say = partial(say, command="eval")
 
@@ -53,8 +51,8 @@ class Model(NamedTuple):
     longest: int | None
 
 
-def score_text(config: EvalConfig) -> dict[str, Any]:
-    """Score the text with each model, one after the other; prints a table and returns what `config.output` holds.
+def measure(config: EvalConfig) -> dict[str, Any]:
+    """Score the text with each model, one after the other: what the report says of it.
 
     "models" and "differences" (the first model minus each other one) hold the loss in nats per token and the bits per
     byte, with standard errors over "blocks"; differences also the ends of their 95 % intervals.
@@ -62,8 +60,6 @@ def score_text(config: EvalConfig) -> dict[str, Any]:
     Raises:
         LabError: options, text or a model are not fit (exit code 2), or memory does not suffice (3).
     """
-    device = find_device(config.device)
-    logging.disable_progress_bar()
     models = [prepare(name, config) for name in (config.model, *config.against)]
     length = _window(config, models)
     stride = min(config.stride or length - 1, length)
@@ -77,7 +73,7 @@ def score_text(config: EvalConfig) -> dict[str, Any]:
         while result.together < together:
             result.merge()
     tokenizer = [(model.encode.to_str(), model.begin, model.separator) for model in models]
-    report = {
+    return {
         "text": text,
         "packing": config.packing,
         "window": length,
@@ -88,13 +84,7 @@ def score_text(config: EvalConfig) -> dict[str, Any]:
             _difference(models[0], results[0], other, result, same_tokens=tokenizer[0] == theirs)
             for other, result, theirs in zip(models[1:], results[1:], tokenizer[1:], strict=True)
         ],
-        "options": to_json(config),
-        "environment": environment(device, 1),
     }
-    print("\n".join(_table(report)), flush=True)
-    if config.output is not None:
-        write_json(config.output, report)
-    return report
 
 
 def prepare(name: str, config: EvalConfig) -> Model:
@@ -233,7 +223,8 @@ def _paired(values: np.ndarray) -> dict[str, Any]:
     return {"difference": estimate.mean, "stderr": estimate.stderr, "low": low, "high": high, "blocks": estimate.n}
 
 
-def _table(report: dict[str, Any]) -> list[str]:
+def table(report: dict[str, Any]) -> list[str]:
+    """The report for the terminal, in lines."""
     head = ("model", "loss, nats per token", "perplexity", "bits per byte", "tokens", "bytes")
     rows = [
         (
