@@ -72,6 +72,13 @@ def document_start(documents: Tensor, seen: int | Tensor, begun: Tensor | None) 
     return torch.where(documents == 0, before_B1, start_BT)
 
 
+def starts_without_gaps(starts: Tensor, attention_mask: Tensor, seen: int | Tensor) -> Tensor:
+    """`starts` (B, T), as `document_start` gives them, once padding stands in front of the `seen` tokens."""
+    padding = (attention_mask == 0) & (torch.arange(attention_mask.shape[1], device=starts.device) < seen)
+    after = padding.flip(1).cumsum(1).flip(1)  # how much of it stands at or behind each token
+    return starts + after.gather(1, starts)
+
+
 def check_flash_documents(
     documents: Tensor | None,
     *,
@@ -120,6 +127,21 @@ def same_document(start: Tensor, seen: int | Tensor) -> Callable[[Tensor, Tensor
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key >= start[batch, query - seen]
+
+    return sees
+
+
+def within_window(real: Tensor, window: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """A mask function of transformers: keys up to the query that are less than `window` real tokens before it.
+
+    Args:
+        real: (B, length), which tokens of the row are real.
+        window: tokens that each attends to, itself included.
+    """
+    rank = real.cumsum(1)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (rank[batch, query] - rank[batch, key] < window)
 
     return sees
 

@@ -171,12 +171,35 @@ class ShiftDynamicLayer(_DynamicShiftCacheLayer, DynamicLayer):
 
 
 class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer):
-    """Grows until the attention window is full."""
+    """Grows until the attention window is full.
+
+    Attributes:
+        closing: (B, length), which tokens are real, if the next `update` is to close gaps; see `close_gaps`.
+        is_closed: whether one did.
+    """
+
+    closing: Tensor | None = None
+    is_closed: bool = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if self.closing is not None:
+            order = self.closing[:, -keys.shape[2] :].sort(dim=1, stable=True).indices[:, None, :, None]
+            kept = slice(1 - self.sliding_window, None)
+            self.keys = keys.gather(2, order.expand_as(keys))[:, :, kept]
+            self.values = values.gather(2, order.expand_as(values))[:, :, kept]
+            self.closing, self.is_closed = None, True
         visible = self.sliding_window - 1 + key_states.shape[-2]  # transformers 5.16 returns all that it recorded
         return keys[:, :, -visible:], values[:, :, -visible:]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.is_closed and tokens_to_remove:
+            raise RuntimeError("cannot crop: the cache holds padding after a token, which sliding windows leave out")
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.closing, self.is_closed = None, False
 
 
 class _StaticShiftCacheLayer(ShiftCacheLayer):
@@ -327,6 +350,46 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
         if type(layer) not in _KINDS:
             return f"has a {type(layer).__name__}, which cannot carry raw keys and values"
     return None
+
+
+def close_gaps(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None) -> Tensor | None:
+    """Have layers of a sliding window keep tokens alone where padding follows them, and say where they hold them.
+
+    A window counts tokens of the sequence, not the padding between them. So these layers put what they keep of each row
+    in order: padding first, then the tokens. (Not in a compiled call: a traced graph must not depend on data.)
+
+    Args:
+        cache: adopted, before the call.
+        attention_mask: of all tokens so far, (B, length).
+        real_BT: which of this call's T tokens are real; None if all are.
+
+    Returns:
+        (B, length), which tokens are real, in the order of these layers; None where no padding follows a token.
+
+    Raises:
+        ValueError: padding follows a token, and the cache is static.
+    """
+    sliding: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
+    if not sliding or not isinstance(sliding[0], ShiftCacheLayer):
+        return None
+    is_closed = getattr(sliding[0], "is_closed", False)
+    if not is_closed and (real_BT is None or sliding[0].record_past or torch.compiler.is_compiling()):
+        return None
+    seen, mask = sliding[0].get_seq_length(), attention_mask != 0
+    if is_closed:
+        mask = torch.cat([mask[:, :seen].sort(dim=1).values, mask[:, seen:]], dim=1)
+    if real_BT is not None:
+        latest = mask[:, max(mask.shape[1] - real_BT.shape[1] - 1, 0) :]
+        if (latest[:, :-1] & ~latest[:, 1:]).any():
+            if isinstance(sliding[0], StaticSlidingWindowLayer):
+                raise ValueError(
+                    "attention_mask must be padded on the left for a static cache of a sliding window, which would "
+                    "count the padding behind a token: give a DynamicCache"
+                )
+            for layer in sliding:
+                layer.closing = mask
+            return mask
+    return mask if is_closed else None
 
 
 def kept_document_start(cache: Cache) -> Tensor | None:

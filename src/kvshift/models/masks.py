@@ -5,6 +5,8 @@ Shapes: B batch, T positions of this call.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -16,8 +18,10 @@ from kvshift.models.boundaries import (
     document_start,
     padding_mask,
     same_document,
+    starts_without_gaps,
+    within_window,
 )
-from kvshift.models.cache import kept_document_start
+from kvshift.models.cache import close_gaps, kept_document_start
 from kvshift.models.configuration import ShiftConfig
 
 
@@ -45,6 +49,7 @@ def create_masks(
     )
     begun = None if past_key_values is None else kept_document_start(past_key_values)
     starts, of_own_document = None, None
+    seen: int | Tensor = 0
     if documents is not None or begun is not None:
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
         numbers = inputs_embeds.new_zeros(batch, positions, dtype=torch.long) if documents is None else documents
@@ -58,16 +63,27 @@ def create_masks(
                 position_ids=position_ids,
                 cu_seq_lens=cu_seq_lens,
             )
+    layer_types = sorted(set(config.layer_types))
+    all_tokens: dict[str, Any] = {"attention_mask": attention_mask, "and_mask_function": of_own_document}
+    windows, has_windows = all_tokens, any("sliding" in layer_type for layer_type in layer_types)
+    if has_windows and past_key_values is not None and attention_mask is not None and attention_mask.ndim == 2:
+        real = close_gaps(past_key_values, attention_mask, padding)
+        if real is not None:
+            moved = None if starts is None else starts_without_gaps(starts, attention_mask, seen)
+            windows = {
+                "attention_mask": real,
+                "and_mask_function": None if moved is None else same_document(moved, seen),
+                "or_mask_function": within_window(real, config.sliding_window),  # type: ignore[attr-defined]
+            }
     by_type = {
         layer_type: (create_sliding_window_causal_mask if "sliding" in layer_type else create_causal_mask)(
             config=config,
             inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
             past_key_values=past_key_values,
             position_ids=None,  # from which transformers would take documents, but not beside a cache or a mask
-            and_mask_function=of_own_document,
+            **(windows if "sliding" in layer_type else all_tokens),
         )
-        for layer_type in sorted(set(config.layer_types))
+        for layer_type in layer_types
     }
     of_scores = by_type if len(by_type) > 1 else {"attention": next(iter(by_type.values()), None)}
     return {

@@ -17,12 +17,11 @@ from ..llama.tiny import tiny_model
 from ..retrofit.tiny import shifted_gpt2
 
 ABSOLUTE = {"left padding: mask alone": "not supported"}  # learned positions: a padded batch needs position_ids
-COUNTED = {"cache: right padding": "wrong"}  # a sliding window counts the padding, as in Mistral: docs/transformers.md
 OURS = {
     "default": (tiny_model, {}, {}),
     "queries too, window 3": (tiny_model, {"shift_targets": ("q", "k", "v"), "shift_window": 3, "qk_norm": True}, {}),
     "gate": (tiny_model, {"shift_constraint": "gate"}, {}),
-    "sliding window": (tiny_model, {"sliding_window": 8}, COUNTED),
+    "sliding window": (tiny_model, {"sliding_window": 8}, {}),
     "eager": (tiny_model, {"attention": "eager"}, {}),
     "no shift": (tiny_model, {"shift_targets": ()}, {}),
     "float64": (tiny_model, {"dtype": torch.float64}, {}),

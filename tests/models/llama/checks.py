@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
+from ..baichuan_m1.reference import logits_of_state_dict
 from ..retrofit.reference import gpt2_logits
 from .reference import reference_greedy, reference_logits
 from .tiny import left_padded, random_tokens, right_padded
 
-REFERENCES = {"kvshift_llama": reference_logits, "kvshift_gpt2": gpt2_logits}
+REFERENCES = {
+    "kvshift_llama": reference_logits,
+    "kvshift_gpt2": gpt2_logits,
+    "baichuan_m1": logits_of_state_dict,
+}
 
 # Llama's norms and rotary angles are in float32, in a float64 model too; logits here are of size 1 to 8.
 ATOL = 3e-5

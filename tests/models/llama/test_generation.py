@@ -130,10 +130,16 @@ def test_embeddings_as_prompt(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"shift_window": 4, "shift_targets": ["q", "k", "v"]}], ids=["paper", "window 4"]
+    "options",
+    [
+        {},
+        {"shift_window": 4, "shift_targets": ["q", "k", "v"]},
+        {"sliding_window": 5},
+        {"sliding_window": 5, "shift_targets": []},
+    ],
+    ids=["paper", "window 4", "sliding", "sliding without shift"],
 )
 def test_right_padded_sequences_continue_from_their_last_token(options: dict):
-    """(With a sliding window transformers counts the padding as tokens of the window, for every model.)"""
     check_right_padding(tiny_model(torch.float64, **options))
 
 
@@ -155,8 +161,10 @@ def test_a_conversation_continues_in_one_cache(options: dict):
         tokens = torch.cat([tokens, answer, random_tokens(1, 3, seed=turn)], dim=1)
 
 
-def test_a_batch_continues_with_padding_between_its_messages(model):
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 5}], ids=["paper", "sliding"])
+def test_a_batch_continues_with_padding_between_its_messages(options: dict):
     """Each turn is padded on the left, so padding stands in the middle of the sequences."""
+    model = tiny_model(torch.float64, **options)
     cache, rows = DynamicCache(config=model.config), [torch.empty(0, dtype=torch.long)] * 2
     ids = mask = torch.empty(2, 0, dtype=torch.long)
     for turn, lengths in enumerate([(3, 6), (5, 2), (1, 4)]):

@@ -1,0 +1,35 @@
+"""Baichuan-M1, which mixes keys and values with those of the token before. See docs/baichuan_m1.md.
+
+Importing this registers model type "baichuan_m1" with transformers' Auto classes, unless transformers has it itself.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from kvshift.models.baichuan_m1.configuration import BaichuanM1Config
+from kvshift.models.baichuan_m1.layout import conversions
+from kvshift.models.baichuan_m1.modeling import BaichuanM1ForCausalLM, BaichuanM1Model, BaichuanM1PreTrainedModel
+
+__all__ = [
+    "BaichuanM1Config",
+    "BaichuanM1ForCausalLM",
+    "BaichuanM1Model",
+    "BaichuanM1PreTrainedModel",
+    "register",
+]
+
+
+def register() -> bool:
+    """Make these the classes that the Auto classes choose; False where transformers has the model type itself."""
+    name = BaichuanM1Config.model_type
+    if name in CONFIG_MAPPING_NAMES:
+        return False
+    register_checkpoint_conversion_mapping(name, conversions(), overwrite=True)
+    AutoConfig.register(name, BaichuanM1Config, exist_ok=True)
+    AutoModel.register(BaichuanM1Config, BaichuanM1Model, exist_ok=True)
+    AutoModelForCausalLM.register(BaichuanM1Config, BaichuanM1ForCausalLM, exist_ok=True)
+    return True
+
+
+register()

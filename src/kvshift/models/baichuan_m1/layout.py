@@ -1,0 +1,98 @@
+"""Names and shapes of the released checkpoints, and below each ours.
+
+    self_attn.conv_k, earlier K    (1, 1, G, 1, 2), previous token first
+    self_attn.shift.alpha          (G, 2), current token first
+
+    self_attn.conv_v, earlier V    likewise
+    self_attn.shift.beta           likewise
+
+All other names and shapes are the same: nothing else is touched, and saving writes the released layout again.
+
+Shapes: G KV heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
+
+_NAMES = {"conv_k": "shift.alpha", "conv_v": "shift.beta"}
+_EARLIER = {"K": "shift.alpha", "V": "shift.beta"}
+
+
+def to_coefficients(conv: Tensor) -> Tensor:
+    """(G, 2) with the current token first, of a released (1, 1, G, 1, 2) with the previous token first.
+
+    What has another shape comes back in one that no parameter has, so that loading refuses it.
+    """
+    if conv.ndim == 5 and conv.shape[:2] == (1, 1) and conv.shape[3] == 1:
+        return conv[0, 0, :, 0].flip(-1)
+    return conv if conv.ndim == 5 else conv.reshape(-1)
+
+
+def to_released(coefficients: Tensor) -> Tensor:
+    """The inverse of `to_coefficients`."""
+    return coefficients.flip(-1)[None, None, :, None].contiguous()
+
+
+class _ToCoefficients(ConversionOps):
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        if len(input_dict) != 1:
+            raise ValueError(f"one of {', '.join(sorted(input_dict))} must be given, got all")
+        (tensors,) = input_dict.values()
+        return {target_patterns[0]: to_coefficients(tensors[0] if isinstance(tensors, list) else tensors)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return _ToReleased()
+
+
+class _ToReleased(ConversionOps):
+    """In the dtype of the model where that changes no number: coefficients that were read come out as they went in."""
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        (tensors,) = input_dict.values()
+        released = to_released(tensors[0] if isinstance(tensors, list) else tensors)
+        narrow = released.to(kwargs["model"].dtype)
+        return {target_patterns[0]: narrow if torch.equal(narrow.to(released.dtype), released) else released}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return _ToCoefficients()
+
+
+class _IfRead(WeightConverter):
+    """Saves by the earlier names only what was read by them."""
+
+    def reverse_transform(self) -> WeightTransform:
+        return super().reverse_transform() if self.was_used() else self  # which matches no name of ours
+
+
+def conversions() -> list[WeightConverter]:
+    """For `from_pretrained` of transformers and, reversed, for `save_pretrained`."""
+    return [
+        kind(f"self_attn.{released}", f"self_attn.{ours}", operations=[_ToCoefficients()])
+        for kind, names in ((WeightConverter, _NAMES), (_IfRead, _EARLIER))
+        for released, ours in names.items()
+    ]
+
+
+def released_name(key: str) -> str:
+    """What a weight of the model is called in a checkpoint."""
+    for released, ours in _NAMES.items():
+        key = key.replace(f"self_attn.{ours}", f"self_attn.{released}")
+    return key
+
+
+def load_released_names(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """`load_state_dict` of an attention takes a released checkpoint too, as `Trainer` gives it when it resumes."""
+    for released, ours in (_NAMES | _EARLIER).items():
+        if prefix + released in state_dict:
+            state_dict[prefix + ours] = to_coefficients(state_dict.pop(prefix + released))

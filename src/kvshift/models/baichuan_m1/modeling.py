@@ -1,0 +1,176 @@
+"""Baichuan-M1: what differs from Llama, and nothing else; the body is `models/decoder.py`.
+
+Shapes: B batch, T positions, H query heads, G KV heads, D head size, E model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    eager_attention_forward,
+)
+
+from kvshift.layers import KVShift
+from kvshift.layers.positions import half_tables
+from kvshift.models.baichuan_m1.configuration import BaichuanM1Config
+from kvshift.models.baichuan_m1.layout import load_released_names, released_name
+from kvshift.models.decoder import RotaryDecoder, ShiftedAttention, ShiftedPreTrainedModel
+from kvshift.models.generation import ShiftedGeneration
+
+
+class BaichuanM1Attention(ShiftedAttention, nn.Module):
+    """Attention of one layer: heads of its own number and size, one matrix for queries, keys and values."""
+
+    eager_attention = staticmethod(eager_attention_forward)
+    is_causal = True
+
+    def __init__(self, config: BaichuanM1Config, layer_idx: int) -> None:
+        super().__init__()
+        self.config: Any = config
+        self.layer_idx = layer_idx
+        self.num_heads, self.num_key_value_heads = config.heads(layer_idx)
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
+        self.head_dim = config.hidden_size // self.num_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = float(config.attention_dropout or 0)
+        if config.layer_types[layer_idx] == "sliding_attention":
+            self.sliding_window = config.sliding_window
+        rows = (self.num_heads + 2 * self.num_key_value_heads) * self.head_dim
+        self.W_pack = nn.Linear(config.hidden_size, rows, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.shift = KVShift(self.num_key_value_heads)
+        self.register_load_state_dict_pre_hook(load_released_names)
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = self.W_pack(hidden_states).view(*hidden_states.shape[:2], -1, self.head_dim)
+        sizes = (self.num_heads, self.num_key_value_heads, self.num_key_value_heads)
+        query, key, value = packed.split(sizes, dim=2)
+        return query, key, value
+
+
+class BaichuanM1DecoderLayer(LlamaDecoderLayer):
+    """Llama's layer around `BaichuanM1Attention`."""
+
+    forward = inspect.unwrap(LlamaDecoderLayer.forward)  # which transformers wraps anew for every class
+
+    def __init__(self, config: BaichuanM1Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.self_attn = BaichuanM1Attention(config, layer_idx)
+
+
+class NormHead(nn.Linear):
+    """A head without bias whose rows are brought to length 1.
+
+        logits[v] = x . weight[v] / (|weight[v]| + 1e-7)
+
+    The logits are divided, in float32, rather than the rows: that needs no second matrix of V x E numbers, and the
+    weight stays as it was read.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        logits = super().forward(input)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        lengths = torch.linalg.vector_norm(self.weight, dim=1, dtype=wide)
+        return (logits.to(wide) / (lengths + 1e-7)).to(logits.dtype)
+
+
+class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
+    """What the models share: coefficients stay in float32; a checkpoint that does not fit is refused."""
+
+    config: BaichuanM1Config
+    config_class = BaichuanM1Config
+    _no_split_modules: ClassVar = ["BaichuanM1DecoderLayer"]
+    _can_record_outputs: ClassVar = {"hidden_states": BaichuanM1DecoderLayer, "attentions": BaichuanM1Attention}
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As transformers does, but no weight is left at random: every one must be there, and no other.
+
+        Raises:
+            ValueError: weights are missing, unknown or of another shape; the message names them.
+            OSError: a file is missing or cut off.
+        """
+        kwargs["ignore_mismatched_sizes"] = True  # they are refused below, by name
+        try:
+            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise OSError(f"a safetensors file of {name} is cut off or damaged: {error}") from error
+        model, report = loaded
+        wrong = {
+            "lacks": [released_name(key) for key in report["missing_keys"]],
+            "has unknown": [released_name(key) for key in report["unexpected_keys"]],
+            "has, of another shape,": [
+                f"{released_name(key)} {tuple(found)} where {tuple(expected)} was expected"
+                for key, found, expected in report["mismatched_keys"]
+            ],
+        }
+        faults = [f"{verb} {', '.join(sorted(keys))}" for verb, keys in wrong.items() if keys]
+        if faults:
+            raise ValueError(f"{name} does not hold the weights of its {cls.__name__}: it {'; '.join(faults)}")
+        return (model, report) if output_loading_info else model
+
+
+class BaichuanM1Model(RotaryDecoder, BaichuanM1PreTrainedModel, LlamaModel):
+    """The decoder without a head; see `transformers.LlamaModel`."""
+
+    _keys_to_ignore_on_load_unexpected: ClassVar = [r"^lm_head\.weight$"]  # of a checkpoint with a head
+
+    def __init__(self, config: BaichuanM1Config) -> None:
+        self._check_config(config)
+        super(LlamaModel, self).__init__(config)  # not Llama's own: its layers would take memory and be thrown away
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(BaichuanM1DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = nn.ModuleDict(
+            {kind: LlamaRotaryEmbedding(_of_layer(config, i)) for i, kind in enumerate(config.layer_types)}
+        )
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Layers differ in the size of their heads."""
+        embeddings: Any = self.rotary_emb
+        return {
+            kind: half_tables(*rotary(hidden_states, position_ids=position_ids)) for kind, rotary in embeddings.items()
+        }
+
+
+def _of_layer(config: BaichuanM1Config, layer: int) -> BaichuanM1Config:
+    """The configuration as the rotary embedding of a layer reads it."""
+    own = copy.copy(config)
+    own.head_dim = config.hidden_size // config.heads(layer)[0]
+    return own
+
+
+class BaichuanM1ForCausalLM(ShiftedGeneration, BaichuanM1PreTrainedModel, LlamaForCausalLM):
+    """Baichuan-M1 with its language-modelling head; see `transformers.LlamaForCausalLM`."""
+
+    _tp_plan: ClassVar = {}
+
+    def __init__(self, config: BaichuanM1Config) -> None:
+        self._check_config(config)
+        super(LlamaForCausalLM, self).__init__(config)  # not Llama's own, as above
+        self.model = BaichuanM1Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = NormHead(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """`resize_token_embeddings` brings an ordinary linear layer."""
+        if type(new_embeddings) is nn.Linear:
+            new_embeddings.__class__ = NormHead
+        super().set_output_embeddings(new_embeddings)

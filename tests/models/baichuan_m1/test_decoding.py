@@ -1,0 +1,215 @@
+"""Generation and caches: every sequence gets what the formulas give it alone and without a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from kvshift.models.cache import ShiftCacheLayer
+from kvshift.models.check import PROPERTIES, check_model
+
+from ..llama.checks import (
+    ATOL,
+    assert_greedy,
+    check_beams,
+    check_chunked_prefill,
+    check_crop,
+    check_decoding,
+    check_documents,
+    check_left_padding,
+    check_padding_without_positions,
+    check_right_padding,
+    check_selection,
+    check_splits,
+    check_static_cache_in_pieces,
+    logits_of,
+    new_tokens_of,
+    reference_of,
+)
+from ..llama.tiny import PAD, left_padded, random_tokens, right_padded
+from .tiny import CONFIG, config_with, load, write
+
+OTHER = config_with(sliding_window_layers=[0, 1], num_swa_attention_heads=2, num_swa_key_value_heads=1)
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+both = pytest.mark.parametrize("model", [CONFIG, OTHER], ids=["middle", "first two"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def model(request, tmp_path_factory):
+    return load(write(tmp_path_factory.mktemp("model"), config=getattr(request, "param", CONFIG)))
+
+
+def test_greedy(model):
+    check_decoding(model)
+
+
+@pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])
+def test_batches_of_different_lengths(model, options):
+    check_left_padding(model, **options)
+
+
+@both
+def test_padding_without_position_ids(model):
+    check_padding_without_positions(model)
+
+
+@both
+def test_right_padding(model):
+    check_right_padding(model)
+
+
+@both
+def test_padding_behind_tokens_of_every_call(model):
+    """Each call brings other numbers of tokens, some none, padded on the right or left; the window passes over it."""
+    cache, rows = DynamicCache(config=model.config), [torch.empty(0, dtype=torch.long)] * 3
+    mask = torch.empty(3, 0, dtype=torch.long)
+    for call, lengths in enumerate([(3, 8, 1), (6, 1, 2), (2, 0, 4), (1, 1, 1), (1, 5, 7)]):
+        said = [random_tokens(length, seed=10 * call + length) for length in lengths]
+        ids, new = (left_padded if call == 3 or call == 4 else right_padded)(said)
+        before, mask = mask.sum(1), torch.cat([mask, new], dim=1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        logits = logits_of(model, ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        rows = [torch.cat([row, words]) for row, words in zip(rows, said, strict=True)]
+        for number, row in enumerate(rows):
+            expected = reference_of(model, row)[int(before[number]) :]
+            torch.testing.assert_close(logits[number, new[number].bool()], expected, rtol=0, atol=ATOL)
+
+
+@both
+def test_documents_with_padding_behind_them_continue(model):
+    """Packed rows of different lengths, padded on the right; then their last documents continue."""
+    packs = [[random_tokens(n, seed=n + 20 * row) for n in lengths] for row, lengths in enumerate([(4, 3), (2, 9)])]
+    ids, mask = right_padded([torch.cat(pack) for pack in packs])
+    numbers = [torch.repeat_interleave(torch.arange(2), torch.tensor([len(d) for d in pack])) for pack in packs]
+    cache = DynamicCache(config=model.config)
+    names, _ = right_padded(numbers, pad=1)
+    positions = [torch.cat([torch.arange(len(document)) for document in pack]) for pack in packs]
+    inputs = {"attention_mask": mask, "position_ids": right_padded(positions, pad=0)[0], "seq_idx": names}
+    logits_of(model, ids, past_key_values=cache, **inputs)
+    last = [pack[-1] for pack in packs]
+    for step in range(4):
+        token = random_tokens(2, 1, seed=90 + step)
+        mask = torch.cat([mask, torch.ones_like(token)], dim=1)
+        where = torch.tensor([[len(document)] for document in last])
+        got = logits_of(model, token, attention_mask=mask, position_ids=where, past_key_values=cache)
+        last = [torch.cat([document, new]) for document, new in zip(last, token, strict=True)]
+        for document, found in zip(last, got, strict=True):
+            torch.testing.assert_close(found[-1], reference_of(model, document)[-1], rtol=0, atol=ATOL)
+
+
+def test_a_static_cache_refuses_padding_behind_tokens(model):
+    ids, mask = right_padded([random_tokens(3), random_tokens(8)])
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="attention_mask must be padded on the left for a static cache of a sliding"):
+        logits_of(model, ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_beams(model):
+    check_beams(model)
+
+
+def test_chunked_prefill(model):
+    check_chunked_prefill(model)
+
+
+@both
+def test_every_split(model):
+    check_splits(model)
+
+
+@both
+def test_every_split_of_a_static_cache(model):
+    check_static_cache_in_pieces(model)
+
+
+@both
+def test_crop(model):
+    check_crop(model)
+
+
+def test_selection(model):
+    check_selection(model)
+
+
+@both
+def test_documents(model):
+    check_documents(model)
+
+
+@pytest.mark.parametrize("names", ["seq_idx", "cu_seq_lens_q"])
+def test_documents_named(model, names):
+    documents = [random_tokens(length, seed=length) for length in (7, 1, 9, 2)]
+    lengths = torch.tensor([0, 7, 8, 17, 19], dtype=torch.int32)
+    where = {"cu_seq_lens_q": lengths}
+    if names == "seq_idx":
+        where = {"seq_idx": torch.repeat_interleave(torch.arange(4), lengths.diff().long()).unsqueeze(0)}
+    for use_cache in (False, True):
+        packed = logits_of(model, torch.cat(documents).unsqueeze(0), use_cache=use_cache, **where)[0]
+        for document, got in zip(documents, packed.split([7, 1, 9, 2]), strict=True):
+            torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
+
+
+def test_assisted_with_rejected_drafts(model):
+    """Another model of the same kind drafts; the window is passed while drafts are rejected."""
+    from ..baichuan_m1.tiny import checkpoint
+
+    assistant = type(model)(model.config).double().eval()
+    states = {name: tensor.double() for name, tensor in checkpoint(model.config.to_dict(), seed=1).items()}
+    assistant.load_state_dict(states)
+    assistant.generation_config.pad_token_id = PAD
+    assistant.generation_config.num_assistant_tokens = 4
+    calls = []
+    handle = model.register_forward_pre_hook(lambda _, args, inputs: calls.append(inputs), with_kwargs=True)
+    row = random_tokens(1, 9)
+    generated = new_tokens_of(model, row, assistant_model=assistant, max_new_tokens=12)
+    handle.remove()
+    assert_greedy(model, row, generated)
+    # A right draft of n tokens gives n + 1 tokens in one call; so many calls mean that drafts were rejected.
+    assert 3 < len(calls) <= 12
+    assert max(call["input_ids"].shape[1] for call in calls[1:]) > 1
+
+
+def test_prompt_lookup(model):
+    row = random_tokens(5).repeat(3).unsqueeze(0)
+    assert_greedy(model, row, new_tokens_of(model, row, prompt_lookup_num_tokens=3, max_new_tokens=12))
+
+
+def test_the_state_of_the_released_shape():
+    """One raw key and value per layer: 122,880 bytes per sequence in bfloat16 for the 14B model."""
+    from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1Model
+
+    config = BaichuanM1Config(
+        **config_with(
+            vocab_size=7,
+            hidden_size=5120,
+            intermediate_size=11,
+            num_hidden_layers=40,
+            num_attention_heads=20,
+            num_key_value_heads=2,
+            num_swa_attention_heads=40,
+            num_swa_key_value_heads=8,
+            sliding_window=8192,
+            sliding_window_layers=list(range(1, 40, 2)),
+            max_position_embeddings=32768,
+        )
+    )
+    batch = 3
+    with torch.device("meta"):
+        decoder = BaichuanM1Model(config).to(torch.bfloat16)
+        cache = decoder(torch.zeros(batch, 5, dtype=torch.long), use_cache=True).past_key_values
+    states = [layer.shift_state for layer in cache.layers if isinstance(layer, ShiftCacheLayer)]
+    assert len(states) == 40
+    assert sum(rows.numel() * rows.itemsize for state in states for rows in (state.k, state.v)) == batch * 122_880
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    model = load(write(tmp_path_factory.mktemp("checked")), dtype=torch.float32)
+    return check_model(model, length=16)
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_kvshift_check_says_right(report, name):
+    (verdict,) = [verdict for verdict in report.verdicts if verdict.property == name]
+    assert verdict.verdict == "right", verdict.detail
