@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 # Imported for its model types, which it registers with the Auto classes:
+import kvshift.models.baichuan_m1
 import kvshift.models.retrofit  # noqa: F401
 from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.data.tokenizers import check_tokenizer

@@ -10,12 +10,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from kvshift.models.baichuan_m1.configuration import BaichuanM1Config
 from kvshift.models.baichuan_m1.layout import conversions
 from kvshift.models.baichuan_m1.modeling import BaichuanM1ForCausalLM, BaichuanM1Model, BaichuanM1PreTrainedModel
+from kvshift.models.baichuan_m1.paper import from_paper
 
 __all__ = [
     "BaichuanM1Config",
     "BaichuanM1ForCausalLM",
     "BaichuanM1Model",
     "BaichuanM1PreTrainedModel",
+    "from_paper",
     "register",
 ]
 

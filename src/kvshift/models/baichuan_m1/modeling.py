@@ -103,6 +103,7 @@ class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
             OSError: a file is missing or cut off.
         """
         kwargs["ignore_mismatched_sizes"] = True  # they are refused below, by name
+        kwargs.setdefault("use_safetensors", True)  # nothing is unpickled unless it is asked for
         try:
             loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
