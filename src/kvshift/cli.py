@@ -80,6 +80,11 @@ _COMMANDS = {
         "kvshift.lab.retrofit.retrofit_config:RetrofitOptions",
         "kvshift.lab.retrofit.retrofitting:retrofit",
     ),
+    "export": _Command(
+        "Write a model for where kvshift is not installed: ONNX, or a folder with its code",
+        "kvshift.lab.export.export_config:ExportOptions",
+        "kvshift.lab.export.exporting:export",
+    ),
 }
 
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 # Imported for its model types, which it registers with the Auto classes:
 import kvshift.models.baichuan_m1
@@ -92,11 +93,13 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
     Args:
         folder: as `locate` or `model_folder` finds it.
         dtype, device: as in `load_model`.
-        kwargs: for `from_pretrained`, such as attn_implementation.
+        kwargs: for `from_pretrained`, such as attn_implementation; with trust_remote_code, the code in the folder is
+            run, though a model type of this package's is registered.
     """
     place = find_device(device)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loader = AutoModelForCausalLM if not kwargs.get("trust_remote_code") else _remote_class(folder)
+        loaded: Any = loader.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **kwargs
         )
     except UNREADABLE as error:
@@ -107,6 +110,14 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
             f"model: {folder} lacks {len(report['missing_keys'])} weights, {min(report['missing_keys'])} the first"
         )
     return model.to(place).eval()
+
+
+def _remote_class(folder: str | Path) -> Any:
+    """What loads a model by code of its own; the Auto class takes ours for a folder of `kvshift export`."""
+    config, _ = PreTrainedConfig.get_config_dict(folder)
+    place = config.get("auto_map", {}).get("AutoModelForCausalLM")
+    ours = str(config.get("model_type")).startswith("kvshift_")
+    return get_class_from_dynamic_module(place, str(folder)) if place and ours else AutoModelForCausalLM
 
 
 def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:

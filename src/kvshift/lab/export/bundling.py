@@ -1,0 +1,327 @@
+"""Definitions of this package, with all that they need of it, in one Python file.
+
+The text is the package's own, comments and docstrings included. Only what can be reached from the given names is there,
+in the order in which Python needs it. Private names that two modules have get that of their module before them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+__all__ = ["bundle"]
+
+PACKAGE = "kvshift"
+_FOR_TOOLS = re.compile(r"  # (type: ignore\[[\w, -]+\]|fmt: skip)")
+_Position = tuple[int, int]
+
+
+@dataclass(eq=False)
+class _Statement:
+    """A statement at the top of a module, with the comments above it and the docstring below it.
+
+    Attributes:
+        names: what it defines; empty for an expression such as a registration.
+        first, last: its lines, from 1.
+    """
+
+    module: _Module
+    node: ast.stmt
+    names: tuple[str, ...]
+    first: int
+    last: int
+
+    def used(self) -> Iterator[ast.Name]:
+        """Every name in it, but those in methods that are left out."""
+        out = {id(node) for method in self.left_out() for node in ast.walk(method)}
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.Name) and id(node) not in out:
+                yield node
+
+    def left_out(self) -> list[ast.FunctionDef]:
+        if not isinstance(self.node, ast.ClassDef):
+            return []
+        names = self.module.dropped.get(self.node.name, ())
+        methods = [node for node in self.node.body if isinstance(node, ast.FunctionDef) and node.name in names]
+        if len(methods) != len(names):
+            raise LookupError(f"{self.module.name}.{self.node.name} has not the methods {', '.join(names)}")
+        return methods
+
+
+@dataclass(eq=False)
+class _Module:
+    """A parsed module: its statements, and where the names that it imports come from."""
+
+    name: str
+    dropped: Mapping[str, Sequence[str]]
+    lines: list[str] = field(default_factory=list)
+    defined: dict[str, _Statement] = field(default_factory=dict)
+    statements: list[_Statement] = field(default_factory=list)
+    inner: dict[str, tuple[str, str]] = field(default_factory=dict)
+    outer: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spec = importlib.util.find_spec(self.name)
+        if spec is None or spec.origin is None:
+            raise LookupError(f"there is no module {self.name}")
+        text = Path(spec.origin).read_text(encoding="utf-8")
+        self.lines = text.splitlines()
+        tree = ast.parse(text)
+        previous: _Statement | None = None
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                self._import(node)
+            elif _is_text(node):
+                if previous is not None:
+                    previous.last = node.end_lineno or node.lineno
+            else:
+                previous = self._add(node)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            name = alias.asname or alias.name
+            if isinstance(node, ast.Import):
+                self.outer[name] = f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+            elif (node.module or "").split(".")[0] == PACKAGE:
+                self.inner[name] = (str(node.module), alias.name)
+            elif node.module != "__future__":
+                renamed = f" as {alias.asname}" if alias.asname else ""
+                self.outer[name] = f"from {node.module} import {alias.name}{renamed}"
+
+    def _add(self, node: ast.stmt) -> _Statement:
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+        while first > 1 and self.lines[first - 2].startswith("#"):
+            first -= 1
+        statement = _Statement(self, node, tuple(_bound(node)), first, node.end_lineno or node.lineno)
+        self.statements.append(statement)
+        self.defined |= dict.fromkeys(statement.names, statement)
+        return statement
+
+
+class _Package:
+    """The modules that have been looked into, and whose definitions stand in for whose."""
+
+    def __init__(self, replaced: Mapping[str, str], by: str, dropped: Mapping[str, Sequence[str]]) -> None:
+        self.modules: dict[str, _Module] = {}
+        self.replaced, self.by, self.dropped = replaced, by, dropped
+
+    def module(self, name: str) -> _Module:
+        if name not in self.modules:
+            self.modules[name] = _Module(name, self.dropped)
+        return self.modules[name]
+
+    def find(self, module: str, name: str) -> _Statement:
+        """The statement that defines what a module knows by this name, through whatever it is imported."""
+        here = self.module(module)
+        if self.replaced.get(name) == module:
+            if name not in here.defined:
+                raise LookupError(f"{self.by} replaces {module}.{name}, which is no more")
+            return self.module(self.by).defined[name]
+        if name in here.defined:
+            return here.defined[name]
+        if name not in here.inner:
+            raise LookupError(f"{module} has no {name}")
+        return self.find(*here.inner[name])
+
+    def home(self, statement: _Statement) -> tuple[_Module, int]:
+        """The module and line that a statement stands in, or that of what it replaces."""
+        if statement.module.name == self.by and statement.names[0] in self.replaced:
+            old = self.module(self.replaced[statement.names[0]])
+            return old, old.defined[statement.names[0]].first
+        return statement.module, statement.first
+
+
+def bundle(
+    roots: Sequence[tuple[str, str]],
+    *,
+    replaced: Mapping[str, str],
+    by: str,
+    dropped: Mapping[str, Sequence[str]],
+    values: Mapping[tuple[str, str], str],
+) -> str:
+    """The source of these definitions and of all that they use of this package, imports first.
+
+    Args:
+        roots: modules and names in them.
+        replaced: names in the module `by` that stand in for those of other modules, and of which.
+        dropped: methods to leave out, by class.
+        values: other values of class attributes, by class and attribute.
+
+    Raises:
+        LookupError: something that these name is not there.
+        ValueError: two modules import different things by one name, or have a public name in common.
+    """
+    package = _Package(replaced, by, dropped)
+    needed: dict[int, _Statement] = {}
+    visited: list[_Module] = []
+    waiting = [package.find(module, name) for module, name in roots]
+    while waiting:
+        statement = waiting.pop(0)
+        if id(statement) in needed:
+            continue
+        needed[id(statement)] = statement
+        waiting += _package_names(package, statement).values()
+        if statement.module not in visited:
+            visited.append(statement.module)
+        for other in statement.module.statements:  # registrations of what is there
+            uses = _package_names(package, other) if not other.names else {}
+            if uses and all(id(used) in needed for used in uses.values()):
+                waiting.append(other)
+    kept = list(needed.values())
+    new_names = _renamed(package, kept)
+    order = {name: index for index, name in enumerate(_import_order(package, kept))}
+    kept.sort(key=lambda statement: (order[package.home(statement)[0].name], package.home(statement)[1]))
+
+    text, section = "\n".join(_imports(kept)), ""
+    for statement in kept:
+        home = package.home(statement)[0]
+        if home.name != section:
+            section = home.name
+            text += f"\n\n\n# From {section}\n"
+        elif not _is_block(statement):
+            text += "\n"
+        text += "\n\n" * _is_block(statement) + _text(package, statement, new_names, values) + "\n"
+    return _FOR_TOOLS.sub("", text)
+
+
+def _package_names(package: _Package, statement: _Statement) -> dict[str, _Statement]:
+    """What a statement uses of this package, by the names that it uses."""
+    module = statement.module
+    found = {}
+    for node in statement.used():
+        if node.id in module.defined or node.id in module.inner:
+            found[node.id] = package.find(module.name, node.id)
+    return {name: used for name, used in found.items() if used is not statement}
+
+
+def _renamed(package: _Package, kept: Iterable[_Statement]) -> dict[tuple[int, str], str]:
+    """New names for those that several modules define, by statement and name."""
+    by_name: dict[str, list[_Statement]] = defaultdict(list)
+    for statement in kept:
+        for name in statement.names:
+            by_name[name].append(statement)
+    new = {}
+    for name, statements in by_name.items():
+        if len(statements) == 1:
+            continue
+        for statement in statements:
+            home = package.home(statement)[0].name
+            if not name.startswith("_"):
+                raise ValueError(f"{name} is defined in {' and in '.join(s.module.name for s in statements)}")
+            new[id(statement), name] = f"_{home.removeprefix(PACKAGE + '.').replace('.', '_')}{name}"
+    return new
+
+
+def _import_order(package: _Package, kept: Sequence[_Statement]) -> list[str]:
+    """The modules, each after those that it uses."""
+    needs: dict[str, set[str]] = {package.home(statement)[0].name: set() for statement in kept}
+    for statement in kept:
+        home = package.home(statement)[0].name
+        needs[home] |= {package.home(used)[0].name for used in _package_names(package, statement).values()} - {home}
+    return list(TopologicalSorter({name: sorted(needs[name]) for name in sorted(needs)}).static_order())
+
+
+def _imports(kept: Iterable[_Statement]) -> list[str]:
+    """Those of other packages that are used: the standard library's first."""
+    lines: dict[str, str] = {}
+    for statement in kept:
+        for node in statement.used():
+            line = statement.module.outer.get(node.id)
+            if line is not None and lines.setdefault(node.id, line) != line:
+                raise ValueError(f"{node.id} is two things: {line}; {lines[node.id]}")
+    modules: dict[str, list[str]] = defaultdict(list)
+    for line in sorted(set(lines.values())):
+        if line.startswith("from "):
+            module, what = line.removeprefix("from ").split(" import ", 1)
+            modules[module].append(what)
+    found = [line for line in set(lines.values()) if line.startswith("import ")]
+    found += [_wrapped(module, names) for module, names in modules.items()]
+    found.sort(key=lambda line: (line.startswith("from "), line))
+    blocks = [
+        ["from __future__ import annotations"],
+        [line for line in found if _is_standard(line)],
+        [line for line in found if not _is_standard(line)],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks).split("\n")
+
+
+def _is_standard(line: str) -> bool:
+    return line.split()[1].split(".")[0] in sys.stdlib_module_names
+
+
+def _wrapped(module: str, names: Sequence[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    return line if len(line) <= 120 else "\n".join([f"from {module} import (", *(f"    {n}," for n in names), ")"])
+
+
+def _text(
+    package: _Package,
+    statement: _Statement,
+    new_names: Mapping[tuple[int, str], str],
+    values: Mapping[tuple[str, str], str],
+) -> str:
+    """The lines of a statement, with what is to be changed in them."""
+    used = _package_names(package, statement)
+    by_name = {name: new_names.get((id(other), name)) for name, other in used.items()}
+    by_name |= {name: new_names.get((id(statement), name)) for name in statement.names}
+    edits = [
+        (_start(node), _end(node), by_name[node.id] or node.id) for node in statement.used() if by_name.get(node.id)
+    ]
+    lines = [line.encode() for line in statement.module.lines]  # columns count bytes
+    node = statement.node
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and by_name.get(node.name):
+        column = lines[node.lineno - 1].index(node.name.encode(), node.col_offset)
+        new = by_name[node.name] or node.name
+        edits.append(((node.lineno, column), (node.lineno, column + len(node.name.encode())), new))
+    if isinstance(node, ast.ClassDef):
+        for part in node.body:
+            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.value is not None:
+                value = values.get((node.name, part.target.id))
+                if value is not None:
+                    edits.append((_start(part.value), _end(part.value), value))
+    for (line, column), (last, end), new in sorted(edits, reverse=True):
+        before, after = lines[line - 1][:column], lines[last - 1][end:]
+        lines[line - 1 : last] = [before + new.encode() + after, *[b""] * (last - line)]
+    gone: set[int] = set()
+    for method in statement.left_out():
+        first = min([method.lineno, *(decorator.lineno for decorator in method.decorator_list)])
+        gone |= set(range(first, (method.end_lineno or first) + 1))
+        if not lines[first - 2].strip():
+            gone.add(first - 1)
+    kept = range(statement.first, statement.last + 1)
+    return b"\n".join(lines[line - 1] for line in kept if line not in gone).decode()
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement at the top of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for name in ast.walk(target):
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                    yield name.id
+
+
+def _is_block(statement: _Statement) -> bool:
+    return isinstance(statement.node, ast.FunctionDef | ast.ClassDef)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _start(node: ast.expr) -> _Position:
+    return node.lineno, node.col_offset
+
+
+def _end(node: ast.expr) -> _Position:
+    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset

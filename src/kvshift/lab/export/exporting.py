@@ -1,0 +1,103 @@
+"""`kvshift export`: a model for where kvshift is not installed, as two programs or as a folder with its own code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from kvshift.lab.data.tokenizers import check_tokenizer
+from kvshift.lab.errors import LabError
+from kvshift.lab.export.export_config import ExportOptions
+from kvshift.lab.export.programs import check_programs, require_packages, write_programs
+from kvshift.lab.export.remote_code import check_folder, compute, require_known, write_code
+from kvshift.lab.messages import say
+from kvshift.lab.retrofit.retrofitting import PROMPTS
+from kvshift.lab.runs.folder import RunFailedError, sync_folder
+from kvshift.lab.runs.loading import UNREADABLE, load_tokenizer, load_weights, locate
+
+__all__ = ["ExportOptions", "export"]
+
+_say = partial(say, command="export")
+
+
+def export(options: ExportOptions) -> None:
+    """Write the model of `options.model` to `options.out`, its tokenizer and generation config included.
+
+    What was written is loaded again, without this package, and compared with the model on `PROMPTS`. The folder is
+    there whole, and only if it computes the same.
+
+    Raises:
+        LabError: the model, its tokenizer or the folder is not fit, or a package is missing (exit code 2).
+        RunFailedError: what was written computes something else, or could not be written (3).
+    """
+    options.check()
+    if not options.remote_code:
+        require_packages(options.format)
+    logging.disable_progress_bar()
+    folder, tokenizer_folder = locate(options.model, _say)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    model = load_weights(folder, dtype=options.dtype, device="cpu")
+    check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
+    encoded = [torch.tensor(tokenizer(prompt)["input_ids"]).long() for prompt in PROMPTS]
+    prompts = [ids for ids in encoded if ids.numel()]
+    if not prompts:
+        raise LabError(f"model: the tokenizer of {options.model} makes no token of any prompt")
+    require_known(model)
+
+    part = options.out.with_name(f".{options.out.name}.{os.getpid()}")  # a rename puts it there whole
+    try:
+        part.mkdir(parents=True)
+    except OSError as error:
+        raise LabError(f"out: {options.out} cannot be made: {error}") from error
+    try:
+        said = (_with_code if options.remote_code else _programs)(model, tokenizer, prompts, part, options)
+        sync_folder(part)
+        os.replace(part, options.out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    for line in said:
+        _say(line)
+
+
+def _with_code(
+    model: Any, tokenizer: Any, prompts: list[Tensor], part: Path, options: ExportOptions
+) -> tuple[str, ...]:
+    expected = compute(model, prompts)
+    try:
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        code = write_code(model, part)
+    except UNREADABLE as error:
+        raise RunFailedError(f"the model cannot be written to {options.out.parent}: {error}") from error
+    largest = check_folder(part, prompts, expected)
+    lines = code.read_text(encoding="utf-8").count("\n")
+    same = "to the bit" if largest == 0 else f"to within {largest:.1e} in logits"
+    return (
+        f"{options.out} holds a {type(model).__name__} and its code, {code.name} of {lines:,} lines",
+        f"on {len(prompts)} prompts, alone, padded on the left and packed, it computes without kvshift what "
+        f"{options.model} does, {same}, and generates the same tokens",
+    )
+
+
+def _programs(model: Any, tokenizer: Any, prompts: list[Tensor], part: Path, options: ExportOptions) -> tuple[str, ...]:
+    expected = compute(model, prompts)
+    try:
+        write_programs(model, part, options.format)
+        tokenizer.save_pretrained(part)
+        model.generation_config.save_pretrained(part)
+    except UNREADABLE as error:
+        raise RunFailedError(f"the programs cannot be written to {options.out.parent}: {error}") from error
+    largest = check_programs(part, options.format, prompts, expected)
+    names = f"prefill.{options.format} and decode.{options.format}"
+    return (
+        f"{options.out} holds a {type(model).__name__} as {names}",
+        f"on {len(prompts)} prompts, alone and padded on the left, they give the tokens that {options.model} generates "
+        f"greedily, and its logits to within {largest:.1e}",
+    )

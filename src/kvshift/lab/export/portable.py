@@ -1,0 +1,140 @@
+"""What stands in a self-contained file in place of the package's choice among implementations: PyTorch operations only.
+
+Each definition here replaces the one of the same name in the module that `REPLACED` names. It computes the same by the
+plain operations of `kvshift.ops.plain`, which autograd follows by itself: no kernels, no backward of its own, nothing
+recomputed, and no second check of arguments that a model has made itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvshift.layers import KVShift
+from kvshift.layers.recompute import KEEP_ALL
+from kvshift.models.decoder import Finish, _FinishedShift
+from kvshift.ops.boundaries import plan_shift
+from kvshift.ops.dispatch import Norms
+from kvshift.ops.fused import Results, _finish
+from kvshift.ops.plain import shift_plain, state_after
+from kvshift.ops.rope import Rotary
+from kvshift.ops.state import ShiftState
+
+__all__ = ["DROPPED", "REPLACED"]
+
+REPLACED = {
+    "KeptColumns": "kvshift.ops.fused",
+    "shift_norm_rope": "kvshift.ops.fused",
+    "shift_into": "kvshift.models.decoder",
+}
+"""Definitions of this module by name, and whose they replace."""
+
+DROPPED = {
+    "KVShift": ("step", "recomputing"),
+    "ShiftStaticLayer": ("shift_into",),
+    "ShiftState": ("zeros", "reorder", "to", "detach", "split", "stack"),
+}
+"""Methods that are left out, by class: models do not call them, or compute the same without them."""
+
+
+class KeptColumns:
+    """Nothing is kept from token to token here."""
+
+
+def shift_norm_rope(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    gamma: Tensor | None = None,
+    *,
+    rotary: Rotary | None = None,
+    norms: Norms | None = None,
+    state: ShiftState | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    mask: Tensor | None = None,
+    keep_state: bool = True,
+    backend: str = "auto",
+    kept: KeptColumns | None = None,
+) -> Results:
+    """Shift, then normalise queries and keys, then rotate them.
+
+        q, k, v = shift(q, gamma), shift(k, alpha), shift(v, beta)
+        q, k = norms[0](q), norms[1](k)                                  x / sqrt(mean(x^2) + eps) * weight, over D
+        q, k = rotate(q, rotary), rotate(k, rotary)
+
+    Args:
+        q: (B, T, H, D), or None: keys and values alone. k: (B, T, G, D), v: (B, T, G, Dv).
+        alpha, beta: (G, W), gamma: (H, W); None: not shifted.
+        rotary, norms: None: not rotated, not normalised.
+        state: what an earlier call returned; looked at only if something is shifted.
+        cu_seqlens, seq_idx, mask: documents and padding.
+        keep_state: False where no later call needs the new state.
+
+    Returns:
+        q, k, v and the new state; None where it is not kept or nothing is shifted.
+    """
+    if backend != "auto":
+        raise ValueError(f'backend must be "auto": this file has one implementation; got {backend!r}')
+    coefficients, new = (gamma, alpha, beta), None
+    window = next((x.shape[1] for x in coefficients if x is not None), 1)
+    if window > 1:
+        sequences = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        inputs = (k if q is None else q, k, v)
+        before = (None, None, None) if state is None else (state.q, state.k, state.v)
+        states = [
+            x.new_zeros(sequences, window - 1, *x.shape[2:]) if rows is None else rows
+            for x, rows in zip(inputs, before, strict=True)
+        ]
+        rows, plan = states[1].shape[1], None
+        if cu_seqlens is not None or seq_idx is not None or mask is not None:
+            where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
+            plan = plan_shift(k.shape[0], k.shape[1], window, rows, k.device, **where)
+        if keep_state:
+            most = window - 1 if state is None else state.max_rows
+            after = [state_after(x, old, plan, most) for x, old in zip(inputs, states, strict=True)]
+            new = ShiftState(after[1], after[2], most, None if gamma is None else after[0])
+        shifted = shift_plain(inputs, coefficients, states, plan)
+        q, k, v = None if q is None else shifted[0], shifted[1], shifted[2]
+    return *_finish(q, k, norms, rotary), v, new
+
+
+def shift_into(
+    shift: KVShift,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Cache | None,
+    layer_idx: int,
+    *,
+    mask: Tensor | None,
+    seq_idx: Tensor | None,
+    rotary: Rotary | None = None,
+    norms: Norms | None = None,
+    finish: Finish | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Shift the heads of one layer, continuing from the state in the cache, finish them and put them into the cache.
+
+    Args:
+        shift: of the layer.
+        q, k, v: as in `KVShift.forward`.
+        cache: adopted; None: every row begins here.
+        layer_idx: which layer of the cache.
+        mask, seq_idx, rotary, norms: as in `KVShift.forward`.
+        finish: in place of rotary and norms, what a family does to shifted q and k with functions of its own.
+
+    Returns:
+        q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before; and a context for attention.
+    """
+    shifts: Any = shift if finish is None else _FinishedShift(shift, finish)
+    where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
+    if cache is not None and shift.targets:
+        layer: Any = cache.layers[layer_idx]
+        return *layer.shift_into(shifts, q, k, v, **where), KEEP_ALL
+    q, k, v, _ = shifts(q, k, v, keep_state=False, **where)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return q, *((k, v) if cache is None else cache.update(k, v, layer_idx)), KEEP_ALL

@@ -1,0 +1,266 @@
+"""A model as two programs of tensors alone: "prefill" for prompts, "decode" for the tokens after them.
+
+Both are traced by transformers' own exporters. What they take and return is named: the keys and values of the past, and
+beside them the raw rows of the shift, without which no program could continue a sequence.
+
+    prefill: input_ids (B, T), attention_mask (B, T)
+    decode:  input_ids (B, 1), attention_mask (B, N + 1), past_key_values.* of N tokens
+    both:    logits (B, T, V), present.*, which is past_key_values.* of the next call
+
+    *.L.key, *.L.value                  (B, G, N, D)      of layer L, shifted and rotated
+    *.L.shift_key, *.L.shift_value      (B, W - 1, G, D)  raw, the newest last
+    *.L.shift_query                     (B, W - 1, H, D)  where queries are shifted
+
+Each row is one sequence, padded on the left or not at all; positions are counted from its first token.
+
+Shapes: B batch, T positions, N positions of the past, H query heads, G KV heads, D head size, V vocabulary, W window.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from transformers.cache_utils import DynamicCache
+from transformers.utils import logging as transformers_logging
+
+from kvshift.lab.errors import LabError
+from kvshift.lab.export.remote_code import largest_difference
+from kvshift.lab.runs.folder import RunFailedError
+from kvshift.models.cache import ShiftDynamicLayer
+from kvshift.models.masks import create_masks
+from kvshift.ops import ShiftState
+
+__all__ = [
+    "Program",
+    "check_programs",
+    "flat",
+    "greedy",
+    "load_program",
+    "nested",
+    "require_packages",
+    "write_programs",
+]
+
+Format = Literal["onnx", "pt2"]
+Program = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""From inputs by name to outputs by name."""
+
+_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
+_PARTS = {"shift_key": "k", "shift_value": "v", "shift_query": "q"}  # of a ShiftState
+
+
+def require_packages(form: Format) -> None:
+    """Raise a LabError that says how to install what is missing."""
+    missing = [name for name in _PACKAGES[form] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LabError(f"format {form} needs the packages {', '.join(missing)}: pip install 'kvshift[export]'")
+
+
+class _Tensors(nn.Module):
+    """A model whose cache is given and returned as tensors by name."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, past_key_values: dict[str, dict[str, Tensor]] | None = None
+    ) -> dict[str, Any]:
+        config = self.model.config
+        cache = _cache(config, past_key_values)
+        embeds = self.model.get_input_embeddings()(input_ids)
+        # Made here, without position_ids, which would name documents: a row is one sequence.
+        masks = create_masks(config, embeds, attention_mask, cache, None)
+        position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        logits = self.model(
+            input_ids=input_ids, attention_mask=masks, position_ids=position_ids, past_key_values=cache, use_cache=True
+        ).logits
+        return {"logits": logits, "present": {str(i): _tensors(layer) for i, layer in enumerate(cache.layers)}}
+
+
+def _cache(config: Any, past: Mapping[str, Mapping[str, Tensor]] | None) -> DynamicCache:
+    """A cache that holds a past. Layers of a sliding window keep all of it; their masks look less far back."""
+    window = config.shift_window if config.shift_targets else 1
+    cache = DynamicCache()
+    layers: list[Any] = [ShiftDynamicLayer(window) for _ in range(config.num_hidden_layers)]
+    cache.layers = layers
+    cache.layer_class_to_replicate = None
+    for i, tensors in (past or {}).items():
+        layer = layers[int(i)]
+        layer.keys, layer.values = tensors["key"], tensors["value"]
+        layer.dtype, layer.device, layer.is_initialized = layer.keys.dtype, layer.keys.device, True
+        if "shift_key" in tensors:
+            k, v, q = (tensors.get(name) for name in _PARTS)
+            layer.shift_state = ShiftState(k, v, window - 1, q)  # type: ignore[arg-type]
+    return cache
+
+
+def _tensors(layer: Any) -> dict[str, Tensor]:
+    found = {"key": layer.keys, "value": layer.values}
+    state = layer.shift_state
+    if state is not None:
+        found |= {name: getattr(state, part) for name, part in _PARTS.items() if getattr(state, part) is not None}
+    return found
+
+
+def write_programs(model: Any, folder: Path, form: Format) -> None:
+    """Trace a model and write `prefill` and `decode` to a folder.
+
+    Args:
+        model: in evaluation mode, on a CPU.
+        form: of the files: `.onnx`, with the weights in `.onnx.data` beside it, or `.pt2`.
+    """
+    module = _Tensors(model).requires_grad_(False).eval()
+    ids, mask = torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5, dtype=torch.long)
+    mask[0, :2] = 0
+    batch, length, before = Dim("batch", min=1), Dim("length", min=1), Dim("past", min=1)
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    shapes: dict[str, Any] = {name: {0: batch, 1: length} for name in given}
+    with torch.no_grad(), _quietly():
+        exporter, config_class = _exporter(form)
+        past = module(**given)["present"]
+        _write(exporter.export(module, given, _settings(config_class, shapes)), folder / f"prefill.{form}")
+        given = {"input_ids": ids[:, :1], "attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1)}
+        shapes = {"input_ids": {0: batch}, "attention_mask": {0: batch, 1: before + 1}}
+        # The rows of the shift are as many as its window says: no other state fits.
+        sizes = {name: {0: batch, 2: before} for name in ("key", "value")} | {name: {0: batch} for name in _PARTS}
+        shapes["past_key_values"] = {i: {name: sizes[name] for name in layer} for i, layer in past.items()}
+        given["past_key_values"] = past
+        _write(exporter.export(module, given, _settings(config_class, shapes)), folder / f"decode.{form}")
+
+
+def _settings(config_class: Any, shapes: dict[str, Any]) -> Any:
+    # Without the second option, torch.export takes all sizes for 2 or more.
+    return config_class(dynamic_shapes=shapes, prefer_deferred_runtime_asserts_over_guards=True)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what the exporters print and log: versions that they were not tested with, and their progress."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._export")]
+    levels = [logger.level for logger in loggers]
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporters use what is deprecated in torch
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _exporter(form: Format) -> tuple[Any, Any]:
+    from transformers.exporters.configs import DynamoConfig, OnnxConfig
+
+    if form == "onnx":
+        from transformers.exporters.exporter_onnx import OnnxExporter
+
+        return OnnxExporter(), OnnxConfig
+    from transformers.exporters.exporter_dynamo import DynamoExporter
+
+    return DynamoExporter(), DynamoConfig
+
+
+def _write(exported: Any, path: Path) -> None:
+    program = getattr(exported, "program", exported)  # transformers 5.16 returned the program itself
+    if path.suffix == ".pt2":
+        torch.export.save(program, path)
+        return
+    import onnx_ir
+
+    onnx_ir.save(getattr(program, "model", program), path, external_data=f"{path.name}.data")
+
+
+def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Tensors by names with dots as dicts in one another, in which a `.pt2` takes them."""
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        *outer, last = name.split(".")
+        place = found
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = tensor
+    return found
+
+
+def flat(tensors: Mapping[str, Any], before: str = "") -> dict[str, Tensor]:
+    """The inverse of `nested`."""
+    found: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        found |= {before + name: value} if isinstance(value, Tensor) else flat(value, f"{before}{name}.")
+    return found
+
+
+def load_program(path: Path) -> Program:
+    """A program that `write_programs` wrote, to be called."""
+    if path.suffix == ".pt2":
+        module = torch.export.load(path).module()
+
+        def run_module(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            return flat(module(**nested(inputs)))
+
+        return run_module
+
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+
+    def run(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        return {name: torch.from_numpy(array) for name, array in zip(names, found, strict=True)}
+
+    return run
+
+
+def greedy(prefill: Program, decode: Program, ids: Tensor, mask: Tensor, new_tokens: int) -> Tensor:
+    """The tokens of each row and those that are likeliest after it, (B, T + new_tokens)."""
+    outputs = prefill({"input_ids": ids, "attention_mask": mask})
+    found = [ids]
+    for step in range(new_tokens):
+        found.append(outputs["logits"][:, -1:].argmax(-1))
+        if step + 1 < new_tokens:
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+            past = {name.replace("present", "past_key_values"): x for name, x in outputs.items() if name != "logits"}
+            outputs = decode({"input_ids": found[-1], "attention_mask": mask, **past})
+    return torch.cat(found, dim=1)
+
+
+def check_programs(folder: Path, form: Format, prompts: list[Tensor], expected: dict[str, Tensor]) -> float:
+    """Compare what the programs compute with what `compute` found: prompts alone, and in a batch padded on the left.
+
+    Returns:
+        The largest difference of logits; tokens are the same.
+
+    Raises:
+        RunFailedError: the programs do not run, or compute something else.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    padded = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+    mask = torch.stack([torch.arange(longest) >= longest - len(prompt) for prompt in prompts]).long()
+    found = {}
+    try:
+        prefill, decode = (load_program(folder / f"{name}.{form}") for name in ("prefill", "decode"))
+        for i, prompt in enumerate(prompts):
+            ids, ones = prompt.unsqueeze(0), torch.ones(1, len(prompt), dtype=torch.long)
+            found[f"{i} logits"] = prefill({"input_ids": ids, "attention_mask": ones})["logits"]
+            found[f"{i} tokens"] = greedy(prefill, decode, ids, ones, expected[f"{i} tokens"].shape[1] - len(prompt))
+        new_tokens = expected["padded tokens"].shape[1] - longest
+        found["padded tokens"] = greedy(prefill, decode, padded, mask, new_tokens)
+    except Exception as error:  # of the runtime: those of ONNX Runtime have no class in common
+        raise RunFailedError(f"the programs do not run: {str(error).strip().splitlines()[0]}") from error
+    return largest_difference(expected, found, "by the programs")
