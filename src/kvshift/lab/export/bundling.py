@@ -10,6 +10,7 @@ import ast
 import importlib.util
 import re
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from pathlib import Path
 __all__ = ["bundle"]
 
 PACKAGE = "kvshift"
+_INDENT = "    "
 _FOR_TOOLS = re.compile(r"  # (type: ignore\[[\w, -]+\]|fmt: skip)")
 _Position = tuple[int, int]
 
@@ -45,14 +47,15 @@ class _Statement:
             if isinstance(node, ast.Name) and id(node) not in out:
                 yield node
 
-    def left_out(self) -> list[ast.FunctionDef]:
+    def left_out(self) -> list[ast.stmt]:
+        """The methods and other members of a class that are not wanted."""
         if not isinstance(self.node, ast.ClassDef):
             return []
-        names = self.module.dropped.get(self.node.name, ())
-        methods = [node for node in self.node.body if isinstance(node, ast.FunctionDef) and node.name in names]
-        if len(methods) != len(names):
-            raise LookupError(f"{self.module.name}.{self.node.name} has not the methods {', '.join(names)}")
-        return methods
+        unwanted = self.module.dropped.get(self.node.name, ())
+        found = [node for node in self.node.body if any(name in unwanted for name in _bound(node))]
+        if len(found) != len(unwanted):
+            raise LookupError(f"{self.module.name}.{self.node.name} does not have all of {', '.join(unwanted)}")
+        return found
 
 
 @dataclass(eq=False)
@@ -152,7 +155,7 @@ def bundle(
     Args:
         roots: modules and names in them.
         replaced: names in the module `by` that stand in for those of other modules, and of which.
-        dropped: methods to leave out, by class.
+        dropped: methods and other members to leave out, by class.
         values: other values of class attributes, by class and attribute.
 
     Raises:
@@ -180,15 +183,17 @@ def bundle(
     order = {name: index for index, name in enumerate(_import_order(package, kept))}
     kept.sort(key=lambda statement: (order[package.home(statement)[0].name], package.home(statement)[1]))
 
-    text, section = "\n".join(_imports(kept)), ""
+    text, section, after_block = "\n".join(_imports(kept)) + "\n", "", False
     for statement in kept:
-        home = package.home(statement)[0]
-        if home.name != section:
-            section = home.name
-            text += f"\n\n\n# From {section}\n"
-        elif not _is_block(statement):
-            text += "\n"
-        text += "\n\n" * _is_block(statement) + _text(package, statement, new_names, values) + "\n"
+        home = package.home(statement)[0].name
+        is_block = isinstance(statement.node, ast.FunctionDef | ast.ClassDef)
+        if home != section:
+            section = home
+            text += f"\n\n# From {section}\n"
+        elif is_block or after_block:
+            text += "\n\n"
+        text += _text(package, statement, new_names, values) + "\n"
+        after_block = is_block
     return _FOR_TOOLS.sub("", text)
 
 
@@ -259,7 +264,10 @@ def _is_standard(line: str) -> bool:
 
 def _wrapped(module: str, names: Sequence[str]) -> str:
     line = f"from {module} import {', '.join(names)}"
-    return line if len(line) <= 120 else "\n".join([f"from {module} import (", *(f"    {n}," for n in names), ")"])
+    if len(line) <= 120:
+        return line
+    block = textwrap.fill(", ".join(names) + ",", 120, initial_indent=_INDENT, subsequent_indent=_INDENT)
+    return f"from {module} import (\n{block}\n)"
 
 
 def _text(
@@ -291,9 +299,10 @@ def _text(
         before, after = lines[line - 1][:column], lines[last - 1][end:]
         lines[line - 1 : last] = [before + new.encode() + after, *[b""] * (last - line)]
     gone: set[int] = set()
-    for method in statement.left_out():
-        first = min([method.lineno, *(decorator.lineno for decorator in method.decorator_list)])
-        gone |= set(range(first, (method.end_lineno or first) + 1))
+    for member in statement.left_out():
+        decorators = getattr(member, "decorator_list", [])
+        first = min([member.lineno, *(decorator.lineno for decorator in decorators)])
+        gone |= set(range(first, (member.end_lineno or first) + 1))
         if not lines[first - 2].strip():
             gone.add(first - 1)
     kept = range(statement.first, statement.last + 1)
@@ -309,10 +318,6 @@ def _bound(node: ast.stmt) -> Iterator[str]:
             for name in ast.walk(target):
                 if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
                     yield name.id
-
-
-def _is_block(statement: _Statement) -> bool:
-    return isinstance(statement.node, ast.FunctionDef | ast.ClassDef)
 
 
 def _is_text(node: ast.stmt) -> bool:

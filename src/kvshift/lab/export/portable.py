@@ -32,11 +32,12 @@ REPLACED = {
 """Definitions of this module by name, and whose they replace."""
 
 DROPPED = {
-    "KVShift": ("step", "recomputing"),
+    "KVShift": ("step", "recomputing", "coefficients", "extra_repr"),
+    "ShiftOptions": ("as_fields",),
     "ShiftStaticLayer": ("shift_into",),
-    "ShiftState": ("zeros", "reorder", "to", "detach", "split", "stack"),
+    "ShiftState": ("zeros", "__eq__", "__hash__", "sequences", "reorder", "to", "detach", "split", "stack"),
 }
-"""Methods that are left out, by class: models do not call them, or compute the same without them."""
+"""Members that are left out, by class: models do not call them, or compute the same without them."""
 
 
 class KeptColumns:
@@ -61,23 +62,7 @@ def shift_norm_rope(
     backend: str = "auto",
     kept: KeptColumns | None = None,
 ) -> Results:
-    """Shift, then normalise queries and keys, then rotate them.
-
-        q, k, v = shift(q, gamma), shift(k, alpha), shift(v, beta)
-        q, k = norms[0](q), norms[1](k)                                  x / sqrt(mean(x^2) + eps) * weight, over D
-        q, k = rotate(q, rotary), rotate(k, rotary)
-
-    Args:
-        q: (B, T, H, D), or None: keys and values alone. k: (B, T, G, D), v: (B, T, G, Dv).
-        alpha, beta: (G, W), gamma: (H, W); None: not shifted.
-        rotary, norms: None: not rotated, not normalised.
-        state: what an earlier call returned; looked at only if something is shifted.
-        cu_seqlens, seq_idx, mask: documents and padding.
-        keep_state: False where no later call needs the new state.
-
-    Returns:
-        q, k, v and the new state; None where it is not kept or nothing is shifted.
-    """
+    """Shift, then normalise queries and keys, then rotate them; arguments as of `KVShift.forward`."""
     if backend != "auto":
         raise ValueError(f'backend must be "auto": this file has one implementation; got {backend!r}')
     coefficients, new = (gamma, alpha, beta), None
@@ -120,12 +105,9 @@ def shift_into(
     """Shift the heads of one layer, continuing from the state in the cache, finish them and put them into the cache.
 
     Args:
-        shift: of the layer.
-        q, k, v: as in `KVShift.forward`.
         cache: adopted; None: every row begins here.
-        layer_idx: which layer of the cache.
-        mask, seq_idx, rotary, norms: as in `KVShift.forward`.
         finish: in place of rotary and norms, what a family does to shifted q and k with functions of its own.
+        q, k, v, mask, seq_idx, rotary, norms: as in `KVShift.forward`.
 
     Returns:
         q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before; and a context for attention.
