@@ -193,8 +193,11 @@ class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer
         return keys[:, :, -visible:], values[:, :, -visible:]
 
     def crop(self, tokens_to_remove: int) -> None:
-        if self.is_closed and tokens_to_remove:
-            raise RuntimeError("cannot crop: the cache holds padding after a token, which sliding windows leave out")
+        if self.is_closed and tokens_to_remove and not self.record_past:
+            raise RuntimeError(
+                f"cannot crop {-tokens_to_remove} tokens: the cache holds padding after a token. Call "
+                "`activate_past_recording()` before the tokens to be taken back are fed"
+            )
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
@@ -373,12 +376,13 @@ def close_gaps(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None) -> 
     if not sliding or not isinstance(sliding[0], ShiftCacheLayer):
         return None
     is_closed = getattr(sliding[0], "is_closed", False)
-    if not is_closed and (real_BT is None or sliding[0].record_past or torch.compiler.is_compiling()):
+    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not is_closed and (real_BT is None or sliding[0].record_past or is_traced):
         return None
     seen, mask = sliding[0].get_seq_length(), attention_mask != 0
     if is_closed:
         mask = torch.cat([mask[:, :seen].sort(dim=1).values, mask[:, seen:]], dim=1)
-    if real_BT is not None:
+    if real_BT is not None and not is_traced:
         latest = mask[:, max(mask.shape[1] - real_BT.shape[1] - 1, 0) :]
         if (latest[:, :-1] & ~latest[:, 1:]).any():
             if isinstance(sliding[0], StaticSlidingWindowLayer):

@@ -98,6 +98,30 @@ def test_documents_with_padding_behind_them_continue(model):
             torch.testing.assert_close(found[-1], reference_of(model, document)[-1], rtol=0, atol=ATOL)
 
 
+@both
+def test_a_cache_with_padding_behind_tokens_is_cropped_and_reset(model):
+    rows = [random_tokens(3), random_tokens(8, seed=1)]
+    ids, mask = right_padded(rows)
+    cache = DynamicCache(config=model.config)
+    logits_of(model, ids, attention_mask=mask, past_key_values=cache)
+    cache.activate_past_recording()
+    for count, cropped in ((4, 3), (1, 0), (3, 1)):
+        drafts = random_tokens(2, count, seed=count)
+        mask = torch.cat([mask, torch.ones_like(drafts)], dim=1)
+        where = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1)[:, -count:]}
+        got = logits_of(model, drafts, past_key_values=cache, **where)
+        rows = [torch.cat([row, draft]) for row, draft in zip(rows, drafts, strict=True)]
+        for row, found in zip(rows, got, strict=True):
+            torch.testing.assert_close(found, reference_of(model, row)[-count:], rtol=0, atol=ATOL)
+        cache.crop(-cropped)
+        mask, rows = mask[:, : mask.shape[1] - cropped], [row[: len(row) - cropped] for row in rows]
+    cache.reset()
+    row = random_tokens(1, 9, seed=3)
+    for piece, expected in zip(row.split(3, dim=1), reference_of(model, row[0]).split(3), strict=True):
+        got = logits_of(model, piece, past_key_values=cache)[0]
+        torch.testing.assert_close(got, expected, rtol=0, atol=ATOL)
+
+
 def test_a_static_cache_refuses_padding_behind_tokens(model):
     ids, mask = right_padded([random_tokens(3), random_tokens(8)])
     cache = StaticCache(config=model.config, max_cache_len=32)

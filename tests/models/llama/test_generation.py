@@ -12,6 +12,7 @@ from .checks import (
     check_decoding,
     check_left_padding,
     check_right_padding,
+    logits_of,
     new_tokens_of,
 )
 from .reference import reference_greedy
@@ -141,6 +142,15 @@ def test_embeddings_as_prompt(model):
 )
 def test_right_padded_sequences_continue_from_their_last_token(options: dict):
     check_right_padding(tiny_model(torch.float64, **options))
+
+
+def test_padding_behind_tokens_is_not_cropped_from_a_window():
+    model = tiny_model(sliding_window=9, shift_targets=[])
+    ids, mask = right_padded([random_tokens(3), random_tokens(5)])
+    cache = DynamicCache(config=model.config)
+    logits_of(model, ids, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(RuntimeError, match="cannot crop 2 tokens: the cache holds padding after a token"):
+        cache.crop(-2)
 
 
 def test_a_neighbour_padded_on_the_right_does_no_harm(model):
