@@ -376,13 +376,13 @@ def close_gaps(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None) -> 
     if not sliding or not isinstance(sliding[0], ShiftCacheLayer):
         return None
     is_closed = getattr(sliding[0], "is_closed", False)
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if not is_closed and (real_BT is None or sliding[0].record_past or is_traced):
+    may_close = not (sliding[0].record_past or torch.compiler.is_compiling() or torch.jit.is_tracing())
+    if not is_closed and (real_BT is None or not may_close):
         return None
     seen, mask = sliding[0].get_seq_length(), attention_mask != 0
     if is_closed:
         mask = torch.cat([mask[:, :seen].sort(dim=1).values, mask[:, seen:]], dim=1)
-    if real_BT is not None and not is_traced:
+    if real_BT is not None and may_close:
         latest = mask[:, max(mask.shape[1] - real_BT.shape[1] - 1, 0) :]
         if (latest[:, :-1] & ~latest[:, 1:]).any():
             if isinstance(sliding[0], StaticSlidingWindowLayer):

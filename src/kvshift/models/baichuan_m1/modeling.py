@@ -1,6 +1,6 @@
 """Baichuan-M1: what differs from Llama, and nothing else; the body is `models/decoder.py`.
 
-Shapes: B batch, T positions, H query heads, G KV heads, D head size, E model width, V vocabulary.
+Shapes: E model width, V vocabulary.
 """
 
 from __future__ import annotations
