@@ -17,7 +17,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import kvshift.models.llama  # noqa: F401, registers its model type
+import kvshift.models.baichuan_m1
+import kvshift.models.llama  # noqa: F401, both register their model types
 from kvshift import ShiftOptions
 from kvshift.lab.check.checking import stamped
 from kvshift.lab.messages import say
@@ -166,12 +167,20 @@ STOCK: dict[str, dict[str, Any]] = {
     "kvshift_llama": _sizes(**_SHIFT),
     "kvshift_llama, wide": _sizes(shift_window=3, shift_targets=["q", "k", "v"], qk_norm=True, **_SHIFT),
     "kvshift_llama, sliding": _sizes(sliding_window=8, **_SHIFT),
+    "baichuan_m1": _sizes(
+        "head_dim",
+        num_swa_attention_heads=8,
+        num_swa_key_value_heads=4,
+        sliding_window=8,
+        sliding_window_layers=[1],
+        rope_theta=1e4,
+    ),
 }
 _RETROFITTED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox", "phi3")
 STOCK |= {f"{name} with shift": STOCK[name] for name in _RETROFITTED}
 
 _ATTENTION = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt_neox", "phi3", "gpt2", "gpt_oss")
-_OURS = tuple(name for name in STOCK if name.startswith("kvshift") or name.endswith("with shift"))
+_OURS = tuple(name for name in STOCK if name.startswith(("kvshift", "baichuan_m1")) or name.endswith("with shift"))
 GROUPS: dict[str, tuple[str, ...]] = {
     "Attention alone": _ATTENTION,
     "With local or recurrent state": tuple(name for name in STOCK if name not in (*_ATTENTION, *_OURS)),
