@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvshift.lab.export.exporting import export
 from kvshift.lab.export.programs import Program, check_programs, greedy, load_program, write_programs
 from kvshift.lab.export.remote_code import compute
 from kvshift.lab.runs.folder import RunFailedError
+from kvshift.lab.runs.loading import load_weights
 
 from ...models.llama.tiny import tiny_model
 from ...models.retrofit.tiny_families import FAMILIES as TINY
@@ -85,7 +87,7 @@ def test_what_is_carried(options: dict[str, Any], names: list[str]):
     assert torch.equal(greedy(run, run, ids, mask, NEW_TOKENS), generated(model, ids, mask))
 
 
-def test_rows_decide(monkeypatch: pytest.MonkeyPatch):
+def test_rows_decide():
     """A past without its raw rows would continue otherwise: the tests above would see it."""
     model = tiny_model()
     run, _ = as_programs(model)
@@ -206,10 +208,10 @@ def test_pt2_needs_torch_alone(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["onnx", "pt2"])
-def test_the_command(form: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_the_command(form: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     folder = save_model(tmp_path / "model", num_hidden_layers=1)
     tokenizer().save_pretrained(folder)
-    out = tmp_path / "out"
+    out = tmp_path / "exported"
     assert main(["export", str(folder), str(out), "--format", form]) == 0
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -217,6 +219,22 @@ def test_the_command(form: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "on 4 prompts, alone and padded on the left, they give the tokens" in captured.err
     files = {path.name for path in out.iterdir()}
     assert {f"prefill.{form}", f"decode.{form}", "tokenizer.json", "generation_config.json"} <= files
+    if form == "onnx":
+        monkeypatch.chdir(tmp_path)
+        the_loop_of_the_page(load_weights(folder))
+
+
+def the_loop_of_the_page(model: Any) -> None:
+    """It runs as pasted, and gives the tokens that `generate` gives."""
+    page = (Path(__file__).parents[3] / "docs" / "export.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0], names)
+    given = ("input_ids", "attention_mask")
+    prompts = {name: torch.from_numpy(names["prompts"][name]).long() for name in given}
+    assert (prompts["attention_mask"] == 0).any(), "one is padded"
+    model.generation_config.eos_token_id = None
+    expected = model.generate(**prompts, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert torch.equal(torch.from_numpy(names["text"]), expected)
 
 
 def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -256,6 +256,18 @@ def test_a_file_that_computes_something_else_is_found(saved: Path, exported: Pat
         check_folder(folder, prompts, compute(model, prompts))
 
 
+def test_a_last_token_does_not_end_the_comparison(saved: Path):
+    """Every token of a prompt's answer is the last one, by the model's own settings."""
+    model, prompts = KVShiftLlamaForCausalLM.from_pretrained(saved).eval(), outside.prompts()
+    expected = compute(model, prompts)
+    own = model.generation_config
+    own.eos_token_id = expected["0 tokens"][0, -8:].tolist()
+    again = compute(model, prompts)
+    assert all(torch.equal(again[name], ours) for name, ours in expected.items())
+    assert expected["0 tokens"].shape[1] == len(prompts[0]) + 8
+    assert model.generation_config is own
+
+
 def test_it_is_written_whole_or_not_at_all(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: Any) -> float:
         raise RunFailedError("it computes something else")

@@ -143,9 +143,10 @@ def write_code(model: Any, folder: Path) -> Path:
 
 
 def compute(model: Any, prompts: list[Tensor]) -> dict[str, Tensor]:
-    """Logits and greedy tokens of prompts (T,): each alone, all in a batch padded on the left, all packed in a row."""
-    found, tokens = {}, {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": 1}
-    tokens["pad_token_id"] = 0
+    """Logits and 8 greedy tokens of prompts (T,): each alone, all padded on the left, all packed into one row."""
+    found, tokens = {}, {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    own = model.generation_config
+    model.generation_config = type(own)()  # in which no token is the last
     with torch.no_grad():
         for i, prompt in enumerate(prompts):
             ids = prompt.unsqueeze(0)
@@ -161,6 +162,7 @@ def compute(model: Any, prompts: list[Tensor]) -> dict[str, Tensor]:
         packed = torch.cat(prompts).unsqueeze(0)
         positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts]).unsqueeze(0)
         found["packed logits"] = model(packed, position_ids=positions, use_cache=False).logits
+    model.generation_config = own
     return found
 
 
