@@ -116,10 +116,10 @@ _PAPER = TrainConfig(
 _LAPTOP = replace(
     _PAPER,
     model=ModelConfig(
-        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, qk_norm=True, tie_word_embeddings=True
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, qk_norm=True, tie_word_embeddings=False
     ),
     data=WIKI,
-    optimizer=replace(_BLAGPT, learning_rate=8e-3, warmup_steps=20),
+    optimizer=replace(_BLAGPT, learning_rate=8e-3, warmup_steps=60),
     steps=400,
     tokens_per_step=None,
     eval_every=100,
