@@ -212,10 +212,10 @@ NOTES = (
     "three further seeds at that rate decide the claims. The grid of the preset paper is that of the paper.",
     "The laptop, chosen by what fits: width 64, 4 query and 2 KV heads, 400 steps of 2,048 tokens of English Wikipedia "
     "articles through a BPE of 1,024 tokens, nothing twice; a quarter of the paper's context lengths and four times "
-    "its learning rates; decay is its share of the steps. Not as in the paper: embedding and head are two matrices, and "
-    "warm-up takes 60 steps, its share being 20. As in the paper, vanilla's seeds ended up to 0.27 nats apart; so these "
-    "two were chosen by runs of vanilla alone, of seeds 1001 and 1002. The environment variable KVSHIFT_SHARED_DATA "
-    "names the folder of the text.",
+    "its learning rates; decay is its share of the steps. Not as in the paper: embedding and head are two matrices, "
+    "and warm-up takes 60 steps, its share being 20. As in the paper, vanilla's seeds ended up to 0.27 nats apart; so "
+    "these two were chosen by runs of vanilla alone, of seeds 1001 and 1002. The environment variable "
+    "KVSHIFT_SHARED_DATA names the folder of the text.",
     "Ranks are correlated over the cells of the depth that has several lengths.",
 )
 
