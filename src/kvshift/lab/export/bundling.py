@@ -41,14 +41,14 @@ class _Statement:
     last: int
 
     def used(self) -> Iterator[ast.Name]:
-        """Every name in it, but those in methods that are left out."""
-        out = {id(node) for method in self.left_out() for node in ast.walk(method)}
+        """Every name in it, but those in members that are left out."""
+        out = {id(node) for member in self.left_out() for node in ast.walk(member)}
         for node in ast.walk(self.node):
             if isinstance(node, ast.Name) and id(node) not in out:
                 yield node
 
     def left_out(self) -> list[ast.stmt]:
-        """The methods and other members of a class that are not wanted."""
+        """The members of a class that are not wanted."""
         if not isinstance(self.node, ast.ClassDef):
             return []
         unwanted = self.module.dropped.get(self.node.name, ())
@@ -164,7 +164,6 @@ def bundle(
     """
     package = _Package(replaced, by, dropped)
     needed: dict[int, _Statement] = {}
-    visited: list[_Module] = []
     waiting = [package.find(module, name) for module, name in roots]
     while waiting:
         statement = waiting.pop(0)
@@ -172,8 +171,6 @@ def bundle(
             continue
         needed[id(statement)] = statement
         waiting += _package_names(package, statement).values()
-        if statement.module not in visited:
-            visited.append(statement.module)
         for other in statement.module.statements:  # registrations of what is there
             uses = _package_names(package, other) if not other.names else {}
             if uses and all(id(used) in needed for used in uses.values()):
