@@ -65,8 +65,11 @@ def taken(monkeypatch) -> list[str]:
     return paths
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow if name in ("cpu", "eager") else ()) for name in BACKENDS]
+)
 def path(request: pytest.FixtureRequest) -> str:
+    """On a CPU "auto" takes the kernels of "cpu"; so asked for by name, they and "eager" are for `make test-slow`."""
     skip_unless_built(BACKENDS[request.param])
     return request.param
 

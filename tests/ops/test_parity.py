@@ -113,6 +113,9 @@ def test_blocks_change_no_bit_but_the_order_of_the_coefficients_sum(mode, dtype,
 
 
 @modes
+@pytest.mark.parametrize(
+    "backend", ["cpu", "triton", "eager", pytest.param("reference", marks=pytest.mark.slow)], indirect=True
+)
 def test_gradcheck(mode, backend):
     """Derivatives against finite differences in fp64, of every element of every result by that of every input.
 

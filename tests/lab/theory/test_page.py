@@ -42,6 +42,7 @@ def test_the_command_computes_what_is_recorded(computed, recorded):
     assert len(computed["monte_carlo"]) == len(recorded["monte_carlo"])
 
 
+@pytest.mark.slow
 def test_what_needs_no_draws_is_as_recorded(computed, recorded):
     for now, then in zip(computed["figure2"], recorded["figure2"], strict=True):
         assert {name: value for name, value in now.items() if not isinstance(value, float)} == {

@@ -16,7 +16,13 @@ SLOW_MARKS = (
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in ("Llama", "Gemma 3", "GPT-2") else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
 @pytest.mark.parametrize("cell", [pytest.param(cell, marks=SLOW_MARKS if cell in SLOW else ()) for cell in CELLS])
 def test_cell(family: str, cell: str):
     refusal = REFUSED.get((family, cell))
