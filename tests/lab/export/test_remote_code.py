@@ -252,7 +252,7 @@ def test_a_file_that_computes_something_else_is_found(saved: Path, exported: Pat
     assert text.count(right) == 1
     code.write_text(text.replace(right, ""))
     prompts = outside.prompts()
-    with pytest.raises(RunFailedError, match="prompt 0 continues otherwise"):
+    with pytest.raises(RunFailedError, match="prompt 0 continued otherwise"):
         check_folder(folder, prompts, compute(model, prompts))
 
 
