@@ -38,5 +38,3 @@ class ExportOptions:
         """Raise a LabError that names the option, its value, and what it may be."""
         if self.remote_code and self.format != "onnx":
             raise LabError(f"format is of programs: leave it out with remote_code, got {self.format!r}")
-        if self.out.exists() and not (self.out.is_dir() and not any(self.out.iterdir())):
-            raise LabError(f"out must be a folder that is not there yet, or is empty; {self.out} is there")

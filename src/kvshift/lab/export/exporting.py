@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from kvshift.lab.data.tokenizers import check_tokenizer
-from kvshift.lab.errors import LabError
 from kvshift.lab.export.export_config import ExportOptions
 from kvshift.lab.export.programs import check_programs, require_packages, write_programs
 from kvshift.lab.export.remote_code import check_folder, compute, require_known, write_code
 from kvshift.lab.messages import say
-from kvshift.lab.retrofit.retrofitting import PROMPTS
-from kvshift.lab.runs.folder import RunFailedError, sync_folder
-from kvshift.lab.runs.loading import UNREADABLE, load_tokenizer, load_weights, locate
+from kvshift.lab.retrofit.retrofitting import encoded_prompts
+from kvshift.lab.runs.folder import RunFailedError, new_folder, require_new
+from kvshift.lab.runs.loading import UNREADABLE, load_as_saved
 
 __all__ = ["ExportOptions", "export"]
 
@@ -30,38 +25,24 @@ _say = partial(say, command="export")
 def export(options: ExportOptions) -> None:
     """Write the model of `options.model` to `options.out`, its tokenizer and generation config included.
 
-    What was written is loaded again, without this package, and compared with the model on `PROMPTS`. The folder is
-    there whole, and only if it computes the same.
+    What was written is loaded again, without this package, and compared with the model on the prompts of
+    `kvshift retrofit`. The folder is there whole, and only if it computes the same.
 
     Raises:
         LabError: the model, its tokenizer or the folder is not fit, or a package is missing (exit code 2).
         RunFailedError: what was written computes something else, or could not be written (3).
     """
     options.check()
+    require_new(options.out)
     if not options.remote_code:
         require_packages(options.format)
     logging.disable_progress_bar()
-    folder, tokenizer_folder = locate(options.model, _say)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    model = load_weights(folder, dtype=options.dtype, device="cpu")
-    check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
-    encoded = [torch.tensor(tokenizer(prompt)["input_ids"]).long() for prompt in PROMPTS]
-    prompts = [ids for ids in encoded if ids.numel()]
-    if not prompts:
-        raise LabError(f"model: the tokenizer of {options.model} makes no token of any prompt")
+    model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", say=_say)
+    prompts = [ids[0] for ids in encoded_prompts(tokenizer, options.model).values()]
     require_known(model)
 
-    part = options.out.with_name(f".{options.out.name}.{os.getpid()}")  # a rename puts it there whole
-    try:
-        part.mkdir(parents=True)
-    except OSError as error:
-        raise LabError(f"out: {options.out} cannot be made: {error}") from error
-    try:
+    with new_folder(options.out) as part:
         said = (_with_code if options.remote_code else _programs)(model, tokenizer, prompts, part, options)
-        sync_folder(part)
-        os.replace(part, options.out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     for line in said:
         _say(line)
 

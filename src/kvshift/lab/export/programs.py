@@ -34,7 +34,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from kvshift.lab.errors import LabError
-from kvshift.lab.export.remote_code import largest_difference
+from kvshift.lab.export.remote_code import largest_difference, left_padded
 from kvshift.lab.runs.folder import RunFailedError
 from kvshift.models.cache import ShiftDynamicLayer
 from kvshift.models.masks import create_masks
@@ -249,9 +249,7 @@ def check_programs(folder: Path, form: Format, prompts: list[Tensor], expected: 
     Raises:
         RunFailedError: the programs do not run, or compute something else.
     """
-    longest = max(len(prompt) for prompt in prompts)
-    padded = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
-    mask = torch.stack([torch.arange(longest) >= longest - len(prompt) for prompt in prompts]).long()
+    padded, mask = left_padded(prompts)
     found = {}
     try:
         prefill, decode = (load_program(folder / f"{name}.{form}") for name in ("prefill", "decode"))
@@ -259,7 +257,7 @@ def check_programs(folder: Path, form: Format, prompts: list[Tensor], expected: 
             ids, ones = prompt.unsqueeze(0), torch.ones(1, len(prompt), dtype=torch.long)
             found[f"{i} logits"] = prefill({"input_ids": ids, "attention_mask": ones})["logits"]
             found[f"{i} tokens"] = greedy(prefill, decode, ids, ones, expected[f"{i} tokens"].shape[1] - len(prompt))
-        new_tokens = expected["padded tokens"].shape[1] - longest
+        new_tokens = expected["padded tokens"].shape[1] - padded.shape[1]
         found["padded tokens"] = greedy(prefill, decode, padded, mask, new_tokens)
     except Exception as error:  # of the runtime: those of ONNX Runtime have no class in common
         raise RunFailedError(f"the programs do not run: {str(error).strip().splitlines()[0]}") from error

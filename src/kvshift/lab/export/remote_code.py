@@ -31,6 +31,7 @@ __all__ = [
     "compute",
     "generate_code",
     "largest_difference",
+    "left_padded",
     "require_known",
     "write_code",
 ]
@@ -142,6 +143,13 @@ def write_code(model: Any, folder: Path) -> Path:
     return path
 
 
+def left_padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Prompts (T,) in one batch, and its mask."""
+    longest = max(len(prompt) for prompt in prompts)
+    padded = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+    return padded, torch.stack([torch.arange(longest) >= longest - len(prompt) for prompt in prompts]).long()
+
+
 def compute(model: Any, prompts: list[Tensor]) -> dict[str, Tensor]:
     """Logits and 8 greedy tokens of prompts (T,): each alone, all padded on the left, all packed into one row."""
     found, tokens = {}, {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -152,9 +160,7 @@ def compute(model: Any, prompts: list[Tensor]) -> dict[str, Tensor]:
             ids = prompt.unsqueeze(0)
             found[f"{i} logits"] = model(ids, use_cache=False).logits
             found[f"{i} tokens"] = model.generate(ids, attention_mask=torch.ones_like(ids), **tokens)
-        longest = max(len(prompt) for prompt in prompts)
-        padded = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
-        mask = torch.stack([torch.arange(longest) >= longest - len(prompt) for prompt in prompts]).long()
+        padded, mask = left_padded(prompts)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         logits = model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits
         found["padded logits"] = logits[mask.bool()]
@@ -178,7 +184,8 @@ def check_folder(folder: Path, prompts: list[Tensor], expected: dict[str, Tensor
     with tempfile.TemporaryDirectory() as place:
         script, given, found = (Path(place) / name for name in ("check.py", "given", "found"))
         save_file({str(i): prompt for i, prompt in enumerate(prompts)}, given)
-        script.write_text(f"{_CHILD}\n\n{inspect.getsource(compute)}\n\n{_CHILD_END}", encoding="utf-8")
+        functions = "\n\n".join(map(inspect.getsource, (left_padded, compute)))
+        script.write_text(f"{_CHILD}\n\n{functions}\n\n{_CHILD_END}", encoding="utf-8")
         environment = {**os.environ, "HF_MODULES_CACHE": str(Path(place) / "modules"), "HF_HUB_OFFLINE": "1"}
         arguments = [sys.executable, "-W", "ignore", str(script), str(folder), str(given), str(found)]
         ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,15 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
 from kvshift.lab.messages import say
 from kvshift.lab.retrofit.retrofit_config import RetrofitOptions
-from kvshift.lab.runs.folder import RunFailedError, sync_folder
-from kvshift.lab.runs.loading import UNREADABLE, load_tokenizer, load_weights, locate
+from kvshift.lab.runs.folder import RunFailedError, new_folder, require_new
+from kvshift.lab.runs.loading import UNREADABLE, load_as_saved, load_weights
 from kvshift.layers import ShiftOptions
 from kvshift.models.retrofit import add_kv_shift
 
-__all__ = ["PROMPTS", "RetrofitOptions", "retrofit"]
+__all__ = ["RetrofitOptions", "encoded_prompts", "retrofit"]
 
 _say = partial(say, command="retrofit")
 
@@ -49,17 +46,10 @@ def retrofit(options: RetrofitOptions) -> None:
     """
     options.check()
     out = options.out
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise LabError(f"out must be a folder that is not there yet, or is empty; {out} is there")
+    require_new(out)
     logging.disable_progress_bar()
-    folder, tokenizer_folder = locate(options.model, _say)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    model = load_weights(folder, dtype=options.dtype, device="cpu")
-    check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
-    encoded = {prompt: torch.tensor([tokenizer(prompt)["input_ids"]]).long() for prompt in PROMPTS}
-    prompts = {prompt: ids for prompt, ids in encoded.items() if ids.numel()}
-    if not prompts:
-        raise LabError(f"model: the tokenizer of {options.model} makes no token of any prompt")
+    model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", say=_say)
+    prompts = encoded_prompts(tokenizer, options.model)
     before = _outputs(model, prompts)
     try:
         shift = ShiftOptions(
@@ -72,27 +62,31 @@ def retrofit(options: RetrofitOptions) -> None:
     except ValueError as error:
         raise LabError(str(error)) from error
 
-    part = out.with_name(f".{out.name}.{os.getpid()}")  # beside its place, so that a rename puts it there whole
-    try:
-        part.mkdir(parents=True)
-    except OSError as error:
-        raise LabError(f"out: {out} cannot be made: {error}") from error
-    try:
+    with new_folder(out) as part:
         added = sum(p.numel() for name, p in model.named_parameters() if ".shift." in name)
         name = type(model).__name__
         _write(model, tokenizer, part)
         del model  # the next may be as large
         _compare(before, _outputs(load_weights(part, device="cpu"), prompts), options.model)
-        sync_folder(part)
-        os.replace(part, out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     _say(f"{out} holds a {name}, with {added:,} coefficients that are no shift yet")
     tokens = sum(ids.shape[1] for ids in prompts.values())
     _say(
         f"on {len(prompts)} prompts of {tokens} tokens it computes what {options.model} does, to the bit: "
         f"logits, and {_NEW_TOKENS} tokens generated after each"
     )
+
+
+def encoded_prompts(tokenizer: Any, name: str) -> dict[str, Tensor]:
+    """Those of `PROMPTS` that have tokens, (1, T), by their text.
+
+    Raises:
+        LabError: the tokenizer, of the model of this name, makes none of any.
+    """
+    encoded = {prompt: torch.tensor([tokenizer(prompt)["input_ids"]]).long() for prompt in PROMPTS}
+    prompts = {prompt: ids for prompt, ids in encoded.items() if ids.numel()}
+    if not prompts:
+        raise LabError(f"model: the tokenizer of {name} makes no token of any prompt")
+    return prompts
 
 
 def _outputs(model: Any, prompts: dict[str, Tensor]) -> Outputs:

@@ -38,8 +38,10 @@ __all__ = [
     "RunFailedError",
     "RunFolder",
     "environment",
+    "new_folder",
     "read_metrics",
     "remove_folder",
+    "require_new",
     "sync_folder",
     "write_json",
 ]
@@ -193,6 +195,32 @@ def remove_folder(path: Path) -> None:
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
+
+
+def require_new(out: Path) -> None:
+    """Raise a LabError unless a folder is not there yet, or is empty."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise LabError(f"out must be a folder that is not there yet, or is empty; {out} is there")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which then is `out`: there whole or, however the block ends, not at all.
+
+    Raises:
+        LabError: it cannot be made.
+    """
+    part = out.with_name(f".{out.name}.{os.getpid()}")  # beside its place, so that a rename puts it there
+    try:
+        part.mkdir(parents=True)
+    except OSError as error:
+        raise LabError(f"out: {out} cannot be made: {error}") from error
+    try:
+        yield part
+        sync_folder(part)
+        os.replace(part, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:

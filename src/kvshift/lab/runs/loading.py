@@ -61,13 +61,20 @@ def load_model(name: str, *, dtype: DType = "auto", device: str = "auto", say: C
     Raises:
         LabError: there is no such model, it is not whole, or its tokenizer does not fit.
     """
+    loaded = load_as_saved(name, dtype=dtype, device=device, say=say)
+    saved = loaded.model.generation_config
+    ids = {name: getattr(saved, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    loaded.model.generation_config = GenerationConfig(**ids)  # some bring a temperature and penalties of their own
+    return loaded
+
+
+def load_as_saved(name: str, *, dtype: DType, device: str, say: Callable[[str], Any]) -> Loaded:
+    """As `load_model`, with the generation config that was saved."""
     find_device(device)  # a device that is not there is said before a large model is read
     folder, tokenizer_folder = locate(name, say)
     tokenizer = load_tokenizer(tokenizer_folder)
     model = load_weights(folder, dtype=dtype, device=device)
     check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
-    ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model.generation_config = GenerationConfig(**ids)  # some models bring a temperature and penalties of their own
     return Loaded(model, tokenizer, folder)
 
 
