@@ -36,6 +36,10 @@ test-oldest: .venv-oldest/stamp  ## Run what depends on transformers on the olde
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
 	@$(TEST_ENV) .venv/bin/python -m pytest -q -m ray tests/recipes $(ARGS)
 
+.PHONY: test-vllm
+test-vllm: .venv-vllm/stamp  ## Run the tests that need vLLM, in an environment of its own
+	@TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q tests/vllm $(ARGS)
+
 .PHONY: smollm
 smollm: .venv/stamp  ## Convert a small trained model into the cache, once, and run the tests on it
 	@.venv/bin/python -m kvshift.lab.runs.smollm2
@@ -76,7 +80,7 @@ bench-tasks: .venv/stamp  ## Measure how fast the tasks make their batches, besi
 
 .PHONY: clean
 clean:  ## Remove environments, caches and build output
-	@rm -rf .venv .venv-oldest build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*.so
+	@rm -rf .venv .venv-oldest .venv-vllm build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*.so
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # As environment variables, the constraints also reach the build of the package itself. torch must
@@ -97,3 +101,9 @@ KERNEL := hatch_build.py src/kvshift/ops/cpu/kernel.cpp  # built by the installa
 
 .venv-oldest/stamp: pyproject.toml constraints-oldest.txt $(KERNEL)
 	$(call install,constraints-oldest.txt,test)
+
+# Plain pip adds three packages that vLLM's models of images and speech would use; built for another torch, they fail when
+# they are imported, and vLLM with them.
+.venv-vllm/stamp: pyproject.toml constraints-vllm.txt $(KERNEL)
+	$(call install,constraints-vllm.txt,test-vllm)
+	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
