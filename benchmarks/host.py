@@ -2,13 +2,16 @@
 
     python benchmarks/host.py                                 operations and calls, the same on every machine
     python benchmarks/host.py --rounds 100                    microseconds too, on an idle machine
-    python benchmarks/host.py --rounds 100 --out results/host/rows.jsonl
+    python benchmarks/host.py --instructions                  those of the processor, by valgrind: half an hour
+    python benchmarks/host.py --rounds 100 --instructions --out results/host/rows.jsonl
 
 Decoding a small model waits for the host, which prepares and starts every operation. Here it does little else: a model
 of 8 layers is so narrow, 64, that its arithmetic takes next to no time, and decodes 20 tokens after a prompt of 7. Each
 number is one layer's share of one token; what is done once for all layers is shared out too.
 
 "operations" are those of PyTorch's dispatcher, most of which are a launch on a GPU; "functions" are calls of Python.
+"instructions" are all that the processor carries out: they say what the host has to do, whatever else the machine does,
+but not what waiting for memory adds.
 The times are a CPU's, which leaves out the launches; a round takes the fastest token of each model, and "ratio" is
 the median over rounds of the ratio to transformers, with its quartiles. "fastest" is the ratio of the fastest tokens of
 all rounds, to which what else the machine does adds least.
@@ -29,6 +32,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.benchmark import Timer
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from kvshift.lab.runs.folder import environment
@@ -110,6 +114,21 @@ def counts(decoding: Decoding) -> dict[str, Any]:
     return {"operations": operations.count / LAYERS, "functions": called / LAYERS}
 
 
+def instructions(name: str, cache: str) -> dict[str, float]:
+    """Of one token, a layer's share: the mean of 4 tokens, in a process of their own under valgrind."""
+    setup = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+from host import Decoding
+torch.set_grad_enabled(False)
+decoding = Decoding({name!r}, {cache!r})
+decoding.begin()
+"""
+    found = Timer("decoding.next()", setup=setup).collect_callgrind(number=4, collect_baseline=False)
+    return {"instructions": found.counts() / 4 / LAYERS}
+
+
 def fastest_token(decoding: Decoding) -> float:
     """Microseconds of the fastest of 20 tokens, a layer's share."""
     decoding.begin()
@@ -143,13 +162,16 @@ def times(models: dict[str, Decoding], rounds: int) -> dict[str, dict[str, Any]]
 
 
 @torch.no_grad()
-def measure(rounds: int) -> list[dict[str, Any]]:
+def measure(rounds: int, *, count_instructions: bool = False) -> list[dict[str, Any]]:
     """A row for each kind of cache and each model."""
     rows = []
     for cache in ("dynamic", "static"):
         models = {name: Decoding(name, cache) for name in MODELS}
         timed = times(models, rounds) if rounds else {name: {} for name in models}
-        rows += [{"model": name, "cache": cache, **counts(models[name]), **timed[name]} for name in models]
+        counted = {name: instructions(name, cache) if count_instructions else {} for name in models}
+        rows += [
+            {"model": name, "cache": cache, **counts(models[name]), **counted[name], **timed[name]} for name in models
+        ]
     return rows
 
 
@@ -157,14 +179,17 @@ def main() -> None:
     """Print a line for each model and cache, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=0, help="of timing; at least 2, or 0 for counts alone")
+    parser.add_argument("--instructions", action="store_true", help="count them too, which takes valgrind")
     parser.add_argument("--out", type=Path, help="a file of JSON lines to write")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure(options.rounds)
+    rows = measure(options.rounds, count_instructions=options.instructions)
     for row in rows:
         line = (
             f"{row['cache']:8} {row['model']:18} {row['operations']:6.1f} operations {row['functions']:6.1f} functions"
         )
+        if options.instructions:
+            line += f" {row['instructions'] / 1e6:6.3f} million instructions"
         if options.rounds:
             low, high = row["quartiles"]
             line += f" {row['microseconds']:7.1f} us, ratio {row['ratio']:.3f} ({low:.3f} to {high:.3f})"

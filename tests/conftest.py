@@ -23,15 +23,21 @@ hypothesis.settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks for marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test that Triton's interpreter runs, the last case stays in `make test`; the others are slow.
+    """Of what Triton's interpreter runs, the last case stays in `make test`; the others are slow.
 
-    It takes a hundred times as long as other backends. Cases stand in order of what they ask for, the most last.
+    That is the last of each test of the kernels alone, and of each file whose tests run on all backends. It
+    takes a hundred times as long as other backends. Cases stand in order of what they ask for, the most last.
     """
     cases = [item for item in items if _is_interpreted(item) and not item.get_closest_marker("slow")]
-    last = {item.nodeid.partition("[")[0]: item for item in cases}
+    last = {_group(item): item for item in cases}
     for item in cases:
-        if last[item.nodeid.partition("[")[0]] is not item:
+        if last[_group(item)] is not item:
             item.add_marker(pytest.mark.slow)
+
+
+def _group(item: pytest.Item) -> str:
+    test = item.nodeid.partition("[")[0]
+    return test if item.get_closest_marker("interpreted") else test.partition("::")[0]
 
 
 def _is_interpreted(item: pytest.Item) -> bool:

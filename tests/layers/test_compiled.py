@@ -63,11 +63,9 @@ def test_exported_programs_are_of_plain_operations(monkeypatch):
         assert exported.module()(torch.zeros(())) == 0
 
 
-@pytest.mark.parametrize("where", [x if x == "mask" else pytest.param(x, marks=pytest.mark.slow) for x in ATTENTION])
-@pytest.mark.parametrize(
-    ("heads", "normed"),
-    [pytest.param(MHA, False, id="mha", marks=pytest.mark.slow), pytest.param(GQA, True, id="gqa, norm")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ATTENTION)
+@pytest.mark.parametrize(("heads", "normed"), [(MHA, False), (GQA, True)], ids=["mha", "gqa, norm"])
 @pytest.mark.usefixtures("kernels")
 def test_training_has_the_results_and_gradients_of_the_reference(heads, normed, where, monkeypatch):
     layer = make(heads, qk_norm=normed, shift_window=3)

@@ -75,7 +75,8 @@ def test_strides_change_no_bit_but_the_order_of_the_coefficients_sum(
     assert_within_one_rounding(case, fast_backend, through_state=True)
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
 @given(case=cases())
 def test_search_for_a_call_that_differs_from_the_reference(case, backend):
     skip_unless_built(backend)

@@ -230,7 +230,8 @@ OPERATORS: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("mode", [few_of(OPERATORS, name, "documents, padding") for name in OPERATORS])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", OPERATORS)
 def test_operators_keep_the_rules_of_torch_library(mode):
     """Schema, autograd, shapes of fake tensors, tracing with sizes unknown."""
     case = random_case(79, 2, **({"positions": 3} | mode))

@@ -122,6 +122,7 @@ def test_strides(layout, mode):
         assert_same_bits(case, outcome(case.map(lambda x: x.clone(memory_format=torch.contiguous_format))))
 
 
+@pytest.mark.slow
 def test_tables_that_are_views():
     case = random_fused(17, 2, 3, queries=1, dtype=torch.bfloat16, tables=2)
     expected = outcome(case)
@@ -235,6 +236,7 @@ def test_nothing(mode):
         assert not x.any()
 
 
+@pytest.mark.slow
 def test_operators_keep_the_rules_of_torch_library():
     case = random_fused(47, 2, 3, mask=[[0, 1, 1], [1, 0, 1]])
     for name in LEAVES:

@@ -188,6 +188,7 @@ def test_what_does_not_fit_is_named(message):
         a_call().with_(**{name: value}).run()
 
 
+@pytest.mark.slow
 def test_the_operator_keeps_the_rules_of_torch_library():
     call = a_call(norm=True)
     arguments = [call[name] for name in ("q", "k", "v", "alpha", "beta", "cos", "sin", "k_state", "v_state")]

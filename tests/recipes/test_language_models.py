@@ -328,6 +328,7 @@ def test_a_run_of_smoke(tmp_path: Path) -> None:
     assert not diverged(found)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,8 @@ def test_smaller_dtypes_err_no_more(options: dict, monkeypatch):
     assert errors["triton"] <= errors["eager"]
 
 
-@pytest.mark.parametrize("options", [{"qk_norm": True}, pytest.param({}, marks=LONG)], ids=["normed", "raw"])
+@LONG
+@pytest.mark.parametrize("options", [{"qk_norm": True}, {}], ids=["normed", "raw"])
 def test_generation_with_a_static_cache_takes_one_launch_for_each_token(options: dict, launches, monkeypatch):
     model = tiny_model(torch.float64, **options)
     rows = random_tokens(2, 5)
