@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvshift import KVShift, ShiftState
 from kvshift.models import decoder, masks
-from kvshift.models.cache import ShiftCacheLayer, ShiftSlidingWindowLayer, _StaticShiftCacheLayer
+from kvshift.models.cache_layers import ShiftCacheLayer, ShiftSlidingWindowLayer, _StaticShiftCacheLayer
 
 from ..llama.tiny import tiny_model
 

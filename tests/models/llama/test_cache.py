@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 from kvshift import ShiftState
-from kvshift.models.cache import ShiftCacheLayer
+from kvshift.models.cache_layers import ShiftCacheLayer
 from kvshift.models.llama import adopt_cache
 
 from .checks import ATOL, assert_next, check_crop, check_selection, check_splits, logits_of, reference_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvshift import KVShift, ShiftState
 from kvshift.models import decoder, masks
-from kvshift.models.cache import ShiftCacheLayer, _StaticShiftCacheLayer
+from kvshift.models.cache_layers import ShiftCacheLayer, _StaticShiftCacheLayer
 
 from .checks import (
     check_beams,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kvshift.models import masks
-from kvshift.models.cache import ShiftCacheLayer, _StaticShiftCacheLayer
+from kvshift.models.cache_layers import ShiftCacheLayer, _StaticShiftCacheLayer
 
 from .matrix import CELLS, PAGE, REFUSED, SLOW, page
 from .tiny_families import FAMILIES
