@@ -1,0 +1,113 @@
+"""Attention over shifted keys and values, as vLLM runs it, for all rotary families.
+
+Shapes: P positions in the pack, H query heads, G KV heads of this rank, D head size, E model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.models.llama import LlamaAttention
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShift
+from kvshift.layers import ShiftOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """What the attention of one layer is made of; families differ in nothing else.
+
+    Attributes:
+        heads, kv_heads: of all ranks.
+        size: D.
+        bias, output_bias: whether the projections of q, k and v, and that of the output, have one.
+        qk_norm: whether heads are normalised between shift and rotary embedding.
+        window: how many tokens each attends to, itself included; None for all.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+
+
+def heads_of(config: Any, layer: int) -> Heads:
+    """The heads of one layer, from a configuration of transformers."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    bias = bool(getattr(config, "attention_bias", False))
+    is_sliding = config.layer_types[layer] == "sliding_attention"
+    window = config.sliding_window
+    kind = config.model_type.removeprefix("kvshift_")
+    if kind == "llama":
+        qk_norm = config.qk_norm
+        return Heads(
+            heads=heads, kv_heads=kv_heads, size=size, bias=bias, output_bias=bias, qk_norm=qk_norm, window=window
+        )
+    if kind == "mistral":
+        return Heads(heads=heads, kv_heads=kv_heads, size=size, window=window)
+    window = window if is_sliding else None
+    if kind == "qwen2":
+        return Heads(heads=heads, kv_heads=kv_heads, size=size, bias=True, window=window)
+    if kind == "qwen3":
+        return Heads(
+            heads=heads, kv_heads=kv_heads, size=size, bias=bias, output_bias=bias, qk_norm=True, window=window
+        )
+    heads, kv_heads = config.heads(layer)  # Baichuan-M1
+    return Heads(heads=heads, kv_heads=kv_heads, size=config.hidden_size // heads, window=window)
+
+
+class ShiftedLlamaAttention(LlamaAttention):
+    """vLLM's attention, with a shift, and a QK-norm where the family has one."""
+
+    def __init__(
+        self, config: Any, hidden_size: int, num_heads: int, num_kv_heads: int, *, prefix: str, **options: Any
+    ) -> None:
+        own = heads_of(config, extract_layer_index(prefix))
+        sliding = "full_attention" if own.window is None else "sliding_attention"
+        as_llama = SimpleNamespace(  # what LlamaAttention reads of a configuration
+            head_dim=own.size,
+            rope_parameters=config.rope_parameters,
+            layer_types=[sliding] * config.num_hidden_layers,
+            sliding_window=own.window,
+        )
+        options |= {"bias": own.bias, "bias_o_proj": own.output_bias}
+        super().__init__(as_llama, hidden_size, own.heads, own.kv_heads, prefix=prefix, **options)
+        shift_options = shift_options_of(config)
+        self.shift = None
+        if shift_options.targets:
+            self.shift = PagedShift(own.kv_heads, own.size, shift_options, f"{prefix}.shift")
+        self.qk_norm = own.qk_norm
+        if own.qk_norm:
+            self.q_norm = RMSNorm(own.size, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(own.size, eps=config.rms_norm_eps)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """(P, E) of (P, E)."""
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        if self.shift is not None:
+            k, v = self.shift.shift(k, v)
+        if self.qk_norm:
+            q, k = self._normalised(self.q_norm, q), self._normalised(self.k_norm, k)
+        q, k = self.rotary_emb(positions, q, k)
+        output, _ = self.o_proj(self.attn(q, k, v))
+        return output
+
+    def _normalised(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        return norm(x.view(*x.shape[:-1], -1, self.head_dim)).view(x.shape)
+
+
+def shift_options_of(config: Any) -> ShiftOptions:
+    """Those of a configuration; Baichuan-M1's has but targets and window."""
+    if hasattr(config, "shift_constraint"):
+        return ShiftOptions.of(config)
+    return ShiftOptions(targets=config.shift_targets, window=config.shift_window)
