@@ -1,4 +1,4 @@
-"""These tests need vLLM, which has an environment of its own: `make test-vllm` runs them, `make test` leaves them out."""
+"""These tests need vLLM, which has an environment of its own: `make test-vllm` runs them, `make test` does not."""
 
 from importlib.util import find_spec
 
