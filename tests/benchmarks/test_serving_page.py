@@ -1,0 +1,101 @@
+"""The tables on serving, from rows made by hand; the committed page is what the committed rows give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshift.benchmarks import serving_page
+from kvshift.benchmarks.serving_page import MARKERS, main, rendered
+
+ROOT = Path(__file__).parents[2]
+STAMP: dict[str, Any] = {
+    "shape": {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "dtype": "float32",
+    },
+    "versions": {"vllm": "0.32.0", "torch": "2.13.0"},
+    "hardware": {"cpu": "AMD EPYC", "cores": 2},
+    "commit": "0123456789",
+    "started": "2026-11-23T00:00:00+00:00",
+}
+
+
+def speed(part: str, seconds: tuple[float, float], ratio: tuple[float, float, float], **sizes: int) -> list[dict]:
+    low, middle, high = ratio
+    common = {"part": part, "rounds": 20, "eager": False, **sizes, **STAMP}
+    ours = {"seconds": seconds[1], "ratio": middle, "ratio_quartiles": [low, high]}
+    theirs = {"seconds": seconds[0], "ratio": 1.0, "ratio_quartiles": [1.0, 1.0]}
+    return [{**common, "model": "vLLM's Llama", **theirs}, {**common, "model": "KVShiftLlama", **ours}]
+
+
+def capacity(model: str, block_size: int, share: float) -> list[dict]:
+    common = {"part": "capacity", "model": model, "block_size": block_size, **STAMP}
+    return [
+        {**common, "tokens": tokens, "asynchronous": asynchronous, "share": share * (2 if asynchronous else 1)}
+        for tokens in (128, 2048)
+        for asynchronous in (False, True)
+    ]
+
+
+def test_speed() -> None:
+    rows = [
+        *speed("prompts", (2.0, 2.1), (1.01, 1.05, 1.09), requests=16, prompt_tokens=512, new_tokens=1),
+        *speed("both", (4.0, 4.0), (0.98, 1.0, 1.02), requests=16, prompt_tokens=256, new_tokens=64),
+        *speed("first token", (0.25, 0.3), (1.1, 1.2, 1.3), requests=1, prompt_tokens=512, new_tokens=1),
+    ]
+    table = rendered([], rows).splitlines()
+    assert table[2:5] == [
+        "| prompts | 16 | 512, 1 | 4,096 tokens/s | 3,901 tokens/s | 1.050 (1.010 to 1.090) |",
+        "| both | 16 | 256, 64 | 256 tokens/s | 256 tokens/s | 1.000 (0.980 to 1.020) |",
+        "| first token | 1 | 512, 1 | 0.250 s | 0.300 s | 1.200 (1.100 to 1.300) |",
+    ]
+    assert "commit 01234567, 2026-11-23" in "\n".join(table)
+
+
+def test_capacity() -> None:
+    rows = [*capacity("vLLM's Llama", 16, 0), *capacity("vLLM's Llama", 128, 0)]
+    rows += [*capacity("KVShiftLlama", 128, 0.0078), *capacity("KVShiftLlama", 16, 0.0588)]
+    table = rendered(rows, []).splitlines()
+    assert table[:4] == [
+        "| block size | 128 tokens | 2,048 tokens |",
+        "|---:|---:|---:|",
+        "| 16 | 5.9 %, 11.8 % | 5.9 %, 11.8 % |",
+        "| 128 | 0.8 %, 1.6 % | 0.8 %, 1.6 % |",
+    ]
+
+
+def test_the_page_is_written_between_its_markers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results" / "serving").mkdir(parents=True)
+    page = tmp_path / "docs" / "performance.md"
+    page.write_text("before\nafter\n")
+    assert main([]) == 1
+    assert "has lost a marker" in capsys.readouterr().err
+    page.write_text(f"before\n{MARKERS[0]}old\n{MARKERS[1]}after\n")
+    rows = capacity("vLLM's Llama", 16, 0) + capacity("KVShiftLlama", 16, 0.5)
+    (tmp_path / "results" / "serving" / "capacity.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["--check"]) == 1
+    assert "make results" in capsys.readouterr().err
+    assert main([]) == 0
+    assert main(["--check"]) == 0
+    text = page.read_text()
+    assert text.startswith(f"before\n{MARKERS[0]}")
+    assert text.endswith(f"{MARKERS[1]}after\n")
+    assert "| 16 | 50.0 %, 100.0 % | 50.0 %, 100.0 % |" in text
+    assert "old" not in text
+    assert main(["now"]) == 2
+
+
+def test_the_committed_page_is_what_the_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert serving_page.main(["--check"]) == 0
