@@ -38,7 +38,7 @@ test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/stamp  ## Run the tests that need vLLM, in an environment of its own
-	@TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q tests/vllm $(ARGS)
+	@TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no tests/vllm $(ARGS)
 
 .PHONY: smollm
 smollm: .venv/stamp  ## Convert a small trained model into the cache, once, and run the tests on it

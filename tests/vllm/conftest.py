@@ -1,5 +1,52 @@
-"""These tests need vLLM, which has an environment of its own: `make test-vllm` runs them, `make test` does not."""
+"""Tests of the models in vLLM. Where it is not installed they are left out; `make test-vllm` has an environment for it.
 
+vLLM's engine runs in the process of the tests, where its scheduler can be watched, but for the few tests of several
+processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
+import pytest
+import torch
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 collect_ignore_glob = [] if find_spec("vllm") else ["*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "ignore")  # vLLM's dependencies have many, of their authors' style
+
+
+@pytest.fixture(autouse=True, scope="session")
+def memory_that_nobody_wrote_is_nan() -> None:
+    """Not here: vLLM fills buffers only as far as it reads them, and masks the rest."""
+    return
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a model of `tiny_models.py`, by name."""
+    from .tiny_models import TINY_MODELS
+
+    folders: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            torch.manual_seed(7)
+            TINY_MODELS[name]().save_pretrained(folders[name])
+        return folders[name]
+
+    return folder

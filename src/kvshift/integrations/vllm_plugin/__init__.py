@@ -4,25 +4,23 @@ vLLM finds `register` by the entry point "kvshift" of "vllm.general_plugins" and
 """
 
 _MODELS = "kvshift.integrations.vllm_plugin.served_models"
-_ARCHITECTURES = {
-    "KVShiftLlamaForCausalLM": "ServedLlama",
-    "KVShiftMistralForCausalLM": "ServedLlama",
-    "KVShiftQwen2ForCausalLM": "ServedLlama",
-    "KVShiftQwen3ForCausalLM": "ServedLlama",
-}
 
 
 def register() -> None:
     """Make configurations and models known to vLLM; may be called again."""
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    import kvshift.models.baichuan_m1
-    import kvshift.models.llama
-    import kvshift.models.retrofit  # noqa: F401
+    import kvshift.models.baichuan_m1  # noqa: F401  # which makes its configuration known
+    from kvshift.integrations.vllm_plugin.start_checks import ShiftChecks
+    from kvshift.models.retrofit import FAMILIES
 
-    for architecture, name in _ARCHITECTURES.items():
+    models = [model.__name__ for family in FAMILIES for model in family.models.values()]  # the checks refuse some
+    served = dict.fromkeys(models, "ServedLlama") | {"BaichuanM1ForCausalLM": "ServedBaichuanM1"}
+    for architecture, name in served.items():
         ModelRegistry.register_model(architecture, f"{_MODELS}:{name}")
+        MODELS_CONFIG_MAP[architecture] = ShiftChecks
     operators = CompilationConfig._attention_ops
     if "vllm::kv_shift" not in operators:
         operators.append("vllm::kv_shift")  # graphs are captured between these operators, not through them

@@ -29,8 +29,9 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
+from kvshift.integrations.vllm_plugin.state_blocks import ShiftStateSpec
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.ops import ShiftState
 from kvshift.ops.shift import shift_keys_values
@@ -44,8 +45,10 @@ class PagedShiftMetadata(AttentionMetadata):
     """P; what a CUDA graph pads the batch with comes behind."""
     cu_seqlens: Tensor
     """(S + 1,) where each sequence's piece begins in the pack."""
+    stored: Tensor
+    """Which tokens have a block: indices on a CPU, elsewhere booleans (P,), since the host does not wait for them."""
     own: tuple[Tensor, Tensor]
-    """(P,) each: block of a token, and its place in the block."""
+    """Block of each of them, or of each token, and its place in the block."""
     before: tuple[Tensor, Tensor]
     """(S, W - 1) each: those of the tokens before each piece, the newest last."""
     began: Tensor
@@ -73,6 +76,10 @@ class PagedShiftMetadataBuilder(AttentionMetadataBuilder[PagedShiftMetadata]):
         cu_seqlens = batch.query_start_loc[: batch.num_reqs + 1]
         num_tokens = int(batch.query_start_loc_cpu[batch.num_reqs])
         slots = batch.slot_mapping[:num_tokens]
+        stored = slots >= block_size  # the first block is the null block: see `state_blocks.py`
+        if stored.is_cpu:
+            stored = stored.nonzero()[:, 0]
+            slots = slots[stored]
         first = batch.seq_lens[: batch.num_reqs] - cu_seqlens.diff()  # position of the first token of each piece
         lags = torch.arange(1 - self.layer.options.window, 0, device=first.device)
         before = first[:, None] + lags
@@ -82,6 +89,7 @@ class PagedShiftMetadataBuilder(AttentionMetadataBuilder[PagedShiftMetadata]):
         return PagedShiftMetadata(
             num_tokens=num_tokens,
             cu_seqlens=cu_seqlens,
+            stored=stored,
             own=(slots // block_size, slots % block_size),
             before=(blocks, before % block_size),
             began=began,
@@ -143,12 +151,13 @@ class PagedShift(KVShift, AttentionLayerBase):
         return PagedShiftBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        return SlidingWindowSpec(
+        return ShiftStateSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=next(self.parameters(recurse=False)).shape[0],
             head_size=self.head_size,
             dtype=self.dtype,
             sliding_window=self.options.window,
+            extra_retained_tokens=2 * vllm_config.num_speculative_tokens,  # of two steps in flight
         )
 
     def shift(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,10 +170,12 @@ class PagedShift(KVShift, AttentionLayerBase):
         """Shifted k and v, (P, G, D) each."""
         cache, size = self.kv_cache, self.head_size
         blocks, places = metadata.own
+        stored = metadata.stored
         # First every token of the batch is written, then what comes before each piece is read: a sequence may hit a
         # block of the prefix cache that another one of this batch is filling.
-        cache[blocks, :, places, :size] = k
-        cache[blocks, :, places, size:] = v
+        for x, numbers in ((k, slice(size)), (v, slice(size, None))):
+            kept = torch.where(stored[:, None, None], x, 0) if stored.dtype == torch.bool else x[stored]
+            cache[blocks, :, places, numbers] = kept
         blocks, places = metadata.before
         rows = torch.where(metadata.began[..., None, None], cache[blocks, :, places], 0)
         k_hat, v_hat, _ = shift_keys_values(

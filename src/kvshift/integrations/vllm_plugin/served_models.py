@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 from kvshift.integrations.vllm_plugin.served_attention import ShiftedLlamaAttention
+from kvshift.integrations.vllm_plugin.start_checks import refuse_as_draft
+from kvshift.models.baichuan_m1.layout import to_coefficients
+
+_COEFFICIENTS = {"conv_k": "shift.alpha", "conv_v": "shift.beta", "K": "shift.alpha", "V": "shift.beta"}
 
 
 class ShiftedLlamaDecoderLayer(LlamaDecoderLayer):
@@ -21,4 +28,25 @@ class ServedLlama(LlamaForCausalLM):
     """KVShiftLlama, and retrofitted Llama, Mistral, Qwen2 and Qwen3."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        refuse_as_draft(prefix)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=ShiftedLlamaDecoderLayer)
+
+
+class ServedBaichuanM1(ServedLlama):
+    """Baichuan-M1 from its released layout; the rows of the head are brought to length 1 when they are loaded."""
+
+    packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping | {"qkv_proj": ["qkv_proj"]}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights(self._renamed(weights))
+
+    @staticmethod
+    def _renamed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights:
+            start, _, last = name.rpartition(".")
+            if start.endswith(".self_attn") and last in _COEFFICIENTS:
+                name, weight = f"{start}.{_COEFFICIENTS[last]}", to_coefficients(weight)
+            elif name == "lm_head.weight":
+                wide = weight.float()
+                weight = (wide / (torch.linalg.vector_norm(wide, dim=1, keepdim=True) + 1e-7)).to(weight.dtype)
+            yield name.replace("W_pack", "qkv_proj"), weight

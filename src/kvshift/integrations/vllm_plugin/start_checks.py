@@ -1,0 +1,106 @@
+"""What of vLLM the models with a shift cannot do, or has not been tested with them, is refused by name at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
+
+FAMILIES = ("kvshift_llama", "kvshift_mistral", "kvshift_qwen2", "kvshift_qwen3", "baichuan_m1")
+_ROTARY = ("default", "linear", "llama3")
+_DRAFTS = ("ngram", "draft_model")
+_CPU_BLOCK = 32  # tokens; the fewest that vLLM's attention takes on a CPU
+
+
+class ShiftChecks(VerifyAndUpdateConfig):
+    """vLLM calls it for every model of ours once its options are known, before anything is loaded."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Raise a ValueError that names every option which is refused, and why.
+
+        On a CPU blocks are of 32 tokens where the user does not say otherwise, not of vLLM's 128: a request holds a
+        block or two for its raw keys and values, however short it is.
+        """
+        faults = [*_model_faults(vllm_config), *_option_faults(vllm_config)]
+        if faults:
+            raise ValueError(f"vLLM cannot serve this model with KV shift so: {'; '.join(faults)}")
+        cache = vllm_config.cache_config
+        if current_platform.is_cpu() and not cache.user_specified_block_size:
+            cache.block_size, cache.user_specified_block_size = _CPU_BLOCK, True
+
+
+def refuse_as_draft(prefix: str) -> None:
+    """Raise a ValueError where the model of this name drafts for another one."""
+    if prefix.startswith("draft_model"):
+        raise ValueError(
+            "speculative_config: the draft model must have no KV shift: vLLM keeps all caches of a draft model in one "
+            "group, and raw keys and values need one of their own"
+        )
+
+
+def _model_faults(vllm_config: VllmConfig) -> Iterator[str]:
+    model = vllm_config.model_config
+    config: Any = model.hf_config
+    if config.model_type not in FAMILIES:
+        yield f"model_type must be one of {', '.join(FAMILIES)}, got {config.model_type!r}"
+        return
+    architecture = (config.architectures or [""])[0]
+    if not architecture.endswith("ForCausalLM"):
+        yield f"architectures must be a causal language model, got {architecture!r}"
+    if "q" in config.shift_targets:
+        yield f"shift_targets must be keys and values, got {config.shift_targets!r}: raw queries are not kept"
+    if config.sliding_window is not None and config.sliding_window <= config.shift_window:
+        yield f"sliding_window must be larger than shift_window, {config.shift_window}; got {config.sliding_window}"
+    rotary = config.rope_parameters
+    if rotary.get("rope_type", "default") not in _ROTARY or rotary.get("partial_rotary_factor", 1) != 1:
+        yield f"rope_parameters must rotate whole heads and be of type {', '.join(_ROTARY)}; got {rotary}"
+    if not getattr(config, "is_causal", True):
+        yield "is_causal must be True"
+    if config.model_type == "baichuan_m1" and config.tie_word_embeddings:
+        yield "tie_word_embeddings must be False: the rows of the head are brought to length 1, embeddings are not"
+
+
+def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    drafts, compilation = vllm_config.speculative_config, vllm_config.compilation_config
+    if model.runner_type != "generate":
+        yield f"runner must be generate, got {model.runner_type!r}"
+    if model.quantization is not None:
+        yield f"quantization is not tested, got {model.quantization!r}"
+    if model.enable_prompt_embeds:
+        yield "enable_prompt_embeds is not tested"
+    own = {"auto", str(model.dtype).removeprefix("torch.")}
+    if cache.cache_dtype not in own:
+        yield f"kv_cache_dtype must be one of {', '.join(sorted(own))}, got {cache.cache_dtype!r}"
+    if cache.kv_sharing_fast_prefill:
+        yield "kv_sharing_fast_prefill must be off: raw keys and values of every token are needed"
+    if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
+        yield "kv_transfer_config and kv_offloading_size must be left out: raw keys and values would stay behind"
+    for name in (
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, name) != 1:
+            yield f"{name} must be 1, got {getattr(parallel, name)}: it is not tested"
+    if parallel.enable_dbo or parallel.ubatch_size:
+        yield "enable_dbo and ubatch_size must be left out: a batch in halves is not tested"
+    if vllm_config.lora_config is not None:
+        yield "enable_lora is not tested: merge the adapter into the model (PEFT's merge_and_unload)"
+    offload = vllm_config.offload_config
+    if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+        yield "cpu_offload_gb and offload_group_size must be 0: coefficients would not be where they are read"
+    if drafts is not None and drafts.method not in _DRAFTS:
+        yield f"speculative_config must be of method {' or '.join(_DRAFTS)}, got {drafts.method!r}"
+    if drafts is not None and drafts.enable_adaptive_verification:
+        yield "enable_adaptive_verification of speculative_config is not tested"
+    if compilation.use_inductor_graph_partition:
+        yield "use_inductor_graph_partition is not tested"
+    splitting = compilation.splitting_ops
+    if splitting is not None and "vllm::kv_shift" not in splitting:
+        yield "splitting_ops must be left out, or have vllm::kv_shift"

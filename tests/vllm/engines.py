@@ -1,0 +1,128 @@
+"""An engine of vLLM in this process, whose scheduler is watched, and the comparison with the model in transformers."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.outputs import RequestOutput
+
+Prompt = Sequence[int]
+
+
+class Engine:
+    """vLLM with a model, and what its scheduler did.
+
+    Attributes:
+        pieces: by request, how many tokens of it each step computed.
+        preemptions: how often a running request lost its blocks.
+        drafted, rejected: numbers of draft tokens.
+    """
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        options = {"dtype": "float32", "block_size": 32, "num_gpu_blocks_override": 512} | options
+        self.llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, max_model_len=384, seed=0, **options)
+        self.scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.pieces: defaultdict[str, list[int]] = defaultdict(list)
+        self.preemptions = self.drafted = self.rejected = 0
+        self._watch()
+
+    def _watch(self) -> None:
+        schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
+        preempt = self.scheduler._preempt_request
+
+        def watched_schedule(*args: Any, **options: Any) -> Any:
+            planned = schedule(*args, **options)
+            for request, tokens in planned.num_scheduled_tokens.items():
+                self.pieces[request].append(tokens)
+            return planned
+
+        def watched_update(planned: Any, output: Any) -> Any:
+            for request, drafts in planned.scheduled_spec_decode_tokens.items():
+                sampled = output.sampled_token_ids[output.req_id_to_index[request]]
+                self.drafted += len(drafts)
+                self.rejected += len(drafts) + 1 - len(sampled)
+            return update(planned, output)
+
+        def watched_preempt(*args: Any, **options: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **options)
+
+        self.scheduler.schedule = watched_schedule
+        self.scheduler.update_from_output = watched_update
+        self.scheduler._preempt_request = watched_preempt
+
+    def generate(self, prompts: Sequence[Prompt], tokens: int = 16) -> list[RequestOutput]:
+        """Greedy, all prompts in one batch; the logprob of each token beside it."""
+        greedy = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, ignore_eos=True, detokenize=False)
+        requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return self.llm.generate(requests, greedy, use_tqdm=False)
+
+    def chunks(self, output: RequestOutput) -> int:
+        """In how many pieces the prompt of a request was computed."""
+        computed = len(output.prompt_token_ids or ()) - (output.num_cached_tokens or 0)
+        (pieces,) = (self.pieces[name] for name in self.pieces if name.rpartition("-")[0] == output.request_id)
+        return 1 + sum(total < computed for total in accumulate(pieces))
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[Engine]:
+    """An engine that is gone afterwards, so that the next one finds the process as this one did."""
+    running = Engine(folder, **options)
+    try:
+        yield running
+    finally:
+        running.llm.llm_engine.engine_core.shutdown()
+        del running
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def different(model: PreTrainedModel, outputs: Sequence[RequestOutput], tolerance: float = 1e-4) -> list[str]:
+    """What of vLLM's answers is not the model's own: each token must be the likeliest, with the model's logprob.
+
+    Then all of a sequence are those of greedy decoding, by induction.
+    """
+    faults = []
+    for output in outputs:
+        prompt, answer = list(output.prompt_token_ids or ()), output.outputs[0]
+        tokens = torch.tensor(answer.token_ids)
+        with torch.no_grad():
+            whole = torch.tensor([[*prompt, *answer.token_ids]])
+            logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1)
+        picked = expected.gather(1, tokens[:, None])[:, 0]
+        own = torch.tensor(
+            [by[token].logprob for by, token in zip(answer.logprobs or (), answer.token_ids, strict=True)]
+        )
+        wrong = (expected.argmax(-1) != tokens) | ((own - picked).abs() > tolerance)
+        if len(own) != len(tokens) or wrong.any():
+            first = int(wrong.nonzero()[0]) if wrong.any() else len(own)
+            faults.append(
+                f"{len(prompt)} tokens, {output.num_cached_tokens} of them cached: token {first} of the answer"
+            )
+    return faults
+
+
+def drawn(*lengths: int, seed: int = 0, vocabulary: int = 97) -> list[list[int]]:
+    """Prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def count(outputs: Sequence[RequestOutput]) -> Counter[int]:
+    """How many requests hit the prefix cache with how many tokens."""
+    return Counter(output.num_cached_tokens or 0 for output in outputs)

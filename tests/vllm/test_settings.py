@@ -1,0 +1,181 @@
+"""vLLM's answers are the model's own, token by token, in every way in which its scheduler can cut up the work.
+
+Each test asserts that what it is about did happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+
+from .engines import Engine, count, different, drawn, engine
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Checkpoint) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return KVShiftLlamaForCausalLM.from_pretrained(folder).eval()
+
+
+def test_prompts_of_different_lengths_in_one_batch(folder: Path, model: Any) -> None:
+    lengths = [1, 1, 2, 3, 5, 13, 31, 32, 33, 63, 64, 65, 95, 96, 97, 128, 170, 255, 256, 300] * 2
+    with engine(folder) as running:
+        outputs = running.generate(drawn(*lengths), tokens=24)
+    assert different(model, outputs) == []
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_prompts_in_chunks(folder: Path, model: Any, chunk: int) -> None:
+    with engine(folder, long_prefill_token_threshold=chunk, enable_chunked_prefill=True) as running:
+        outputs = running.generate(drawn(*range(1, 120, 3), seed=chunk))
+        chunks = [running.chunks(output) for output in outputs]
+    assert max(chunks) >= 118 // chunk
+    assert different(model, outputs) == []
+
+
+def test_a_small_budget_of_tokens_for_each_step(folder: Path, model: Any) -> None:
+    with engine(folder, max_num_batched_tokens=16, max_num_seqs=8) as running:
+        outputs = running.generate(drawn(*range(1, 120, 3), seed=3))
+        chunks = [running.chunks(output) for output in outputs]
+    assert max(chunks) > 7
+    assert different(model, outputs) == []
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_prefix_hits_of_every_length_around_the_edges_of_blocks(folder: Path, model: Any, block_size: int) -> None:
+    first, second = drawn(2 * block_size + 3, 2 * block_size + 3, seed=block_size)
+    shared = [*range(block_size - 2, block_size + 3), *range(2 * block_size - 2, 2 * block_size + 3)]
+    prompts = [[*first[:length], *second[length:]] for length in shared] + [first[:length] for length in shared]
+    retention = {"prefix_cache_retention_interval": block_size}
+    with engine(folder, block_size=block_size, num_gpu_blocks_override=256, **retention) as running:
+        outputs = [output for _ in range(2) for output in running.generate(prompts, tokens=8)]
+        hits = count(outputs)
+        places = {layer.kv_cache.shape[2] for layer in shifts(running)}
+    assert hits[block_size] > 0
+    assert hits[2 * block_size] > 0
+    assert places == {block_size}
+    assert different(model, outputs) == []
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"prefix_cache_retention_interval": None}, {"disable_hybrid_kv_cache_manager": True}]
+)
+def test_a_prefix_is_hit_by_requests_of_the_same_batch(folder: Path, model: Any, options: dict[str, Any]) -> None:
+    start, *ends = drawn(100, *[5] * 12, seed=9)
+    with engine(folder, max_num_batched_tokens=256, **options) as running:
+        outputs = running.generate([[*start, *end] for end in ends] + [start] * 4)
+        outputs += running.generate([[*start, *end, 1] for end in ends] + [start, start[:70]])
+    assert sum(hits * requests for hits, requests in count(outputs).items()) > 1000
+    assert different(model, outputs) == []
+
+
+def test_preempted_requests_begin_again(folder: Path, model: Any) -> None:
+    with engine(folder, num_gpu_blocks_override=40, max_num_seqs=16) as running:
+        outputs = running.generate(drawn(*range(60, 100), seed=4), tokens=64)
+        preemptions, free = running.preemptions, running.free_blocks
+    assert preemptions > 0
+    assert free == 39  # all but the null block
+    assert different(model, outputs) == []
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_drafts_by_n_grams(folder: Path, model: Any, block_size: int) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    prompts = [piece * 4 for piece in drawn(*range(2, 42), seed=5)]
+    with engine(folder, speculative_config=drafts, block_size=block_size) as running:
+        outputs = running.generate(prompts, tokens=40)
+        drafted, rejected = running.drafted, running.rejected
+    assert rejected > 100
+    assert drafted - rejected > 0
+    assert different(model, outputs) == []
+
+
+def test_drafts_by_a_model(folder: Path, model: Any, checkpoint: Checkpoint) -> None:
+    drafts = {"method": "draft_model", "model": str(checkpoint("draft")), "num_speculative_tokens": 3}
+    with engine(folder, speculative_config=drafts) as running:
+        outputs = running.generate(drawn(*range(1, 120, 3), seed=6))
+        rejected = running.rejected
+    assert rejected > 100
+    assert different(model, outputs) == []
+
+
+def test_all_at_once(folder: Path, model: Any) -> None:
+    """Chunks, hits, preemption and rejected drafts in one batch."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    start, *ends = drawn(70, *range(20, 60), seed=8)
+    options = {"max_num_batched_tokens": 48, "max_num_seqs": 16, "num_gpu_blocks_override": 48}
+    with engine(folder, speculative_config=drafts, **options) as running:
+        outputs = [output for _ in range(2) for output in running.generate([[*start, *end] for end in ends], tokens=48)]
+        assert running.preemptions > 0
+        assert running.rejected > 0
+        assert max(running.chunks(output) for output in outputs if not output.num_cached_tokens) > 1
+        assert running.free_blocks == 47
+    assert max(count(outputs)) > 0
+    assert different(model, outputs) == []
+
+
+def test_aborted_requests_leave_the_others_alone(folder: Path, model: Any) -> None:
+    prompts = drawn(*range(30, 70), seed=11)
+    greedy = SamplingParams(temperature=0, max_tokens=24, logprobs=1, ignore_eos=True, detokenize=False)
+    with engine(folder, max_num_batched_tokens=64, max_num_seqs=16) as running:
+        free = running.free_blocks
+        core: Any = running.llm.llm_engine
+        for i, prompt in enumerate(prompts):
+            core.add_request(str(i), {"prompt_token_ids": prompt}, greedy)
+        outputs, steps = [], 0
+        while core.has_unfinished_requests():
+            outputs += [output for output in core.step() if output.finished]
+            steps += 1
+            if steps % 4 == 0:
+                core.abort_request(
+                    [str(steps // 4 * 3)]
+                )  # one that computes its prompt, one that answers, or one that waits
+        assert len(outputs) < len(prompts) - 5
+        assert running.free_blocks == free
+        outputs += running.generate(prompts)
+    assert different(model, outputs) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(folder: Path, dtype: torch.dtype) -> None:
+    """Sums are rounded in another order, so tokens may differ; logprobs stay within what the dtype resolves."""
+    model = KVShiftLlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with engine(folder, dtype=str(dtype).removeprefix("torch.")) as running:
+        outputs = running.generate(drawn(*range(1, 120, 3), seed=12), tokens=4)
+    errors = torch.tensor(logprob_errors(model, outputs))
+    assert errors.mean() < 12 * torch.finfo(dtype).eps
+
+
+def logprob_errors(model: Any, outputs: list[Any]) -> list[float]:
+    errors = []
+    for output in outputs:
+        prompt, answer = output.prompt_token_ids, output.outputs[0]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *answer.token_ids]]), use_cache=False).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        expected = logits.float().log_softmax(-1)
+        errors += [
+            abs(by[token].logprob - float(row[token]))
+            for by, token, row in zip(answer.logprobs, answer.token_ids, expected, strict=True)
+        ]
+    return errors
+
+
+def shifts(running: Engine) -> list[Any]:
+    """The shifts of all layers."""
+    (model,) = running.llm.apply_model(lambda model: model)
+    return [layer.self_attn.shift for layer in model.model.layers]

