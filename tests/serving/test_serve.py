@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from kvshift.cli import main
 from kvshift.lab.data.tokenizers import train_bpe
+from kvshift.models.retrofit import add_kv_shift
 from kvshift.serving import serve as command
 from kvshift.serving import vllm_command
 from kvshift.serving.reaper import MARK
@@ -215,12 +216,14 @@ def test_no_such_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_model_that_the_plugin_does_not_serve(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = run / "model" / "config.json"
-    saved = json.loads(config.read_text())
-    config.write_text(json.dumps({**saved, "architectures": ["KVShiftLlamaForSequenceClassification"]}))
-    assert refused(capsys, run).startswith(
-        f"kvshift serve: model: {run / 'model'} is a KVShiftLlamaForSequenceClassification, "
-        "which the plugin does not serve; it serves KVShiftLlamaForCausalLM"
+    for name in ("config.json", "model.safetensors"):
+        (run / "model" / name).unlink()
+    add_kv_shift(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=277))).save_pretrained(
+        run / "model"
+    )
+    assert refused(capsys, run) == (
+        f"kvshift serve: model: {run / 'model'} is a kvshift_gpt2, which the plugin does not serve; "
+        f"it serves {', '.join(command.FAMILIES)}\n"
     )
 
 

