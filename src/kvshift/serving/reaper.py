@@ -1,45 +1,42 @@
-"""Ends what a server has started and left behind: `python -m kvshift.serving.reaper MARK`, with a pipe as its input.
+"""Ends what a server has started and left behind: `python -m kvshift.serving.reaper PID`, with a pipe as its input.
 
-The input ends when the server does, by whatever signal. The server was started with the mark in its environment, which
-every process that it starts inherits.
+The input ends when the server does, by whatever signal. Until then the processes below the server are looked for again
+and again: afterwards they are nobody's children.
 """
 
 from __future__ import annotations
 
-import os
+import select
 import sys
 from contextlib import suppress
+from typing import IO
 
 import psutil
 
-__all__ = ["MARK", "end_all", "marked"]
+__all__ = ["end_all", "watch"]
 
-MARK = "KVSHIFT_SERVER"
-_SECONDS = 10.0  # to end in, after which processes are killed
-
-
-def marked(mark: str) -> list[psutil.Process]:
-    """The processes with this mark, but for this one."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process)
-        except (psutil.Error, OSError):  # it has ended, or is somebody else's
-            continue
-    return found
+_INTERVAL = 2.0  # seconds
+_PATIENCE = 10.0  # seconds that processes have to end in before they are killed
 
 
-def end_all(processes: list[psutil.Process]) -> None:
+def watch(server: psutil.Process, pipe: IO[bytes]) -> set[psutil.Process]:
+    """Wait until the pipe ends; returns the processes seen below the server, but for this one."""
+    seen: set[psutil.Process] = set()
+    while not select.select([pipe], [], [], _INTERVAL)[0]:
+        with suppress(psutil.Error):
+            seen |= set(server.children(recursive=True))
+    return seen - {psutil.Process()}
+
+
+def end_all(processes: set[psutil.Process]) -> None:
     """Ask them to end, and kill those that have not after a while."""
     for process in processes:
         with suppress(psutil.Error):
             process.terminate()
-    for process in psutil.wait_procs(processes, timeout=_SECONDS)[1]:
+    for process in psutil.wait_procs(processes, timeout=_PATIENCE)[1]:
         with suppress(psutil.Error):
             process.kill()
 
 
 if __name__ == "__main__":
-    sys.stdin.buffer.read()
-    end_all(marked(sys.argv[1]))
+    end_all(watch(psutil.Process(int(sys.argv[1])), sys.stdin.buffer))

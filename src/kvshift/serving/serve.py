@@ -9,7 +9,6 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from packaging.requirements import Requirement
 
@@ -18,7 +17,6 @@ from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
 from kvshift.lab.messages import say
 from kvshift.lab.runs.loading import load_config, load_tokenizer, locate
-from kvshift.serving.reaper import MARK
 from kvshift.serving.serve_config import ServeOptions
 
 __all__ = ["ServeOptions", "serve"]
@@ -40,7 +38,7 @@ def serve(options: ServeOptions) -> None:
             plugin; there is no such model, or the plugin does not serve it.
     """
     require_vllm()
-    environment = with_plugin(os.environ) | {MARK: uuid4().hex}
+    environment = with_plugin(os.environ)
     folder, tokenizer = locate(options.checkpoint, _say)
     require_served(folder, tokenizer)
     arguments = vllm_arguments(options, folder, tokenizer)

@@ -14,8 +14,6 @@ import subprocess
 import sys
 from importlib import metadata
 
-from kvshift.serving.reaper import MARK
-
 __all__ = ["main"]
 
 _version = metadata.version
@@ -31,10 +29,10 @@ def _version_of_either(name: str) -> str:
 
 
 def start_reaper() -> None:
-    """Have all processes with this one's mark ended when it is gone; `kvshift serve` gives it one."""
+    """Have the processes below this one ended when it is gone."""
     read_end, write_end = os.pipe()  # the other end is open as long as this process lives
     os.register_at_fork(after_in_child=lambda: os.close(write_end))
-    command = [sys.executable, "-m", "kvshift.serving.reaper", os.environ[MARK]]
+    command = [sys.executable, "-m", "kvshift.serving.reaper", str(os.getpid())]
     subprocess.Popen(command, stdin=read_end, start_new_session=True)
     os.close(read_end)
 
@@ -42,8 +40,7 @@ def start_reaper() -> None:
 def main() -> None:
     """Run vLLM's command on the arguments of this process."""
     metadata.version = _version_of_either
-    if MARK in os.environ:
-        start_reaper()
+    start_reaper()
     from vllm.entrypoints.cli.main import main as vllm  # type: ignore[import-not-found]
 
     vllm()
