@@ -15,8 +15,19 @@ from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.outputs import RequestOutput
+from vllm.triton_utils import dispatcher
 
 Prompt = Sequence[int]
+
+
+def _register_once(overrides: Any, register: Any = dispatcher.register_kernels) -> None:
+    """vLLM puts its CPU kernels in place of others for each engine, and the second time trips over numba's modules."""
+    new = {name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry}
+    if new:
+        register(new)
+
+
+dispatcher.register_kernels = _register_once
 
 
 class Engine:

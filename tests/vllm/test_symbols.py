@@ -60,11 +60,6 @@ vllm.model_executor.models.utils
     extract_layer_index(layer_name, num_attn_module)
 vllm.model_executor.utils
     set_weight_attrs(weight, weight_attrs)
-vllm.platforms
-    current_platform
-    current_platform.is_cpu()
-vllm.utils.math_utils
-    cdiv(a, b)
 vllm.utils.torch_utils
     direct_register_custom_op(op_name, op_func, mutates_args, fake_impl, target_lib, dispatch_key, tags)
 vllm.v1.attention.backend
@@ -73,6 +68,7 @@ vllm.v1.attention.backend
     AttentionBackend.get_impl_cls()
     AttentionBackend.get_builder_cls()
     AttentionBackend.supported_dtypes
+    AttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
     AttentionCGSupport
     AttentionCGSupport.NEVER
     AttentionMetadata
@@ -80,58 +76,26 @@ vllm.v1.attention.backend
     AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
     AttentionMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)
     CommonAttentionMetadata
-vllm.v1.core.block_pool
-    BlockPool
-    BlockPool.get_new_blocks(self, num_blocks)
-    BlockPool.free_blocks(self, ordered_blocks)
-    BlockPool.get_num_free_blocks(self)
-vllm.v1.core.kv_cache_utils
-    KVCacheBlock
-vllm.v1.core.single_type_kv_cache_manager
-    SingleTypeKVCacheManager
-    SingleTypeKVCacheManager.__init__(self, kv_cache_spec, block_pool, enable_caching, kv_cache_group_id,
-        scheduler_block_size, dcp_world_size, pcp_world_size, needs_kv_cache_zeroing,
-        max_admission_blocks_per_request)
-    SlidingWindowManager
-    SlidingWindowManager.__init__(self, kv_cache_spec, **kwargs)
-    SlidingWindowManager.get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks,
-        total_computed_tokens, num_local_computed_tokens, num_tokens_main_model, apply_admission_cap,
-        prefill_end)
-    SlidingWindowManager.allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model)
-    SlidingWindowManager.cache_blocks(self, request, num_tokens, retention_interval, replay_boundaries)
-    SlidingWindowManager.reachable_block_mask(start_block, end_block, alignment_tokens, kv_cache_spec,
-        use_eagle, retention_interval, reachable_boundaries, dcp_world_size, final_segment_end_block)
-    SlidingWindowManager.get_num_skipped_tokens(self, num_computed_tokens)
-    SlidingWindowManager._remove_blocks_in_range(self, request_id, first_block, last_block)
-    SlidingWindowManager.pop_blocks_for_free(self, request_id)
-    SlidingWindowManager._get_num_evictable_blocks(blocks)
+    MultipleOf
 vllm.v1.kv_cache_interface
     AttentionSpec
+    FullAttentionSpec
     KVCacheSpec
     SlidingWindowSpec
     SlidingWindowSpec.__init__(self, block_size, dcp_sharded, block_stride_alignment, max_tp_shards,
         num_kv_heads, head_size, dtype, head_size_v, kv_quant_mode, page_size_padded, num_head_slots,
         state_content_bytes, tokens_per_state, sliding_window, extra_retained_tokens)
-    SlidingWindowSpec.max_memory_usage_bytes(self, vllm_config)
-vllm.v1.kv_cache_spec_registry
-    KVCacheSpecRegistry
-    KVCacheSpecRegistry.register(kvcache_spec_cls, manager_class, uniform_type_base_spec)
-    KVCacheSpecRegistry.check_kv_cache_spec_registry(kv_cache_spec)
-vllm.v1.request
-    Request
 """
 
 # What is read of an object that vLLM hands over, and where it is defined: by the source of its class.
 ATTRIBUTES = {
     "vllm.config:VllmConfig": (
-        "cache_config compilation_config kv_transfer_config lora_config max_concurrent_batches model_config "
+        "cache_config compilation_config kv_transfer_config lora_config model_config "
         "num_speculative_tokens offload_config parallel_config speculative_config"
     ),
-    "vllm.config:CacheConfig": (
-        "block_size cache_dtype kv_offloading_size kv_sharing_fast_prefill user_specified_block_size"
-    ),
+    "vllm.config:CacheConfig": ("block_size cache_dtype kv_offloading_size kv_sharing_fast_prefill"),
     "vllm.config:CompilationConfig": "splitting_ops static_forward_context use_inductor_graph_partition",
-    "vllm.config:ModelConfig": ("dtype enable_prompt_embeds hf_config max_model_len quantization runner_type"),
+    "vllm.config:ModelConfig": ("dtype enable_prompt_embeds hf_config quantization runner_type"),
     "vllm.config:ParallelConfig": (
         "data_parallel_size decode_context_parallel_size enable_dbo pipeline_parallel_size "
         "prefill_context_parallel_size ubatch_size"
@@ -145,14 +109,9 @@ ATTRIBUTES = {
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
         "block_table_tensor num_reqs query_start_loc query_start_loc_cpu seq_lens slot_mapping"
     ),
-    "vllm.v1.core.kv_cache_utils:KVCacheBlock": "is_null",
-    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
-        "_null_block block_pool block_size cache_hit_alignment_tokens kv_cache_spec num_cached_block req_to_blocks "
-        "use_eagle"
-    ),
-    "vllm.v1.kv_cache_interface:SlidingWindowSpec": "extra_retained_tokens sliding_window",
-    "vllm.v1.kv_cache_interface:KVCacheSpec": "block_size page_size_bytes",
-    "vllm.v1.request:Request": "request_id shared_prefix_boundary",
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window",
+    "vllm.v1.kv_cache_interface:KVCacheSpec": "block_size",
+    "vllm.v1.kv_cache_interface:AttentionSpec": "dtype head_size num_kv_heads tokens_per_state",
 }
 
 

@@ -7,12 +7,10 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
-from vllm.platforms import current_platform
 
 FAMILIES = ("kvshift_llama", "kvshift_mistral", "kvshift_qwen2", "kvshift_qwen3", "baichuan_m1")
 _ROTARY = ("default", "linear", "llama3")
 _DRAFTS = ("ngram", "draft_model")
-_CPU_BLOCK = 32  # tokens; the fewest that vLLM's attention takes on a CPU
 
 
 class ShiftChecks(VerifyAndUpdateConfig):
@@ -20,17 +18,10 @@ class ShiftChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Raise a ValueError that names every option which is refused, and why.
-
-        On a CPU blocks are of 32 tokens where the user does not say otherwise, not of vLLM's 128: a request holds a
-        block or two for its raw keys and values, however short it is.
-        """
+        """Raise a ValueError that names every option which is refused, and why."""
         faults = [*_model_faults(vllm_config), *_option_faults(vllm_config)]
         if faults:
             raise ValueError(f"vLLM cannot serve this model with KV shift so: {'; '.join(faults)}")
-        cache = vllm_config.cache_config
-        if current_platform.is_cpu() and not cache.user_specified_block_size:
-            cache.block_size, cache.user_specified_block_size = _CPU_BLOCK, True
 
 
 def refuse_as_draft(prefix: str) -> None:
