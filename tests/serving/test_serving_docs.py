@@ -1,0 +1,47 @@
+"""docs/serving.md names every option that the plugin refuses, and no other; vLLM is not needed for that."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CHECKS = ROOT / "src" / "kvshift" / "integrations" / "vllm_plugin" / "start_checks.py"
+PAGE = ROOT / "docs" / "serving.md"
+
+
+def refused() -> set[str]:
+    """The options that begin the messages of the plugin: "a must be ...", "a and b must be ...", and those of loops."""
+    names: set[str] = set()
+    tree = ast.parse(CHECKS.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Yield):
+            first = node.value.values[0] if isinstance(node.value, ast.JoinedStr) else node.value
+            if isinstance(first, ast.Constant):
+                found = re.match(r"(\w+)(?: and (\w+))? (?:must|is not|of)\b", str(first.value))
+                assert found is not None, first.value
+                names |= {name for name in found.groups() if name}
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
+            names |= {str(ast.literal_eval(one)) for one in node.iter.elts}
+    return names
+
+
+def test_the_page_names_what_is_refused() -> None:
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition("## What is refused\n")
+    rows = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert len(named) > 20
+    assert sorted(named) == sorted(refused())
+
+
+def test_the_command_knows_the_families_of_the_plugin() -> None:
+    from kvshift.serving.serve import FAMILIES
+
+    tree = ast.parse(CHECKS.read_text(encoding="utf-8"))
+    (families,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and [getattr(name, "id", "") for name in node.targets] == ["FAMILIES"]
+    ]
+    assert families == FAMILIES

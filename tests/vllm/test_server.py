@@ -1,0 +1,253 @@
+"""The server over HTTP: many clients of which some leave, requests that make no sense, and a kill while it answers.
+
+One server answers all tests of this file, in their order; the last one kills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from kvshift.lab.data.tokenizers import train_bpe
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+
+from .server import SECONDS, Server, body, free_port, serve, stream
+
+VOCABULARY, CONTEXT = 277, 512
+LENGTHS = (1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 257)
+REQUESTS, CLIENTS, TOKENS = 200, 32, 24
+FINISHED = "request_success_total/length"
+MARGIN = 1e-3  # what float32 may turn around in logits of about 1 is a thousand times smaller
+
+
+class Prompt(NamedTuple):
+    """A prompt and the tokens with which the model itself continues it."""
+
+    tokens: list[int]
+    answer: list[int]
+
+
+@torch.no_grad()
+def make_model() -> KVShiftLlamaForCausalLM:
+    """Weights so large that every prompt is continued otherwise, and that the shift decides by what."""
+    torch.manual_seed(0)
+    config = KVShiftLlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = KVShiftLlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            parameter.uniform_(-1, 1) if ".shift." in name else parameter.normal_(0, 0.15)
+    return model
+
+
+@torch.no_grad()
+def continued(model: KVShiftLlamaForCausalLM, prompts: Tensor) -> tuple[Tensor, Tensor]:
+    """The greedy tokens after prompts of one length, and by how much each of them leads at least."""
+    ids, cache, lead = prompts, None, torch.full((len(prompts),), float("inf"))
+    for step in range(TOKENS):
+        output = model(input_ids=ids if step == 0 else ids[:, -1:], past_key_values=cache, use_cache=True)
+        best = output.logits[:, -1].topk(2)
+        cache, lead = output.past_key_values, torch.minimum(lead, best.values[:, 0] - best.values[:, 1])
+        ids = torch.cat([ids, best.indices[:, :1]], dim=1)
+    return ids[:, prompts.shape[1] :], lead
+
+
+@pytest.fixture(scope="module")
+def model() -> KVShiftLlamaForCausalLM:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def prompts(model: KVShiftLlamaForCausalLM) -> list[Prompt]:
+    """As many as there are requests; those whose answer hangs on the last bits are left out."""
+    chance = torch.Generator().manual_seed(0)
+    found: list[Prompt] = []
+    for length in LENGTHS:
+        ids = torch.randint(1, VOCABULARY, (16, length), generator=chance)
+        answers, lead = continued(model, ids)
+        triples = zip(ids.tolist(), answers.tolist(), lead.tolist(), strict=True)
+        found += [Prompt(prompt, answer) for prompt, answer, least in triples if least > MARGIN]
+    assert len(found) >= REQUESTS
+    random.Random(0).shuffle(found)
+    return found[:REQUESTS]
+
+
+@pytest.fixture(scope="module")
+def run(model: KVShiftLlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `kvshift train` leaves it."""
+    run = tmp_path_factory.mktemp("runs") / "tiny"
+    tokenizer = train_bpe(iter(["to be or not to be, that is the question"]), VOCABULARY)
+    model.save_pretrained(run / "model")
+    for folder in ("model", "tokenizer"):
+        tokenizer.save_pretrained(run / folder)
+    (run / "config.json").write_text(json.dumps({"steps": 3}))
+    return run
+
+
+@pytest.fixture(scope="module")
+def server(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port, log = free_port(), tmp_path_factory.mktemp("log") / "server.log"
+    options = (f"--max-model-len={CONTEXT}", "--max-num-seqs=16", "--max-num-batched-tokens=256", "--block-size=32")
+    with Server(serve(run, port, *options), log, port) as started:
+        yield started
+
+
+def test_without_the_shift_the_answers_are_others(model: KVShiftLlamaForCausalLM, prompts: list[Prompt]) -> None:
+    """Else what the server answers would say nothing of the shift."""
+    without = KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**{**model.config.to_dict(), "shift_init": "identity"})).eval()
+    weights = {name: tensor for name, tensor in model.state_dict().items() if ".shift." not in name}
+    without.load_state_dict(weights, strict=False)
+    some = [prompt for prompt in prompts if len(prompt.tokens) == 64]
+    answers, _ = continued(without, torch.tensor([prompt.tokens for prompt in some]))
+    assert [prompt.answer for prompt in some] != answers.tolist()
+    assert all(prompt.answer != answer for prompt, answer in zip(some, answers.tolist(), strict=True))
+
+
+def test_what_a_run_folder_is_served_as(server: Server, run: Path) -> None:
+    """By the name that the user typed, with the model's tokenizer."""
+    (served,) = server.session.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+    assert served["id"] == str(run)
+    assert served["root"] == str(run / "model")
+    text = server.post("/v1/completions", json={"model": str(run), "prompt": "to be or", "max_tokens": 3})
+    assert text.status_code == 200, text.text
+
+
+def test_the_client_of_the_docs(server: Server, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    (client,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len([line for line in client.splitlines() if line]) <= 5
+    for theirs, ours in (("http://localhost:8000", server.url), ("runs/demo", str(run))):
+        assert theirs in client
+        client = client.replace(theirs, ours)
+    exec(compile(client, "docs/serving.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_200_requests_of_32_clients_of_which_a_third_disconnect(
+    server: Server, run: Path, prompts: list[Prompt]
+) -> None:
+    before = server.metrics()
+    wrong, left = asyncio.run(_load(server.url, str(run), prompts))
+    assert wrong == []
+    assert left == (REQUESTS + 2) // 3
+    after = _settled(server, before)
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert after[gauge] == before[gauge] == 0, gauge
+    assert after[FINISHED] - before[FINISHED] == REQUESTS - left
+    # Nobody reads the answers of those who left; they were not computed to their end.
+    unread = after["generation_tokens_total"] - before["generation_tokens_total"] - (REQUESTS - left) * TOKENS
+    assert 0 < unread < left * (CONTEXT - max(LENGTHS)) / 2
+    assert server.faults() == []
+
+
+async def _load(url: str, name: str, prompts: list[Prompt]) -> tuple[list[int], int]:
+    """The requests whose answer was wrong, and how many clients left in the middle of theirs."""
+    waiting = list(enumerate(prompts))[::-1]
+    wrong: list[int] = []
+    left = 0
+    chance = random.Random(0)
+    limit = aiohttp.ClientTimeout(total=SECONDS)
+
+    async def client() -> None:
+        nonlocal left
+        async with aiohttp.ClientSession(timeout=limit) as session:
+            while waiting:
+                number, prompt = waiting.pop()
+                leaves_after = chance.randrange(1, 9) if number % 3 == 0 else None
+                tokens = TOKENS if leaves_after is None else CONTEXT - len(prompt.tokens)
+                got: list[int] = []
+                async with aclosing(stream(session, url, body(name, prompt.tokens, tokens))) as events:
+                    async for event in events:
+                        got += event
+                        if leaves_after is not None and len(got) >= leaves_after:
+                            left += 1
+                            break
+                whole = leaves_after is not None or len(got) == TOKENS
+                if not whole or got[:TOKENS] != prompt.answer[: len(got)]:
+                    wrong.append(number)
+
+    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    return wrong, left
+
+
+def _settled(server: Server, before: dict[str, float]) -> dict[str, float]:
+    """The metrics once nothing runs any more: the server notices a client that has left when it sends to it."""
+    end = time.monotonic() + 60
+    while True:
+        now = server.metrics()
+        idle = now["num_requests_running"] == now["num_requests_waiting"] == 0
+        if (idle and now[FINISHED] - before[FINISHED] > REQUESTS // 2) or time.monotonic() > end:
+            return now
+        time.sleep(1)
+
+
+MALFORMED = {
+    "not JSON": ({"data": b'{"model": ', "headers": {"Content-Type": "application/json"}}, (400, 422)),
+    "no JSON object": ({"json": [1, 2]}, (400, 422)),
+    "too long": ({"json": {"prompt": [5] * CONTEXT, "max_tokens": 4}}, (400,)),
+    "negative max_tokens": ({"json": {"prompt": [5], "max_tokens": -1}}, (400, 422)),
+    "an unknown model": ({"json": {"prompt": [5], "max_tokens": 4, "model": "gpt-5"}}, (404,)),
+    "10 MB of prompt": ({"json": {"prompt": "to be or " * (10 * 2**20 // 9), "max_tokens": 4}}, (400, 413)),
+    "a token that is none": ({"json": {"prompt": [VOCABULARY + 5], "max_tokens": 4}}, (400,)),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_request_gets_an_error_and_the_next_is_answered(
+    server: Server, run: Path, prompts: list[Prompt], case: str
+) -> None:
+    request, codes = MALFORMED[case]
+    if isinstance(request.get("json"), dict):
+        request = {"json": {"model": str(run), **request["json"]}}
+    response = server.post("/v1/completions", **request)
+    assert response.status_code in codes, response.text[:1000]
+    assert response.json()["error"]["message"]
+    assert server.answer(str(run), prompts[0].tokens, TOKENS) == prompts[0].answer
+    assert server.metrics()["num_requests_running"] == 0
+
+
+def test_killed_while_it_answers_the_same_command_serves_again(
+    server: Server, run: Path, prompts: list[Prompt]
+) -> None:
+    children: list[psutil.Process] = []
+    answered: list[int] = []
+
+    async def killed_in_the_middle() -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
+            request = body(str(run), prompts[0].tokens, CONTEXT - len(prompts[0].tokens))
+            async with aclosing(stream(session, server.url, request)) as events:
+                async for event in events:
+                    answered.extend(event)
+                    if not children:
+                        children.extend(server.kill())
+
+    with pytest.raises(aiohttp.ClientError):
+        asyncio.run(killed_in_the_middle())
+    assert 0 < len(answered) < CONTEXT - len(prompts[0].tokens)
+    assert children
+    _, alive = psutil.wait_procs(children, timeout=120)
+    assert not alive, f"still there two minutes after the server: {alive}"
+    server.start()
+    assert server.answer(str(run), prompts[1].tokens, TOKENS) == prompts[1].answer
