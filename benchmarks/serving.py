@@ -6,7 +6,8 @@
 In the environment of `make test-vllm`; no weights are read, and no tokenizer.
 
 "capacity" is counted, not timed: vLLM's own code for its KV cache says how many requests of a length fit a pool, all
-reserves included. "share" is the part of the pool that the raw keys and values take: 1 - ours / theirs.
+reserves included. "share" is the part of the pool that the raw keys and values take: 1 - ours / theirs. The bytes for
+each token are those of vLLM's pages; "by_hand" is what the raw keys and values should take of them.
 
 "speed" runs two engines by turns in each round: prompts alone, decoding alone, both, and the first token of one
 request. A row is one engine in one part: the median time with its quartiles, and the ratio to vLLM's Llama, the median
@@ -16,6 +17,7 @@ over rounds with its quartiles.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -47,7 +49,8 @@ MODELS = {
     BASELINE: (LlamaConfig, "LlamaForCausalLM"),
     "KVShiftLlama": (KVShiftLlamaConfig, "KVShiftLlamaForCausalLM"),
 }
-POOL = 2**30  # bytes
+POOL = 2**30  # bytes, of each engine
+LARGE_POOL = 2**34  # bytes, of which whole blocks are counted
 LENGTHS = (128, 2_048, 32_768)
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -69,21 +72,26 @@ def capacity(into: Path) -> Iterator[Row]:
     from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
 
     found: dict[tuple[Any, ...], float] = {}
+    cache_bytes: dict[int, float] = {}
     for name, folder in folders(into).items():
         for block_size in BLOCK_SIZES:
-            arguments = EngineArgs(model=folder, skip_tokenizer_init=True, load_format="dummy", block_size=block_size)
-            config = arguments.create_engine_config()
+            arguments = {"dtype": SHAPE["dtype"], "block_size": block_size}
+            config = EngineArgs(
+                folder, skip_tokenizer_init=True, load_format="dummy", **arguments
+            ).create_engine_config()
             with set_current_vllm_config(config):
                 if not torch.distributed.is_initialized():
                     init_distributed_environment(1, 0, f"file://{into}/rendezvous", 0, "gloo")
                     initialize_model_parallel()
                 specs = cache_specs(config)
+            bytes_per_token = sum(spec.page_size_bytes for spec in specs.values()) / block_size
+            state = bytes_per_token - cache_bytes.setdefault(block_size, bytes_per_token)
             config.cache_config.kv_cache_layout = config.cache_config.kv_cache_layout or "LBHNC"
             for length in LENGTHS:
                 for asynchronous in (False, True):
                     config.model_config.max_model_len = length
                     config.scheduler_config.async_scheduling = asynchronous
-                    [cache] = get_kv_cache_configs(config, [dict(specs)], [POOL])
+                    [cache] = get_kv_cache_configs(config, [dict(specs)], [LARGE_POOL])
                     _, requests = get_kv_cache_capacity(config, cache)
                     key = block_size, length, asynchronous
                     baseline = found.setdefault(key, requests)
@@ -94,11 +102,22 @@ def capacity(into: Path) -> Iterator[Row]:
                         "tokens": length,
                         "asynchronous": asynchronous,
                         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-                        "pool_bytes": POOL,
+                        "pool_bytes": LARGE_POOL,
                         "requests": requests,
-                        "bytes_per_request": POOL / requests,
+                        "bytes_per_request": LARGE_POOL / requests,
                         "share": 1 - requests / baseline,
+                        "bytes_per_token": bytes_per_token,
+                        "state_bytes_per_token": state,
+                        "by_hand": 0 if name == BASELINE else by_hand(block_size),
                     }
+
+
+def by_hand(block_size: int) -> float:
+    """Bytes of raw keys and values for each token: a row of both in each layer for each block."""
+    head_size = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
+    itemsize = getattr(torch, SHAPE["dtype"]).itemsize
+    row = 2 * SHAPE["num_key_value_heads"] * head_size * itemsize
+    return SHAPE["num_hidden_layers"] * row / block_size
 
 
 def cache_specs(config: Any) -> dict[str, Any]:
@@ -163,7 +182,8 @@ def speed(into: Path, options: argparse.Namespace) -> Iterator[Row]:
                 took = engine.seconds(*sizes, seed=turn + 1)
                 if turn >= 0:
                     seconds.setdefault((part, engine.name), []).append(took)
-    for (part, name), times in seconds.items():
+    for part, name in itertools.product(PARTS, MODELS):
+        times = seconds[part, name]
         requests, prompt, new = PARTS[part]
         ratios = [ours / theirs for ours, theirs in zip(times, seconds[part, BASELINE], strict=True)]
         yield {

@@ -37,6 +37,7 @@ def speed(part: str, seconds: tuple[float, float], ratio: tuple[float, float, fl
 
 def capacity(model: str, block_size: int, share: float) -> list[dict]:
     common = {"part": "capacity", "model": model, "block_size": block_size, **STAMP}
+    common |= {"bytes_per_token": 24_768.0, "state_bytes_per_token": 192.0, "by_hand": 191.6}
     return [
         {**common, "tokens": tokens, "asynchronous": asynchronous, "share": share * (2 if asynchronous else 1)}
         for tokens in (128, 2048)
@@ -51,7 +52,7 @@ def test_speed() -> None:
         *speed("first token", (0.25, 0.3), (1.1, 1.2, 1.3), requests=1, prompt_tokens=512, new_tokens=1),
     ]
     table = rendered([], rows).splitlines()
-    assert table[2:5] == [
+    assert table[4:7] == [
         "| prompts | 16 | 512, 1 | 4,096 tokens/s | 3,901 tokens/s | 1.050 (1.010 to 1.090) |",
         "| both | 16 | 256, 64 | 256 tokens/s | 256 tokens/s | 1.000 (0.980 to 1.020) |",
         "| first token | 1 | 512, 1 | 0.250 s | 0.300 s | 1.200 (1.100 to 1.300) |",
@@ -64,10 +65,10 @@ def test_capacity() -> None:
     rows += [*capacity("KVShiftLlama", 128, 0.0078), *capacity("KVShiftLlama", 16, 0.0588)]
     table = rendered(rows, []).splitlines()
     assert table[:4] == [
-        "| block size | 128 tokens | 2,048 tokens |",
-        "|---:|---:|---:|",
-        "| 16 | 5.9 %, 11.8 % | 5.9 %, 11.8 % |",
-        "| 128 | 0.8 %, 1.6 % | 0.8 %, 1.6 % |",
+        "| block size | bytes per token | of them raw | by hand | 128 tokens | 2,048 tokens |",
+        "|---:|---:|---:|---:|---:|---:|",
+        "| 16 | 24,768 | 192 | 192 | 5.88 %, 11.76 % | 5.88 %, 11.76 % |",
+        "| 128 | 24,768 | 192 | 192 | 0.78 %, 1.56 % | 0.78 %, 1.56 % |",
     ]
 
 
@@ -91,7 +92,7 @@ def test_the_page_is_written_between_its_markers(
     text = page.read_text()
     assert text.startswith(f"before\n{MARKERS[0]}")
     assert text.endswith(f"{MARKERS[1]}after\n")
-    assert "| 16 | 50.0 %, 100.0 % | 50.0 %, 100.0 % |" in text
+    assert "| 50.00 %, 100.00 % | 50.00 %, 100.00 % |" in text
     assert "old" not in text
     assert main(["now"]) == 2
 

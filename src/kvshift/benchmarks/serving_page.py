@@ -24,14 +24,16 @@ PAGE, RESULTS = Path("docs/performance.md"), Path("results/serving")
 
 Row = Mapping[str, Any]
 
+_TIMES = "Two engines worked by turns. The last column is the median over rounds of the ratio of the times, with its quartiles."
+
 
 def rendered(capacity: Sequence[Row], speed: Sequence[Row]) -> str:
     """What stands between the markers: a table of each file, and where its rows come from."""
     parts = []
-    if speed:
-        parts += [_speed(speed), "", _provenance(speed, "speed"), ""]
     if capacity:
         parts += [_capacity(capacity), "", _provenance(capacity, "capacity"), ""]
+    if speed:
+        parts += [_TIMES, "", _speed(speed), "", _provenance(speed, "speed"), ""]
     return "\n".join(parts)
 
 
@@ -85,13 +87,17 @@ def _speed(rows: Sequence[Row]) -> str:
 def _capacity(rows: Sequence[Row]) -> str:
     ours = [row for row in rows if row["model"] != rows[0]["model"]]
     lengths = sorted({row["tokens"] for row in ours})
-    lines: list[tuple[str, ...]] = [("block size", *(f"{length:,} tokens" for length in lengths))]
+    heading = ("block size", "bytes per token", "of them raw", "by hand", *(f"{length:,} tokens" for length in lengths))
+    lines: list[tuple[str, ...]] = [heading]
     for size in sorted({row["block_size"] for row in ours}):
-        cells = []
-        for length in lengths:
-            here = {row["asynchronous"]: row for row in ours if (row["block_size"], row["tokens"]) == (size, length)}
-            cells.append(", ".join(f"{100 * here[key]['share']:.1f} %" for key in (False, True)))
-        lines.append((str(size), *cells))
+        here = {(row["tokens"], row["asynchronous"]): row for row in ours if row["block_size"] == size}
+        one = next(iter(here.values()))
+        sizes = (f"{one[name]:,.0f}" for name in ("bytes_per_token", "state_bytes_per_token", "by_hand"))
+        shares = (
+            ", ".join(f"{100 * here[length, asynchronous]['share']:.2f} %" for asynchronous in (False, True))
+            for length in lengths
+        )
+        lines.append((str(size), *sizes, *shares))
     return as_markdown(lines, left=0)
 
 
