@@ -24,7 +24,7 @@ PAGE, RESULTS = Path("docs/performance.md"), Path("results/serving")
 
 Row = Mapping[str, Any]
 
-_TIMES = "Two engines worked by turns. The last column is the median over rounds of the ratio of the times, with its quartiles."
+_TIMES = "Two engines worked by turns; the last column is the ratio of their times: median over rounds, quartiles."
 
 
 def rendered(capacity: Sequence[Row], speed: Sequence[Row]) -> str:
