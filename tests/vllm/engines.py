@@ -92,11 +92,13 @@ class Engine:
 @contextmanager
 def engine(folder: Path, **options: Any) -> Iterator[Engine]:
     """An engine that is gone afterwards, so that the next one finds the process as this one did."""
-    running = Engine(folder, **options)
+    running = None
     try:
+        running = Engine(folder, **options)
         yield running
     finally:
-        running.llm.llm_engine.engine_core.shutdown()
+        if running is not None:
+            running.llm.llm_engine.engine_core.shutdown()
         del running
         gc.collect()
         cleanup_dist_env_and_memory()

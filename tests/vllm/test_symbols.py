@@ -98,7 +98,7 @@ ATTRIBUTES = {
     "vllm.config:ModelConfig": ("dtype enable_prompt_embeds hf_config quantization runner_type"),
     "vllm.config:ParallelConfig": (
         "data_parallel_size decode_context_parallel_size enable_dbo pipeline_parallel_size "
-        "prefill_context_parallel_size ubatch_size"
+        "prefill_context_parallel_size tensor_parallel_size ubatch_size"
     ),
     "vllm.config:SpeculativeConfig": "enable_adaptive_verification method",
     "vllm.config.offload:OffloadConfig": "prefetch uva",

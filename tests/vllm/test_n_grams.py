@@ -1,0 +1,69 @@
+"""Drafts by n-grams, each test in a process of its own, as `make test-vllm` runs them.
+
+numba, which finds the n-grams, changes the number of threads of the process, and every engine that is made in it
+afterwards computes wrongly on a CPU, with vLLM's own Llama too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+
+from .engines import count, different, drawn, engine
+from .test_controls import assert_caught
+
+Checkpoint = Callable[[str], Path]
+N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+@pytest.fixture
+def folder(checkpoint: Checkpoint) -> Path:
+    return checkpoint("llama")
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    return KVShiftLlamaForCausalLM.from_pretrained(folder).eval()
+
+
+def test_drafts_by_n_grams(folder: Path, model: Any) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    prompts = [piece * 4 for piece in drawn(*range(2, 42), seed=5)]
+    with engine(folder, speculative_config=drafts) as running:
+        outputs = running.generate(prompts, tokens=40)
+        drafted, rejected = running.drafted, running.rejected
+    assert rejected > 100
+    assert drafted - rejected > 0
+    assert different(model, outputs) == []
+
+
+def test_all_at_once(folder: Path, model: Any) -> None:
+    """Chunks, hits, preemption and rejected drafts in one batch."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    start, *ends = drawn(70, *range(20, 60, 2), seed=8)
+    options = {"max_num_batched_tokens": 48, "max_num_seqs": 16, "num_gpu_blocks_override": 32}
+    with engine(folder, speculative_config=drafts, **options) as running:
+        outputs = [output for _ in range(2) for output in running.generate([[*start, *end] for end in ends], tokens=32)]
+        assert running.preemptions > 0
+        assert running.rejected > 0
+        assert max(running.chunks(output) for output in outputs if not output.num_cached_tokens) > 1
+        assert running.free_blocks == 31
+    assert max(count(outputs)) > 0
+    assert different(model, outputs) == []
+
+
+def one_row(metadata: PagedShiftMetadata) -> PagedShiftMetadata:
+    """Drafts write over the row that is read when they are rejected."""
+    before, own = metadata.before, metadata.own
+    return replace(metadata, before=(before[0], before[1] * 0), own=(own[0], own[1] * 0))
+
+
+def test_a_state_not_restored_after_a_rejection_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_caught(one_row, {"speculative_config": N_GRAMS}, folder, monkeypatch)
