@@ -131,7 +131,7 @@ def test_a_path_that_cannot_run_is_said_to_fail(preset, without_plot, tmp_path, 
     assert sum("milliseconds" in row for row in read(tmp_path)) > 5
 
 
-@pytest.mark.parametrize("part", ["layer", "train", "prefill", "decode"])
+@pytest.mark.parametrize("part", ["layer", pytest.param("train", marks=pytest.mark.slow), "prefill", "decode"])
 @pytest.mark.usefixtures("preset", "without_plot")
 def test_a_model_whose_shift_is_wrong_at_first_tokens_is_not_reported(part, tmp_path, monkeypatch):
     whole = KVShift.forward

@@ -171,6 +171,7 @@ def test_tiles_of_state_change_no_bit_but_the_order_of_the_coefficients_sum(sequ
     assert_within_one_rounding(case, "triton", through_state=True)
 
 
+@pytest.mark.slow
 def test_the_same_bits_on_every_run():
     case = random_case(61, 3, 149, heads=2, k_dim=67, v_dim=61, rows=1)
     first, second = outcome(case, "triton"), outcome(case, "triton")
@@ -369,6 +370,7 @@ def test_the_environment_chooses_what_auto_is(monkeypatch):
         case.call("auto")
 
 
+@pytest.mark.slow
 def test_the_environment_is_read_when_a_process_begins():
     program = "from kvshift.ops.dispatch import choose_backend as c; print(c('auto'), c('cpu'))"
     source = str(Path(shift.__file__).parents[2])

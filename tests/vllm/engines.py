@@ -40,8 +40,8 @@ class Engine:
     """
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        options = {"dtype": "float32", "block_size": 32, "num_gpu_blocks_override": 512} | options
-        self.llm = LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, max_model_len=384, seed=0, **options)
+        eager = {"dtype": "float32", "block_size": 32, "num_gpu_blocks_override": 512, "enforce_eager": True}
+        self.llm = LLM(str(folder), skip_tokenizer_init=True, max_model_len=384, seed=0, **eager | options)
         self.scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.pieces: defaultdict[str, list[int]] = defaultdict(list)
         self.preemptions = self.drafted = self.rejected = 0

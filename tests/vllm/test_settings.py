@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.config import CompilationMode
 
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
@@ -34,6 +35,14 @@ def test_prompts_of_different_lengths_in_one_batch(folder: Path, model: Any) -> 
     lengths = [1, 1, 2, 3, 5, 13, 31, 32, 33, 63, 64, 65, 95, 96, 97, 128, 170, 255, 256, 300] * 2
     with engine(folder) as running:
         outputs = running.generate(drawn(*lengths), tokens=24)
+    assert different(model, outputs) == []
+
+
+def test_compiled(folder: Path, model: Any) -> None:
+    """As vLLM runs a model where nothing else is asked for."""
+    with engine(folder, enforce_eager=False) as running:
+        outputs = running.generate(drawn(*range(1, 120, 3), seed=4), tokens=24)
+        assert running.llm.llm_engine.vllm_config.compilation_config.mode != CompilationMode.NONE
     assert different(model, outputs) == []
 
 

@@ -344,8 +344,9 @@ class RotaryDecoder(ShiftedDecoder):
 
         hidden_states = inputs_embeds
         tables = self.rotary_tables(hidden_states, position_ids)
-        layers = self.layers[: self.config.num_hidden_layers]
-        for decoder_layer, layer_type in zip(layers, self.config.layer_types, strict=False):
+        layer_types = self.config.layer_types[: self.config.num_hidden_layers]
+        # Zipped, not cut: a slice of a ModuleList is a new module, which the host makes at every token.
+        for decoder_layer, layer_type in zip(self.layers, layer_types, strict=False):
             hidden_states = decoder_layer(
                 hidden_states,
                 attention_mask=masks[layer_type] if layer_type in masks else masks["attention"],

@@ -21,8 +21,8 @@ def rotate(x_BTHD: Tensor, table: Rotary) -> Tensor:
 
 def half_tables(cos: Tensor, sin: Tensor) -> Rotary:
     """Tables for `rotate_half`, (L, T, 1, D), from those that Hugging Face models keep, (L, T, D)."""
-    half = sin.shape[-1] // 2
-    return cos.unsqueeze(2), torch.cat([-sin[..., :half], sin[..., half:]], dim=-1).unsqueeze(2)
+    first, second = sin.chunk(2, dim=-1)
+    return cos.unsqueeze(2), torch.cat([-first, second], dim=-1).unsqueeze(2)
 
 
 def rotate_half(x_BTHD: Tensor, table: Rotary) -> Tensor:

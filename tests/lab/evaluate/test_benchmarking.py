@@ -78,6 +78,7 @@ def numbers(found: dict[str, Any], model: int = 0) -> dict[str, Any]:
 # lm-eval's own command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["shifted", "plain"])
 def test_lm_eval_has_the_same_numbers_of_the_same_folder(model, mini, request, monkeypatch):
     folder = request.getfixturevalue(model)
@@ -127,6 +128,7 @@ def test_real_questions_from_end_to_end(name, shifted, tmp_path, capsys):
 # Batches
 
 
+@pytest.mark.slow
 def test_the_batch_size_changes_nothing(shifted, mini, tmp_path):
     """Nor any log-likelihood by more than the rounding of float32."""
     tasks = ("lambada", "winogrande", "hellaswag", "arc_challenge", "cmmlu", "mmlu", "mmlu_cloze", "math")

@@ -79,6 +79,7 @@ def test_the_page_quotes_the_figure(page, recorded):
         assert f"| {row['form']} | {row['panel']} | {numbers} | {corners} |" in page
 
 
+@pytest.mark.slow
 def test_the_page_quotes_the_flow(page, recorded, computed):
     for row, now in zip(recorded["flow"], computed["flow"], strict=True):
         assert now["coefficients"] == pytest.approx(row["coefficients"], abs=1e-4)

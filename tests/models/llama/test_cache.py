@@ -62,6 +62,7 @@ def test_pieces_of_left_padded_sequences_equal_the_sequences(options: dict):
         torch.testing.assert_close(got[mask.bool()], whole[mask.bool()], rtol=0, atol=1e-11)
 
 
+@pytest.mark.slow
 @hypothesis.given(
     options=st.sampled_from(list(VARIANTS.values())),
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
