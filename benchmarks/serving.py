@@ -20,10 +20,9 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from kvshift.lab.compare.timing import quartiles
 from kvshift.lab.runs.folder import environment
 from kvshift.models.llama import KVShiftLlamaConfig
 
@@ -186,6 +186,7 @@ def speed(into: Path, options: argparse.Namespace) -> Iterator[Row]:
         times = seconds[part, name]
         requests, prompt, new = PARTS[part]
         ratios = [ours / theirs for ours, theirs in zip(times, seconds[part, BASELINE], strict=True)]
+        duration, ratio = quartiles(times), quartiles(ratios)
         yield {
             "part": part,
             "model": name,
@@ -194,18 +195,11 @@ def speed(into: Path, options: argparse.Namespace) -> Iterator[Row]:
             "new_tokens": new,
             "rounds": options.rounds,
             "eager": options.eager,
-            "seconds": statistics.median(times),
-            "seconds_quartiles": quartiles(times),
-            "ratio": statistics.median(ratios),
-            "ratio_quartiles": quartiles(ratios),
+            "seconds": duration.median,
+            "seconds_quartiles": [duration.low, duration.high],
+            "ratio": ratio.median,
+            "ratio_quartiles": [ratio.low, ratio.high],
         }
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    if len(values) < 2:
-        return [values[0]] * 2
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [low, high]
 
 
 def main() -> None:

@@ -232,7 +232,7 @@ OPERATORS: dict[str, dict] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", OPERATORS)
+@pytest.mark.parametrize("mode", OPERATORS.values(), ids=OPERATORS)
 def test_operators_keep_the_rules_of_torch_library(mode):
     """Schema, autograd, shapes of fake tensors, tracing with sizes unknown."""
     case = random_case(79, 2, **({"positions": 3} | mode))

@@ -33,15 +33,3 @@ def test_the_page_names_what_is_refused() -> None:
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert len(named) > 20
     assert sorted(named) == sorted(refused())
-
-
-def test_the_command_knows_the_families_of_the_plugin() -> None:
-    from kvshift.serving.serve import FAMILIES
-
-    tree = ast.parse(CHECKS.read_text(encoding="utf-8"))
-    (families,) = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and [getattr(name, "id", "") for name in node.targets] == ["FAMILIES"]
-    ]
-    assert families == FAMILIES

@@ -111,23 +111,25 @@ def different(model: PreTrainedModel, outputs: Sequence[RequestOutput], toleranc
     """
     faults = []
     for output in outputs:
-        prompt, answer = list(output.prompt_token_ids or ()), output.outputs[0]
-        tokens = torch.tensor(answer.token_ids)
-        with torch.no_grad():
-            whole = torch.tensor([[*prompt, *answer.token_ids]])
-            logits = model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        expected = logits.log_softmax(-1)
-        picked = expected.gather(1, tokens[:, None])[:, 0]
-        own = torch.tensor(
-            [by[token].logprob for by, token in zip(answer.logprobs or (), answer.token_ids, strict=True)]
-        )
-        wrong = (expected.argmax(-1) != tokens) | ((own - picked).abs() > tolerance)
-        if len(own) != len(tokens) or wrong.any():
-            first = int(wrong.nonzero()[0]) if wrong.any() else len(own)
+        likeliest, errors = compared(model, output)
+        wrong = ~likeliest | (errors > tolerance)
+        if wrong.any():
             faults.append(
-                f"{len(prompt)} tokens, {output.num_cached_tokens} of them cached: token {first} of the answer"
+                f"{len(output.prompt_token_ids or ())} tokens, {output.num_cached_tokens} of them cached: "
+                f"token {int(wrong.nonzero()[0])} of the answer"
             )
     return faults
+
+
+@torch.no_grad()
+def compared(model: PreTrainedModel, output: RequestOutput) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each token of an answer is the model's likeliest, and how far its logprob is from the model's."""
+    prompt, answer = output.prompt_token_ids or (), output.outputs[0]
+    logits = model(torch.tensor([[*prompt, *answer.token_ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    expected, tokens = logits.float().log_softmax(-1), torch.tensor(answer.token_ids)
+    by_token = zip(answer.logprobs or (), answer.token_ids, strict=True)
+    own = torch.tensor([by[token].logprob for by, token in by_token])
+    return expected.argmax(-1) == tokens, (own - expected.gather(1, tokens[:, None])[:, 0]).abs()
 
 
 def drawn(*lengths: int, seed: int = 0, vocabulary: int = 97) -> list[list[int]]:

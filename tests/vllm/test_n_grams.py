@@ -46,10 +46,9 @@ def test_drafts_by_n_grams(folder: Path, model: Any) -> None:
 
 def test_all_at_once(folder: Path, model: Any) -> None:
     """Chunks, hits, preemption and rejected drafts in one batch."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     start, *ends = drawn(70, *range(20, 60, 2), seed=8)
     options = {"max_num_batched_tokens": 48, "max_num_seqs": 16, "num_gpu_blocks_override": 32}
-    with engine(folder, speculative_config=drafts, **options) as running:
+    with engine(folder, speculative_config=N_GRAMS, **options) as running:
         outputs = [output for _ in range(2) for output in running.generate([[*start, *end] for end in ends], tokens=32)]
         assert running.preemptions > 0
         assert running.rejected > 0

@@ -16,7 +16,7 @@ from vllm.config import CompilationMode
 
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
-from .engines import Engine, count, different, drawn, engine
+from .engines import Engine, compared, count, different, drawn, engine
 
 Checkpoint = Callable[[str], Path]
 
@@ -119,9 +119,8 @@ def test_aborted_requests_leave_the_others_alone(folder: Path, model: Any) -> No
             outputs += [output for output in core.step() if output.finished]
             steps += 1
             if steps % 4 == 0:
-                core.abort_request(
-                    [str(steps // 4 * 3)]
-                )  # one that computes its prompt, one that answers, or one that waits
+                some = str(steps // 4 * 3)  # it computes its prompt, or answers, or waits
+                core.abort_request([some])
         assert len(outputs) < len(prompts) - 5
         assert running.free_blocks == free
         outputs += running.generate(prompts)
@@ -134,24 +133,8 @@ def test_half_precision(folder: Path, dtype: torch.dtype) -> None:
     model = KVShiftLlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with engine(folder, dtype=str(dtype).removeprefix("torch.")) as running:
         outputs = running.generate(drawn(*range(1, 120, 3), seed=12), tokens=4)
-    errors = torch.tensor(logprob_errors(model, outputs))
+    errors = torch.cat([compared(model, output)[1] for output in outputs])
     assert errors.mean() < 12 * torch.finfo(dtype).eps
-
-
-def logprob_errors(model: Any, outputs: list[Any]) -> list[float]:
-    errors = []
-    for output in outputs:
-        prompt, answer = output.prompt_token_ids, output.outputs[0]
-        with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *answer.token_ids]]), use_cache=False).logits[
-                0, len(prompt) - 1 : -1
-            ]
-        expected = logits.float().log_softmax(-1)
-        errors += [
-            abs(by[token].logprob - float(row[token]))
-            for by, token, row in zip(answer.logprobs, answer.token_ids, expected, strict=True)
-        ]
-    return errors
 
 
 def shifts(running: Engine) -> list[Any]:

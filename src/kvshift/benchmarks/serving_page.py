@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvshift.lab.analysis.made_page import write_or_check
 from kvshift.lab.analysis.tables import as_markdown
-from kvshift.lab.runs.folder import write_bytes
+from kvshift.lab.errors import LabError
 
 __all__ = ["MARKERS", "rendered"]
 
@@ -39,23 +40,15 @@ def rendered(capacity: Sequence[Row], speed: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check the page; returns the exit code."""
-    if list(arguments) not in ([], ["--check"]):
-        print(f"usage: python -m kvshift.benchmarks.serving_page [--check], got {' '.join(arguments)}", file=sys.stderr)
-        return 2
-    page = PAGE.read_text(encoding="utf-8")
-    head, begin, rest = page.partition(MARKERS[0])
-    _, end, tail = rest.partition(MARKERS[1])
-    if not end:
-        print(f"{PAGE} has lost a marker: {' or '.join(map(str.strip, MARKERS))}", file=sys.stderr)
-        return 1
-    text = f"{head}{begin}\n{rendered(_rows('capacity'), _rows('speed'))}\n{end}{tail}"
-    if page == text:
-        return 0
-    if arguments:
-        print(f"{PAGE} is not what {RESULTS} gives: run `make results` and commit what it changes", file=sys.stderr)
-        return 1
-    write_bytes(PAGE, text.encode())
-    return 0
+
+    def made(page: str) -> str:
+        head, begin, rest = page.partition(MARKERS[0])
+        _, end, tail = rest.partition(MARKERS[1])
+        if not end:
+            raise LabError(f"{PAGE} has lost a marker: {' or '.join(map(str.strip, MARKERS))}")
+        return f"{head}{begin}\n{rendered(_rows('capacity'), _rows('speed'))}\n{end}{tail}"
+
+    return write_or_check("kvshift.benchmarks.serving_page", arguments, PAGE, RESULTS, made)
 
 
 def _rows(name: str) -> list[Row]:

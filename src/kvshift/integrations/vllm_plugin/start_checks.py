@@ -8,7 +8,8 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-FAMILIES = ("kvshift_llama",)  # the attention of Mistral, Qwen2, Qwen3 and Baichuan-M1 is written, and not yet compared
+from kvshift.integrations.vllm_plugin import FAMILIES
+
 _ROTARY = ("default", "linear", "llama3")
 _DRAFTS = ("ngram", "draft_model")
 
@@ -28,8 +29,7 @@ def refuse_as_draft(prefix: str) -> None:
     """Raise a ValueError where the model of this name drafts for another one."""
     if prefix.startswith("draft_model"):
         raise ValueError(
-            "speculative_config: the draft model must have no KV shift: vLLM keeps all caches of a draft model in one "
-            "group, and raw keys and values need one of their own"
+            "speculative_config: the draft model must have no KV shift; answers with one have not been compared yet"
         )
 
 

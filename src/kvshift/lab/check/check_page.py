@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvshift.lab.analysis.made_page import write_or_check
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.check.stock_models import GROUPS
-from kvshift.lab.runs.folder import write_bytes
+from kvshift.lab.errors import LabError
 
 __all__ = ["MARKER", "rendered"]
 
@@ -38,23 +39,15 @@ def rendered(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check the page; returns the exit code."""
-    if list(arguments) not in ([], ["--check"]):
-        print(f"usage: python -m kvshift.lab.check.check_page [--check], got {' '.join(arguments)}", file=sys.stderr)
-        return 2
     results, page = Path("results/check/transformers.jsonl"), Path("docs/check.md")
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    head, marker, _ = page.read_text().partition(MARKER)
-    if not marker:
-        print(f"{page} has lost its marker: {MARKER.strip()}", file=sys.stderr)
-        return 1
-    text = f"{head}{marker}\n{rendered(rows)}"
-    if not arguments:
-        write_bytes(page, text.encode())
-        return 0
-    if page.read_text() == text:
-        return 0
-    print(f"{page} is not what {results} gives: run `make results` and commit what it changes", file=sys.stderr)
-    return 1
+
+    def made(text: str) -> str:
+        head, marker, _ = text.partition(MARKER)
+        if not marker:
+            raise LabError(f"{page} has lost its marker: {MARKER.strip()}")
+        return f"{head}{marker}\n{rendered([json.loads(line) for line in results.read_text().splitlines()])}"
+
+    return write_or_check("kvshift.lab.check.check_page", arguments, page, results, made)
 
 
 def _line(row: Row) -> tuple[str, ...]:
