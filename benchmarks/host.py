@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import random
 import statistics
 import sys
@@ -116,6 +117,8 @@ def counts(decoding: Decoding) -> dict[str, Any]:
 
 def instructions(name: str, cache: str) -> dict[str, float]:
     """Of one token, a layer's share: the mean of 4 tokens, in a process of their own under valgrind."""
+    # Timer starts the "python" of the PATH.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     setup = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
