@@ -24,7 +24,7 @@ from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import add_kv_shift
 
 VOCABULARY = 97
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 88,
@@ -41,15 +41,15 @@ _SIZES: dict[str, Any] = {
 
 
 def _kvshift_llama(**changes: Any) -> Callable[[], PreTrainedModel]:
-    return lambda: _drawn(KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**_SIZES | changes)))
+    return lambda: _drawn(KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**SIZES | changes)))
 
 
 def _retrofitted(model: Any, config: Any, **changes: Any) -> Callable[[], PreTrainedModel]:
-    return lambda: _drawn(add_kv_shift(model(config(**_SIZES | changes)), ShiftOptions()))
+    return lambda: _drawn(add_kv_shift(model(config(**SIZES | changes)), ShiftOptions()))
 
 
 def _baichuan_m1(**changes: Any) -> Callable[[], PreTrainedModel]:
-    sizes = {name: value for name, value in _SIZES.items() if name != "head_dim"}
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     sizes |= {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4}
     sizes |= {"num_swa_attention_heads": 4, "num_swa_key_value_heads": 2, "sliding_window": 40}
     sizes |= {"sliding_window_layers": [1, 3], "rope_theta": 1e4}
@@ -80,15 +80,19 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-vanilla": _kvshift_llama(shift_targets=[]),
     "llama-qk-norm": _kvshift_llama(qk_norm=True, attention_bias=True, tie_word_embeddings=True),
     "llama-sliding": _kvshift_llama(sliding_window=40),
+    "llama-one-head": _kvshift_llama(num_key_value_heads=1),
     "llama-retrofit": _retrofitted(LlamaForCausalLM, LlamaConfig, mlp_bias=True),
-    "mistral": _retrofitted(MistralForCausalLM, MistralConfig, sliding_window=40),
-    "qwen2": _retrofitted(
+    "mistral": _retrofitted(MistralForCausalLM, MistralConfig, sliding_window=None),
+    "qwen2": _retrofitted(Qwen2ForCausalLM, Qwen2Config, hidden_size=128, tie_word_embeddings=True),
+    "qwen3": _retrofitted(Qwen3ForCausalLM, Qwen3Config, attention_bias=True),
+    "mistral-sliding": _retrofitted(MistralForCausalLM, MistralConfig, sliding_window=40),
+    "qwen2-sliding": _retrofitted(
         Qwen2ForCausalLM, Qwen2Config, hidden_size=128, use_sliding_window=True, sliding_window=40, max_window_layers=1
     ),
-    "qwen3": _retrofitted(
+    "qwen3-sliding": _retrofitted(
         Qwen3ForCausalLM, Qwen3Config, use_sliding_window=True, sliding_window=40, max_window_layers=1
     ),
     "baichuan-m1": _baichuan_m1(),
-    "draft": lambda: _drawn(LlamaForCausalLM(LlamaConfig(**_SIZES | {"num_hidden_layers": 1}))),
+    "draft": lambda: _drawn(LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))),
     "q-shift": _kvshift_llama(shift_targets=["q", "k", "v"]),
 }

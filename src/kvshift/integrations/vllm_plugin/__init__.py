@@ -3,7 +3,8 @@
 vLLM finds `register` by the entry point "kvshift" of "vllm.general_plugins" and calls it in each of its processes.
 """
 
-FAMILIES = ("kvshift_llama",)  # model types; Mistral, Qwen2, Qwen3 and Baichuan-M1 are written, and not yet compared
+# Model types; Baichuan-M1 is written, and not yet compared.
+FAMILIES = ("kvshift_llama", "kvshift_mistral", "kvshift_qwen2", "kvshift_qwen3")
 _MODELS = "kvshift.integrations.vllm_plugin.served_models"
 
 

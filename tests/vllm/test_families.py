@@ -1,0 +1,50 @@
+"""Every family beside the same model in transformers, in one engine each, where everything happens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from kvshift.lab.data.tokenizers import train_bpe
+from kvshift.lab.retrofit.retrofitting import RetrofitOptions, retrofit
+from kvshift.models.retrofit import load_kv_shift
+
+from .engines import count, different, drawn, engine
+from .tiny_models import SIZES
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("name", ["llama-retrofit", "mistral", "qwen2", "qwen3"])
+def test_retrofitted(name: str, checkpoint: Checkpoint) -> None:
+    all_at_once(checkpoint(name), load_kv_shift(checkpoint(name)))
+
+
+def test_a_stock_model_that_kvshift_retrofit_has_converted(tmp_path: Path) -> None:
+    """Before it is trained, it gives the answers of the stock model."""
+    torch.manual_seed(7)
+    stock: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES | {"hidden_size": 128, "vocab_size": 277}))
+    stock.save_pretrained(tmp_path / "stock")
+    train_bpe(iter(["to be or not to be"]), 277).save_pretrained(tmp_path / "stock")
+    retrofit(RetrofitOptions(model=str(tmp_path / "stock"), out=tmp_path / "shifted"))
+    with engine(tmp_path / "shifted", max_num_batched_tokens=48, max_num_seqs=16) as running:
+        outputs = running.generate(drawn(*range(1, 120, 3), seed=3, vocabulary=277))
+    assert different(stock.eval(), outputs) == []
+
+
+def all_at_once(folder: Path, model: Any, blocks: int = 24) -> None:
+    """Mixed lengths and shared starts, twice: in chunks, with hits and with preemptions."""
+    start, *ends = drawn(70, *range(1, 40, 4), seed=13)
+    prompts = [[*start, *end] for end in ends] + drawn(1, 2, 3, 31, 32, 33, 63, 64, 65, 130, 200, 300, seed=14)
+    with engine(folder, max_num_batched_tokens=48, max_num_seqs=16, num_gpu_blocks_override=blocks) as running:
+        outputs = [output for _ in range(2) for output in running.generate(prompts, tokens=24)]
+        assert max(running.chunks(output) for output in outputs) > 6
+        assert running.preemptions > 0
+        assert running.free_blocks == blocks - 1  # all but the null block
+    assert max(count(outputs)) >= 64
+    assert different(model.eval(), outputs) == []
