@@ -26,8 +26,9 @@ from kvshift.lab.evaluate import benchmarking
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, make_task, prompts
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.evaluation import evaluate
-from kvshift.lab.evaluate.harness import KeptAnswers, answering, ask, kept_in
+from kvshift.lab.evaluate.harness import AskedOnce, answering, ask
 from kvshift.lab.evaluate.items import read_questions
+from kvshift.lab.evaluate.kept_answers import kept_in
 from kvshift.lab.evaluate.task_scores import average, compare, compare_averages, scores
 from kvshift.lab.runs.folder import FolderInUseError
 from kvshift.lab.runs.loading import load_model
@@ -169,24 +170,24 @@ def test_a_stopped_evaluation_asks_for_the_rest_alone(mini, tmp_path):
                 self._hook.add_partial("loglikelihood", request.args, (likelihood(*request.args), False))
             raise StoppedError
 
-    whole = ask(KeptAnswers(Scripted(likelihood)), "hellaswag", questions)
+    whole = ask(AskedOnce(Scripted(likelihood)), "hellaswag", questions)
     for stop in (0, 1, 5, 12):
-        path = tmp_path / f"{stop}.jsonl"
-        with kept_in(path) as file, pytest.raises(StoppedError):
-            ask(KeptAnswers(Stopping(likelihood), file), "hellaswag", questions)
+        path, output = tmp_path / f"{stop}.answers.jsonl", tmp_path / f"{stop}.json"
+        with kept_in(output) as kept, pytest.raises(StoppedError):
+            ask(AskedOnce(Stopping(likelihood), kept), "hellaswag", questions)
         assert len(path.read_text().splitlines()) == stop
         with path.open("a") as file:
             file.write('{"key": "half a li')
-        with kept_in(path) as file:
+        with kept_in(output) as kept:
             model = Scripted(likelihood)
-            assert ask(KeptAnswers(model, file), "hellaswag", questions) == whole
+            assert ask(AskedOnce(model, kept), "hellaswag", questions) == whole
         assert model.asked == 12 - stop
-        with kept_in(path) as file:
+        with kept_in(output) as kept:
             model = Scripted(likelihood)
-            assert ask(KeptAnswers(model, file), "hellaswag", questions) == whole
+            assert ask(AskedOnce(model, kept), "hellaswag", questions) == whole
             assert model.asked == 0
             other = Scripted(lambda context, continuation: -1.0)
-            ask(KeptAnswers(other, file, source="another model"), "hellaswag", questions)
+            ask(AskedOnce(other, kept, source="another model"), "hellaswag", questions)
             assert other.asked == 12
 
 
@@ -228,7 +229,8 @@ def test_a_file_of_answers_that_is_none_or_in_use(shifted, mini, tmp_path):
     path.write_text('{"key": 1}\n')
     with pytest.raises(LabError, match=r"output: .*eval\.answers\.jsonl:1 was not written by this command"):
         evaluated(shifted, mini, tmp_path / "eval.json")
-    with kept_in(path), pytest.raises(FolderInUseError, match="another process writes to"):
+    path.unlink()
+    with kept_in(tmp_path / "eval.json"), pytest.raises(FolderInUseError, match="another process writes to"):
         evaluated(shifted, mini, tmp_path / "eval.json")
 
 

@@ -20,6 +20,7 @@ from kvshift.lab.evaluate import continuations
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.evaluation import evaluate
 from kvshift.lab.evaluate.repetition import distinct, distinct_difference, loop_length, rep
+from kvshift.lab.generate.continuing import continue_rows
 
 from ..generation_cases import TEXT, save_model, tokenizer
 
@@ -251,6 +252,46 @@ def test_a_model_that_repeats_is_seen_to(model_folder, text, tmp_path):
     assert greedy["rep-1"]["value"] == pytest.approx(16 / 17)
     assert penalized["loops"]["value"] == 0
     assert found["differences"][0]["decodings"]["greedy"]["rep-4"]["low"] > 0.5
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_a_stopped_command_continues_the_rest_alone(model_folder, plain, text, monkeypatch):
+    """Wherever it is stopped, also in the middle of a line; draws are those of a command without a stop."""
+    made = 0
+    most = None
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal made
+        if made == most:
+            raise StoppedError
+        made += 1
+        return continue_rows(*args, **kwargs)
+
+    monkeypatch.setattr(continuations, "continue_rows", counted)
+    output, kept = text.with_name("repetition.json"), text.with_name("repetition.answers.jsonl")
+    found = []
+    for stops in ((), (0, 7), (5,)):
+        kept.unlink(missing_ok=True)
+        output.unlink(missing_ok=True)
+        made = 0
+        for most in stops:
+            with pytest.raises(StoppedError):
+                measured(model_folder, text, plain, batch_size=3)
+            assert not output.exists()
+            assert made == most == len(kept.read_text().splitlines())
+            with kept.open("a") as file:
+                file.write('{"key": "cut off')
+        most = None
+        found.append(measured(model_folder, text, plain, batch_size=3))
+        assert made == 2 * 4 * math.ceil(len(parts(text)) / 3)
+    assert found[0]["models"] == found[1]["models"] == found[2]["models"]
+    most = made  # which is none any more
+    assert measured(model_folder, text, plain, batch_size=3)["models"] == found[0]["models"]
+    with pytest.raises(StoppedError):
+        measured(model_folder, text, plain, batch_size=3, seed=1)
 
 
 @pytest.mark.parametrize(

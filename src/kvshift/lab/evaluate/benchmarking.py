@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from kvshift.lab.errors import LabError
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, select
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.items import HUB, Questions, find_data, read_questions
+from kvshift.lab.evaluate.kept_answers import KeptAnswers, kept_in, version_of
 from kvshift.lab.evaluate.task_scores import average, compare, compare_averages, scores
 from kvshift.lab.messages import say, say_nothing
 from kvshift.lab.runs.folder import RunFailedError
@@ -35,16 +35,14 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     Raises:
         LabError: options, data or a model are not fit (exit code 2), or memory does not suffice (3).
     """
-    from kvshift.lab.evaluate.harness import kept_in  # which imports lm-eval, for seconds
-
     names = select(config.tasks)
     data = find_data(config.data)
     models = [config.model, *config.against]
     for model in models:  # one that is not there is said before hours of work
         locate(model, say_nothing)
     questions = {source: read_questions(source, data) for source in {BENCHMARKS[name].source for name in names}}
-    with kept_in(None if config.output is None else _answers_beside(config.output)) as file:
-        found, sources = zip(*(_ask(model, names, questions, config, file) for model in models), strict=True)
+    with kept_in(config.output) as kept:
+        found, sources = zip(*(_ask(model, names, questions, config, kept) for model in models), strict=True)
     results = [
         {"name": model, "source": source, "tasks": {name: scores(name, items) for name, items in theirs.items()}}
         for model, source, theirs in zip(models, sources, found, strict=True)
@@ -61,22 +59,18 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     }
 
 
-def _answers_beside(output: Path) -> Path:
-    return output.with_name(f"{output.stem}.answers.jsonl")
-
-
 def _ask(
-    name: str, tasks: list[str], questions: dict[str, Questions], config: EvalConfig, file: BinaryIO | None
+    name: str, tasks: list[str], questions: dict[str, Questions], config: EvalConfig, kept: KeptAnswers
 ) -> tuple[Found, str]:
-    from kvshift.lab.evaluate.harness import KeptAnswers, answering, ask
+    from kvshift.lab.evaluate.harness import AskedOnce, answering, ask  # which imports lm-eval, for seconds
 
     model, tokenizer, source = load_model(name, dtype=config.dtype, device=config.device, say=_say)
     asked = answering(model, tokenizer, batch_size=config.batch_size, window=config.window)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or asked.max_length
     if asked.max_length > longest:
         raise LabError(f"window must be at most {longest}, which {name} is made for, got {config.window}")
-    key = f"{_version(source, model)} {asked.max_length} {model.dtype}"
-    answers = KeptAnswers(asked, file, source=key, say=_say)
+    key = f"{version_of(source, model)} {asked.max_length} {model.dtype}"
+    answers = AskedOnce(asked, kept, source=key, say=_say)
     found: Found = {}
     for task in tasks:
         _say(f"{name}: {task}")
@@ -97,15 +91,6 @@ def _say_what_was_cut(task: str, found: list[dict[str, Any]], window: int) -> No
         _say(f"{task}: {few:,} of {len(found):,} prompts lost examples, to fit into {window} tokens; {cut:,} lost more")
     elif cut:
         _say(f"{task}: {cut:,} of {len(found):,} prompts lost their beginning, to fit into {window} tokens")
-
-
-def _version(source: str, model: Any) -> str:
-    """A folder with the sizes and times of its files, or a name on the hub with its commit: other weights, another."""
-    folder = Path(source)
-    if not folder.is_dir():
-        return f"{source} {getattr(model.config, '_commit_hash', None)}"
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    return f"{folder.resolve()} {[(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]}"
 
 
 def _chance(name: str, questions: dict[str, Questions], limit: int | None) -> float:

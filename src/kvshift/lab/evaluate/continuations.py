@@ -16,6 +16,7 @@ from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.data.token_stream import token_stream
 from kvshift.lab.errors import LabError
 from kvshift.lab.evaluate.eval_config import EvalConfig
+from kvshift.lab.evaluate.kept_answers import KeptAnswers, kept_in, key_of, version_of
 from kvshift.lab.evaluate.repetition import LOOP_TIMES, distinct, distinct_difference, loop_length, rep
 from kvshift.lab.evaluate.text_scores import Model, pieces, prepare
 from kvshift.lab.generate.continuing import continue_rows
@@ -49,7 +50,8 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     continuation together, so that the text itself is a continuation to compare with. Each model continues them greedily
     and by sampling, both without and with `repetition_penalty`. "models" hold rep-1 to rep-4 and the share of
     continuations that end in a loop, each a mean over prompts with its standard error, and distinct-1 to distinct-4;
-    "differences", the first model minus each other one, their 95 % intervals, paired by prompt.
+    "differences", the first model minus each other one, their 95 % intervals, paired by prompt. Continuations are kept
+    beside `config.output`, and a command that was killed resumes from them.
 
     Raises:
         LabError: options, text or a model are not fit (exit code 2), or memory does not suffice (3).
@@ -60,7 +62,8 @@ def measure(config: EvalConfig) -> dict[str, Any]:
     before = [] if models[0].begin is None else [models[0].begin]
     prompts = [before + part[: config.prompt_tokens] for part in parts]
     decodings = _decodings(config)
-    written = [_continue(model, prompts, decodings, config) for model in models]
+    with kept_in(config.output) as kept:
+        written = [_continue(model, prompts, decodings, config, kept) for model in models]
     return {
         "text": {"names": list(config.texts), "prompts": len(prompts)},
         "itself": _measures([part[config.prompt_tokens :] for part in parts]),
@@ -134,25 +137,28 @@ def _decodings(config: EvalConfig) -> list[_Decoding]:
 
 
 def _continue(
-    model: Model, prompts: list[list[int]], decodings: list[_Decoding], config: EvalConfig
+    model: Model, prompts: list[list[int]], decodings: list[_Decoding], config: EvalConfig, kept: KeptAnswers
 ) -> dict[str, Texts]:
-    loaded, tokenizer, _ = load_model(model.folder, dtype=config.dtype, device=config.device, say=_say)
+    loaded, tokenizer, source = load_model(model.folder, dtype=config.dtype, device=config.device, say=_say)
     ends = loaded.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [tokenizer.eos_token_id if ends is None else ends]
     stop = {} if ends == [None] else {"eos_token_id": ends, "pad_token_id": ends[0]}
-    written: dict[str, Texts] = {}
+    version = f"{version_of(source, loaded)} {loaded.dtype}"
+    written: dict[str, Texts] = {name: [] for name, _ in decodings}
     starts = [(decoding, start) for decoding in decodings for start in range(0, len(prompts), config.batch_size)]
     for (name, how), start in counted(starts, model.name, "batches", shown=True):
-        batch = [torch.tensor(prompt) for prompt in prompts[start : start + config.batch_size]]
-        options = GenerationConfig(**how, max_new_tokens=config.max_new_tokens, **{"pad_token_id": 0, **stop})
-        try:
-            made = continue_rows(loaded, batch, options, seed=seed_for(f"repetition {name} {start}", config.seed))
-        except torch.OutOfMemoryError as error:
-            raise RunFailedError(
-                f"out of memory: {error}. Give a smaller batch_size (now {config.batch_size})"
-            ) from error
-        rows = made.tolist()
-        written.setdefault(name, []).extend(list(takewhile(lambda token: token not in ends, row)) for row in rows)
+        batch, seed = prompts[start : start + config.batch_size], seed_for(f"repetition {name} {start}", config.seed)
+        told = {**how, "max_new_tokens": config.max_new_tokens, "pad_token_id": 0, **stop}
+        key = key_of(version, batch, told, seed)
+        if key not in kept:
+            try:
+                made = continue_rows(loaded, list(map(torch.tensor, batch)), GenerationConfig(**told), seed=seed)
+            except torch.OutOfMemoryError as error:
+                raise RunFailedError(
+                    f"out of memory: {error}. Give a smaller batch_size (now {config.batch_size})"
+                ) from error
+            kept.add(key, [list(takewhile(lambda token: token not in ends, row)) for row in made.tolist()])
+        written[name] += kept[key]
     return written
 
 

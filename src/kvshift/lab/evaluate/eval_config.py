@@ -70,8 +70,8 @@ class EvalConfig:
     batch_size: int = 8
     """Windows, questions or prompts at once. It changes no score, but what is drawn with repetition."""
     output: Path | None = None
-    """File for the numbers of the table as JSON; replaced where it is there. With tasks, answers are kept in
-    NAME.answers.jsonl beside it as they are given, and a command that was stopped resumes from them."""
+    """File for the numbers of the table as JSON; replaced where it is there. With tasks or repetition, what
+    models answer is kept in NAME.answers.jsonl beside it at once, and a command that was stopped resumes from there."""
     dtype: DType = "auto"
     """Of the weights; auto: as they were saved."""
     device: str = "auto"

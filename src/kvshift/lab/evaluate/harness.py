@@ -1,23 +1,17 @@
-"""Questions put to a model through lm-eval, and a file of its answers, from which a killed evaluation resumes."""
+"""Questions put to a model through lm-eval, each once."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
-from typing import Any, BinaryIO
-
-from filelock import FileLock, Timeout
+from typing import Any
 
 from kvshift.lab.errors import LabError
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, LONGEST_SOLUTION, make_task, prompts
 from kvshift.lab.evaluate.items import Questions
+from kvshift.lab.evaluate.kept_answers import KeptAnswers, key_of
 from kvshift.lab.messages import say_nothing
-from kvshift.lab.runs.folder import FolderInUseError, RunFailedError
 from kvshift.lab.runs.progress import Counter
 from kvshift.lab.variants.uncached import decodes_with_cache
 
@@ -28,7 +22,7 @@ except ModuleNotFoundError as error:
     missing = (error.name or "lm_eval").partition(".")[0]
     raise LabError(f"tasks: needs the package {missing!r}: pip install 'kvshift[eval]'") from error
 
-__all__ = ["AnsweringModel", "KeptAnswers", "answering", "ask", "kept_in"]
+__all__ = ["AnsweringModel", "AskedOnce", "answering", "ask"]
 
 _HFLM: Any = huggingface.HFLM  # whose decorator hides its type
 
@@ -65,7 +59,7 @@ def answering(model: Any, tokenizer: Any, *, batch_size: int, window: int | None
     )
 
 
-class KeptAnswers:
+class AskedOnce:
     """A model that answers each request of lm-eval once, and remembers what it has answered.
 
     Attributes:
@@ -75,33 +69,20 @@ class KeptAnswers:
     def __init__(
         self,
         model: Any,
-        file: BinaryIO | None = None,
+        kept: KeptAnswers | None = None,
         *,
         source: str = "",
         say: Callable[[str], object] = say_nothing,
     ) -> None:
-        """Read what the file holds already.
-
-        Args:
-            model: of lm-eval.
-            file: JSON lines, "key" and "answer", open to read and to append. None: nothing is kept.
-            source: which model this is, so that answers of another one are not taken for its own.
-            say: is told how many answers there are, every few seconds.
+        """Args:
+        model: of lm-eval.
+        kept: what was answered before, and is from now on.
+        source: which model this is, so that answers of another one are not taken for its own.
+        say: is told how many answers there are, every few seconds.
         """
-        self.model, self._file, self._source, self._say = model, file, source, say
-        self._answers: dict[str, Any] = {}
+        self.model, self._source, self._say = model, source, say
+        self._kept = KeptAnswers() if kept is None else kept
         self._counter: Counter | None = None
-        if file is not None:
-            file.seek(0)
-            content = file.read()
-            whole = content[: content.rfind(b"\n") + 1]
-            for number, line in enumerate(whole.splitlines(), 1):
-                try:
-                    record = json.loads(line)
-                    self._answers[record["key"]] = record["answer"]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise LabError(f"output: {file.name}:{number} was not written by this command") from error
-            file.truncate(len(whole))  # of a line that was cut off, the beginning
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """See `lm_eval.api.model.LM`."""
@@ -114,20 +95,15 @@ class KeptAnswers:
     def add_partial(self, kind: str, arguments: Any, answer: Any) -> None:
         """Called by the model for each answer, as soon as it has it."""
         key = self._key(kind, arguments)
-        if key in self._answers:
+        if key in self._kept:
             return
-        self._answers[key] = answer
-        if self._file is not None:
-            try:
-                self._file.write(json.dumps({"key": key, "answer": answer}).encode() + b"\n")
-            except OSError as error:
-                raise RunFailedError(f"output: writing to {self._file.name} failed: {error}") from error
+        self._kept.add(key, answer)
         if self._counter is not None:
             self._counter.update()
 
     def _ask(self, kind: str, requests: list[Any]) -> list[Any]:
         keys = [self._key(kind, request.args) for request in requests]
-        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._answers}
+        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._kept}
         if missing:
             self._counter = Counter(kind, len(missing), "answers", say=self._say)
             self.model.set_cache_hook(self)
@@ -138,28 +114,13 @@ class KeptAnswers:
             finally:
                 self._counter.close()
                 self._counter = None
-        return [self._answers[key] for key in keys]
+        return [self._kept[key] for key in keys]
 
     def _key(self, kind: str, arguments: Any) -> str:
-        return hashlib.sha256(json.dumps([self._source, kind, *arguments], sort_keys=True).encode()).hexdigest()[:32]
+        return key_of(self._source, kind, *arguments)
 
 
-@contextmanager
-def kept_in(path: Path | None) -> Iterator[BinaryIO | None]:
-    """The file of answers, held by one process at a time, which lies beside the report; None without a report."""
-    if path is None:
-        yield None
-        return
-    try:
-        lock = FileLock(path.with_name(f".{path.name}.lock"))
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise FolderInUseError(f"output: another process writes to {path}") from error
-    with lock, path.open("ab+", buffering=0) as file:
-        yield file
-
-
-def ask(answers: KeptAnswers, name: str, questions: Questions, limit: int | None = None) -> list[dict[str, Any]]:
+def ask(answers: AskedOnce, name: str, questions: Questions, limit: int | None = None) -> list[dict[str, Any]]:
     """What a model makes of each question of a benchmark, in order: lm-eval's metrics, and facts of the prompt."""
     benchmark, model = BENCHMARKS[name], answers.model
     longest = min(LONGEST_SOLUTION, model.max_length // 2)
