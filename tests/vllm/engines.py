@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.models import registry
 from vllm.outputs import RequestOutput
 from vllm.triton_utils import dispatcher
 
@@ -28,6 +29,7 @@ def _register_once(overrides: Any, register: Any = dispatcher.register_kernels) 
 
 
 dispatcher.register_kernels = _register_once
+registry._run_in_subprocess = lambda inspected: inspected()  # vLLM imports itself again for each class that it looks at
 
 
 class Engine:
@@ -36,7 +38,8 @@ class Engine:
     Attributes:
         pieces: by request, how many tokens of it each step computed.
         preemptions: how often a running request lost its blocks.
-        drafted, rejected: numbers of draft tokens.
+        drafts: the tokens of a request up to each draft, and the draft.
+        rejected: how many draft tokens were.
     """
 
     def __init__(self, folder: Path, **options: Any) -> None:
@@ -44,7 +47,8 @@ class Engine:
         self.llm = LLM(str(folder), skip_tokenizer_init=True, max_model_len=384, seed=0, **eager | options)
         self.scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.pieces: defaultdict[str, list[int]] = defaultdict(list)
-        self.preemptions = self.drafted = self.rejected = 0
+        self.drafts: list[tuple[list[int], list[int]]] = []
+        self.preemptions = self.rejected = 0
         self._watch()
 
     def _watch(self) -> None:
@@ -60,7 +64,7 @@ class Engine:
         def watched_update(planned: Any, output: Any) -> Any:
             for request, drafts in planned.scheduled_spec_decode_tokens.items():
                 sampled = output.sampled_token_ids[output.req_id_to_index[request]]
-                self.drafted += len(drafts)
+                self.drafts.append((list(self.scheduler.requests[request].all_token_ids), list(drafts)))
                 self.rejected += len(drafts) + 1 - len(sampled)
             return update(planned, output)
 
@@ -83,6 +87,10 @@ class Engine:
         computed = len(output.prompt_token_ids or ()) - (output.num_cached_tokens or 0)
         (pieces,) = (self.pieces[name] for name in self.pieces if name.rpartition("-")[0] == output.request_id)
         return 1 + sum(total < computed for total in accumulate(pieces))
+
+    @property
+    def drafted(self) -> int:
+        return sum(len(draft) for _, draft in self.drafts)
 
     @property
     def free_blocks(self) -> int:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.retrofit.retrofitting import RetrofitOptions, retrofit
+from kvshift.models import baichuan_m1  # noqa: F401  # registers its classes
 from kvshift.models.retrofit import load_kv_shift
 
 from .engines import count, different, drawn, engine
@@ -20,9 +21,25 @@ from .tiny_models import SIZES
 Checkpoint = Callable[[str], Path]
 
 
-@pytest.mark.parametrize("name", ["llama-retrofit", "mistral", "qwen2", "qwen3"])
-def test_retrofitted(name: str, checkpoint: Checkpoint) -> None:
+LLAMAS = ("llama-window-3-linear", "llama-keys-gate-llama3", "llama-values-clamp-qk-norm", "llama-vanilla")
+
+
+@pytest.mark.parametrize("name", [*LLAMAS, "llama-retrofit", "mistral", "qwen2", "qwen3"])
+def test_full_attention(name: str, checkpoint: Checkpoint) -> None:
     all_at_once(checkpoint(name), load_kv_shift(checkpoint(name)))
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("llama-sliding", 12), ("mistral-sliding", 24)])
+def test_a_window_of_all_layers(name: str, blocks: int, checkpoint: Checkpoint) -> None:
+    """Raw rows stand in the blocks that the attention keeps for its window."""
+    all_at_once(checkpoint(name), load_kv_shift(checkpoint(name)), blocks)
+
+
+@pytest.mark.parametrize("name", ["qwen2-sliding", "qwen3-sliding", "baichuan-m1"])
+def test_layers_of_different_windows(name: str, checkpoint: Checkpoint) -> None:
+    """Raw keys and values stand in blocks of their own."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name))
+    all_at_once(checkpoint(name), model, blocks=60)
 
 
 def test_a_stock_model_that_kvshift_retrofit_has_converted(tmp_path: Path) -> None:

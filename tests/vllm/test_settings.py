@@ -13,6 +13,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import CompilationMode
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
@@ -78,6 +80,26 @@ def test_prefix_hits_of_every_length_around_the_edges_of_blocks(folder: Path, mo
     assert different(model, outputs) == []
 
 
+def test_blocks_of_16(folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's attention on a CPU has a kernel for them, and does not offer it; on GPUs they are the default."""
+    offered = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
+    monkeypatch.setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", offered)
+    first, second = drawn(70, 70, seed=20)
+    lengths = [1, 15, 16, 17, 30, 31, 32, 33, 47, 48, 49, 63, 64, 65]
+    prompts = [[*first[:length], *second[length:]] for length in lengths] + [first[:length] for length in lengths]
+    with engine(
+        folder, block_size=16, num_gpu_blocks_override=32, max_num_batched_tokens=40, max_num_seqs=16
+    ) as running:
+        outputs = [output for _ in range(2) for output in running.generate(prompts)]
+        assert {layer.kv_cache.shape[2] for layer in shifts(running)} == {1}
+        assert {layer.attn.kv_cache.shape[2] for layer in attentions(running)} == {16}
+        assert max(running.chunks(output) for output in outputs) > 1
+        assert running.preemptions > 0
+    hits = count(outputs)
+    assert min(hits[16], hits[32], hits[48], hits[64]) > 0
+    assert different(model, outputs) == []
+
+
 @pytest.mark.parametrize("options", [{}, {"disable_hybrid_kv_cache_manager": True}])
 def test_a_prefix_is_hit_by_requests_of_the_same_batch(folder: Path, model: Any, options: dict[str, Any]) -> None:
     start, *ends = drawn(100, *[5] * 12, seed=9)
@@ -127,6 +149,23 @@ def test_aborted_requests_leave_the_others_alone(folder: Path, model: Any) -> No
     assert different(model, outputs) == []
 
 
+def test_restarts(folder: Path, model: Any) -> None:
+    """An engine ends in the middle of its work; the next one over the same checkpoint knows nothing of it."""
+    start, *ends = drawn(64, *range(1, 40, 4), seed=21)
+    prompts = [[*start, *end] for end in ends]
+    greedy = SamplingParams(temperature=0, max_tokens=24, logprobs=1, ignore_eos=True, detokenize=False)
+    with engine(folder) as running:
+        for i, prompt in enumerate(prompts):
+            running.llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy)
+        for _ in range(8):
+            running.llm.llm_engine.step()
+        assert running.scheduler.running
+    with engine(folder) as running:
+        outputs = running.generate(prompts[:1]) + running.generate(prompts)
+    assert [output.num_cached_tokens for output in outputs[:2]] == [0, 64]
+    assert different(model, outputs) == []
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(folder: Path, dtype: torch.dtype) -> None:
     """Sums are rounded in another order, so tokens may differ; logprobs stay within what the dtype resolves."""
@@ -137,7 +176,12 @@ def test_half_precision(folder: Path, dtype: torch.dtype) -> None:
     assert errors.mean() < 12 * torch.finfo(dtype).eps
 
 
+def attentions(running: Engine) -> list[Any]:
+    """Those of all layers."""
+    (model,) = running.llm.apply_model(lambda model: model)
+    return [layer.self_attn for layer in model.model.layers]
+
+
 def shifts(running: Engine) -> list[Any]:
     """The shifts of all layers."""
-    (model,) = running.llm.apply_model(lambda model: model)
-    return [layer.self_attn.shift for layer in model.model.layers]
+    return [attention.shift for attention in attentions(running)]

@@ -27,6 +27,8 @@ vllm.compilation.breakable_cudagraph
 vllm.config
     CompilationConfig
     CompilationConfig._attention_ops
+    CompilationMode
+    CompilationMode.VLLM_COMPILE
     VllmConfig
     get_current_vllm_config()
 vllm.distributed
@@ -94,7 +96,7 @@ ATTRIBUTES = {
         "num_speculative_tokens offload_config parallel_config speculative_config"
     ),
     "vllm.config:CacheConfig": ("block_size cache_dtype kv_offloading_size kv_sharing_fast_prefill"),
-    "vllm.config:CompilationConfig": "splitting_ops static_forward_context use_inductor_graph_partition",
+    "vllm.config:CompilationConfig": "mode splitting_ops static_forward_context use_inductor_graph_partition",
     "vllm.config:ModelConfig": ("dtype enable_prompt_embeds hf_config quantization runner_type"),
     "vllm.config:ParallelConfig": (
         "data_parallel_size decode_context_parallel_size enable_dbo pipeline_parallel_size "

@@ -51,7 +51,7 @@ def _retrofitted(model: Any, config: Any, **changes: Any) -> Callable[[], PreTra
 def _baichuan_m1(**changes: Any) -> Callable[[], PreTrainedModel]:
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     sizes |= {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4}
-    sizes |= {"num_swa_attention_heads": 4, "num_swa_key_value_heads": 2, "sliding_window": 40}
+    sizes |= {"num_swa_attention_heads": 4, "num_swa_key_value_heads": 4, "sliding_window": 40}
     sizes |= {"sliding_window_layers": [1, 3], "rope_theta": 1e4}
     return lambda: _drawn(BaichuanM1ForCausalLM(BaichuanM1Config(**sizes | changes)))
 
@@ -73,14 +73,31 @@ def _drawn(model: PreTrainedModel) -> PreTrainedModel:
 
 TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _kvshift_llama(),
-    "llama-window-3": _kvshift_llama(shift_window=3),
-    "llama-keys": _kvshift_llama(shift_targets=["k"]),
-    "llama-values-clamp": _kvshift_llama(shift_targets=["v"], shift_constraint="clamp"),
-    "llama-gate": _kvshift_llama(shift_constraint="gate"),
+    "llama-window-3-linear": _kvshift_llama(
+        shift_window=3, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "llama-keys-gate-llama3": _kvshift_llama(
+        shift_targets=["k"],
+        shift_constraint="gate",
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama-values-clamp-qk-norm": _kvshift_llama(
+        shift_targets=["v"],
+        shift_window=4,
+        shift_constraint="clamp",
+        qk_norm=True,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
     "llama-vanilla": _kvshift_llama(shift_targets=[]),
-    "llama-qk-norm": _kvshift_llama(qk_norm=True, attention_bias=True, tie_word_embeddings=True),
-    "llama-sliding": _kvshift_llama(sliding_window=40),
-    "llama-one-head": _kvshift_llama(num_key_value_heads=1),
+    "llama-sliding": _kvshift_llama(shift_window=3, sliding_window=3),
     "llama-retrofit": _retrofitted(LlamaForCausalLM, LlamaConfig, mlp_bias=True),
     "mistral": _retrofitted(MistralForCausalLM, MistralConfig, sliding_window=None),
     "qwen2": _retrofitted(Qwen2ForCausalLM, Qwen2Config, hidden_size=128, tie_word_embeddings=True),
@@ -94,5 +111,6 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "baichuan-m1": _baichuan_m1(),
     "draft": lambda: _drawn(LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))),
+    "draft-with-shift": _kvshift_llama(num_hidden_layers=1, shift_window=3),
     "q-shift": _kvshift_llama(shift_targets=["q", "k", "v"]),
 }

@@ -3,8 +3,7 @@
 vLLM finds `register` by the entry point "kvshift" of "vllm.general_plugins" and calls it in each of its processes.
 """
 
-# Model types; Baichuan-M1 is written, and not yet compared.
-FAMILIES = ("kvshift_llama", "kvshift_mistral", "kvshift_qwen2", "kvshift_qwen3")
+FAMILIES = ("kvshift_llama", "kvshift_mistral", "kvshift_qwen2", "kvshift_qwen3", "baichuan_m1")  # model types
 _MODELS = "kvshift.integrations.vllm_plugin.served_models"
 
 
@@ -18,7 +17,7 @@ def register() -> None:
     from kvshift.integrations.vllm_plugin.start_checks import ShiftChecks
     from kvshift.models import retrofit
 
-    # All that are written: `ShiftChecks` refuses the families that are not in the list above, by name.
+    # All that can be made: `ShiftChecks` refuses the families that are not in the list above, by name.
     models = [model.__name__ for family in retrofit.FAMILIES for model in family.models.values()]
     served = dict.fromkeys(models, "ServedLlama") | {"BaichuanM1ForCausalLM": "ServedBaichuanM1"}
     for architecture, name in served.items():

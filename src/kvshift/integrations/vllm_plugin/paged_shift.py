@@ -139,13 +139,11 @@ class PagedShift(KVShift, AttentionLayerBase):
         num_kv_heads: of all ranks.
         head_size: D.
         options: what is shifted, and how; no queries.
-        attention: name of the attention in whose blocks the raw keys and values stand; None: in blocks of their own.
+        attention: name of the attention that takes the shifted keys and values.
         prefix: name of this module in the model.
     """
 
-    def __init__(
-        self, num_kv_heads: int, head_size: int, options: ShiftOptions, attention: str | None, prefix: str
-    ) -> None:
+    def __init__(self, num_kv_heads: int, head_size: int, options: ShiftOptions, attention: str, prefix: str) -> None:
         ranks = get_tensor_model_parallel_world_size()
         local_heads = max(1, num_kv_heads // ranks)
         super().__init__(local_heads, options)
@@ -178,12 +176,28 @@ class PagedShift(KVShift, AttentionLayerBase):
         return PagedShiftBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """A few rows in the blocks of the attention; blocks of their own where layers differ in their windows.
+
+        vLLM puts layers of one window, those of a draft model among them, into one group with one list of blocks for
+        each request. More than one group it makes of equal pages alone.
+        """
         heads = next(self.parameters(recurse=False)).shape[0]
         layout: dict[str, Any] = {"num_kv_heads": heads, "head_size": self.head_size, "dtype": self.dtype}
-        if self.attention is None:  # in blocks of their own, of a window as small as the shift's
+        specs: dict[str, Any] = {
+            name: layer.get_kv_cache_spec(vllm_config)
+            for name, layer in vllm_config.compilation_config.static_forward_context.items()
+            if isinstance(layer, AttentionLayerBase) and not isinstance(layer, PagedShift)
+        }
+        if len({(type(spec), getattr(spec, "sliding_window", None)) for spec in specs.values()}) > 1:
+            drafts = vllm_config.speculative_config
+            if drafts is not None and drafts.method == "draft_model":
+                raise ValueError(
+                    "speculative_config: all layers of the model and of its draft model must have one window of "
+                    "attention, or none; otherwise vLLM writes what the draft model keeps over what the model keeps"
+                )
             block_size, window = vllm_config.cache_config.block_size, self.options.window
             return SlidingWindowSpec(block_size=block_size, sliding_window=window, **layout)
-        spec: Any = vllm_config.compilation_config.static_forward_context[self.attention].get_kv_cache_spec(vllm_config)
+        spec = specs[self.attention]
         rows = 1 << (self.options.window - 2 + vllm_config.num_speculative_tokens).bit_length()
         if spec.block_size % rows:
             raise ValueError(

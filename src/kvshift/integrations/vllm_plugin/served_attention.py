@@ -81,10 +81,7 @@ class ShiftedLlamaAttention(LlamaAttention):
         shift_options = shift_options_of(config)
         self.shift = None
         if shift_options.targets:
-            windows = {heads_of(config, i).window for i in range(config.num_hidden_layers)}
-            # vLLM puts layers of one window into one group, with one list of blocks for each request.
-            attention = f"{prefix}.attn" if len(windows) == 1 else None
-            self.shift = PagedShift(own.kv_heads, own.size, shift_options, attention, f"{prefix}.shift")
+            self.shift = PagedShift(own.kv_heads, own.size, shift_options, f"{prefix}.attn", f"{prefix}.shift")
         self.qk_norm = own.qk_norm
         if own.qk_norm:
             self.q_norm = RMSNorm(own.size, eps=config.rms_norm_eps)

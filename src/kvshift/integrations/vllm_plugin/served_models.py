@@ -11,7 +11,6 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 from kvshift.integrations.vllm_plugin.served_attention import ShiftedLlamaAttention
-from kvshift.integrations.vllm_plugin.start_checks import refuse_as_draft
 from kvshift.models.baichuan_m1.layout import to_coefficients
 
 _COEFFICIENTS = {"conv_k": "shift.alpha", "conv_v": "shift.beta", "K": "shift.alpha", "V": "shift.beta"}
@@ -28,7 +27,6 @@ class ServedLlama(LlamaForCausalLM):
     """KVShiftLlama, and retrofitted Llama, Mistral, Qwen2 and Qwen3."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        refuse_as_draft(prefix)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=ShiftedLlamaDecoderLayer)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from kvshift.integrations.vllm_plugin import FAMILIES
@@ -25,14 +25,6 @@ class ShiftChecks(VerifyAndUpdateConfig):
             raise ValueError(f"vLLM cannot serve this model with KV shift so: {'; '.join(faults)}")
 
 
-def refuse_as_draft(prefix: str) -> None:
-    """Raise a ValueError where the model of this name drafts for another one."""
-    if prefix.startswith("draft_model"):
-        raise ValueError(
-            "speculative_config: the draft model must have no KV shift; answers with one have not been compared yet"
-        )
-
-
 def _model_faults(vllm_config: VllmConfig) -> Iterator[str]:
     model = vllm_config.model_config
     config: Any = model.hf_config
@@ -44,8 +36,10 @@ def _model_faults(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"architectures must be a causal language model, got {architecture!r}"
     if "q" in config.shift_targets:
         yield f"shift_targets must be keys and values, got {config.shift_targets!r}: raw queries are not kept"
-    if config.sliding_window is not None:
-        yield f"sliding_window must be None, got {config.sliding_window}: its answers have not been compared yet"
+    if config.sliding_window is not None and config.sliding_window < config.shift_window:
+        yield f"sliding_window must be at least shift_window, {config.shift_window}; got {config.sliding_window}"
+    if config.model_type == "baichuan_m1" and config.tie_word_embeddings:
+        yield "tie_word_embeddings must be False: the rows of the head are brought to length 1, embeddings are not"
     rotary = config.rope_parameters
     if rotary.get("rope_type", "default") not in _ROTARY or rotary.get("partial_rotary_factor", 1) != 1:
         yield f"rope_parameters must rotate whole heads and be of type {', '.join(_ROTARY)}; got {rotary}"
@@ -56,7 +50,7 @@ def _model_faults(vllm_config: VllmConfig) -> Iterator[str]:
 def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     drafts, compilation = vllm_config.speculative_config, vllm_config.compilation_config
-    if model.runner_type != "generate":
+    if model.runner_type not in ("generate", "draft"):
         yield f"runner must be generate, got {model.runner_type!r}"
     if model.quantization is not None:
         yield f"quantization is not tested, got {model.quantization!r}"
@@ -70,7 +64,6 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
         yield "kv_transfer_config and kv_offloading_size must be left out: raw keys and values would stay behind"
     for name in (
-        "tensor_parallel_size",
         "pipeline_parallel_size",
         "data_parallel_size",
         "decode_context_parallel_size",
@@ -78,6 +71,10 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     ):
         if getattr(parallel, name) != 1:
             yield f"{name} must be 1, got {getattr(parallel, name)}: it is not tested"
+    ranks, names = parallel.tensor_parallel_size, ("num_key_value_heads", "num_swa_key_value_heads")
+    kv_heads = [heads for name in names if (heads := getattr(model.hf_config, name, None))]
+    if any(heads % ranks and ranks % heads for heads in kv_heads):
+        yield f"tensor_parallel_size must divide the KV heads or be a multiple of them; got {ranks} for {kv_heads}"
     if parallel.enable_dbo or parallel.ubatch_size:
         yield "enable_dbo and ubatch_size must be left out: a batch in halves is not tested"
     if vllm_config.lora_config is not None:
@@ -91,6 +88,7 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
         yield "enable_adaptive_verification of speculative_config is not tested"
     if compilation.use_inductor_graph_partition:
         yield "use_inductor_graph_partition is not tested"
-    splitting = compilation.splitting_ops
-    if splitting is not None and "vllm::kv_shift" not in splitting:
+    splitting, mode = compilation.splitting_ops, compilation.mode  # in its other modes vLLM empties the list
+    is_split = mode in (None, CompilationMode.VLLM_COMPILE)
+    if is_split and splitting is not None and "vllm::kv_shift" not in splitting:
         yield "splitting_ops must be left out, or have vllm::kv_shift"

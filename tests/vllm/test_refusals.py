@@ -1,0 +1,113 @@
+"""What vLLM cannot do with these models is refused by name, before an engine starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+
+from kvshift.models.retrofit import add_kv_shift
+
+Checkpoint = Callable[[str], Path]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pipeline_parallel_size": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "kv_transfer_config": {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+    "kv_offloading_size": {"kv_offloading_size": 1.0},
+    "kv_cache_dtype": {"kv_cache_dtype": "fp8"},
+    "quantization": {"quantization": "fp8"},
+    "enable_lora": {"enable_lora": True},
+    "enable_prompt_embeds": {"enable_prompt_embeds": True},
+    "runner": {"runner": "pooling"},
+    "speculative_config": {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
+    "cpu_offload_gb": {"cpu_offload_gb": 1.0},
+    "splitting_ops": {"compilation_config": {"splitting_ops": ["vllm::unified_attention_with_output"]}},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, checkpoint: Checkpoint) -> None:
+    options = {"dtype": "bfloat16", "skip_tokenizer_init": True} | OPTIONS[name]
+    with pytest.raises(ValueError, match=f"cannot serve this model.*{name}"):
+        EngineArgs(str(checkpoint("llama")), **options).create_engine_config()
+
+
+FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sliding_window": ("llama", {"shift_window": 3, "sliding_window": 2}),
+    "rope_parameters": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "architectures": ("llama", {"architectures": ["KVShiftLlamaForSequenceClassification"]}),
+    "tie_word_embeddings": ("baichuan-m1", {"tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_models(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model, fields = FIELDS[name]
+    folder = changed(checkpoint(model), tmp_path / "changed", fields)
+    with pytest.raises(ValueError, match=f"cannot serve this model.*{name}"):
+        EngineArgs(str(folder), skip_tokenizer_init=True).create_engine_config()
+
+
+def test_kv_heads_that_cannot_be_shared_out(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    fields = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3}
+    folder = changed(checkpoint("llama"), tmp_path / "changed", fields)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size must divide the KV heads .*; got 2 for \[3\]"):
+        EngineArgs(str(folder), skip_tokenizer_init=True, tensor_parallel_size=2).create_engine_config()
+
+
+def test_shifted_queries(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match="shift_targets must be keys and values"):
+        EngineArgs(str(checkpoint("q-shift")), skip_tokenizer_init=True).create_engine_config()
+
+
+def test_a_family_that_is_not_served(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
+    add_kv_shift(Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **heads))).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model_type must be one of .* got 'kvshift_gemma3_text'"):
+        EngineArgs(str(tmp_path), skip_tokenizer_init=True).create_engine_config()
+
+
+def test_a_draft_model_of_another_window(checkpoint: Checkpoint) -> None:
+    """vLLM 0.32.0 gives a draft model the blocks of the first group of layers, whichever group it is in."""
+    drafts = {"method": "draft_model", "model": str(checkpoint("draft")), "num_speculative_tokens": 2}
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "block_size": 32}
+    with pytest.raises(
+        ValueError, match="speculative_config: all layers of the model and of its draft model must have"
+    ):
+        LLM(str(checkpoint("mistral-sliding")), speculative_config=drafts, max_model_len=64, **options)
+
+
+def test_blocks_of_16_on_a_cpu(checkpoint: Checkpoint) -> None:
+    """By vLLM, whose attention on a CPU offers multiples of 32."""
+    with pytest.raises(ValueError, match=r"No common block size for 16 .*CPU_ATTN"):
+        LLM(str(checkpoint("llama")), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=16)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_coefficients_of_other_heads(checkpoint: Checkpoint, tmp_path: Path, heads: int) -> None:
+    folder = changed(checkpoint("llama"), tmp_path / "changed", {})
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.shift.alpha"] = torch.zeros(heads, 2)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = re.escape(f"must be (2, 2), KV heads and numbers of each; the checkpoint has ({heads}, 2)")
+    with pytest.raises(ValueError, match=expected):
+        LLM(str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
+
+
+def changed(folder: Path, copy: Path, fields: dict[str, Any]) -> Path:
+    """A copy of a model with other fields in its configuration."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | fields))
+    return copy
