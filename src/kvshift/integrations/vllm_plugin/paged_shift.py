@@ -13,6 +13,7 @@ Shapes: P positions in the pack, S sequences, G KV heads of this rank, D head si
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -36,27 +37,54 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.ops import ShiftState
+from kvshift.ops.boundaries import ShiftPlan
+from kvshift.ops.cpu.kernel import shift_cpu
+from kvshift.ops.dispatch import Call, ShiftPath, shift_path
 from kvshift.ops.shift import shift_keys_values
 
 
 @dataclass
 class PagedShiftMetadata(AttentionMetadata):
-    """Where the raw keys and values of a batch stand in the blocks; the same for all layers of a group."""
+    """Which rows of the cache a batch writes and reads; the same for all layers of a group.
+
+    What is looked up of the numbers in tensors is None or True where that would wait for a GPU.
+    """
 
     num_tokens: int
     """P; what a CUDA graph pads the batch with comes behind."""
     cu_seqlens: Tensor
     """(S + 1,) where each sequence's piece begins in the pack."""
-    stored: Tensor
-    """Which tokens are written: indices on a CPU; elsewhere booleans (P,), for which the host need not wait."""
-    own: tuple[Tensor, Tensor]
-    """Block of each token that is written, or of each token, and its row in the block."""
-    before: tuple[Tensor, Tensor]
-    """(S, W - 1) each: block and row of the tokens before each piece, the newest last."""
+    stored: Tensor | None
+    """Which tokens are written: indices on a CPU, None for all; elsewhere booleans (P, 1)."""
+    own: Tensor
+    """Row of each token that is written, or, with booleans, of each token."""
+    before: Tensor
+    """(S (W - 1),) rows of the tokens before each piece, the newest last."""
     began: Tensor
-    """(S, W - 1) False where such a token would come before the first of its sequence."""
+    """(S (W - 1), 1) False where such a token would come before the first of its sequence."""
     same_block: Tensor
-    """(S, W - 1) True where such a token stands in the block in which its piece begins."""
+    """(S (W - 1), 1) True where such a token stands in the block in which its piece begins."""
+
+    @cached_property
+    def all_began(self) -> bool:
+        """Whether no piece reaches back to before its sequence; False where that would have to be waited for."""
+        return self.began.is_cpu and bool(self.began.all())
+
+    @cached_property
+    def all_same_block(self) -> bool:
+        """Whether every row that is read stands in the block of its piece; False where it would be waited for."""
+        return self.same_block.is_cpu and bool(self.same_block.all())
+
+    @cached_property
+    def plan(self) -> ShiftPlan:
+        """What each token reads, on a CPU; the rows of `before` stand in front of the tokens."""
+        starts, rows = self.cu_seqlens[:-1], self.before.shape[0]
+        lags = rows // len(starts)
+        piece = torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.num_tokens)
+        start = starts[piece][:, None]
+        read = torch.arange(self.num_tokens)[:, None] - torch.arange(lags + 1)
+        sources = read + torch.where(read >= start, rows, (piece[:, None] + 1) * lags - start)
+        return ShiftPlan(sources[None], *[torch.empty(0)] * 2)  # nobody asks for gradients or the next state
 
 
 class PagedShiftMetadataBuilder(AttentionMetadataBuilder[PagedShiftMetadata]):
@@ -70,40 +98,46 @@ class PagedShiftMetadataBuilder(AttentionMetadataBuilder[PagedShiftMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.tokens_per_row = int(kv_cache_spec.tokens_per_state)
         self.layer: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self.lags = torch.arange(1 - self.layer.options.window, 0, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedShiftMetadata:
         batch = common_attn_metadata
         rows = self.layer.kv_cache.shape[2]  # of a block; vLLM may have changed the size in the configuration
-        block_size = rows * self.tokens_per_row
+        block_size, stride = rows * self.tokens_per_row, self.layer.rows_per_block
         num_tokens = int(batch.query_start_loc_cpu[batch.num_reqs])
         cu_seqlens = batch.query_start_loc[: batch.num_reqs + 1]
         tokens = cu_seqlens.diff()
 
         # A row is written by the last token of a piece that has its place in the ring, before others read it.
         slots = batch.slot_mapping[:num_tokens]
-        ends = torch.repeat_interleave(cu_seqlens[1:], tokens, output_size=num_tokens)
-        is_last_of_piece = torch.arange(rows, num_tokens + rows, device=slots.device) >= ends
-        stored = (slots >= 0) & (is_last_of_piece | (slots % block_size >= block_size - rows))
-        if stored.is_cpu:
+        stored = slots >= 0
+        if batch.max_query_len > rows:
+            ends = torch.repeat_interleave(cu_seqlens[1:], tokens, output_size=num_tokens)
+            is_last_of_piece = torch.arange(rows, num_tokens + rows, device=slots.device) >= ends
+            stored &= is_last_of_piece | (slots % block_size >= block_size - rows)
+        if not stored.is_cpu:
+            slots, stored = torch.where(stored, slots, 0), stored[:, None]  # vLLM's null block
+        elif stored.all():
+            stored = None
+        else:
             stored = stored.nonzero()[:, 0]
             slots = slots[stored]
-        else:
-            slots = torch.where(stored, slots, 0)  # vLLM's null block
 
-        first = batch.seq_lens[: batch.num_reqs] - tokens  # position of the first token of each piece
-        before = first[:, None] + torch.arange(1 - self.layer.options.window, 0, device=first.device)
+        first = (batch.seq_lens[: batch.num_reqs] - tokens)[:, None]  # position of the first token of each piece
+        before = first + self.lags
         began, before = before >= 0, before.clamp(min=0)
-        blocks = batch.block_table_tensor[: batch.num_reqs].gather(1, (before // block_size).long())
+        in_table = before // block_size
+        blocks = batch.block_table_tensor[: batch.num_reqs].gather(1, in_table)
         return PagedShiftMetadata(
             num_tokens=num_tokens,
             cu_seqlens=cu_seqlens,
             stored=stored,
-            own=(slots // block_size, slots % rows),
-            before=(blocks, before % rows),
-            began=began,
-            same_block=before // block_size == first[:, None] // block_size,
+            own=slots // block_size * stride + slots % rows,
+            before=(blocks * stride + before % rows).flatten(),
+            began=began.view(-1, 1),
+            same_block=(in_table == first // block_size).view(-1, 1),
         )
 
 
@@ -155,7 +189,8 @@ class PagedShift(KVShift, AttentionLayerBase):
             set_weight_attrs(parameter, {"weight_loader": self.load_heads})
         config = get_current_vllm_config()
         self.dtype = config.model_config.dtype
-        self.kv_cache = torch.tensor([])  # (blocks, G, rows, 2 D), as soon as vLLM has bound it
+        self.kv_cache = self.rows = torch.tensor([])  # as soon as vLLM has bound it: (blocks, 1, rows, 2 G D)
+        self.rows_per_block = 0
         self.prefix = prefix
         layers = config.compilation_config.static_forward_context
         if prefix in layers:
@@ -171,6 +206,29 @@ class PagedShift(KVShift, AttentionLayerBase):
                 f"{tuple(loaded.shape)}"
             )
         parameter.data.copy_(loaded.narrow(0, self.first_head, parameter.shape[0]))
+        self.__dict__.pop("weights", None)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """(2 G, W) coefficients of k's heads and of v's; what is not shifted is taken as it is."""
+        in_force = self.coefficients()
+        shape = next(iter(in_force.values())).shape
+        as_it_is = torch.eye(1, shape[1], device=self.rows.device).expand(shape)
+        return torch.cat([in_force.get(target, as_it_is) for target in ("k", "v")])
+
+    @cached_property
+    def path(self) -> ShiftPath:
+        """Which implementation shifts."""
+        return shift_path(Call((self.rows,), (self.weights,), (), (None, None, None), "auto"))
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Take the cache from vLLM: (blocks, 1, rows, 2 G D), in one of its layouts."""
+        numbers = kv_cache.shape[3]
+        if kv_cache.stride(0) % numbers:
+            raise ValueError(f"the layout of the KV cache must have blocks of whole rows, its strides are {kv_cache.stride()}")
+        self.kv_cache, self.rows_per_block = kv_cache, kv_cache.stride(0) // numbers
+        rows = (kv_cache.shape[0] - 1) * self.rows_per_block + kv_cache.shape[2]
+        self.rows = kv_cache.as_strided((rows, numbers), (numbers, 1))
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return PagedShiftBackend
@@ -182,7 +240,8 @@ class PagedShift(KVShift, AttentionLayerBase):
         each request. More than one group it makes of equal pages alone.
         """
         heads = next(self.parameters(recurse=False)).shape[0]
-        layout: dict[str, Any] = {"num_kv_heads": heads, "head_size": self.head_size, "dtype": self.dtype}
+        # One head as wide as all: then a row lies in one piece, whatever the layout.
+        layout: dict[str, Any] = {"num_kv_heads": 1, "head_size": heads * self.head_size, "dtype": self.dtype}
         specs: dict[str, Any] = {
             name: layer.get_kv_cache_spec(vllm_config)
             for name, layer in vllm_config.compilation_config.static_forward_context.items()
@@ -209,57 +268,43 @@ class PagedShift(KVShift, AttentionLayerBase):
             return SlidingWindowSpec(sliding_window=spec.sliding_window, **layout)
         return FullAttentionSpec(**layout)
 
-    def shift(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Shifted k and v, (P, G D) each, of raw ones; called by the layer's attention."""
-        k_hat, v_hat = torch.empty_like(k), torch.empty_like(v)
-        torch.ops.vllm.kv_shift(k, v, k_hat, v_hat, self.prefix)
-        return k_hat, v_hat
-
-    def shift_batch(self, k: Tensor, v: Tensor, metadata: PagedShiftMetadata) -> tuple[Tensor, Tensor]:
-        """Shifted k and v, (P, G, D) each."""
-        cache, size, stored = self.kv_cache, self.head_size, metadata.stored
-        blocks, places = metadata.before
+    def shift_batch(self, kv: Tensor, metadata: PagedShiftMetadata) -> None:
+        """Replace raw keys and values by shifted ones, (P, 2 G D): the keys of all heads, then the values."""
+        rows, stored, before = self.rows, metadata.stored, metadata.before
         # What stands in the block in which a piece begins is read before the piece is written over it; what stands in a
         # block before is read afterwards: it may be a hit in the prefix cache that this batch is filling.
-        earlier = cache[blocks, :, places]
-        for x, numbers in ((k, slice(size)), (v, slice(size, None))):
-            kept = torch.where(stored[:, None, None], x, 0) if stored.dtype == torch.bool else x[stored]
-            cache[metadata.own[0], :, metadata.own[1], numbers] = kept
-        rows = torch.where(metadata.same_block[..., None, None], earlier, cache[blocks, :, places])
-        rows = torch.where(metadata.began[..., None, None], rows, 0)
-        k_hat, v_hat, _ = shift_keys_values(
-            k[None],
-            v[None],
-            *(self.coefficients().get(target) for target in ("k", "v")),
-            state=ShiftState(rows[..., :size], rows[..., size:], rows.shape[1]),
-            cu_seqlens=metadata.cu_seqlens,
-            seq_idx=None,
-            mask=None,
-            backend="auto",
-            keep_state=False,
-        )
-        return k_hat[0], v_hat[0]
+        state = rows.index_select(0, before)
+        if stored is not None:
+            kept = torch.where(stored, kv, 0) if stored.dtype == torch.bool else kv.index_select(0, stored)
+        rows.index_copy_(0, metadata.own, kv if stored is None else kept)
+        if not metadata.all_same_block:
+            state = torch.where(metadata.same_block, state, rows.index_select(0, before))
+        if not metadata.all_began:
+            state = torch.where(metadata.began, state, 0)
+        lags, heads = self.weights.shape[1] - 1, self.weights.shape[0]
+        x, state = kv.view(1, -1, heads, self.head_size), state.view(-1, lags, heads, self.head_size)
+        if self.path == "cpu":
+            [shifted] = shift_cpu([x], [self.weights], [state], metadata.plan)
+        else:
+            shifted, *_ = shift_keys_values(
+                x, x, self.weights, None, state=ShiftState(state, state, lags), cu_seqlens=metadata.cu_seqlens,
+                seq_idx=None, mask=None, backend="auto", keep_state=False,
+            )  # fmt: skip
+        x.copy_(shifted)
 
 
 @eager_break_during_capture
-def kv_shift(k: Tensor, v: Tensor, k_hat: Tensor, v_hat: Tensor, layer_name: str) -> None:
-    """Fill k_hat and v_hat by the layer of that name; an operator, so that compilers do not look inside."""
+def kv_shift(kv: Tensor, layer_name: str) -> None:
+    """Shift keys and values in place by the layer of that name; an operator, so that compilers do not look inside."""
     context = get_forward_context()
     if context.attn_metadata is None:  # vLLM measures memory: there are no sequences
-        k_hat.copy_(k)
-        v_hat.copy_(v)
         return
-    layer: PagedShift = context.no_compile_layers[layer_name]
     metadata: PagedShiftMetadata = context.attn_metadata[layer_name]
-    tokens = slice(metadata.num_tokens)
-    heads = (metadata.num_tokens, -1, layer.head_size)
-    shifted = layer.shift_batch(k[tokens].view(heads), v[tokens].view(heads), metadata)
-    for out, x in zip((k_hat, v_hat), shifted, strict=True):
-        out[tokens] = x.flatten(1)
+    context.no_compile_layers[layer_name].shift_batch(kv[: metadata.num_tokens], metadata)
 
 
-def _kv_shift_fake(k: Tensor, v: Tensor, k_hat: Tensor, v_hat: Tensor, layer_name: str) -> None:
+def _kv_shift_fake(kv: Tensor, layer_name: str) -> None:
     return
 
 
-direct_register_custom_op("kv_shift", kv_shift, mutates_args=["k_hat", "v_hat"], fake_impl=_kv_shift_fake)
+direct_register_custom_op("kv_shift", kv_shift, mutates_args=["kv"], fake_impl=_kv_shift_fake)

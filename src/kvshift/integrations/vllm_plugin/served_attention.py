@@ -10,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.llama import LlamaAttention
@@ -90,9 +91,10 @@ class ShiftedLlamaAttention(LlamaAttention):
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """(P, E) of (P, E)."""
         qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, kv = qkv.split([self.q_size, 2 * self.kv_size], dim=-1)
         if self.shift is not None:
-            k, v = self.shift.shift(k, v)
+            torch.ops.vllm.kv_shift(kv, self.shift.prefix)
+        k, v = kv.chunk(2, dim=-1)
         if self.qk_norm:
             q, k = self._normalised(self.q_norm, q), self._normalised(self.k_norm, k)
         q, k = self.rotary_emb(positions, q, k)
