@@ -52,6 +52,8 @@ class PagedShiftMetadata(AttentionMetadata):
 
     num_tokens: int
     """P; what a CUDA graph pads the batch with comes behind."""
+    one_token_each: bool
+    """Whether each piece is one token: a step of decoding."""
     cu_seqlens: Tensor
     """(S + 1,) where each sequence's piece begins in the pack."""
     stored: Tensor | None
@@ -132,6 +134,7 @@ class PagedShiftMetadataBuilder(AttentionMetadataBuilder[PagedShiftMetadata]):
         blocks = batch.block_table_tensor[: batch.num_reqs].gather(1, in_table)
         return PagedShiftMetadata(
             num_tokens=num_tokens,
+            one_token_each=batch.max_query_len == 1 and num_tokens == batch.num_reqs,
             cu_seqlens=cu_seqlens,
             stored=stored,
             own=slots // block_size * stride + slots % rows,
@@ -206,7 +209,8 @@ class PagedShift(KVShift, AttentionLayerBase):
                 f"{tuple(loaded.shape)}"
             )
         parameter.data.copy_(loaded.narrow(0, self.first_head, parameter.shape[0]))
-        self.__dict__.pop("weights", None)
+        for made_of_them in ("weights", "weights_of_numbers"):
+            self.__dict__.pop(made_of_them, None)
 
     @cached_property
     def weights(self) -> Tensor:
@@ -217,6 +221,17 @@ class PagedShift(KVShift, AttentionLayerBase):
         return torch.cat([in_force.get(target, as_it_is) for target in ("k", "v")])
 
     @cached_property
+    def weights_of_numbers(self) -> tuple[Tensor, Tensor] | None:
+        """(2 G D,) the weights of a token's numbers and of those before; None where that is not the operator's sum.
+
+        It is where the kernel for CPUs would shift, with a window of 2, and no weight is zero and so reads nothing.
+        """
+        if self.path != "cpu" or self.weights.shape[1] != 2 or (self.weights == 0).any():
+            return None
+        now, before = self.weights.t().repeat_interleave(self.head_size, dim=1)
+        return now, before
+
+    @cached_property
     def path(self) -> ShiftPath:
         """Which implementation shifts."""
         return shift_path(Call((self.rows,), (self.weights,), (), (None, None, None), "auto"))
@@ -225,7 +240,9 @@ class PagedShift(KVShift, AttentionLayerBase):
         """Take the cache from vLLM: (blocks, 1, rows, 2 G D), in one of its layouts."""
         numbers = kv_cache.shape[3]
         if kv_cache.stride(0) % numbers:
-            raise ValueError(f"the layout of the KV cache must have blocks of whole rows, its strides are {kv_cache.stride()}")
+            raise ValueError(
+                f"the layout of the KV cache must have blocks of whole rows, its strides are {kv_cache.stride()}"
+            )
         self.kv_cache, self.rows_per_block = kv_cache, kv_cache.stride(0) // numbers
         rows = (kv_cache.shape[0] - 1) * self.rows_per_block + kv_cache.shape[2]
         self.rows = kv_cache.as_strided((rows, numbers), (numbers, 1))
@@ -281,7 +298,12 @@ class PagedShift(KVShift, AttentionLayerBase):
             state = torch.where(metadata.same_block, state, rows.index_select(0, before))
         if not metadata.all_began:
             state = torch.where(metadata.began, state, 0)
-        lags, heads = self.weights.shape[1] - 1, self.weights.shape[0]
+        if metadata.one_token_each and self.weights_of_numbers is not None:
+            # The same bits as the kernel's, for a third of the time before a processor computes anything.
+            now, last = self.weights_of_numbers
+            kv.copy_(torch.mul(kv, now).addcmul_(state, last))
+            return
+        heads, lags = self.weights.shape[0], self.weights.shape[1] - 1
         x, state = kv.view(1, -1, heads, self.head_size), state.view(-1, lags, heads, self.head_size)
         if self.path == "cpu":
             [shifted] = shift_cpu([x], [self.weights], [state], metadata.plan)
