@@ -168,17 +168,20 @@ class Engine:
 
 
 # Requests, tokens of each prompt, new tokens of each.
-PARTS = {"prompts": (16, 512, 1), "decoding": (16, 4, 64), "both": (16, 256, 64), "first token": (1, 512, 1)}
+PARTS = {"prompts": (4, 512, 1), "decoding": (16, 4, 32), "both": (8, 128, 32), "first token": (1, 512, 1)}
 
 
 def speed(into: Path, options: argparse.Namespace) -> Iterator[Row]:
-    """Each part in each engine, by turns; the one that begins changes with the round."""
+    """Each part in each engine, by turns; the one that begins changes with the part and with the round."""
     engines = [Engine(name, folder, options) for name, folder in folders(into).items()]
     seconds: dict[tuple[str, str], list[float]] = {}
+    last = None
     for turn in range(-1, options.rounds):  # the first is for what is made or compiled at first use
-        for part, sizes in PARTS.items():
-            for engine in engines[:: 1 if turn % 2 else -1]:
-                time.sleep(1.5)  # until the other engine has stopped polling
+        for number, (part, sizes) in enumerate(PARTS.items()):
+            for engine in engines[:: 1 if (turn + number) % 2 else -1]:
+                if engine is not last:
+                    time.sleep(1.5)  # until the other engine has stopped polling
+                last = engine
                 took = engine.seconds(*sizes, seed=turn + 1)
                 if turn >= 0:
                     seconds.setdefault((part, engine.name), []).append(took)

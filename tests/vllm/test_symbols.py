@@ -109,7 +109,7 @@ ATTRIBUTES = {
     "vllm.forward_context:ForwardContext": "attn_metadata no_compile_layers",
     "vllm.model_executor.models.llama:LlamaAttention": ("attn head_dim kv_size o_proj q_size qkv_proj rotary_emb"),
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
-        "block_table_tensor num_reqs query_start_loc query_start_loc_cpu seq_lens slot_mapping"
+        "block_table_tensor max_query_len num_reqs query_start_loc query_start_loc_cpu seq_lens slot_mapping"
     ),
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window",
     "vllm.v1.kv_cache_interface:KVCacheSpec": "block_size",

@@ -47,7 +47,7 @@ from kvshift.ops.shift import shift_keys_values
 class PagedShiftMetadata(AttentionMetadata):
     """Which rows of the cache a batch writes and reads; the same for all layers of a group.
 
-    What is looked up of the numbers in tensors is None or True where that would wait for a GPU.
+    What depends on numbers in tensors is looked up on a CPU alone: the host would wait for a GPU.
     """
 
     num_tokens: int
@@ -86,7 +86,8 @@ class PagedShiftMetadata(AttentionMetadata):
         start = starts[piece][:, None]
         read = torch.arange(self.num_tokens)[:, None] - torch.arange(lags + 1)
         sources = read + torch.where(read >= start, rows, (piece[:, None] + 1) * lags - start)
-        return ShiftPlan(sources[None], *[torch.empty(0)] * 2)  # nobody asks for gradients or the next state
+        nobody_asks = torch.empty(0)  # for gradients and the next state
+        return ShiftPlan(sources[None], nobody_asks, nobody_asks)
 
 
 class PagedShiftMetadataBuilder(AttentionMetadataBuilder[PagedShiftMetadata]):
@@ -192,8 +193,8 @@ class PagedShift(KVShift, AttentionLayerBase):
             set_weight_attrs(parameter, {"weight_loader": self.load_heads})
         config = get_current_vllm_config()
         self.dtype = config.model_config.dtype
-        self.kv_cache = self.rows = torch.tensor([])  # as soon as vLLM has bound it: (blocks, 1, rows, 2 G D)
-        self.rows_per_block = 0
+        self.kv_cache = torch.tensor([])  # (blocks, 1, rows, 2 G D), as soon as vLLM has bound it
+        self.rows_per_block, self.rows_shape = 0, (0, 0)
         self.prefix = prefix
         layers = config.compilation_config.static_forward_context
         if prefix in layers:
@@ -217,7 +218,7 @@ class PagedShift(KVShift, AttentionLayerBase):
         """(2 G, W) coefficients of k's heads and of v's; what is not shifted is taken as it is."""
         in_force = self.coefficients()
         shape = next(iter(in_force.values())).shape
-        as_it_is = torch.eye(1, shape[1], device=self.rows.device).expand(shape)
+        as_it_is = torch.eye(1, shape[1], device=self.kv_cache.device).expand(shape)
         return torch.cat([in_force.get(target, as_it_is) for target in ("k", "v")])
 
     @cached_property
@@ -228,13 +229,13 @@ class PagedShift(KVShift, AttentionLayerBase):
         """
         if self.path != "cpu" or self.weights.shape[1] != 2 or (self.weights == 0).any():
             return None
-        now, before = self.weights.t().repeat_interleave(self.head_size, dim=1)
+        now, before = self.weights.t().repeat_interleave(self.head_size, dim=1).unbind()
         return now, before
 
     @cached_property
     def path(self) -> ShiftPath:
         """Which implementation shifts."""
-        return shift_path(Call((self.rows,), (self.weights,), (), (None, None, None), "auto"))
+        return shift_path(Call((self.kv_cache,), (self.weights,), (), (None, None, None), "auto"))
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Take the cache from vLLM: (blocks, 1, rows, 2 G D), in one of its layouts."""
@@ -244,8 +245,7 @@ class PagedShift(KVShift, AttentionLayerBase):
                 f"the layout of the KV cache must have blocks of whole rows, its strides are {kv_cache.stride()}"
             )
         self.kv_cache, self.rows_per_block = kv_cache, kv_cache.stride(0) // numbers
-        rows = (kv_cache.shape[0] - 1) * self.rows_per_block + kv_cache.shape[2]
-        self.rows = kv_cache.as_strided((rows, numbers), (numbers, 1))
+        self.rows_shape = ((kv_cache.shape[0] - 1) * self.rows_per_block + kv_cache.shape[2], numbers)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return PagedShiftBackend
@@ -287,13 +287,15 @@ class PagedShift(KVShift, AttentionLayerBase):
 
     def shift_batch(self, kv: Tensor, metadata: PagedShiftMetadata) -> None:
         """Replace raw keys and values by shifted ones, (P, 2 G D): the keys of all heads, then the values."""
-        rows, stored, before = self.rows, metadata.stored, metadata.before
+        stored, before = metadata.stored, metadata.before
+        rows = self.kv_cache.as_strided(self.rows_shape, (self.rows_shape[1], 1))  # not kept: vLLM frees the cache
         # What stands in the block in which a piece begins is read before the piece is written over it; what stands in a
         # block before is read afterwards: it may be a hit in the prefix cache that this batch is filling.
         state = rows.index_select(0, before)
+        kept = kv
         if stored is not None:
             kept = torch.where(stored, kv, 0) if stored.dtype == torch.bool else kv.index_select(0, stored)
-        rows.index_copy_(0, metadata.own, kv if stored is None else kept)
+        rows.index_copy_(0, metadata.own, kept)
         if not metadata.all_same_block:
             state = torch.where(metadata.same_block, state, rows.index_select(0, before))
         if not metadata.all_began:

@@ -1,0 +1,155 @@
+"""The shift of one layer over paged rows, without an engine: many steps of many sequences, against the operator."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvshift import ShiftOptions, kv_shift
+from kvshift.integrations.vllm_plugin import paged_shift
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftMetadata, PagedShiftMetadataBuilder
+
+HEADS, SIZE, BLOCK, BLOCKS = 3, 5, 8, 64
+NUMBERS = 2 * HEADS * SIZE
+
+
+@pytest.fixture
+def make_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(paged_shift, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(paged_shift, "get_tensor_model_parallel_rank", lambda: 0)
+
+    def make(rows: int, dtype: torch.dtype, padding: int, **options: Any) -> tuple[PagedShift, Any]:
+        layers: dict[str, Any] = {}
+        compilation = SimpleNamespace(static_forward_context=layers)
+        config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), compilation_config=compilation)
+        monkeypatch.setattr(paged_shift, "get_current_vllm_config", lambda: config)
+        layer = PagedShift(HEADS, SIZE, ShiftOptions(**options), "attention", "shift")
+        for parameter in layer.parameters():
+            parameter.uniform_(-0.3, 1)
+        cache = torch.full(
+            (BLOCKS, rows + padding, NUMBERS), torch.nan, dtype=dtype
+        )  # nobody may read what nobody wrote
+        layer.bind_kv_cache(cache[:, None, :rows])
+        spec: Any = SimpleNamespace(tokens_per_state=BLOCK // rows)
+        return layer, PagedShiftMetadataBuilder(spec, ["shift"], config, torch.device("cpu"))  # type: ignore[arg-type]
+
+    return make
+
+
+class Sequence:
+    """Raw keys and values of all of its tokens, its blocks, and how many tokens have been computed."""
+
+    def __init__(self, dtype: torch.dtype, length: int, blocks: list[int], start: Sequence | None) -> None:
+        self.raw = torch.randn(length, NUMBERS).to(dtype)
+        self.blocks, self.computed = blocks, 0
+        if start is not None:  # a hit in the prefix cache, of whole blocks
+            self.computed = min(start.computed, length - 1) // BLOCK * BLOCK
+            self.raw[: self.computed] = start.raw[: self.computed]
+            self.blocks = start.blocks[: self.computed // BLOCK] + blocks[self.computed // BLOCK :]
+
+
+def batch_of(pieces: list[tuple[Sequence, int]]) -> Any:
+    """What vLLM tells of a batch: a sequence and its number of tokens each."""
+    counts = torch.tensor([count for _, count in pieces])
+    slots = [
+        one.blocks[t // BLOCK] * BLOCK + t % BLOCK for one, n in pieces for t in range(one.computed, one.computed + n)
+    ]
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    return SimpleNamespace(
+        num_reqs=len(pieces),
+        max_query_len=int(counts.max()),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        slot_mapping=torch.tensor(slots),
+        seq_lens=torch.tensor([one.computed + count for one, count in pieces]).int(),
+        block_table_tensor=torch.tensor([one.blocks for one, _ in pieces]).int(),
+    )
+
+
+def without_looking(metadata: PagedShiftMetadata) -> PagedShiftMetadata:
+    """What the builder makes where the host does not look at numbers of the device."""
+    stored = torch.zeros(metadata.num_tokens, dtype=torch.bool)
+    stored[slice(None) if metadata.stored is None else metadata.stored] = True
+    own = torch.zeros(metadata.num_tokens, dtype=torch.long)
+    own[stored] = metadata.own
+    metadata = replace(metadata, stored=stored[:, None], own=own)
+    metadata.all_began = metadata.all_same_block = False
+    return metadata
+
+
+def expected(layer: PagedShift, raw: Tensor) -> Tensor:
+    """All tokens of a sequence at once, by the operator."""
+    k, v = raw.view(1, -1, 2 * HEADS, SIZE).chunk(2, dim=2)
+    by_target = layer.coefficients()
+    k_hat, v_hat, _ = kv_shift(k, v, by_target.get("k"), by_target.get("v"), backend="reference")
+    return torch.cat([k_hat, v_hat], dim=2).view(-1, NUMBERS)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "keys and values": {},
+    "keys": {"targets": ("k",)},
+    "values, clamped": {"targets": ("v",), "constraint": "clamp"},
+    "gate": {"constraint": "gate"},
+    "window 3": {"window": 3},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_token_is_shifted_as_by_the_operator(
+    make_layer: Any, name: str, drafts: int, dtype: torch.dtype, as_on_a_gpu: bool
+) -> None:
+    """Prompts whole and in chunks, decoding, drafts that are rejected, hits of blocks that the same batch fills."""
+    chance = random.Random(drafts)
+    torch.manual_seed(drafts)
+    rows = 1 << (OPTIONS[name].get("window", 2) - 2 + drafts).bit_length()
+    layer, builder = make_layer(rows, dtype, padding=drafts, **OPTIONS[name])
+    if as_on_a_gpu:
+        layer.path = "eager"
+    sequences: list[Sequence] = []
+    steps_of_one_token = hits = rejected = 0
+    for i in range(8):
+        start = sequences[-1] if i % 3 == 1 else None
+        sequences.append(Sequence(dtype, chance.randint(20, 40), list(range(1 + 5 * i, 6 + 5 * i)), start))
+        for step in range(6):
+            pieces = []
+            for one in sequences:
+                left = len(one.raw) - one.computed
+                most = 1 if step % 2 else chance.choice([1, 1 + drafts, 7, 30])
+                if left:
+                    pieces.append((one, min(left, most)))
+            if step == 0 and i % 3 == 2 and pieces[-1][0] is sequences[-1]:  # its start is being computed beside it
+                twin = Sequence(dtype, 30, list(range(45, 50)), None)
+                first, count = sequences[-1], min(len(sequences[-1].raw), 20)
+                twin.raw[:16], twin.blocks[:2], twin.computed = first.raw[:16], first.blocks[:2], 16
+                pieces[-1] = (first, count)
+                pieces.append((twin, 3))
+                hits += 1
+            if not pieces:
+                continue
+            kv = torch.cat([one.raw[one.computed : one.computed + count] for one, count in pieces])
+            wide = torch.cat([torch.randn(len(kv), 7).to(dtype), kv], dim=1)  # queries stand before it
+            metadata = builder.build(0, batch_of(pieces))
+            if as_on_a_gpu:
+                metadata = without_looking(metadata)
+            steps_of_one_token += metadata.one_token_each
+            layer.shift_batch(wide[:, 7:], metadata)
+            for (one, count), shifted in zip(pieces, wide[:, 7:].split([n for _, n in pieces]), strict=True):
+                whole = expected(layer, one.raw)
+                torch.testing.assert_close(shifted, whole[one.computed : one.computed + count])
+                taken_back = chance.randint(0, count - 1) if count == 1 + drafts else 0
+                rejected += taken_back
+                one.raw[one.computed + count - taken_back :].normal_()  # other tokens come in place of the drafts
+                one.computed += count - taken_back
+    assert steps_of_one_token > 5
+    assert hits > 0
+    assert rejected > 0 or drafts == 0
