@@ -1,4 +1,4 @@
-"""The shift of one layer over paged rows, without an engine: many steps of many sequences, against the operator."""
+"""The shift of one layer over paged rows, without an engine: many steps of many sequences, against the formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift import ShiftOptions, kv_shift
+from kvshift import ShiftOptions
 from kvshift.integrations.vllm_plugin import paged_shift
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftMetadata, PagedShiftMetadataBuilder
 
@@ -84,11 +84,15 @@ def without_looking(metadata: PagedShiftMetadata) -> PagedShiftMetadata:
 
 
 def expected(layer: PagedShift, raw: Tensor) -> Tensor:
-    """All tokens of a sequence at once, by the operator."""
-    k, v = raw.view(1, -1, 2 * HEADS, SIZE).chunk(2, dim=2)
-    by_target = layer.coefficients()
-    k_hat, v_hat, _ = kv_shift(k, v, by_target.get("k"), by_target.get("v"), backend="reference")
-    return torch.cat([k_hat, v_hat], dim=2).view(-1, NUMBERS)
+    """All tokens of a sequence at once, by the formula."""
+    x, total = raw.float().view(-1, 2 * HEADS, SIZE), torch.zeros(())
+    coefficients = layer.coefficients()
+    as_it_is = torch.eye(1, layer.options.window).expand(HEADS, -1)
+    weights = torch.cat([coefficients.get(target, as_it_is) for target in ("k", "v")])
+    for lag in range(layer.options.window):
+        before = torch.nn.functional.pad(x, (0, 0, 0, 0, lag, 0))[: len(x)]
+        total = total + weights[:, lag, None] * before
+    return total.to(raw.dtype).view(-1, NUMBERS)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -105,7 +109,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_token_is_shifted_as_by_the_operator(
+def test_every_token_is_shifted_as_in_its_whole_sequence(
     make_layer: Any, name: str, drafts: int, dtype: torch.dtype, as_on_a_gpu: bool
 ) -> None:
     """Prompts whole and in chunks, decoding, drafts that are rejected, hits of blocks that the same batch fills."""
