@@ -64,7 +64,8 @@ class Engine:
         def watched_update(planned: Any, output: Any) -> Any:
             for request, drafts in planned.scheduled_spec_decode_tokens.items():
                 sampled = output.sampled_token_ids[output.req_id_to_index[request]]
-                self.drafts.append((list(self.scheduler.requests[request].all_token_ids), list(drafts)))
+                if request in self.scheduler.requests:  # planned ahead, it may have ended meanwhile
+                    self.drafts.append((list(self.scheduler.requests[request].all_token_ids), list(drafts)))
                 self.rejected += len(drafts) + 1 - len(sampled)
             return update(planned, output)
 

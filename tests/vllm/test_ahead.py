@@ -1,0 +1,70 @@
+"""Asynchronous scheduling: each step is planned before the tokens of the one before it are known.
+
+vLLM does so on GPUs alone. Here nothing runs beside it: streams and events of a GPU do nothing, and the work is done in
+the order in which it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+
+from .engines import different, drawn, engine
+
+
+def nothing(*args: Any, **options: Any) -> Any:
+    """What stands for a stream and for an event."""
+    return SimpleNamespace(record=lambda *_: None, synchronize=lambda: None, wait_stream=lambda _: None)
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Event", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, nothing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(cls: Any, vllm_config: Any) -> None:
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True  # which it has just turned off
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(checked))
+
+
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_steps_planned_ahead(checkpoint: Callable[[str], Path], without_gpu: None, with_drafts: bool) -> None:
+    model: Any = KVShiftLlamaForCausalLM.from_pretrained(checkpoint("llama")).eval()
+    options: dict[str, Any] = {"max_num_batched_tokens": 128, "max_num_seqs": 16, "num_gpu_blocks_override": 24}
+    if with_drafts:
+        method = {"method": "draft_model", "model": str(checkpoint("draft")), "num_speculative_tokens": 3}
+        options |= {"speculative_config": method}
+    start, *ends = drawn(70, *range(1, 40, 4), seed=22)
+    prompts = [[*start, *end] for end in ends] + drawn(1, 2, 3, 31, 32, 33, 63, 64, 65, 130, 200, seed=23)
+    with engine(checkpoint("llama"), **options) as running:
+        ahead = 0
+        schedule = running.scheduler.schedule
+
+        def watched(*args: Any, **more: Any) -> Any:
+            nonlocal ahead
+            ahead += sum(request.num_output_placeholders > 0 for request in running.scheduler.running)
+            return schedule(*args, **more)
+
+        running.scheduler.schedule = watched
+        outputs = [output for _ in range(2) for output in running.generate(prompts, tokens=24)]
+        assert isinstance(running.scheduler, AsyncScheduler)
+        assert ahead > 100
+        assert running.preemptions > 0
+        assert not with_drafts or running.rejected > 100
+        assert max(running.chunks(output) for output in outputs) > 1
+    assert max(output.num_cached_tokens or 0 for output in outputs) >= 64
+    assert different(model, outputs) == []
