@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata
 from kvshift.models.llama import KVShiftLlamaForCausalLM
@@ -44,16 +45,18 @@ def test_drafts_by_n_grams(folder: Path, model: Any) -> None:
     assert different(model, outputs) == []
 
 
-def test_all_at_once(folder: Path, model: Any) -> None:
-    """Chunks, hits, preemption and rejected drafts in one batch."""
+@pytest.mark.parametrize(("name", "blocks"), [("llama", 32), ("mistral-sliding", 24), ("baichuan-m1", 60)])
+def test_all_at_once(name: str, blocks: int, checkpoint: Checkpoint) -> None:
+    """Chunks, hits, preemption and rejected drafts in one batch; with a window of all layers, and of some."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name)).eval()
     start, *ends = drawn(70, *range(20, 60, 2), seed=8)
-    options = {"max_num_batched_tokens": 48, "max_num_seqs": 16, "num_gpu_blocks_override": 32}
-    with engine(folder, speculative_config=N_GRAMS, **options) as running:
+    options = {"max_num_batched_tokens": 48, "max_num_seqs": 16, "num_gpu_blocks_override": blocks}
+    with engine(checkpoint(name), speculative_config=N_GRAMS, **options) as running:
         outputs = [output for _ in range(2) for output in running.generate([[*start, *end] for end in ends], tokens=32)]
         assert running.preemptions > 0
         assert running.rejected > 0
         assert max(running.chunks(output) for output in outputs if not output.num_cached_tokens) > 1
-        assert running.free_blocks == 31
+        assert running.free_blocks == blocks - 1
     assert max(count(outputs)) > 0
     assert different(model, outputs) == []
 
