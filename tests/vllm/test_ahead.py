@@ -1,19 +1,16 @@
 """Asynchronous scheduling: each step is planned before the tokens of the one before it are known.
 
-vLLM does so on GPUs alone. Here nothing runs beside it: streams and events of a GPU do nothing, and the work is done in
-the order in which it is asked for.
+vLLM does so on GPUs alone. Here nothing runs beside it: on a CPU vLLM's streams and events do nothing, and the work is
+done in the order in which it is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -22,16 +19,8 @@ from kvshift.models.llama import KVShiftLlamaForCausalLM
 from .engines import different, drawn, engine
 
 
-def nothing(*args: Any, **options: Any) -> Any:
-    """What stands for a stream and for an event."""
-    return SimpleNamespace(record=lambda *_: None, synchronize=lambda: None, wait_stream=lambda _: None)
-
-
 @pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("Event", "Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, nothing)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+def planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     check = CpuPlatform.check_and_update_config.__func__
 
     def checked(cls: Any, vllm_config: Any) -> None:
@@ -42,7 +31,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("with_drafts", [False, True])
-def test_steps_planned_ahead(checkpoint: Callable[[str], Path], without_gpu: None, with_drafts: bool) -> None:
+def test_steps_planned_ahead(checkpoint: Callable[[str], Path], planned_ahead: None, with_drafts: bool) -> None:
     model: Any = KVShiftLlamaForCausalLM.from_pretrained(checkpoint("llama")).eval()
     options: dict[str, Any] = {"max_num_batched_tokens": 128, "max_num_seqs": 16, "num_gpu_blocks_override": 24}
     if with_drafts:
