@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kvshift.layers.options import ShiftOptions, Target
 from kvshift.layers.recompute import KEEP_ALL, recomputed
 from kvshift.ops import ShiftState
-from kvshift.ops.dispatch import Norms, is_worth_recomputing, may_recompute
+from kvshift.ops.dispatch import Norms, is_worth_recomputing, may_recompute, may_step
 from kvshift.ops.fused import CacheSlot, KeptColumns, recomputation, shift_norm_rope, step_norm_rope
 from kvshift.ops.rope import Rotary
 
@@ -151,6 +151,8 @@ class KVShift(nn.Module):
         Returns:
             q, normalised and rotated; None where the kernels cannot do it, and nothing was done.
         """
+        if not may_step(backend):
+            return None
         alpha, beta, shifts_queries = self._mix("k"), self._mix("v"), "q" in self.targets
         return step_norm_rope(
             q, k, v, alpha, beta, slot, rotary, norms, shifts_queries=shifts_queries, backend=backend

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 
 from kvshift.layers import KVShift
 from kvshift.ops import ShiftState
-from kvshift.ops.dispatch import Norms, may_step
+from kvshift.ops.dispatch import Norms
 from kvshift.ops.rope import Rotary
 
 
@@ -263,7 +263,7 @@ class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
         """One token in one launch, which writes into the cache too, where the kernels can."""
         state = self.shift_state
         is_next = state is not None and self.is_initialized and k.shape[1] == 1 and mask is seq_idx is None
-        if is_next and rotary is not None and may_step("auto"):
+        if is_next and rotary is not None:
             q_out = shift.step(q, k, v, self, rotary, norms)
             if q_out is not None:
                 self.cumulative_length.add_(1)

@@ -338,7 +338,7 @@ def plot(records: Sequence[Record]) -> Figure:
     left, right = figure.subplots(1, 2)
     models = {label: seeds for label, seeds in by_label(records).items() if label != NOTHING}
     draw_curves(left, {label: accuracy_curves(seeds, "loss") for label, seeds in models.items()})
-    left.set(xlabel="steps", ylabel="validation loss (nats per token)", title=f"While training on {WIKI}")
+    left.set(xlabel="step", ylabel="validation loss (nats per token)", title=f"While training on {WIKI}")
     found, colors = Measured(records), colors_of(models)
     for number, label in enumerate(PARTS):
         for at, text in enumerate(found.texts):
