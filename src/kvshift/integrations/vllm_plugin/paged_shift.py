@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.ops import ShiftState
-from kvshift.ops.boundaries import ShiftPlan
+from kvshift.ops.boundaries import ShiftPlan, plan_shift
 from kvshift.ops.cpu.kernel import shift_cpu
 from kvshift.ops.dispatch import Call, ShiftPath, shift_path
 from kvshift.ops.shift import shift_keys_values
@@ -79,15 +79,9 @@ class PagedShiftMetadata(AttentionMetadata):
 
     @cached_property
     def plan(self) -> ShiftPlan:
-        """What each token reads, on a CPU; the rows of `before` stand in front of the tokens."""
-        starts, rows = self.cu_seqlens[:-1], self.before.shape[0]
-        lags = rows // len(starts)
-        piece = torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.num_tokens)
-        start = starts[piece][:, None]
-        read = torch.arange(self.num_tokens)[:, None] - torch.arange(lags + 1)
-        sources = read + torch.where(read >= start, rows, (piece[:, None] + 1) * lags - start)
-        nobody_asks = torch.empty(0)  # for gradients and the next state
-        return ShiftPlan(sources[None], nobody_asks, nobody_asks)
+        """What each token reads; the rows of `before` stand in front of the tokens."""
+        lags = len(self.before) // (len(self.cu_seqlens) - 1)
+        return plan_shift(1, self.num_tokens, lags + 1, lags, self.before.device, cu_seqlens=self.cu_seqlens)
 
 
 class PagedShiftMetadataBuilder(AttentionMetadataBuilder[PagedShiftMetadata]):

@@ -74,11 +74,13 @@ class AskedOnce:
         source: str = "",
         say: Callable[[str], object] = say_nothing,
     ) -> None:
-        """Args:
-        model: of lm-eval.
-        kept: what was answered before, and is from now on.
-        source: which model this is, so that answers of another one are not taken for its own.
-        say: is told how many answers there are, every few seconds.
+        """Nothing is asked yet.
+
+        Args:
+            model: of lm-eval.
+            kept: what was answered before, and is from now on.
+            source: which model this is, so that answers of another one are not taken for its own.
+            say: is told how many answers there are, every few seconds.
         """
         self.model, self._source, self._say = model, source, say
         self._kept = KeptAnswers() if kept is None else kept
