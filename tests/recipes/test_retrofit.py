@@ -11,7 +11,7 @@ import pytest
 
 from kvshift.cli import main
 from kvshift.lab.errors import LabError
-from kvshift.lab.training.train_config import to_json
+from kvshift.lab.training.train_config import TrainConfig, to_json
 from kvshift.recipes import retrofit
 from kvshift.recipes.jobs import SHARED, Computation, TextJob
 from kvshift.recipes.recipe import Record, reported
@@ -84,15 +84,37 @@ def test_rates_are_chosen_on_other_sequences_by_shorter_runs():
     assert preset.grid is not None
     jobs = tuning_jobs(RECIPE.jobs("laptop", preset.grid.seeds), preset.grid)
     assert len(jobs) == len(PARTS) * len(preset.grid.rates)
-    config, held_out = retrofit.SIZES["laptop"]
-    assert config.eval_rows == held_out.begin, "what a rate is chosen by is left out of what is reported"
+    size = retrofit.SIZES["laptop"]
+    assert size.config.eval_rows == size.held_out.begin, "what a rate is chosen by is left out of what is reported"
     for job in jobs:
         assert isinstance(job, RetrofitJob)
         assert (job.held_out, job.config.steps, job.config.eval_every) == (None, 24, 24)
 
 
-def test_no_run_of_the_laptop_reads_its_text_twice():
-    config = retrofit.LAPTOP
+def test_the_longer_runs_go_on_where_those_of_the_laptop_end():
+    laptop, longer = (
+        {(job.label, job.seed): job for job in RECIPE.jobs(preset, [0, 1, 2])} for preset in ("laptop", "longer")
+    )
+    assert set(longer) < set(laptop)
+    for run, job in longer.items():
+        if isinstance(job, RetrofitJob):
+            before = laptop[run]
+            assert isinstance(before, RetrofitJob)
+            assert job.config.eval_every == before.config.steps
+            assert job.held_out == before.held_out
+
+
+def test_a_preset_of_two_parts_says_what_can_be_said_of_them():
+    two = records({NOTHING: 3.2, ALL: 3.16, CONTROL: 3.18})
+    found = directions(two)
+    assert found[lower(ALL, CONTROL)] == "holds"
+    assert not [statement for statement in found if "LoRA" in statement]
+    assert RECIPE.tables is not None
+    assert "LoRA" not in RECIPE.tables(two)
+
+
+@pytest.mark.parametrize("config", [retrofit.LAPTOP, retrofit.LONGER])
+def test_no_run_of_a_laptop_reads_its_text_twice(config: TrainConfig):
     assert config.steps * config.batch_size * config.data.sequence_length < 4_000_000  # of 3.6 million words
 
 

@@ -351,6 +351,7 @@ _ENTRIES = (
                 cost="three hours on two cores, as estimated, after `make smollm`",
                 grid=Grid(rates=(5e-4, 2e-3, 8e-3, 3.2e-2), seeds=(1000,)),
             ),
+            "longer": Preset(seeds=3, cost="three hours on two cores, as estimated"),
             "paper": Preset(
                 seeds=5,
                 cost="hours on one GPU; not measured",
