@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, PagedShiftMetadataBuilder
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .engines import Engine, different, drawn, engine
@@ -57,12 +57,8 @@ def assert_caught(fault: Any, options: dict[str, Any], folder: Path, monkeypatch
     model: Any = KVShiftLlamaForCausalLM.from_pretrained(folder).eval()
     with engine(folder, **options) as running:
         right = answers(running)
-        build = PagedShiftMetadataBuilder.build
-
-        def faulty(self: Any, *args: Any, **more: Any) -> PagedShiftMetadata:
-            return fault(build(self, *args, **more))
-
-        monkeypatch.setattr(PagedShiftMetadataBuilder, "build", faulty)
+        of = PagedShiftMetadata.of
+        monkeypatch.setattr(PagedShiftMetadata, "of", lambda *args: fault(of(*args)))
         running.llm.reset_prefix_cache()
         wrong = answers(running)
     assert different(model, right) == []

@@ -63,7 +63,7 @@ def test_all_at_once(name: str, blocks: int, checkpoint: Checkpoint) -> None:
 
 def one_row(metadata: PagedShiftMetadata) -> PagedShiftMetadata:
     """Drafts write over the row that is read when they are rejected."""
-    rows = 4  # of a block: a token and three drafts
+    rows = 4  # of a page, a token and three drafts; its size is a multiple of it
     return replace(metadata, before=metadata.before // rows * rows, own=metadata.own // rows * rows)
 
 

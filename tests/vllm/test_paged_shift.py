@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvshift import ShiftOptions
 from kvshift.integrations.vllm_plugin import paged_shift
-from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftMetadata, PagedShiftMetadataBuilder
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftMetadata, Pages
 
 HEADS, SIZE, BLOCK, BLOCKS = 3, 5, 8, 64
 NUMBERS = 2 * HEADS * SIZE
@@ -24,7 +24,7 @@ def make_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(paged_shift, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(paged_shift, "get_tensor_model_parallel_rank", lambda: 0)
 
-    def make(rows: int, dtype: torch.dtype, padding: int, **options: Any) -> tuple[PagedShift, Any]:
+    def make(dtype: torch.dtype, **options: Any) -> PagedShift:
         layers: dict[str, Any] = {}
         compilation = SimpleNamespace(static_forward_context=layers)
         config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), compilation_config=compilation)
@@ -32,12 +32,7 @@ def make_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
         layer = PagedShift(HEADS, SIZE, ShiftOptions(**options), "attention", "shift")
         for parameter in layer.parameters():
             parameter.uniform_(-0.3, 1)
-        cache = torch.full(
-            (BLOCKS, rows + padding, NUMBERS), torch.nan, dtype=dtype
-        )  # nobody may read what nobody wrote
-        layer.bind_kv_cache(cache[:, None, :rows])
-        spec: Any = SimpleNamespace(tokens_per_state=BLOCK // rows)
-        return layer, PagedShiftMetadataBuilder(spec, ["shift"], config, torch.device("cpu"))  # type: ignore[arg-type]
+        return layer
 
     return make
 
@@ -73,7 +68,7 @@ def batch_of(pieces: list[tuple[Sequence, int]]) -> Any:
 
 
 def without_looking(metadata: PagedShiftMetadata) -> PagedShiftMetadata:
-    """What the builder makes where the host does not look at numbers of the device."""
+    """What is looked up where the host does not look at numbers of the device."""
     stored = torch.zeros(metadata.num_tokens, dtype=torch.bool)
     stored[slice(None) if metadata.stored is None else metadata.stored] = True
     own = torch.zeros(metadata.num_tokens, dtype=torch.long)
@@ -115,8 +110,10 @@ def test_every_token_is_shifted_as_in_its_whole_sequence(
     """Prompts whole and in chunks, decoding, drafts that are rejected, hits of blocks that the same batch fills."""
     chance = random.Random(drafts)
     torch.manual_seed(drafts)
-    rows = 1 << (OPTIONS[name].get("window", 2) - 2 + drafts).bit_length()
-    layer, builder = make_layer(rows, dtype, padding=drafts, **OPTIONS[name])
+    lags = OPTIONS[name].get("window", 2) - 1
+    pages = Pages(tokens=BLOCK, rows=lags + drafts, stride=BLOCK + lags + 2 * drafts)
+    layer = make_layer(dtype, **OPTIONS[name])
+    raw_rows = torch.full((BLOCKS * pages.stride, NUMBERS), torch.nan, dtype=dtype)  # as nobody wrote them
     if as_on_a_gpu:
         layer.path = "eager"
     sequences: list[Sequence] = []
@@ -142,11 +139,11 @@ def test_every_token_is_shifted_as_in_its_whole_sequence(
                 continue
             kv = torch.cat([one.raw[one.computed : one.computed + count] for one, count in pieces])
             wide = torch.cat([torch.randn(len(kv), 7).to(dtype), kv], dim=1)  # queries stand before it
-            metadata = builder.build(0, batch_of(pieces))
+            metadata = PagedShiftMetadata.of(batch_of(pieces), pages, torch.arange(-lags, 0))
             if as_on_a_gpu:
                 metadata = without_looking(metadata)
             steps_of_one_token += metadata.one_token_each
-            layer.shift_batch(wide[:, 7:], metadata)
+            layer.shift_batch(wide[:, 7:], raw_rows, metadata)
             for (one, count), shifted in zip(pieces, wide[:, 7:].split([n for _, n in pieces]), strict=True):
                 whole = expected(layer, one.raw)
                 torch.testing.assert_close(shifted, whole[one.computed : one.computed + count])

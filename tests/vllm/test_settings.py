@@ -16,6 +16,7 @@ from vllm.config import CompilationMode
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from kvshift.integrations.vllm_plugin.paged_shift import Pages
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .engines import Engine, compared, count, different, drawn, engine
@@ -73,10 +74,10 @@ def test_prefix_hits_of_every_length_around_the_edges_of_blocks(folder: Path, mo
     with engine(folder, block_size=block_size, num_gpu_blocks_override=256) as running:
         outputs = [output for _ in range(2) for output in running.generate(prompts, tokens=8)]
         hits = count(outputs)
-        rows = {layer.kv_cache.shape[2] for layer in shifts(running)}
+        pages = {layer.attn.pages for layer in attentions(running)}
     assert hits[block_size] > 0
     assert hits[2 * block_size] > 0
-    assert rows == {1}
+    assert pages == {Pages(tokens=block_size, rows=1, stride=block_size + 1)}
     assert different(model, outputs) == []
 
 
@@ -91,8 +92,7 @@ def test_blocks_of_16(folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch)
         folder, block_size=16, num_gpu_blocks_override=32, max_num_batched_tokens=40, max_num_seqs=16
     ) as running:
         outputs = [output for _ in range(2) for output in running.generate(prompts)]
-        assert {layer.kv_cache.shape[2] for layer in shifts(running)} == {1}
-        assert {layer.attn.kv_cache.shape[2] for layer in attentions(running)} == {16}
+        assert {layer.attn.pages for layer in attentions(running)} == {Pages(tokens=16, rows=1, stride=17)}
         assert max(running.chunks(output) for output in outputs) > 1
         assert running.preemptions > 0
     hits = count(outputs)
@@ -180,8 +180,3 @@ def attentions(running: Engine) -> list[Any]:
     """Those of all layers."""
     (model,) = running.llm.apply_model(lambda model: model)
     return [layer.self_attn for layer in model.model.layers]
-
-
-def shifts(running: Engine) -> list[Any]:
-    """The shifts of all layers."""
-    return [attention.shift for attention in attentions(running)]

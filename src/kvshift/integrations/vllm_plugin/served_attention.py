@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.utils import extract_layer_index
 
+from kvshift.integrations.vllm_plugin.paged_attention import AttentionWithRawRows
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShift
 from kvshift.layers import ShiftOptions
 
@@ -82,7 +84,20 @@ class ShiftedLlamaAttention(LlamaAttention):
         shift_options = shift_options_of(config)
         self.shift = None
         if shift_options.targets:
-            self.shift = PagedShift(own.kv_heads, own.size, shift_options, f"{prefix}.attn", f"{prefix}.shift")
+            name = f"{prefix}.attn"
+            self.shift = PagedShift(own.kv_heads, own.size, shift_options, name, f"{prefix}.shift")
+            del get_current_vllm_config().compilation_config.static_forward_context[name]  # that of LlamaAttention
+            self.attn = AttentionWithRawRows(
+                self.num_heads,
+                self.head_dim,
+                self.scaling,
+                num_kv_heads=self.num_kv_heads,
+                cache_config=options.get("cache_config"),
+                quant_config=options.get("quant_config"),
+                per_layer_sliding_window=own.window,
+                prefix=name,
+                shift_window=shift_options.window,
+            )
         self.qk_norm = own.qk_norm
         if own.qk_norm:
             self.q_norm = RMSNorm(own.size, eps=config.rms_norm_eps)
