@@ -6,8 +6,9 @@
 In the environment of `make test-vllm`; no weights are read, and no tokenizer.
 
 "capacity" is counted, not timed: vLLM's own code for its KV cache says how many requests of a length fit a pool, all
-reserves included. "share" is the part of the pool that the raw keys and values take: 1 - ours / theirs. The bytes for
-each token are those of vLLM's pages; "by_hand" is what the raw keys and values should take of them.
+reserves included, with raw keys and values in the pages, and of the same layers without. "share" is the part of the
+pool that they take: 1 - requests with / requests without. The bytes for each token are those of vLLM's pages; "by_hand"
+is what the raw keys and values should take of them.
 
 "speed" runs two engines by turns in each round: prompts alone, decoding alone, both, and the first token of one
 request. A row is one engine in one part: the median time with its quartiles, and the ratio to vLLM's Llama, the median
@@ -28,11 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
+from kvshift import ShiftOptions
 from kvshift.lab.compare.timing import quartiles
 from kvshift.lab.runs.folder import environment
+from kvshift.models.baichuan_m1 import BaichuanM1Config
 from kvshift.models.llama import KVShiftLlamaConfig
+from kvshift.models.retrofit import add_kv_shift
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 768,
@@ -71,66 +75,98 @@ def capacity(into: Path) -> Iterator[Row]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
 
-    found: dict[tuple[Any, ...], float] = {}
-    cache_bytes: dict[int, float] = {}
-    for name, folder in folders(into).items():
+    for number, (name, model) in enumerate(models_of_caches().items()):
+        folder = into / str(number)
+        model.save_pretrained(folder)
         for block_size in BLOCK_SIZES:
-            arguments = {"dtype": SHAPE["dtype"], "block_size": block_size}
-            config = EngineArgs(
-                folder, skip_tokenizer_init=True, load_format="dummy", **arguments
-            ).create_engine_config()
+            arguments = {"dtype": SHAPE["dtype"], "block_size": block_size, "load_format": "dummy"}
+            config = EngineArgs(str(folder), skip_tokenizer_init=True, **arguments).create_engine_config()
             with set_current_vllm_config(config):
                 if not torch.distributed.is_initialized():
                     init_distributed_environment(1, 0, f"file://{into}/rendezvous", 0, "gloo")
                     initialize_model_parallel()
-                specs = cache_specs(config)
-            bytes_per_token = sum(spec.page_size_bytes for spec in specs.values()) / block_size
-            state = bytes_per_token - cache_bytes.setdefault(block_size, bytes_per_token)
+                ours, theirs = cache_specs(config)
             config.cache_config.kv_cache_layout = config.cache_config.kv_cache_layout or "LBHNC"
-            for length in LENGTHS:
-                for asynchronous in (False, True):
-                    config.model_config.max_model_len = length
-                    config.scheduler_config.async_scheduling = asynchronous
+            for length, asynchronous in itertools.product(LENGTHS, (False, True)):
+                config.model_config.max_model_len = length
+                config.scheduler_config.async_scheduling = asynchronous
+                requests = []
+                for specs in (ours, theirs):
                     [cache] = get_kv_cache_configs(config, [dict(specs)], [LARGE_POOL])
-                    _, requests = get_kv_cache_capacity(config, cache)
-                    key = block_size, length, asynchronous
-                    baseline = found.setdefault(key, requests)
-                    yield {
-                        "part": "capacity",
-                        "model": name,
-                        "block_size": block_size,
-                        "tokens": length,
-                        "asynchronous": asynchronous,
-                        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
-                        "pool_bytes": LARGE_POOL,
-                        "requests": requests,
-                        "bytes_per_request": LARGE_POOL / requests,
-                        "share": 1 - requests / baseline,
-                        "bytes_per_token": bytes_per_token,
-                        "state_bytes_per_token": state,
-                        "by_hand": 0 if name == BASELINE else by_hand(block_size),
-                    }
+                    requests.append(get_kv_cache_capacity(config, cache)[1])
+                yield {
+                    "part": "capacity",
+                    "model": name,
+                    "block_size": block_size,
+                    "tokens": length,
+                    "asynchronous": asynchronous,
+                    "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+                    "pool_bytes": LARGE_POOL,
+                    "requests": requests[0],
+                    "requests_without": requests[1],
+                    "share": 1 - requests[0] / requests[1],
+                    "bytes_per_token": bytes_per_token(ours),
+                    "state_bytes_per_token": bytes_per_token(ours) - bytes_per_token(theirs),
+                    "by_hand": by_hand(theirs),
+                }
 
 
-def by_hand(block_size: int) -> float:
-    """Bytes of raw keys and values for each token: a row of both in each layer for each block."""
-    head_size = SHAPE["hidden_size"] // SHAPE["num_attention_heads"]
-    itemsize = getattr(torch, SHAPE["dtype"]).itemsize
-    row = 2 * SHAPE["num_key_value_heads"] * head_size * itemsize
-    return SHAPE["num_hidden_layers"] * row / block_size
+def models_of_caches() -> dict[str, PreTrainedConfig]:
+    """One window of attention for all layers, or none; two, as Qwen3 has them; and two with heads of other sizes."""
+    layers = SHAPE["num_hidden_layers"]
+    windows = {"use_sliding_window": True, "sliding_window": 4_096, "max_window_layers": layers // 2}
+    released = {
+        "hidden_size": 5_120,
+        "intermediate_size": 17_408,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 2,
+        "num_swa_attention_heads": 40,
+        "num_swa_key_value_heads": 8,
+        "sliding_window": 8_192,
+        "sliding_window_layers": [*range(1, layers, 2)],
+        "rope_theta": 1e5,
+    }
+    with torch.device("meta"):
+        qwen3 = add_kv_shift(Qwen3ForCausalLM(Qwen3Config(**SHAPE, **windows)), ShiftOptions())
+    qwen3.config.architectures = [type(qwen3).__name__]
+    common = {name: SHAPE[name] for name in ("vocab_size", "max_position_embeddings", "dtype")}
+    return {
+        "KVShiftLlama": KVShiftLlamaConfig(**SHAPE, architectures=["KVShiftLlamaForCausalLM"]),
+        "Qwen3, a window in half of its layers": qwen3.config,
+        "heads and windows of Baichuan-M1": BaichuanM1Config(
+            **common, **released, architectures=["BaichuanM1ForCausalLM"]
+        ),
+    }
 
 
-def cache_specs(config: Any) -> dict[str, Any]:
-    """What the layers of a model ask of the cache; the model has no weights."""
+def bytes_per_token(specs: dict[str, Any]) -> float:
+    """Of all layers."""
+    return sum(spec.page_size_bytes / spec.block_size for spec in specs.values())
+
+
+def by_hand(specs: dict[str, Any]) -> float:
+    """Bytes of raw keys and values for each token: in each layer a row for each block.
+
+    Pages of one size hold blocks of more tokens where keys and values are smaller, and a row of the largest.
+    """
+    row = max(2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize for spec in specs.values())
+    page = max(spec.page_size_bytes for spec in specs.values())
+    tokens = (page // spec.page_size_bytes * spec.block_size for spec in specs.values())
+    return sum(row / block for block in tokens)
+
+
+def cache_specs(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the layers of a model ask of the cache, and what they would without raw rows; the model has no weights."""
     from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.model_loader.utils import initialize_model
 
     with torch.device("meta"):
         initialize_model(vllm_config=config)
-    layers = get_layers_from_vllm_config(config, AttentionLayerBase)
-    specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
-    return {name: spec for name, spec in specs.items() if spec is not None}
+    layers = get_layers_from_vllm_config(config, Attention)
+    ours = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+    return ours, {name: Attention.get_kv_cache_spec(layer, config) for name, layer in layers.items()}
 
 
 class Engine:

@@ -61,14 +61,14 @@ def test_speed() -> None:
 
 
 def test_capacity() -> None:
-    rows = [*capacity("vLLM's Llama", 16, 0), *capacity("vLLM's Llama", 128, 0)]
-    rows += [*capacity("KVShiftLlama", 128, 0.0078), *capacity("KVShiftLlama", 16, 0.0588)]
+    rows = [*capacity("KVShiftLlama", 16, 0.0588), *capacity("KVShiftLlama", 128, 0.0078), *capacity("Qwen3", 16, 0.03)]
     table = rendered(rows, []).splitlines()
-    assert table[:4] == [
-        "| block size | bytes per token | of them raw | by hand | 128 tokens | 2,048 tokens |",
-        "|---:|---:|---:|---:|---:|---:|",
-        "| 16 | 24,768 | 192 | 192 | 5.88 %, 11.76 % | 5.88 %, 11.76 % |",
-        "| 128 | 24,768 | 192 | 192 | 0.78 %, 1.56 % | 0.78 %, 1.56 % |",
+    assert table[:5] == [
+        "| model | block size | bytes per token | of them raw | by hand | 128 tokens | 2,048 tokens |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        "| KVShiftLlama | 16 | 24,768 | 192 | 192 | 5.88 %, 11.76 % | 5.88 %, 11.76 % |",
+        "| KVShiftLlama | 128 | 24,768 | 192 | 192 | 0.78 %, 1.56 % | 0.78 %, 1.56 % |",
+        "| Qwen3 | 16 | 24,768 | 192 | 192 | 3.00 %, 6.00 % | 3.00 %, 6.00 % |",
     ]
 
 

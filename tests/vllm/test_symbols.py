@@ -36,11 +36,14 @@ vllm.distributed
     get_tensor_model_parallel_world_size()
 vllm.forward_context
     get_forward_context()
-vllm.model_executor.layers.attention_layer_base
-    AttentionLayerBase
-    AttentionLayerBase.get_attn_backend(self)
-    AttentionLayerBase.get_kv_cache_spec(self, vllm_config)
-    AttentionLayerBase.bind_kv_cache(self, kv_cache)
+vllm.model_executor.layers.attention
+    Attention
+    Attention.__init__(self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, use_alibi_sqrt, cache_config,
+        quant_config, logits_soft_cap, per_layer_sliding_window, prefix, attn_type, kv_sharing_target_layer_name,
+        mm_prefix_clamp_sliding_window, attn_backend, head_size_v, **extra_impl_args)
+    Attention.get_attn_backend(self)
+    Attention.get_kv_cache_spec(self, vllm_config)
+    Attention.bind_kv_cache(self, kv_cache)
 vllm.model_executor.layers.layernorm
     RMSNorm
 vllm.model_executor.models.config
@@ -62,31 +65,32 @@ vllm.model_executor.models.utils
     extract_layer_index(layer_name, num_attn_module)
 vllm.model_executor.utils
     set_weight_attrs(weight, weight_attrs)
+vllm.utils.math_utils
+    round_up(x, y)
 vllm.utils.torch_utils
     direct_register_custom_op(op_name, op_func, mutates_args, fake_impl, target_lib, dispatch_key, tags)
 vllm.v1.attention.backend
     AttentionBackend
-    AttentionBackend.get_name()
-    AttentionBackend.get_impl_cls()
     AttentionBackend.get_builder_cls()
-    AttentionBackend.supported_dtypes
+    AttentionBackend.get_preferred_block_size(default_block_size)
     AttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
+    AttentionBackend.get_name()
     AttentionCGSupport
     AttentionCGSupport.NEVER
-    AttentionMetadata
-    AttentionMetadataBuilder
     AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+    AttentionMetadataBuilder._cudagraph_support
     AttentionMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)
+    AttentionMetadataBuilder.get_cudagraph_support(vllm_config, kv_cache_spec)
+    AttentionMetadataBuilder.supports_update_block_table
     CommonAttentionMetadata
     MultipleOf
+    subclass_attention_backend_with_overrides(name_prefix, attention_backend_cls, overrides)
 vllm.v1.kv_cache_interface
     AttentionSpec
-    FullAttentionSpec
+    AttentionSpec.__init__(self, block_size, dcp_sharded, block_stride_alignment, max_tp_shards, num_kv_heads,
+        head_size, dtype, head_size_v, kv_quant_mode, page_size_padded, num_head_slots, state_content_bytes,
+        tokens_per_state)
     KVCacheSpec
-    SlidingWindowSpec
-    SlidingWindowSpec.__init__(self, block_size, dcp_sharded, block_stride_alignment, max_tp_shards,
-        num_kv_heads, head_size, dtype, head_size_v, kv_quant_mode, page_size_padded, num_head_slots,
-        state_content_bytes, tokens_per_state, sliding_window, extra_retained_tokens)
 """
 
 # What is read of an object that vLLM hands over, and where it is defined: by the source of its class.
@@ -107,13 +111,16 @@ ATTRIBUTES = {
     "vllm.config.offload:PrefetchOffloadConfig": "offload_group_size",
     "vllm.config.offload:UVAOffloadConfig": "cpu_offload_gb",
     "vllm.forward_context:ForwardContext": "attn_metadata no_compile_layers",
-    "vllm.model_executor.models.llama:LlamaAttention": ("attn head_dim kv_size o_proj q_size qkv_proj rotary_emb"),
+    "vllm.model_executor.models.llama:LlamaAttention": (
+        "attn head_dim kv_size num_heads num_kv_heads o_proj q_size qkv_proj rotary_emb scaling"
+    ),
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
         "block_table_tensor max_query_len num_reqs query_start_loc query_start_loc_cpu seq_lens slot_mapping"
     ),
+    "vllm.model_executor.layers.attention:Attention": "attn_backend kv_cache layer_name",
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window",
     "vllm.v1.kv_cache_interface:KVCacheSpec": "block_size",
-    "vllm.v1.kv_cache_interface:AttentionSpec": "dtype head_size num_kv_heads tokens_per_state",
+    "vllm.v1.kv_cache_interface:AttentionSpec": "page_size_bytes page_size_padded unpadded_page_size_bytes",
 }
 
 

@@ -78,20 +78,20 @@ def _speed(rows: Sequence[Row]) -> str:
 
 
 def _capacity(rows: Sequence[Row]) -> str:
-    ours = [row for row in rows if row["model"] != rows[0]["model"]]
-    lengths = sorted({row["tokens"] for row in ours})
+    lengths = sorted({row["tokens"] for row in rows})
     heading = ("block size", "bytes per token", "of them raw", "by hand", *(f"{length:,} tokens" for length in lengths))
-    lines: list[tuple[str, ...]] = [heading]
-    for size in sorted({row["block_size"] for row in ours}):
-        here = {(row["tokens"], row["asynchronous"]): row for row in ours if row["block_size"] == size}
+    lines: list[tuple[str, ...]] = [("model", *heading)]
+    for model, size in dict.fromkeys((row["model"], row["block_size"]) for row in rows):
+        of_size = [row for row in rows if (row["model"], row["block_size"]) == (model, size)]
+        here = {(row["tokens"], row["asynchronous"]): row for row in of_size}
         one = next(iter(here.values()))
         sizes = (f"{one[name]:,.0f}" for name in ("bytes_per_token", "state_bytes_per_token", "by_hand"))
         shares = (
             ", ".join(f"{100 * here[length, asynchronous]['share']:.2f} %" for asynchronous in (False, True))
             for length in lengths
         )
-        lines.append((str(size), *sizes, *shares))
-    return as_markdown(lines, left=0)
+        lines.append((model, str(size), *sizes, *shares))
+    return as_markdown(lines, left=1)
 
 
 def _provenance(rows: Sequence[Row], what: str) -> str:

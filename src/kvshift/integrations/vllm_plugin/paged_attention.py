@@ -1,0 +1,154 @@
+"""vLLM's attention, whose pages have a tail: a few rows of raw keys and values behind the shifted ones of their tokens.
+
+A page is what vLLM keeps of one block of tokens in one layer. It may be larger than its tokens need, and each kernel
+takes its stride as it is. So the rows cost what they are, in any model: no blocks of their own, no reserves, no groups.
+
+Shapes: G KV heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.utils.math_utils import round_up
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    CommonAttentionMetadata,
+    MultipleOf,
+    subclass_attention_backend_with_overrides,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages
+
+PREFERRED_BLOCK_SIZE = 64
+"""Of backends that would take vLLM's default of 16, in which raw rows are 1 of every 17 bytes."""
+
+
+class AttentionWithRawRows(Attention):
+    """vLLM's attention with a tail in its pages.
+
+    Args:
+        shift_window: W; a page has W - 1 rows, and one more for each token that may be drafted and taken back.
+        args, options: see `Attention`.
+    """
+
+    def __init__(self, *args: Any, shift_window: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.lags = shift_window - 1
+        self.num_raw_rows = self.lags + get_current_vllm_config().num_speculative_tokens
+        self.attn_backend = with_raw_rows(self.attn_backend)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
+        """Of pages with a tail. Where layers differ in their windows, vLLM needs equal pages: then in blocks of more
+        tokens for layers whose keys and values are smaller, as vLLM would have it without a tail.
+        """
+        layers = vllm_config.compilation_config.static_forward_context
+        specs: dict[str, Any] = {
+            name: Attention.get_kv_cache_spec(layer, vllm_config)
+            for name, layer in layers.items()
+            if isinstance(layer, Attention)
+        }
+        own = specs[self.layer_name]
+        alike = [own]  # whose pages are of one size
+        if len({getattr(spec, "sliding_window", None) for spec in specs.values()}) > 1:
+            drafts = vllm_config.speculative_config
+            if drafts is not None and drafts.method == "draft_model":
+                raise ValueError(
+                    "speculative_config: all layers of the model and of its draft model must have one window of "
+                    "attention, or none; otherwise vLLM writes what the draft model keeps over what the model keeps"
+                )
+            alike = [*specs.values()]
+        page, rows = max(spec.page_size_bytes for spec in alike), {_row_bytes(spec) for spec in alike}
+        block_size = page // own.page_size_bytes * own.block_size
+        if not takes(self.attn_backend, block_size):
+            raise ValueError(
+                f"block_size must be one that vLLM's attention takes whole, of {self.attn_backend.get_name()} "
+                f"{self.attn_backend.get_supported_kernel_block_sizes()}; {self.layer_name} would have {block_size}"
+            )
+        padded = round_up(page + self.num_raw_rows * max(rows), math.lcm(*rows))
+        return replace(own, block_size=block_size, page_size_padded=padded)
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Take the cache from vLLM: (pages, G, tokens, 2 D), in one of its layouts."""
+        super().bind_kv_cache(kv_cache)
+        _, heads, tokens, numbers = kv_cache.shape
+        stride, rest = divmod(kv_cache.stride(0), heads * numbers)
+        if rest:
+            raise ValueError(f"the layout of the KV cache must have pages of whole rows, got {kv_cache.stride()}")
+        self.pages = Pages(tokens=tokens, rows=self.num_raw_rows, stride=stride)
+
+    def raw_rows(self) -> Tensor:
+        """(rows, 2 G D) from the first of the first page, those of all other pages at `pages.stride`.
+
+        Made for each batch: vLLM frees the cache, and nothing may hold it.
+        """
+        cache, pages = self.kv_cache, self.pages
+        numbers = cache.shape[1] * cache.shape[3]
+        rows = (cache.shape[0] - 1) * pages.stride + pages.rows
+        return cache.as_strided((rows, numbers), (numbers, 1), cache.storage_offset() + pages.tokens * numbers)
+
+
+def takes(backend: type[AttentionBackend], block_size: int) -> bool:
+    """Whether its kernels take pages of that many tokens as they are. vLLM would cut them up for others, but not those
+    with a tail.
+    """
+    sizes = backend.get_supported_kernel_block_sizes()
+    return not sizes or any(
+        block_size % size.base == 0 if isinstance(size, MultipleOf) else block_size == size for size in sizes
+    )
+
+
+def _row_bytes(spec: AttentionSpec) -> int:
+    """Bytes of the keys and values of one token."""
+    return spec.unpadded_page_size_bytes // spec.block_size
+
+
+@cache
+def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    """`backend`, with `kv_shift` in its metadata: which raw rows a batch writes and reads."""
+    builder: Any = backend.get_builder_cls()
+
+    class Builder(builder):
+        """That of `backend`; its metadata are those of one batch and one list of blocks alone."""
+
+        supports_update_block_table = False
+        _cudagraph_support = AttentionCGSupport.NEVER  # graphs end before a shift
+
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+            return cls._cudagraph_support
+
+        def __init__(
+            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+        ) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            layer: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+            tail = kv_cache_spec.page_size_bytes - kv_cache_spec.unpadded_page_size_bytes
+            if tail < layer.num_raw_rows * _row_bytes(kv_cache_spec):
+                raise ValueError(f"vLLM has made pages without room for raw keys and values: {kv_cache_spec}")
+            self.attention, self.lags = layer, torch.arange(-layer.lags, 0, device=device)
+
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        ) -> Any:
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            metadata.kv_shift = PagedShiftMetadata.of(common_attn_metadata, self.attention.pages, self.lags)
+            return metadata
+
+    def preferred_block_size(default_block_size: int) -> int:
+        larger = max(default_block_size, PREFERRED_BLOCK_SIZE)
+        return larger if takes(backend, larger) else backend.get_preferred_block_size(default_block_size)
+
+    overrides = {"get_builder_cls": lambda: Builder, "get_preferred_block_size": preferred_block_size}
+    return subclass_attention_backend_with_overrides(
+        "Shifted", backend, {name: staticmethod(override) for name, override in overrides.items()}
+    )

@@ -1,0 +1,108 @@
+"""Pages with a tail: what vLLM's backends are asked and told for them, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvshift.integrations.vllm_plugin.paged_attention import AttentionWithRawRows, with_raw_rows
+from kvshift.integrations.vllm_plugin.paged_shift import Pages
+
+SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
+BACKENDS: list[Any] = [CPUAttentionBackend, FlashAttentionBackend, TritonAttentionBackend]
+
+
+class OnlySmallBlocks(CPUAttentionBackend):
+    """A kernel that takes blocks of 16 or 32 tokens."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [16, 32]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_are_of_64_tokens_where_nobody_chose(backend: type[AttentionBackend]) -> None:
+    """vLLM's default on a GPU is 16, of which the raw row of each block is one more of 17."""
+    assert with_raw_rows(backend).get_preferred_block_size(16) == 64
+    assert with_raw_rows(backend).get_preferred_block_size(128) == 128
+
+
+def test_a_kernel_of_small_blocks_gets_those() -> None:
+    assert with_raw_rows(OnlySmallBlocks).get_preferred_block_size(16) == 16
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_else_of_a_backend_changes(backend: type[AttentionBackend]) -> None:
+    ours: Any = with_raw_rows(backend)
+    assert with_raw_rows(backend) is ours  # vLLM groups layers by the class
+    assert issubclass(ours, backend)
+    assert ours.get_name() == backend.get_name()
+    assert ours.full_cls_name() not in {one.full_cls_name() for one in [*BACKENDS, with_raw_rows(OnlySmallBlocks)]}
+    builder = ours.get_builder_cls()
+    assert issubclass(builder, backend.get_builder_cls())
+    assert builder.get_cudagraph_support(SimpleNamespace(), SPEC) is AttentionCGSupport.NEVER
+    assert not builder.supports_update_block_table
+
+
+class OwnMetadata(AttentionMetadataBuilder):
+    """A builder that does nothing."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        return SimpleNamespace(prefix=common_prefix_len)
+
+
+class Backend(CPUAttentionBackend):
+    """One that makes them."""
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        return OwnMetadata
+
+
+def builder_for(spec: FullAttentionSpec, pages: Pages) -> Any:
+    layer = SimpleNamespace(num_raw_rows=pages.rows, lags=1, pages=pages)
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer": layer}))
+    return with_raw_rows(Backend).get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
+
+
+def test_metadata_have_the_rows_beside_their_own() -> None:
+    page = SPEC.page_size_bytes // 32 * 33
+    builder = builder_for(replace(SPEC, page_size_padded=page), Pages(tokens=32, rows=1, stride=33))
+    batch = SimpleNamespace(
+        num_reqs=2,
+        max_query_len=1,
+        query_start_loc=torch.tensor([0, 1, 2]),
+        query_start_loc_cpu=torch.tensor([0, 1, 2]),
+        slot_mapping=torch.tensor([5 * 32 + 3, 7 * 32]),
+        seq_lens=torch.tensor([4, 33]),
+        block_table_tensor=torch.tensor([[5, 0], [6, 7]]),
+    )
+    metadata = builder.build(0, batch)
+    assert metadata.prefix == 0
+    assert metadata.kv_shift.own.tolist() == [5 * 33, 7 * 33]
+    assert metadata.kv_shift.before.tolist() == [5 * 33, 6 * 33]
+    assert metadata.kv_shift.same_block.flatten().tolist() == [True, False]
+
+
+def test_pages_without_a_tail_are_refused() -> None:
+    """vLLM may change the specification of a layer, as where it treats a window as if there were none."""
+    with pytest.raises(ValueError, match=r"without room for raw keys and values: .*page_size_padded=None"):
+        builder_for(SPEC, Pages(tokens=32, rows=1, stride=33))
+
+
+def test_pages_that_are_not_whole_rows_are_refused() -> None:
+    attention: Any = AttentionWithRawRows.__new__(AttentionWithRawRows)
+    torch.nn.Module.__init__(attention)
+    attention.num_raw_rows = 1
+    cache = torch.zeros(4, 2 * 32 * 32 + 64 + 8).as_strided((4, 2, 32, 32), (2 * 32 * 32 + 72, 32 * 32, 32, 1))
+    with pytest.raises(ValueError, match=r"must have pages of whole rows, got \(2120, 1024, 32, 1\)"):
+        attention.bind_kv_cache(cache)
