@@ -19,7 +19,7 @@ def test_tensor_parallel(checkpoint: Callable[[str], Path]) -> None:
     model: Any = BaichuanM1ForCausalLM.from_pretrained(folder).eval()
     start, *ends = drawn(70, *range(1, 40, 4), seed=16)
     prompts = [[*start, *end] for end in ends] + drawn(1, 2, 3, 31, 32, 33, 130, 200, seed=17)
-    options = {"max_num_batched_tokens": 48, "max_num_seqs": 16, "num_gpu_blocks_override": 60}
+    options = {"max_num_batched_tokens": 48, "max_num_seqs": 16, "num_gpu_blocks_override": 30}
     with engine(folder, **options, **PARALLEL) as running:
         outputs = [output for _ in range(2) for output in running.generate(prompts, tokens=16)]
         assert max(running.chunks(output) for output in outputs) > 2

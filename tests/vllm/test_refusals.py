@@ -89,8 +89,8 @@ def test_a_draft_model_of_another_window(checkpoint: Checkpoint) -> None:
 
 
 def test_blocks_of_16_on_a_cpu(checkpoint: Checkpoint) -> None:
-    """By vLLM, whose attention on a CPU offers multiples of 32."""
-    with pytest.raises(ValueError, match=r"No common block size for 16 .*CPU_ATTN"):
+    """vLLM's attention there takes multiples of 32."""
+    with pytest.raises(ValueError, match=r"block_size must be .* takes whole, of CPU_ATTN \[MultipleOf\(32\)\]; .* 16"):
         LLM(str(checkpoint("llama")), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=16)
 
 
