@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.config import CompilationMode
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvshift.integrations.vllm_plugin.paged_shift import Pages
+from kvshift.models import baichuan_m1  # noqa: F401  # registers its classes
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .engines import Engine, compared, count, different, drawn, engine
@@ -41,9 +43,11 @@ def test_prompts_of_different_lengths_in_one_batch(folder: Path, model: Any) -> 
     assert different(model, outputs) == []
 
 
-def test_compiled(folder: Path, model: Any) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen3-sliding", "baichuan-m1"])
+def test_compiled(name: str, checkpoint: Checkpoint) -> None:
     """As vLLM runs a model where nothing else is asked for."""
-    with engine(folder, enforce_eager=False) as running:
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name)).eval()
+    with engine(checkpoint(name), enforce_eager=False) as running:
         outputs = running.generate(drawn(*range(1, 120, 3), seed=4), tokens=24)
         assert running.llm.llm_engine.vllm_config.compilation_config.mode != CompilationMode.NONE
     assert different(model, outputs) == []
