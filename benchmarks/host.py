@@ -167,14 +167,15 @@ def times(models: dict[str, Decoding], rounds: int) -> dict[str, dict[str, Any]]
 @torch.no_grad()
 def measure(rounds: int, *, count_instructions: bool = False) -> list[dict[str, Any]]:
     """A row for each kind of cache and each model."""
+    kinds = {cache: {name: Decoding(name, cache) for name in MODELS} for cache in ("dynamic", "static")}
+    timed = {cache: times(models, rounds) if rounds else {} for cache, models in kinds.items()}
+    if rounds and count_instructions:
+        print("timed; from here on the machine need not be idle", flush=True)
     rows = []
-    for cache in ("dynamic", "static"):
-        models = {name: Decoding(name, cache) for name in MODELS}
-        timed = times(models, rounds) if rounds else {name: {} for name in models}
-        counted = {name: instructions(name, cache) if count_instructions else {} for name in models}
-        rows += [
-            {"model": name, "cache": cache, **counts(models[name]), **counted[name], **timed[name]} for name in models
-        ]
+    for cache, models in kinds.items():
+        for name, decoding in models.items():
+            row = {"model": name, "cache": cache, **counts(decoding), **timed[cache].get(name, {})}
+            rows.append(row | (instructions(name, cache) if count_instructions else {}))
     return rows
 
 
