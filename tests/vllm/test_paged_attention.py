@@ -41,7 +41,7 @@ def test_a_kernel_of_small_blocks_gets_those() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_else_of_a_backend_changes(backend: type[AttentionBackend]) -> None:
+def test_a_backend_keeps_its_name_and_makes_its_metadata_anew(backend: type[AttentionBackend]) -> None:
     ours: Any = with_raw_rows(backend)
     assert with_raw_rows(backend) is ours  # vLLM groups layers by the class
     assert issubclass(ours, backend)
@@ -95,8 +95,9 @@ def test_metadata_have_the_rows_beside_their_own() -> None:
 
 def test_pages_without_a_tail_are_refused() -> None:
     """vLLM may change the specification of a layer, as where it treats a window as if there were none."""
-    with pytest.raises(ValueError, match=r"without room for raw keys and values: .*page_size_padded=None"):
-        builder_for(SPEC, Pages(tokens=32, rows=1, stride=33))
+    spec = replace(SPEC, page_size_padded=SPEC.page_size_bytes)
+    with pytest.raises(ValueError, match=r"pages of layer must have room for 1 rows of raw keys and values; .*=8192"):
+        builder_for(spec, Pages(tokens=32, rows=1, stride=33))
 
 
 def test_pages_that_are_not_whole_rows_are_refused() -> None:

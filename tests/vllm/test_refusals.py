@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvshift.models.retrofit import add_kv_shift
 
@@ -31,6 +32,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "runner": {"runner": "pooling"},
     "speculative_config": {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
     "cpu_offload_gb": {"cpu_offload_gb": 1.0},
+    "parallel_drafting": {
+        "speculative_config": {"method": "draft_model", "num_speculative_tokens": 2, "parallel_drafting": True}
+    },
     "splitting_ops": {"compilation_config": {"splitting_ops": ["vllm::unified_attention_with_output"]}},
 }
 
@@ -38,6 +42,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, checkpoint: Checkpoint) -> None:
     options = {"dtype": "bfloat16", "skip_tokenizer_init": True} | OPTIONS[name]
+    if name == "parallel_drafting":
+        options["speculative_config"]["model"] = str(checkpoint("draft"))
     with pytest.raises(ValueError, match=f"cannot serve this model.*{name}"):
         EngineArgs(str(checkpoint("llama")), **options).create_engine_config()
 
@@ -90,8 +96,18 @@ def test_a_draft_model_of_another_window(checkpoint: Checkpoint) -> None:
 
 def test_blocks_of_16_on_a_cpu(checkpoint: Checkpoint) -> None:
     """vLLM's attention there takes multiples of 32."""
-    with pytest.raises(ValueError, match=r"block_size must be .* takes whole, of CPU_ATTN \[MultipleOf\(32\)\]; .* 16"):
+    with pytest.raises(
+        ValueError, match=r"block_size must .* CPU_ATTN takes whole, of \[MultipleOf\(32\)\] tokens; at 16 .* has 16"
+    ):
         LLM(str(checkpoint("llama")), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, block_size=16)
+
+
+def test_a_backend_whose_kernels_may_not_take_such_pages(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CPUAttentionBackend, "get_name", staticmethod(lambda: "HPC_ATTN"))
+    with pytest.raises(ValueError, match=r"attention_backend must be one of CPU_ATTN, .*, got HPC_ATTN"):
+        LLM(str(checkpoint("llama")), skip_tokenizer_init=True, dtype="float32", enforce_eager=True)
 
 
 @pytest.mark.parametrize("heads", [1, 3])

@@ -104,10 +104,19 @@ def test_blocks_of_16(folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch)
     assert different(model, outputs) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"disable_hybrid_kv_cache_manager": True}])
-def test_a_prefix_is_hit_by_requests_of_the_same_batch(folder: Path, model: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        *((name, {"disable_hybrid_kv_cache_manager": True}) for name in ("llama", "qwen3-sliding", "baichuan-m1")),
+    ],
+)
+def test_a_prefix_is_hit_by_requests_of_the_same_batch(
+    name: str, options: dict[str, Any], checkpoint: Checkpoint
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name)).eval()
     start, *ends = drawn(100, *[5] * 12, seed=9)
-    with engine(folder, max_num_batched_tokens=256, **options) as running:
+    with engine(checkpoint(name), max_num_batched_tokens=256, **options) as running:
         outputs = running.generate([[*start, *end] for end in ends] + [start] * 4)
         outputs += running.generate([[*start, *end, 1] for end in ends] + [start, start[:70]])
     assert sum(hits * requests for hits, requests in count(outputs).items()) > 1000
@@ -128,6 +137,7 @@ def test_drafts_by_a_model(folder: Path, model: Any, checkpoint: Checkpoint) -> 
     with engine(folder, speculative_config=drafts) as running:
         outputs = running.generate(drawn(*range(1, 120, 3), seed=6))
         rejected = running.rejected
+        assert {layer.attn.pages.rows for layer in attentions(running)} == {1 + 3 + 1}
     assert rejected > 100
     assert different(model, outputs) == []
 

@@ -78,7 +78,6 @@ vllm.v1.attention.backend
     AttentionCGSupport
     AttentionCGSupport.NEVER
     AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
-    AttentionMetadataBuilder._cudagraph_support
     AttentionMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)
     AttentionMetadataBuilder.get_cudagraph_support(vllm_config, kv_cache_spec)
     AttentionMetadataBuilder.supports_update_block_table
@@ -97,7 +96,7 @@ vllm.v1.kv_cache_interface
 ATTRIBUTES = {
     "vllm.config:VllmConfig": (
         "cache_config compilation_config kv_transfer_config lora_config model_config "
-        "num_speculative_tokens offload_config parallel_config speculative_config"
+        "num_speculative_tokens offload_config parallel_config scheduler_config speculative_config"
     ),
     "vllm.config:CacheConfig": ("block_size cache_dtype kv_offloading_size kv_sharing_fast_prefill"),
     "vllm.config:CompilationConfig": "mode splitting_ops static_forward_context use_inductor_graph_partition",
@@ -106,7 +105,8 @@ ATTRIBUTES = {
         "data_parallel_size decode_context_parallel_size enable_dbo pipeline_parallel_size "
         "prefill_context_parallel_size tensor_parallel_size ubatch_size"
     ),
-    "vllm.config:SpeculativeConfig": "enable_adaptive_verification method",
+    "vllm.config:SchedulerConfig": "disable_hybrid_kv_cache_manager",
+    "vllm.config:SpeculativeConfig": "enable_adaptive_verification method parallel_drafting",
     "vllm.config.offload:OffloadConfig": "prefetch uva",
     "vllm.config.offload:PrefetchOffloadConfig": "offload_group_size",
     "vllm.config.offload:UVAOffloadConfig": "cpu_offload_gb",

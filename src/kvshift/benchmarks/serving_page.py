@@ -32,9 +32,19 @@ def rendered(capacity: Sequence[Row], speed: Sequence[Row]) -> str:
     """What stands between the markers: a table of each file, and where its rows come from."""
     parts = []
     if capacity:
-        parts += [_capacity(capacity), "", _provenance(capacity, "capacity"), ""]
+        parts += [_capacity(capacity), "", f"`python benchmarks/serving.py capacity`; {_provenance(capacity)}", ""]
     if speed:
-        parts += [_TIMES, "", _speed(speed), "", _provenance(speed, "speed"), ""]
+        shape = speed[0]["shape"]
+        heads = f"{shape['num_attention_heads']} heads on {shape['num_key_value_heads']}"
+        size = f"{shape['num_hidden_layers']} layers of width {shape['hidden_size']}, {heads}, {shape['dtype']}"
+        parts += [
+            _TIMES,
+            "",
+            _speed(speed),
+            "",
+            f"`python benchmarks/serving.py speed`, {size}; {_provenance(speed)}",
+            "",
+        ]
     return "\n".join(parts)
 
 
@@ -94,14 +104,12 @@ def _capacity(rows: Sequence[Row]) -> str:
     return as_markdown(lines, left=1)
 
 
-def _provenance(rows: Sequence[Row], what: str) -> str:
+def _provenance(rows: Sequence[Row]) -> str:
     row = rows[-1]
-    versions, shape = row["versions"], row["shape"]
-    heads = f"{shape['num_attention_heads']} heads on {shape['num_key_value_heads']}"
+    versions, hardware = row["versions"], row["hardware"]
     return (
-        f"`python benchmarks/serving.py {what}`, {shape['num_hidden_layers']} layers of width {shape['hidden_size']}, "
-        f"{heads}, {shape['dtype']}; vLLM {versions['vllm']}, torch {versions['torch']}, {row['hardware']['cpu']}, "
-        f"{row['hardware']['cores']} cores, commit {str(row['commit'])[:8]}, {row['started'][:10]}."
+        f"vLLM {versions['vllm']}, torch {versions['torch']}, {hardware['cpu']}, {hardware['cores']} cores, "
+        f"commit {str(row['commit'])[:8]}, {row['started'][:10]}."
     )
 
 

@@ -1,4 +1,4 @@
-"""KV shift in vLLM: models whose raw keys and values are paged beside the KV cache. See docs/serving.md.
+"""KV shift in vLLM: models whose raw keys and values lie in the pages of the KV cache. See docs/serving.md.
 
 vLLM finds `register` by the entry point "kvshift" of "vllm.general_plugins" and calls it in each of its processes.
 """

@@ -1,7 +1,8 @@
 """vLLM's attention, whose pages have a tail: a few rows of raw keys and values behind the shifted ones of their tokens.
 
-A page is what vLLM keeps of one block of tokens in one layer. It may be larger than its tokens need, and each kernel
-takes its stride as it is. So the rows cost what they are, in any model: no blocks of their own, no reserves, no groups.
+A page is what vLLM keeps of one block of tokens in one layer. It may be larger than its tokens need: the kernels of
+`BACKENDS` take its stride as it is. So the rows cost what they are, in any model: no blocks of their own, no reserves,
+no groups.
 
 Shapes: G KV heads of this rank, D head size.
 """
@@ -29,27 +30,40 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages
 
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 PREFERRED_BLOCK_SIZE = 64
-"""Of backends that would take vLLM's default of 16, in which raw rows are 1 of every 17 bytes."""
+"""Tokens of a block where nobody chose; at vLLM's 16 raw rows would be 1 of every 17 bytes."""
 
 
 class AttentionWithRawRows(Attention):
     """vLLM's attention with a tail in its pages.
 
     Args:
-        shift_window: W; a page has W - 1 rows, and one more for each token that may be drafted and taken back.
+        shift_window: W; a page has W - 1 rows, one more for each token that may be drafted and taken back, and one with
+            a draft model: in vLLM's second model runner its piece ends with a rejected token behind the new one.
         args, options: see `Attention`.
+
+    Raises:
+        ValueError: vLLM has chosen a backend that is not in `BACKENDS`.
     """
 
     def __init__(self, *args: Any, shift_window: int, **options: Any) -> None:
         super().__init__(*args, **options)
+        if self.attn_backend.get_name() not in BACKENDS:
+            raise ValueError(
+                f"attention_backend must be one of {', '.join(BACKENDS)}, got {self.attn_backend.get_name()}: others "
+                "may not take pages with raw keys and values"
+            )
+        config = get_current_vllm_config()
         self.lags = shift_window - 1
-        self.num_raw_rows = self.lags + get_current_vllm_config().num_speculative_tokens
+        self.num_raw_rows = self.lags + config.num_speculative_tokens + _drafts_by_a_model(config)
         self.attn_backend = with_raw_rows(self.attn_backend)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        """Of pages with a tail. Where layers differ in their windows, vLLM needs equal pages: then in blocks of more
-        tokens for layers whose keys and values are smaller, as vLLM would have it without a tail.
+        """Of pages with a tail.
+
+        Where layers differ in their windows, vLLM needs equal pages. Then layers whose keys and values are smaller have
+        blocks of more tokens, as many as fit.
         """
         layers = vllm_config.compilation_config.static_forward_context
         specs: dict[str, Any] = {
@@ -58,24 +72,26 @@ class AttentionWithRawRows(Attention):
             if isinstance(layer, Attention)
         }
         own = specs[self.layer_name]
-        alike = [own]  # whose pages are of one size
-        if len({getattr(spec, "sliding_window", None) for spec in specs.values()}) > 1:
-            drafts = vllm_config.speculative_config
-            if drafts is not None and drafts.method == "draft_model":
+        of_one_size = [own]
+        windows = {getattr(spec, "sliding_window", None) for spec in specs.values()}
+        if len(windows) > 1 and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+            if _drafts_by_a_model(vllm_config):
                 raise ValueError(
                     "speculative_config: all layers of the model and of its draft model must have one window of "
                     "attention, or none; otherwise vLLM writes what the draft model keeps over what the model keeps"
                 )
-            alike = [*specs.values()]
-        page, rows = max(spec.page_size_bytes for spec in alike), {_row_bytes(spec) for spec in alike}
-        block_size = page // own.page_size_bytes * own.block_size
-        if not takes(self.attn_backend, block_size):
-            raise ValueError(
-                f"block_size must be one that vLLM's attention takes whole, of {self.attn_backend.get_name()} "
-                f"{self.attn_backend.get_supported_kernel_block_sizes()}; {self.layer_name} would have {block_size}"
-            )
+            of_one_size = [*specs.values()]
+        page, rows = max(spec.page_size_bytes for spec in of_one_size), {_row_bytes(spec) for spec in of_one_size}
         padded = round_up(page + self.num_raw_rows * max(rows), math.lcm(*rows))
-        return replace(own, block_size=block_size, page_size_padded=padded)
+        block_size = page // own.page_size_bytes * own.block_size
+        spec = replace(own, block_size=block_size, page_size_padded=padded)
+        if not takes_whole(self.attn_backend, block_size, spec):
+            raise ValueError(
+                f"block_size must give every layer blocks that {self.attn_backend.get_name()} takes whole, of "
+                f"{self.attn_backend.get_supported_kernel_block_sizes(spec)} tokens; at {own.block_size} "
+                f"{self.layer_name} has {block_size}"
+            )
+        return spec
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Take the cache from vLLM: (pages, G, tokens, 2 D), in one of its layouts."""
@@ -97,14 +113,18 @@ class AttentionWithRawRows(Attention):
         return cache.as_strided((rows, numbers), (numbers, 1), cache.storage_offset() + pages.tokens * numbers)
 
 
-def takes(backend: type[AttentionBackend], block_size: int) -> bool:
-    """Whether its kernels take pages of that many tokens as they are. vLLM would cut them up for others, but not those
-    with a tail.
+def takes_whole(backend: type[AttentionBackend], block_size: int, spec: AttentionSpec | None = None) -> bool:
+    """Whether kernels take pages of that many tokens as they are. vLLM would cut them up for others, but not those with
+    a tail.
     """
-    sizes = backend.get_supported_kernel_block_sizes()
+    sizes = backend.get_supported_kernel_block_sizes(spec)
     return not sizes or any(
         block_size % size.base == 0 if isinstance(size, MultipleOf) else block_size == size for size in sizes
     )
+
+
+def _drafts_by_a_model(config: VllmConfig) -> bool:
+    return config.speculative_config is not None and config.speculative_config.method == "draft_model"
 
 
 def _row_bytes(spec: AttentionSpec) -> int:
@@ -121,20 +141,28 @@ def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
         """That of `backend`; its metadata are those of one batch and one list of blocks alone."""
 
         supports_update_block_table = False
-        _cudagraph_support = AttentionCGSupport.NEVER  # graphs end before a shift
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-            return cls._cudagraph_support
+            return AttentionCGSupport.NEVER  # graphs end before a shift
 
         def __init__(
-            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+            self,
+            kv_cache_spec: Any,
+            layer_names: list[str],
+            vllm_config: VllmConfig,
+            device: torch.device,
+            **options: Any,
         ) -> None:
-            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device, **options)
+            self.supports_draft_decode_metadata_update = False
             layer: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
             tail = kv_cache_spec.page_size_bytes - kv_cache_spec.unpadded_page_size_bytes
             if tail < layer.num_raw_rows * _row_bytes(kv_cache_spec):
-                raise ValueError(f"vLLM has made pages without room for raw keys and values: {kv_cache_spec}")
+                raise ValueError(
+                    f"pages of {layer_names[0]} must have room for {layer.num_raw_rows} rows of raw keys and values; "
+                    f"vLLM has made them from {kv_cache_spec}"
+                )
             self.attention, self.lags = layer, torch.arange(-layer.lags, 0, device=device)
 
         def build(
@@ -146,7 +174,7 @@ def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
 
     def preferred_block_size(default_block_size: int) -> int:
         larger = max(default_block_size, PREFERRED_BLOCK_SIZE)
-        return larger if takes(backend, larger) else backend.get_preferred_block_size(default_block_size)
+        return larger if takes_whole(backend, larger) else backend.get_preferred_block_size(default_block_size)
 
     overrides = {"get_builder_cls": lambda: Builder, "get_preferred_block_size": preferred_block_size}
     return subclass_attention_backend_with_overrides(

@@ -1,4 +1,4 @@
-"""The shift of one layer, whose state is paged beside vLLM's KV cache.
+"""The shift of one layer, whose state lies in the pages of vLLM's KV cache.
 
 vLLM runs a batch as one pack of pieces of sequences: a whole prompt, a chunk of one, one token, or a token and drafts
 that may be rejected. A page of the cache has, behind shifted keys and values of its block of tokens, a few rows of raw

@@ -86,6 +86,8 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"speculative_config must be of method {' or '.join(_DRAFTS)}, got {drafts.method!r}"
     if drafts is not None and drafts.enable_adaptive_verification:
         yield "enable_adaptive_verification of speculative_config is not tested"
+    if drafts is not None and drafts.parallel_drafting:
+        yield "parallel_drafting of speculative_config is not tested"
     if compilation.use_inductor_graph_partition:
         yield "use_inductor_graph_partition is not tested"
     splitting, mode = compilation.splitting_ops, compilation.mode  # in its other modes vLLM empties the list
