@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from kvshift.models import baichuan_m1  # noqa: F401  # registers its classes
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .engines import different, drawn, engine
@@ -34,3 +37,14 @@ def test_a_draft_model_with_a_shift(checkpoint: Callable[[str], Path]) -> None:
     for tokens, draft in drafts:
         logits = drafting(torch.tensor([[*tokens, *draft]]), use_cache=False).logits[0, len(tokens) - 1 : -1]
         assert logits.argmax(-1).tolist() == draft
+
+
+@pytest.mark.parametrize("name", ["mistral-sliding", "baichuan-m1"])
+def test_a_draft_model_beside_windows(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """Where vLLM keeps the tokens of all layers alike; otherwise it is refused."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint(name)).eval()
+    method = {"method": "draft_model", "model": str(checkpoint("draft-with-shift")), "num_speculative_tokens": 3}
+    with engine(checkpoint(name), speculative_config=method, disable_hybrid_kv_cache_manager=True) as running:
+        outputs = running.generate(drawn(*range(1, 120, 3), seed=6))
+        assert running.rejected > 100
+    assert different(model, outputs) == []

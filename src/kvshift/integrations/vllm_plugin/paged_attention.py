@@ -78,7 +78,8 @@ class AttentionWithRawRows(Attention):
             if _drafts_by_a_model(vllm_config):
                 raise ValueError(
                     "speculative_config: all layers of the model and of its draft model must have one window of "
-                    "attention, or none; otherwise vLLM writes what the draft model keeps over what the model keeps"
+                    "attention, or none, or disable_hybrid_kv_cache_manager must be set; otherwise vLLM writes what "
+                    "the draft model keeps over what the model keeps"
                 )
             of_one_size = [*specs.values()]
         page, rows = max(spec.page_size_bytes for spec in of_one_size), {_row_bytes(spec) for spec in of_one_size}
