@@ -5,9 +5,10 @@ PYTHON ?= python3
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
-# One thread per process: pytest-xdist already fills the cores. Tests never reach for the hub. Those marked `shared`
-# read reference data beside the checkout, where somebody has put them there.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 KVSHIFT_SHARED_DATA=$(wildcard $(abspath ../shared/data))
+# One thread per process: pytest-xdist already fills the cores, and threads that wait for each other there take three times
+# as long. joblib, which shares out the cores of `kvshift reproduce`, asks a variable of its own. Tests never reach for the
+# hub. Those marked `shared` read reference data beside the checkout, where somebody has put them there.
+TEST_ENV := OMP_NUM_THREADS=1 LOKY_MAX_CPU_COUNT=1 HF_HUB_OFFLINE=1 KVSHIFT_SHARED_DATA=$(wildcard $(abspath ../shared/data))
 
 .PHONY: help
 help:  ## Show this list
@@ -48,7 +49,7 @@ test-vllm: .venv-vllm/stamp  ## Run the tests that need vLLM, in an environment 
 .PHONY: smollm
 smollm: .venv/stamp  ## Convert a small trained model into the cache, once, and run the tests on it
 	@.venv/bin/python -m kvshift.lab.runs.smollm2
-	@$(filter-out OMP_NUM_THREADS=1,$(TEST_ENV)) .venv/bin/python -m pytest -q -m pretrained tests $(ARGS)
+	@$(filter-out OMP_NUM_THREADS=1 LOKY_MAX_CPU_COUNT=1,$(TEST_ENV)) .venv/bin/python -m pytest -q -m pretrained tests $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: .venv/stamp  ## Run the tests that need a CUDA device
