@@ -30,7 +30,9 @@ def test_there_are_figures() -> None:
 
 
 # The streamlines of Figure 2 take five seconds.
-@pytest.mark.parametrize("path", [path for path in KEPT if path.parent.name != "fig02"], ids=lambda p: p.parent.name)
+@pytest.mark.parametrize(
+    "path", [path for path in KEPT if path.parent.name != "fig02"], ids=lambda p: f"{p.parent.name}-{p.stem}"
+)
 def test_figure(path: Path) -> None:
     name = path.parent.name
     figure = find_recipe(name).plot(reported(read_records(path)))

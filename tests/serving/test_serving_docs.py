@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CHECKS = ROOT / "src" / "kvshift" / "integrations" / "vllm_plugin" / "start_checks.py"
+PLUGIN = ROOT / "src" / "kvshift" / "integrations" / "vllm_plugin"
+CHECKS, LAYERS = PLUGIN / "start_checks.py", PLUGIN / "paged_attention.py"
 PAGE = ROOT / "docs" / "serving.md"
 
 
@@ -24,7 +25,7 @@ def refused() -> set[str]:
                 names |= {name for name in found.groups() if name}
         if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
             names |= {str(ast.literal_eval(one)) for one in node.iter.elts}
-    return names
+    return names | set(re.findall(r'"(\w+) must ', LAYERS.read_text(encoding="utf-8")))
 
 
 def test_the_page_names_what_is_refused() -> None:
