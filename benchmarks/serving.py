@@ -61,11 +61,11 @@ BLOCK_SIZES = (16, 32, 64, 128)
 Row = dict[str, Any]
 
 
-def folders(into: Path) -> dict[str, str]:
+def folders(models: dict[str, PreTrainedConfig], into: Path) -> dict[str, str]:
     """A folder with the configuration of each model, which is all that dummy weights need."""
-    for number, (config, architecture) in enumerate(MODELS.values()):
-        config(**SHAPE, architectures=[architecture]).save_pretrained(into / str(number))
-    return {name: str(into / str(number)) for number, name in enumerate(MODELS)}
+    for number, model in enumerate(models.values()):
+        model.save_pretrained(into / str(number))
+    return {name: str(into / str(number)) for number, name in enumerate(models)}
 
 
 def capacity(into: Path) -> Iterator[Row]:
@@ -79,12 +79,10 @@ def capacity(into: Path) -> Iterator[Row]:
 
     as_on_gpus = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])  # those of a CPU are multiples of 32
     CPUAttentionBackend.get_supported_kernel_block_sizes = as_on_gpus
-    for number, (name, model) in enumerate(models_of_caches().items()):
-        folder = into / str(number)
-        model.save_pretrained(folder)
+    for name, folder in folders(models_of_caches(), into).items():
         for block_size in BLOCK_SIZES:
             arguments = {"dtype": SHAPE["dtype"], "block_size": block_size, "load_format": "dummy"}
-            config = EngineArgs(str(folder), skip_tokenizer_init=True, **arguments).create_engine_config()
+            config = EngineArgs(folder, skip_tokenizer_init=True, **arguments).create_engine_config()
             with set_current_vllm_config(config):
                 if not torch.distributed.is_initialized():
                     init_distributed_environment(1, 0, f"file://{into}/rendezvous", 0, "gloo")
@@ -213,7 +211,8 @@ PARTS = {"prompts": (4, 512, 1), "decoding": (16, 4, 32), "both": (8, 128, 32), 
 
 def speed(into: Path, options: argparse.Namespace) -> Iterator[Row]:
     """Each part in each engine, by turns; the one that begins changes with the part and with the round."""
-    engines = [Engine(name, folder, options) for name, folder in folders(into).items()]
+    models = {name: kind(**SHAPE, architectures=[architecture]) for name, (kind, architecture) in MODELS.items()}
+    engines = [Engine(name, folder, options) for name, folder in folders(models, into).items()]
     seconds: dict[tuple[str, str], list[float]] = {}
     last = None
     for turn in range(-1, options.rounds):  # the first is for what is made or compiled at first use
