@@ -143,8 +143,9 @@ def test_every_token_is_shifted_as_in_its_whole_sequence(
             if as_on_a_gpu:
                 metadata = without_looking(metadata)
             steps_of_one_token += metadata.one_token_each
-            layer.shift_batch(wide[:, 7:], raw_rows, metadata)
-            for (one, count), shifted in zip(pieces, wide[:, 7:].split([n for _, n in pieces]), strict=True):
+            written = torch.full_like(kv, torch.nan)
+            layer.shift_batch(wide[:, 7:], written, raw_rows, metadata)
+            for (one, count), shifted in zip(pieces, written.split([n for _, n in pieces]), strict=True):
                 whole = expected(layer, one.raw)
                 torch.testing.assert_close(shifted, whole[one.computed : one.computed + count])
                 taken_back = chance.randint(0, count - 1) if count == 1 + drafts else 0

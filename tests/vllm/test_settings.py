@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.config import CompilationMode
@@ -51,6 +52,20 @@ def test_compiled(name: str, checkpoint: Checkpoint) -> None:
         outputs = running.generate(drawn(*range(1, 120, 3), seed=4), tokens=24)
         assert running.llm.llm_engine.vllm_config.compilation_config.mode != CompilationMode.NONE
     assert different(model, outputs) == []
+
+
+def test_compiled_code_does_nothing_between_projection_and_shift(folder: Path, model: Any) -> None:
+    """No copy of queries, keys and values, which an operator that works in place would cost."""
+
+    def compile_model() -> None:
+        with fresh_cache(), engine(folder, enforce_eager=False):
+            pass
+
+    _, [code] = run_and_get_code(compile_model)
+    *before_shifts, _ = code[code.index("def call(") :].split("torch.ops.vllm.kv_shift")
+    assert len(before_shifts) == model.config.num_hidden_layers
+    for before in before_shifts:
+        assert "cpp_fused" not in before.rsplit("torch.ops._C.onednn_mm", 1)[1]  # a loop of the compiler's
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])

@@ -197,10 +197,12 @@ class PagedShift(KVShift):
         kv = torch.empty(0, dtype=self.dtype, device=self.weights.device)
         return shift_path(Call((kv,), (self.weights,), (), (None, None, None), "auto"))
 
-    def shift_batch(self, kv: Tensor, rows: Tensor, metadata: PagedShiftMetadata) -> None:
-        """Replace raw keys and values by shifted ones, (P, 2 G D): the keys of all heads, then the values.
+    def shift_batch(self, kv: Tensor, shifted: Tensor, rows: Tensor, metadata: PagedShiftMetadata) -> None:
+        """Write shifted keys and values.
 
         Args:
+            kv: (P, 2 G D) raw ones: the keys of all heads, then the values.
+            shifted: (P, 2 G D) dense, to be written.
             rows: raw ones of all pages, from the first of the first page.
         """
         stored, before = metadata.stored, metadata.before
@@ -218,33 +220,39 @@ class PagedShift(KVShift):
         if metadata.one_token_each and self.weights_of_numbers is not None:
             # The same bits as the kernel's, for a third of the time before a processor computes anything.
             now, last = self.weights_of_numbers
-            kv.copy_(torch.mul(kv, now).addcmul_(state, last))
+            torch.addcmul(torch.mul(kv, now), state, last, out=shifted)
             return
         heads, lags = self.weights.shape[0], self.weights.shape[1] - 1
         x, state = kv.view(1, -1, heads, self.head_size), state.view(-1, lags, heads, self.head_size)
         if self.path == "cpu":
-            [shifted] = shift_cpu([x], [self.weights], [state], metadata.plan)
+            [y] = shift_cpu([x], [self.weights], [state], metadata.plan)
         else:
-            shifted, *_ = shift_keys_values(
+            y, *_ = shift_keys_values(
                 x, x, self.weights, None, state=ShiftState(state, state, lags), cu_seqlens=metadata.cu_seqlens,
                 seq_idx=None, mask=None, backend="auto", keep_state=False,
             )  # fmt: skip
-        x.copy_(shifted)
+        shifted.view_as(x).copy_(y)
 
 
 @eager_break_during_capture
-def kv_shift(kv: Tensor, layer_name: str) -> None:
-    """Shift keys and values in place by the layer of that name; an operator, so that compilers do not look inside."""
+def kv_shift(kv: Tensor, shifted: Tensor, layer_name: str) -> None:
+    """Write keys and values shifted by the layer of that name; an operator, so that compilers do not look inside.
+
+    Like vLLM's attention it writes a tensor made for it: in place, compiled code would copy queries, keys and values
+    around it, and graphs on either side need that tensor where it was.
+    """
     context = get_forward_context()
     if context.attn_metadata is None:  # vLLM measures memory: there are no sequences
+        shifted.zero_()
         return
     shift: PagedShift = context.no_compile_layers[layer_name]
     metadata: PagedShiftMetadata = context.attn_metadata[shift.attention].kv_shift
-    shift.shift_batch(kv[: metadata.num_tokens], context.no_compile_layers[shift.attention].raw_rows(), metadata)
+    rows, tokens = context.no_compile_layers[shift.attention].raw_rows(), metadata.num_tokens
+    shift.shift_batch(kv[:tokens], shifted[:tokens], rows, metadata)
 
 
-def _kv_shift_fake(kv: Tensor, layer_name: str) -> None:
+def _kv_shift_fake(kv: Tensor, shifted: Tensor, layer_name: str) -> None:
     return
 
 
-direct_register_custom_op("kv_shift", kv_shift, mutates_args=["kv"], fake_impl=_kv_shift_fake)
+direct_register_custom_op("kv_shift", kv_shift, mutates_args=["shifted"], fake_impl=_kv_shift_fake)

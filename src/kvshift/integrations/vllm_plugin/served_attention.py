@@ -108,7 +108,8 @@ class ShiftedLlamaAttention(LlamaAttention):
         qkv, _ = self.qkv_proj(hidden_states)
         q, kv = qkv.split([self.q_size, 2 * self.kv_size], dim=-1)
         if self.shift is not None:
-            torch.ops.vllm.kv_shift(kv, self.shift.prefix)
+            raw, kv = kv, torch.empty_like(kv)
+            torch.ops.vllm.kv_shift(raw, kv, self.shift.prefix)
         k, v = kv.chunk(2, dim=-1)
         if self.qk_norm:
             q, k = self._normalised(self.q_norm, q), self._normalised(self.k_norm, k)
