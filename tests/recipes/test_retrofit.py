@@ -16,7 +16,8 @@ from kvshift.recipes import retrofit
 from kvshift.recipes.jobs import SHARED, Computation, TextJob
 from kvshift.recipes.recipe import Record, reported
 from kvshift.recipes.records import read_records
-from kvshift.recipes.retrofit import ALL, BOTH, CONTROL, LORA, NOTHING, PARTS, RetrofitJob
+from kvshift.recipes.retrofit import PARTS, RetrofitJob
+from kvshift.recipes.retrofit_claims import ALL, BOTH, CONTROL, LORA, NOTHING
 from kvshift.recipes.tuning import tuning_jobs
 
 from .cases import made_up
