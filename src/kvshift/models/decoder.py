@@ -119,6 +119,7 @@ class ShiftedAttention:
         past_key_values: Cache | None = None,
         shift_mask: Tensor | None = None,
         shift_seq_idx: Tensor | None = None,
+        attn_implementation: str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         norms = (self.q_norm, self.k_norm) if self.qk_norm else None
@@ -136,7 +137,7 @@ class ShiftedAttention:
             **after,
         )
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, self.eager_attention
+            attn_implementation or self.config._attn_implementation, self.eager_attention
         )
         with keep_raw:
             output, weights = attention(
@@ -345,6 +346,7 @@ class RotaryDecoder(ShiftedDecoder):
         hidden_states = inputs_embeds
         tables = self.rotary_tables(hidden_states, position_ids)
         layer_types = self.config.layer_types[: self.config.num_hidden_layers]
+        attn_implementation = self.config._attn_implementation  # once: a look into a configuration takes microseconds
         # Zipped, not cut: a slice of a ModuleList is a new module, which the host makes at every token.
         for decoder_layer, layer_type in zip(self.layers, layer_types, strict=False):
             hidden_states = decoder_layer(
@@ -356,6 +358,7 @@ class RotaryDecoder(ShiftedDecoder):
                 use_cache=use_cache,
                 shift_mask=masks["padding"],
                 shift_seq_idx=masks["documents"],
+                attn_implementation=attn_implementation,
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)

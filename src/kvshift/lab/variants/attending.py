@@ -44,9 +44,8 @@ class _Attending:
         self, query: Tensor, key: Tensor, value: Tensor, *, attention_mask: Tensor | None, **where: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Attention by the implementation that the configuration names; H is G times `num_key_value_groups`."""
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        implementation = where.pop("attn_implementation", None) or self.config._attn_implementation
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         for name in ("shift_mask", "shift_seq_idx"):
             where.pop(name, None)
         return attention(

@@ -168,6 +168,7 @@ class _LatentAttention(KVShiftLlamaAttention):
         past_key_values: Cache | None = None,
         shift_mask: Tensor | None = None,
         shift_seq_idx: Tensor | None = None,
+        attn_implementation: str | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         sizes = self.sizes
@@ -192,7 +193,7 @@ class _LatentAttention(KVShiftLlamaAttention):
         )
         key, value = self._of_all_heads(k.transpose(1, 2), v.transpose(1, 2))
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, self.eager_attention
+            attn_implementation or self.config._attn_implementation, self.eager_attention
         )
         output, weights = attention(
             self,
