@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,17 @@ from kvshift.recipes.watching import last_step
 HARDWARE = {"device": "cpu", "cpu": "abacus", "cores": 2, "threads": 1}
 
 
+def _new_pages() -> int:
+    """Those that the last of eight blocks of 64 MiB takes from the system, the others having been freed."""
+    for _ in range(8):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
 @dataclass(frozen=True, kw_only=True)
 class Counting:
-    """Writes how often it was run, by which process, with how many threads; `ends` says how."""
+    """Writes how often it was run, by which process and how, and whether memory is kept; `ends` says how."""
 
     label: str
     seed: int = 0
@@ -50,6 +59,7 @@ class Counting:
             "process": os.getpid(),
             "threads": torch.get_num_threads(),
             "main": threading.current_thread() is threading.main_thread(),
+            "new_pages": _new_pages(),
         }
         (out / "result.json").write_text(json.dumps(found))
 

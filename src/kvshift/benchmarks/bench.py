@@ -21,7 +21,8 @@ from kvshift.benchmarks.bench_report import SMOKE, short, write
 from kvshift.benchmarks.cases import Case, Session, measure_case
 from kvshift.benchmarks.presets import PRESETS
 from kvshift.benchmarks.rows import RowFile, options_hash
-from kvshift.lab.compare.timing import EventClock, WallClock, keep_memory
+from kvshift.lab.allocator import keep_memory
+from kvshift.lab.compare.timing import EventClock, WallClock
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.folder import RunFailedError, RunFolder, environment
 from kvshift.ops.cpu.kernel import cpu_refusal

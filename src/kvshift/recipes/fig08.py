@@ -344,8 +344,8 @@ RECIPE = Recipe(
         "is ours.",
         "The laptop has width 64, 24 letters, k up to 4, and 3,000 steps; hops8 has 48 letters, k up to 8, and 6,000.",
         "How they were chosen: the laptop, at first of two and three layers at 2e-3, by trials that were not written "
-        "down, within some minutes; depths to 6, hops8 and the rates from 5e-4 to 4e-3 before any run of them. 4e-3 was "
-        "the best of these for nine of the ten models, so 8e-3 was added, after the reported runs of six layers at 4e-3 "
-        "and before those of two to four.",
+        "down, within some minutes; depths to 6, hops8 and the rates from 5e-4 to 4e-3 before any run of them. 4e-3 "
+        "was the best of these for nine of the ten models, so 8e-3 was added, after the reported runs of six layers at "
+        "4e-3 and before those of two to four.",
     ),
 )

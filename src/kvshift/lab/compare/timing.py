@@ -10,7 +10,6 @@ and waits before each call. Where nothing is compared round by round (`kvshift.b
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import statistics
@@ -28,7 +27,6 @@ __all__ = [
     "Times",
     "WallClock",
     "describe",
-    "keep_memory",
     "measure",
     "quartiles",
     "ratios",
@@ -207,16 +205,3 @@ def quartiles(values: list[float]) -> Quartiles:
 def ratios(times: Times, baseline: Times) -> Quartiles:
     """Of the ratios of single rounds."""
     return quartiles([one / other for one, other in zip(times.seconds, baseline.seconds, strict=True)])
-
-
-def keep_memory() -> bool:
-    """Have the C library keep freed memory, as the allocators do that PyTorch recommends for a CPU.
-
-    glibc hands large blocks back to the system at once, and taking new pages then costs more than what is measured.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # not glibc
-        return False
-    trim_threshold, mmap_threshold = -1, -3
-    return bool(mallopt(mmap_threshold, 2**30) and mallopt(trim_threshold, 2**31 - 1))
