@@ -97,6 +97,26 @@ def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) 
     assert "At an end of the grid, so that a better one may lie beyond: vanilla, 2 layers (0.004)." in text
 
 
+def test_where_rates_are_the_question_each_model_has_several(results: Path) -> None:
+    path = results / "fig01a" / "laptop.jsonl"
+    records = read_records(path)
+    for seed, rate in enumerate((0.002, 0.004)):
+        options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
+        records = [replace(record, options=options) if record.seed == seed else record for record in records]
+    write_records(path, records)
+    text = page.results_page(results)
+    assert "| several for each | **" in text
+    assert "at one rate |" not in text
+
+
+def test_rates_that_follow_from_the_size_are_one_for_each(results: Path) -> None:
+    path = results / "fig01a" / "laptop.jsonl"
+    smaller = {**OPTIONS, "model": {"family": "llama", "hidden_size": 12}, "optimizer": {"learning_rate": 0.004}}
+    records = [replace(r, options=smaller) if r.label == "vanilla, 1 layer" else r for r in read_records(path)]
+    write_records(path, records)
+    assert "| one for each size | **" in page.results_page(results)
+
+
 def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = find_recipe("fig01a")
     first, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))

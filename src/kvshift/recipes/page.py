@@ -30,7 +30,7 @@ SMOKE = "The preset smoke only shows that everything runs: its verdicts mean not
 
 LEVELS = (0.9, 0.99)
 
-_ONE, _ONE_EACH = "one for all", "one for each size"
+_ONE, _ONE_EACH, _ALL_EACH = "one for all", "one for each size", "several for each"
 
 _HEAD = """# Results
 
@@ -41,8 +41,9 @@ written by hand. `kvshift reproduce RECIPE --preset PRESET` runs any of it again
 seeds decides it, or, where there is none, the exact sign test at 5 %, for which five of five seeds are enough and three
 of three are not. What a model has not learned it has not learned within the steps that it was given, at the learning
 rate that stands beside it: each variant's own best of an equal grid, chosen by runs of their own. What runs with one
-rate for all decide, they decide "at one rate": another may serve the other variant better. Everything but *paper* is a
-miniature of ours, never a setting of the paper: of it only the direction of a claim can hold or fail.
+rate for all decide, they decide "at one rate": another may serve the other variant better. Where every model has
+several rates, each claim names its own. Everything but *paper* is a miniature of ours, never a setting of the paper: of
+it only the direction of a claim can hold or fail.
 """
 
 _OWN = """## Questions of ours
@@ -166,8 +167,15 @@ def _rates_of(records: Sequence[Record]) -> str:
     if chose:
         grid = {rate for by_rate in by_variant(chose).values() for rate in by_rate}
         return f"own best of {len(grid)}"
-    rates = {r.options["optimizer"]["learning_rate"] for r in records if "optimizer" in r.options}
-    return "-" if not rates else _ONE if len(rates) == 1 else _ONE_EACH
+    by_model: dict[str, set[float]] = {}
+    for record in records:
+        if "optimizer" in record.options:
+            model = json.dumps(record.options["model"], sort_keys=True)
+            by_model.setdefault(model, set()).add(record.options["optimizer"]["learning_rate"])
+    rates = set().union(*by_model.values())
+    if len(rates) < 2:
+        return _ONE if rates else "-"
+    return _ALL_EACH if all(of_model == rates for of_model in by_model.values()) else _ONE_EACH
 
 
 def _rates(records: Sequence[Record], score: Score | None) -> str:
