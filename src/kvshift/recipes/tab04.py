@@ -280,10 +280,9 @@ RECIPE = Recipe(
         "operations are counted as they do. Nothing was tried before it was set but the lengths of its problems.",
         "How the laptop was chosen: by one vanilla run (seed 1000, learning rate 4e-3, 3,000 steps), before any with "
         "KV shift. It computed 97 % of the values of sequences like those of training and answered 34 % of 200 "
-        "questions of 4 operations and 26 % of 5: there is something to learn, and room above it. The rates were 1e-3 to "
-        "8e-3; 5e-4 was added when vanilla had done best at 1e-3, before any reported run had ended. An earlier "
-        "miniature, of 2 "
-        "operations asked for 3, had no rule with two dependencies in training and words in 34 % of its questions "
-        "that training lacked; its records stand until those of this one come.",
+        "questions of 4 operations and 26 % of 5: there is something to learn, and room above it. The rates were 1e-3 "
+        "to 8e-3; 5e-4 was added when vanilla had done best at 1e-3, before any reported run had ended. An earlier "
+        "miniature, of 2 operations asked for 3, had no rule with two dependencies in training and words in 34 % of "
+        "its questions that training lacked; its records stand until those of this one come.",
     ),
 )
