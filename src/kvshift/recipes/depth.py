@@ -22,6 +22,7 @@ from kvshift.lab.variants.by_name import with_variant
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher
 from kvshift.recipes.jobs import TextJob
+from kvshift.recipes.language_models import WIKI
 from kvshift.recipes.models import PAIR, model_label
 from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.recipes.tuning import least_loss
@@ -30,14 +31,12 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["RECIPE", "at_compute"]
+__all__ = ["LAPTOP", "RECIPE", "SMOKE", "at_compute"]
 
 LAPTOP = TrainConfig(
     out=Path(),
     model=ModelConfig(hidden_size=64, num_attention_heads=4),
-    data=DataConfig(
-        corpus="wiki2014-en/train-00.jsonl.xz", validation="wiki2014-en/valid.jsonl.xz", sequence_length=128
-    ),
+    data=replace(WIKI, sequence_length=128),
     optimizer=OptimizerConfig(warmup_steps=60),
     steps=600,
     batch_size=16,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_curves
@@ -17,10 +16,11 @@ from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
+from kvshift.recipes import depth
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, higher
 from kvshift.recipes.jobs import StudyJob
-from kvshift.recipes.language_models import LARGE, WIKI
+from kvshift.recipes.language_models import LARGE
 from kvshift.recipes.models import PAIR
 from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.recipes.tuning import least_loss
@@ -31,30 +31,15 @@ if TYPE_CHECKING:  # takes a second to import
 
 __all__ = ["RECIPES", "parameters_of"]
 
-_LAPTOP = TrainConfig(
-    out=Path(),
-    data=replace(WIKI, sequence_length=128),
+_LAPTOP = replace(
+    depth.LAPTOP,
+    model=ModelConfig(),
     optimizer=OptimizerConfig(warmup_steps=40),
     steps=400,
-    batch_size=16,
     eval_every=100,
-    eval_rows=384,
     save_every=200,
-    log_every=50,
-    report_to=(),
-    progress=False,
 )
-_SMOKE = replace(
-    _LAPTOP,
-    data=replace(_LAPTOP.data, corpus="tinyshakespeare", validation=None, vocab_size=257, sequence_length=16),
-    optimizer=OptimizerConfig(warmup_steps=1),
-    steps=4,
-    batch_size=2,
-    eval_every=2,
-    eval_rows=4,
-    save_every=4,
-    log_every=2,
-)
+_SMOKE = replace(depth.SMOKE, model=ModelConfig())
 
 
 def _of_width(config: TrainConfig, width: int, layers: int, head: int) -> tuple[str, TrainConfig]:
