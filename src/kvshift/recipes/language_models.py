@@ -97,7 +97,7 @@ _BLAGPT = OptimizerConfig(
 )
 _PAPER = TrainConfig(
     out=Path(),
-    model=ModelConfig(size="0.2B", rope_theta=10_000),
+    model=ModelConfig(size="0.2B", rope_theta=10_000, zero_outputs=True),
     data=DataConfig(
         corpus="HuggingFaceFW/fineweb",
         hub_config="sample-10BT",

@@ -102,3 +102,13 @@ def test_free_coefficients_do_not_train_as_vanilla(corpus, tmp_path, finished):
     train(tiny(corpus, tmp_path / "identity", model={"shift_init": "identity"}))
     assert losses(tmp_path / "vanilla")[0] == losses(tmp_path / "identity")[0]
     assert losses(tmp_path / "vanilla")[-1] != losses(tmp_path / "identity")[-1]
+
+
+def test_zero_outputs_begin_as_embedding_and_head_alone(corpus, tmp_path):
+    closed = {"zero_outputs": True}
+    train(tiny(corpus, tmp_path / "vanilla", model=VANILLA | closed))
+    train(tiny(corpus, tmp_path / "shift", model=closed))
+    train(tiny(corpus, tmp_path / "open", model=VANILLA))
+    vanilla, shift, plain = (losses(tmp_path / name) for name in ("vanilla", "shift", "open"))
+    assert vanilla[0] == shift[0] != plain[0]
+    assert vanilla[-1] != shift[-1]

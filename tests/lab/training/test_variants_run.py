@@ -127,6 +127,8 @@ def test_options_that_cannot_be(model: dict, said: str, corpus: Path, tmp_path: 
 def test_what_does_not_take_it_says_so(corpus: Path, finished: Path, tmp_path: Path) -> None:
     with pytest.raises(LabError, match=r"model\.variant is 'smear', but init_from starts vanilla and kv-shift alone"):
         train(tiny(corpus, tmp_path, model={"variant": "smear", "hidden_size": None}, init_from=str(finished)))
+    with pytest.raises(LabError, match=r"model\.zero_outputs is a start value, but init_from \(.*\) gives all of them"):
+        train(tiny(corpus, tmp_path, model={"zero_outputs": True, "hidden_size": None}, init_from=str(finished)))
     with pytest.raises(
         LabError, match=r"model\.variant is 'smear', but kvshift plan prices vanilla and kv-shift alone"
     ):

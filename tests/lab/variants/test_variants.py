@@ -47,6 +47,22 @@ def built(name: str, family: str, seed: int = 5, *, beside: str = "") -> Any:
     return build_model(describe(options, vocab_size=TOKENS, length=41), seed=seed, variant=options.variant)
 
 
+@every_variant
+def test_zero_outputs_leaves_all_other_start_values(name: str):
+    """Every way into the residual stream of a Llama is closed at the start, whatever its attention is."""
+    options = with_variant(EVEN.get((name, "llama"), SIZES["llama"]), name)
+    size = describe(options, vocab_size=TOKENS, length=41)
+    plain, zeroed = (
+        dict(build_model(size, seed=5, variant=options.variant, zero_outputs=zero).named_parameters())
+        for zero in (False, True)
+    )
+    closed = {key for key, weight in zeroed.items() if not torch.equal(weight, plain[key])}
+    layers = range(size.num_hidden_layers)
+    ways = ("self_attn.o_proj", "mlp.down_proj")
+    assert closed == {f"model.layers.{layer}.{way}.weight" for layer in layers for way in ways}
+    assert not any(zeroed[key].any() for key in closed)
+
+
 def is_replaced(name: str, key: str) -> bool:
     return any(f".{part}." in key for part in REPLACED.get(name, ()))
 

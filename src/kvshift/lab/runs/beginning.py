@@ -165,7 +165,7 @@ def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, A
 
 def resolved_model(config: ShiftConfig) -> dict[str, Any]:
     """The fields of `ModelConfig` as the model has them."""
-    apart = ("variant", "size", "config", "freeze_shift", "rope_theta")
+    apart = ("variant", "size", "config", "freeze_shift", "zero_outputs", "rope_theta")
     names = [field.name for field in fields(ModelConfig) if field.name not in apart]
     values = {name: getattr(config, name, None) for name in names}  # None: another family has no such field
     rope = getattr(config, "rope_parameters", None) or {}

@@ -159,7 +159,13 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     if config.questions and not isinstance(task, QuestionTask):
         raise LabError(f"questions is {config.questions}, but the task {task_name(config.task)} asks none; expected 0")
     size = describe(config.model, vocab_size=task.vocab_size, length=task.length)
-    model = build_model(size, seed=config.seed, variant=config.model.variant, freeze_shift=config.model.freeze_shift)
+    model = build_model(
+        size,
+        seed=config.seed,
+        variant=config.model.variant,
+        freeze_shift=config.model.freeze_shift,
+        zero_outputs=isinstance(config.model, ModelConfig) and bool(config.model.zero_outputs),
+    )
     processes = Processes(cpu=on_cpu(config))
     start = begin(folder, task_options(config), processes, say)
     batches = TaskBatches(

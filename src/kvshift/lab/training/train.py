@@ -107,7 +107,13 @@ def _run(
     facts = data_facts(data)
     frozen = config.model.freeze_shift
     if source is None:
-        model = build_model(model_config, seed=config.seed, variant=config.model.variant, freeze_shift=frozen)
+        model = build_model(
+            model_config,
+            seed=config.seed,
+            variant=config.model.variant,
+            freeze_shift=frozen,
+            zero_outputs=bool(config.model.zero_outputs),
+        )
     else:
         model = load_pretrained(source, model_config, freeze_shift=frozen)
         facts["start_weights"] = weights_digest(model)

@@ -83,6 +83,8 @@ class ModelConfig:
     """uniform: U(0, 1), summing to 1. identity: (1, 0), no shift at first. Default: uniform."""
     freeze_shift: bool = False
     """Keep the coefficients at their start values."""
+    zero_outputs: bool | None = None
+    """Output projections of attention and MLP start at 0, so that the first residual stream is the embedding; no."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,9 +248,9 @@ def config_hash(config: Mapping[str, Any]) -> str:
     for name in ("init_from", "tune", "lora_rank"):
         if decisive.get(name) is None:
             decisive.pop(name, None)
-    if decisive.get("model", {}).get("variant") is None:
-        model = {name: value for name, value in decisive.get("model", {}).items() if name != "variant"}
-        decisive |= {"model": model} if model else {}
+    late = ("variant", "zero_outputs")
+    model = {name: value for name, value in decisive.get("model", {}).items() if name not in late or value is not None}
+    decisive |= {"model": model} if model else {}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 
@@ -103,7 +104,7 @@ def describe(options: ModelConfig | GPT2Options | EncoderOptions, *, vocab_size:
 
 
 def build_model(
-    size: Size, *, seed: int, variant: str | None = None, freeze_shift: bool = False
+    size: Size, *, seed: int, variant: str | None = None, freeze_shift: bool = False, zero_outputs: bool = False
 ) -> KVShiftLlamaForCausalLM:
     """A model of some size.
 
@@ -112,10 +113,16 @@ def build_model(
         seed: of its weights.
         variant: its name; None: what the size itself says, KV shift or vanilla. See `Variant.build`.
         freeze_shift: keep the coefficients of a shift at their start values.
+        zero_outputs: let `o_proj` and `down_proj`, through which attention and MLP of a Llama add to the residual
+            stream, start at 0 (modded-nanogpt, BlaGPT). All other weights start as without it.
     """
     model: Any = find_variant(variant or "kv-shift", "model.variant").build(size, seed=seed)
     for layer in shift_layers(model):
         layer.requires_grad_(not freeze_shift)
+    if zero_outputs:
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(weight)
     return model
 
 

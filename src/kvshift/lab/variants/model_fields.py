@@ -15,7 +15,7 @@ __all__ = ["given_fields", "size_fields"]
 def given_fields(options: ModelConfig) -> dict[str, Any]:
     """What the options say of the model themselves; `rope_theta`, which has no field of that name, is left out."""
     names = (field.name for field in fields(ModelConfig))
-    others = ("variant", "size", "config", "freeze_shift", "rope_theta")
+    others = ("variant", "size", "config", "freeze_shift", "zero_outputs", "rope_theta")
     return {name: getattr(options, name) for name in names if name not in others and getattr(options, name) is not None}
 
 

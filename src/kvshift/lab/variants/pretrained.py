@@ -121,6 +121,8 @@ def base_config(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
                 f"model.{name} ({getattr(options, name)}) and init_from ({source.name}) cannot both be given: each "
                 "says what the whole model is"
             )
+    if options.zero_outputs:
+        raise LabError(f"model.zero_outputs is a start value, but init_from ({source.name}) gives all of them")
     if options.variant is not None:
         raise LabError(f"model.variant is {options.variant!r}, but init_from starts vanilla and kv-shift alone")
     config: Any = source.config
