@@ -84,7 +84,7 @@ class ModelConfig:
     freeze_shift: bool = False
     """Keep the coefficients at their start values."""
     zero_outputs: bool | None = None
-    """Output projections of attention and MLP start at 0, so that the first residual stream is the embedding; no."""
+    """Output projections of attention and MLP start at 0: at first the model is embedding and head alone; no."""
 
 
 @dataclass(frozen=True, kw_only=True)
