@@ -40,7 +40,7 @@ def test_every_model_has_what_it_is_called_for() -> None:
     assert [job.label for job in found] == LABELS
     sizes = [describe(job.config.model, vocab_size=20, length=128) for job in found]
     models = [build_model(size, seed=0) for size in sizes]
-    assert [count_parameters(model)["shift_parameters"] for model in models] == [0, 4 * 4 * 4, 4 * 4 * 4, 4 * 4 * 6]
+    assert [count_parameters(model)["shift_parameters"] for model in models] == [0, 2 * 4 * 4, 2 * 4 * 4, 2 * 4 * 6]
 
 
 def test_a_gain_of_every_seed_is_said_as_one() -> None:
