@@ -125,7 +125,12 @@ def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypa
     paper, _, own = page.results_page(results).partition("\n## Questions of ours\n")
     assert first.statement not in paper
     assert all(claim.statement in paper for claim in others)
-    assert first.statement in own.partition("\n## ")[0]
+    own, _, section = own.partition("\n## ")
+    assert first.statement in own
+    paper, _, own = section.partition("\n\nQuestions of ours:\n\n")
+    assert first.statement not in paper
+    assert all(claim.statement in paper for claim in others)
+    assert first.statement in own
 
 
 def test_steps_to_both_levels_stand_by_model(results: Path) -> None:

@@ -15,7 +15,7 @@ from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.recipes import fig01a
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, at_most, within
-from kvshift.recipes.fig01 import SCORED
+from kvshift.recipes.fig01 import LAST, SCORED
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import model_label, sized
 from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
@@ -90,25 +90,30 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 paper="much earlier; it leaves this open",
                 ours=compared.text,
                 direction=at_most(compared, 0.5),
-                size="each at its best learning rate",
+                size=f"steps to {100 * LEVEL:g} %",
                 own=True,
             )
         )
-        theirs = _ratios(records, reading)
-        if reading is OURS or ours is None or theirs is None:
-            continue
-        changes = [math.exp(one - other) for one, other in zip(theirs, ours, strict=True)]
-        found.append(
-            Claim(
-                statement=f"{_said(reading)}: the ratio of steps changes by less than a factor of {FACTOR:g}",
-                paper="it leaves this open",
-                ours=f"times {', '.join(f'{change:.2f}' for change in changes)}, by seed",
-                direction=within(theirs, ours, margin=math.log(FACTOR)),
-                size="ratio of steps by this reading over that by ours",
-                own=True,
-            )
-        )
+        if reading is not OURS:
+            found.append(_change(reading, _ratios(records, reading), ours))
     return found
+
+
+def _change(reading: Reading, theirs: list[float] | None, ours: list[float] | None) -> Claim:
+    """Whether the ratio by a reading is near that of ours; a run that never came there leaves it open."""
+    if theirs is None or ours is None:
+        said = f"no ratio: by {'this reading' if theirs is None else 'ours'} some run has not reached {100 * LEVEL:g} %"
+    else:
+        changes = (math.exp(one - other) for one, other in zip(theirs, ours, strict=True))
+        said = f"times {', '.join(f'{change:.2f}' for change in changes)}, by seed"
+    return Claim(
+        statement=f"{_said(reading)}: the ratio of steps changes by less than a factor of {FACTOR:g}",
+        paper="it leaves this open",
+        ours=said,
+        direction="not shown" if theirs is None or ours is None else within(theirs, ours, margin=math.log(FACTOR)),
+        size="ratio of steps by this reading over that by ours",
+        own=True,
+    )
 
 
 def plot(records: Sequence[Record]) -> Figure:
@@ -154,14 +159,13 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
-    tuned_by=reached_soonest(SCORED, LEVEL),
+    tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
     notes=(
-        "Open in the paper: which tokens are trained on (here all; else repeats alone), what follows a repeated token"
-        " (here as the script in the paper has it, in four of five cases what followed the latest occurrence; else "
-        "always that), and the width of the MLP (here 8 / 3 of the model's; else 5,120 for 1,024, with which "
-        "one layer has "
-        "the paper's 20 million parameters).",
+        "Open in the paper: which tokens are trained on (here all; else repeats alone), what follows a repeated token "
+        "(here as the script in the paper has it, in four of five cases what followed the latest occurrence; else "
+        "always that), and the width of the MLP (here 8 / 3 of the model's; else 5,120 for 1,024, with which one layer "
+        "has the paper's 20 million parameters).",
         "How the laptop was chosen: it is that of Figure 1a; the readings were set before any run of them.",
     ),
 )

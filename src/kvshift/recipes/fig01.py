@@ -9,15 +9,17 @@ from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, reach_of
 from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.training.task_training import task_of
-from kvshift.recipes.recipe import Record, accuracy_curves, by_label
+from kvshift.recipes.recipe import Record, accuracy_curves, by_label, last_mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SCORED", "chance", "final_accuracy", "plot_induction", "reach_by_label"]
+__all__ = ["LAST", "SCORED", "chance", "final_accuracy", "plot_induction", "reach_by_label"]
 
 SCORED = "first_repeat"
 """The paper's metric: the target of the first repeat of each sequence."""
+LAST = 3
+"""Evaluations whose mean is the accuracy at the end; a run ends early after as many at 99.9 %."""
 
 
 def reach_by_label(records: Sequence[Record], level: float) -> dict[str, Reach]:
@@ -27,7 +29,7 @@ def reach_by_label(records: Sequence[Record], level: float) -> dict[str, Reach]:
 
 def final_accuracy(seeds: Mapping[int, Record]) -> list[float]:
     """Of each seed, at the end of training."""
-    return [accuracy[-1] for _, accuracy in accuracy_curves(seeds, SCORED).values()]
+    return [last_mean(record, SCORED, LAST) for record in seeds.values()]
 
 
 def plot_induction(records: Sequence[Record], title: str) -> Figure:

@@ -14,6 +14,7 @@ from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, at_most, higher, percent, reached, sooner
 from kvshift.recipes.fig01 import (
+    LAST,
     SCORED,
     chance,
     final_accuracy,
@@ -47,7 +48,7 @@ LAPTOP = replace(
     # Few tokens, and many repeats of each: two layers without shift learn it, too, while one waits.
     task=InductionConfig(length=96, vocab_size=75, pool=24),
     optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100, clip_norm=0.0),
-    steps=1200,
+    steps=3000,
     batch_size=64,
     accumulation=1,
     eval_every=25,
@@ -124,7 +125,7 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=partial(plot_induction, title="Induction, one layer and more"),
     claims=claims,
-    tuned_by=reached_soonest(SCORED, 0.9),
+    tuned_by=reached_soonest(SCORED, 0.9, last=LAST),
     scored=SCORED,
     notes=(
         "The paper does not state the width of the MLP, the heads, the number of steps, or which tokens are trained "
@@ -132,8 +133,8 @@ RECIPE = Recipe(
         "The script in the paper cannot feed training as it is; the mode `script` fixes it (docs/tasks.md).",
         "A run ends once 99.9 % were reached in three evaluations in a row.",
         "How the laptop was chosen: so that two layers without shift learn it, too, while one waits. With sequences of "
-        "48 out of 48 tokens they were at 15 % after 3,000 steps, and there was nothing to compare steps "
-        "with. The rate "
-        "of 2e-3 came with it, for all models; the grid of rates is younger.",
+        "48 out of 48 tokens they were at 15 % after 3,000 steps, and there was nothing to compare steps with. At a "
+        "rate of 2e-3 for all models, and 1,200 steps, two and four plain layers reached 90 % after 750 to 1,100. The "
+        "grid of rates, and 3,000 steps, which give one plain layer thrice as long, were set before any run of them.",
     ),
 )

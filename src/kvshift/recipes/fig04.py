@@ -137,6 +137,7 @@ RECIPE = Recipe(
         f"a number is not finite, or where the loss at the end lies {RISE} nats above the lowest evaluation of the "
         "run. That was set before any run.",
         "The laptop: 4 layers of width 64, 400 steps of 2,048 tokens of English Wikipedia articles, and four times the "
-        "paper's rates, as in its Tables 6 to 10; AdamW, clipping at 1, constant after 40 steps of warm-up.",
+        "paper's rates, as in its Tables 6 to 10; AdamW, clipping at 1, constant after 40 steps of warm-up. It was "
+        "chosen by what fits, before any run of it.",
     ),
 )

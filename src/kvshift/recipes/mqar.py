@@ -19,7 +19,7 @@ from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, in_every_seed, percent, sooner
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import PAIR, model_label
-from kvshift.recipes.recipe import Recipe, Record, accuracy_curves
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, last_mean
 from kvshift.recipes.tuning import reached_soonest
 
 if TYPE_CHECKING:  # takes a second to import
@@ -29,6 +29,8 @@ __all__ = ["RECIPE"]
 
 SCORED = "queries"
 LEVEL = 0.99
+LAST = 3
+"""Evaluations whose mean is the accuracy at the end; a run ends early after as many at 99.9 %."""
 MODELS = ((2, "vanilla"), (2, "kv-shift"), (1, "vanilla"), (1, "kv-shift"))  # the longest run first
 
 PAPER = TaskTrainConfig(
@@ -99,7 +101,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         where = f"{length} tokens, width {width}"
         for model in MODELS[:3:2] + MODELS[1::2]:
             runs = _runs(records, length, width, model)
-            accuracies = [_final(record) for record in runs.values()]
+            accuracies = [last_mean(record, SCORED, LAST) for record in runs.values()]
             steps = max(record.options["steps"] for record in runs.values())
             answers = model != (1, "vanilla")
             right = sum((accuracy >= LEVEL) == answers for accuracy in accuracies)
@@ -169,17 +171,13 @@ def _runs(records: Sequence[Record], length: int, width: int, model: tuple[int, 
     return dict(sorted(found.items()))
 
 
-def _final(record: Record) -> float:
-    return float(record.result["evaluation"]["accuracy"][SCORED])
-
-
 RECIPE = Recipe(
     entry=CATALOGUE["mqar"],
     source="Figure 2 of Arora et al., Zoology (2023); the paper names the task beside induction",
     jobs=jobs,
     plot=plot,
     claims=claims,
-    tuned_by=reached_soonest(SCORED, LEVEL),
+    tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
     notes=(
         "Zoology has two layers of attention with one head, learned positions and no MLP; one layer is ours to ask.",
@@ -190,8 +188,9 @@ RECIPE = Recipe(
         "Zoology chooses the rate by the accuracy that it reports; here other seeds choose it.",
         "The laptop has 32 tokens with 4 pairs, a vocabulary of 128, width 64, 10,000 steps of 64 sequences; a run "
         "ends once 99.9 % were reached in three evaluations in a row.",
-        "How the laptop was chosen: at 2,000 steps and one rate of 5e-3 two plain layers stayed near chance, while at"
-        " 1e-3 one seed of them was at 90 % after 1,887 and 98.8 % after 4,000. So the grid spans 5e-4 to 1e-2, and "
-        "there is time to finish.",
+        "How the laptop was chosen: at 2,000 steps and one rate of 5e-3 two plain layers stayed near chance, while at "
+        "1e-3 seed 0 of them was at 90 % after 1,887 and 98.8 % after 4,000. So the grid spans 5e-4 to 1e-2, and "
+        "there is time to finish. Seed 0 is one of those reported; of its five, it had a say in the span of the grid, "
+        "and none in which rate was taken.",
     ),
 )

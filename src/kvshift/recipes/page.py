@@ -131,9 +131,14 @@ def _anchor(recipe: Recipe, preset: str) -> str:
 
 
 def _section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequence[Claim], figure: str) -> str:
-    rows = [("claim", "paper", "ours", "size", "verdict")]
-    rows += [(c.statement, c.paper, c.ours, c.size, _verdict(c, _rates_of(records))) for c in claims]
-    parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})", as_markdown(rows, left=None)]
+    parts = [f"{recipe.source}.", f"![{recipe.title}]({figure})"]
+    own, of_paper = ([claim for claim in claims if claim.own is which] for which in (True, False))
+    for asked, title in ((of_paper, None), (own, "Questions of ours:" if of_paper else None)):
+        if asked:
+            rows = [("claim", "paper", "ours", "size", "verdict")]
+            rows += [(c.statement, c.paper, c.ours, c.size, _verdict(c, _rates_of(records))) for c in asked]
+            parts += [title] if title else []
+            parts.append(as_markdown(rows, left=None))
     if preset == "smoke":
         parts.insert(1, f"**{SMOKE}.**")
     shown = reported(records)

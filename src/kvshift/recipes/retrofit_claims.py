@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below
-from kvshift.lab.analysis.statistics import t_interval, verdict
+from kvshift.lab.analysis.statistics import difference_interval, t_interval, verdict
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.recipes.claims import Claim, Direction, higher
 from kvshift.recipes.recipe import Record, accuracy_curve, accuracy_curves, by_label
@@ -146,11 +146,14 @@ def _repeats(found: Measured, one: str, other: str) -> Claim:
 
 def _induction(found: Measured, one: str, other: str) -> Claim:
     ours, theirs = found.induction(one), found.induction(other)
-    mean = statistics.fmean(first - second for first, second in zip(ours, theirs, strict=True))
+    differences = [first - second for first, second in zip(ours, theirs, strict=True)]
+    interval = difference_interval(differences)
+    over_seeds = f" (95 % interval {interval[0]:+.3f} to {interval[1]:+.3f})" if interval else ""
     return Claim(
         statement=f"The best induction heads score higher with {one} than with {other}",
         paper="not asked",
-        ours=f"mean of the best five {statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f}: {mean:+.3f}",
+        ours=f"mean of the best five {statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f}: "
+        f"{statistics.fmean(differences):+.3f}{over_seeds}, {len(differences)} seeds",
         direction=higher(ours, theirs),
         size="of 1; the scores of `kvshift analyze`",
         own=True,

@@ -52,7 +52,7 @@ def by_variant(records: Sequence[Record]) -> dict[str, dict[float, list[Record]]
     return found
 
 
-def reached_soonest(name: str, level: float, *, last: int = 1) -> Score:
+def reached_soonest(name: str, level: float, *, last: int) -> Score:
     """Score by accuracy `name` at the end, `level` being as good as more; of those that reach it, by how soon.
 
     Args:
@@ -67,7 +67,8 @@ def reached_soonest(name: str, level: float, *, last: int = 1) -> Score:
         final = min(last_mean(record, name, last), level)
         return final, -float(record.options["steps"] if reached is None else reached)
 
-    return Score(score, f"the accuracy at the end up to {100 * level:g} %, and of those that reach it by how soon")
+    at_end = f"the accuracy at the end (mean of {last})"
+    return Score(score, f"{at_end} up to {100 * level:g} %, and of those that reach it by how soon")
 
 
 def least_loss(*, last: int = 1) -> Score:

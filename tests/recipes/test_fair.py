@@ -1,0 +1,42 @@
+"""What makes a comparison fair, of each preset that trains: one grid for all, and a word on how it was chosen."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvshift.recipes.catalogue import CATALOGUE, find_recipe
+from kvshift.recipes.jobs import RunJob
+
+pytestmark = pytest.mark.no_models
+
+WITHOUT_GRID = {
+    ("fig04", "laptop"): "every rate is shown",
+    ("retrofit", "longer"): "it has the rate that the laptop's grid gave both of its parts",
+}
+TRAIN = [
+    (name, preset)
+    for name, entry in CATALOGUE.items()
+    for preset in entry.presets
+    if preset not in ("smoke", "paper")  # no verdict on smoke means anything, and the paper's rates are the paper's
+    and any(isinstance(job, RunJob) for job in find_recipe(name).jobs(preset, [0]))
+]
+
+
+@pytest.mark.parametrize(("name", "preset"), TRAIN)
+def test_all_variants_get_one_grid_of_rates_chosen_by_seeds_that_are_not_reported(name: str, preset: str) -> None:
+    size = CATALOGUE[name].presets[preset]
+    if (name, preset) in WITHOUT_GRID:
+        assert size.grid is None
+        return
+    assert size.grid is not None
+    assert len(size.grid.rates) >= (2 if (name, preset) == ("cfg", "long") else 4)
+    assert not set(size.grid.seeds) & set(range(size.seeds))
+    assert find_recipe(name).tuned_by is not None
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in TRAIN}))
+def test_a_note_says_how_the_small_preset_was_chosen(name: str) -> None:
+    said = re.compile(r"(How (the laptop was|they were)|The laptop\b.*) chosen\b")
+    assert any(said.search(note) for note in find_recipe(name).notes)
