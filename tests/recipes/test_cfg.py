@@ -90,14 +90,15 @@ def test_each_measure_is_judged_by_its_own_interval(
     scale = 0.2 if measure == 2 else 1
     measures[measure] = ([scale * value for value in ours], [scale * value for value in theirs])
     claims = RECIPE.claims(records(*measures)[::-1])
-    assert len(claims) == 3
+    assert [claim.own for claim in claims] == [False] * 3 + [True] * 2
+    claims = claims[:3]
     assert claims[measure].direction == direction
     others = {claim.direction for at, claim in enumerate(claims) if at != measure}
     assert others == {"not shown"}  # equal to the last bit in three seeds
 
 
 def test_a_claim_states_both_shares_and_their_difference():
-    first, second, third = RECIPE.claims(
+    first, second, third, *_ = RECIPE.claims(
         records(([0.5, 0.6, 0.7], [0.5, 0.5, 0.5]), ([0.25, 0.25, 0.25], [0.2] * 3), ([0.8, 0.81, 0.79], [0.8] * 3))
     )
     assert first.ours == (
@@ -106,6 +107,19 @@ def test_a_claim_states_both_shares_and_their_difference():
     )
     assert second.ours.endswith("+5.0 points in each of 3 seeds, which gives no interval")
     assert third.ours.startswith("no difference shown: KV-shift minus vanilla is ")
+
+
+@pytest.mark.parametrize(
+    ("excess", "direction"),
+    [([0.01, 0.02, 0.015], "holds"), ([0.3, 0.31, 0.29], "fails"), ([0.01, 0.09, 0.05], "not shown")],
+)
+def test_whether_a_model_is_near_the_entropy_of_the_grammar(excess: list[float], direction: str):
+    equal = ([0.3] * 3, [0.3] * 3)
+    floor = cfg._floor(records(equal)).mean
+    losses = [floor + above for above in excess]
+    shifted, vanilla = RECIPE.claims(records(equal, equal, (losses, [floor + 0.01, floor + 0.011, floor + 0.012])))[3:]
+    assert (shifted.direction, vanilla.direction) == (direction, "holds")
+    assert shifted.ours.startswith(f"{sum(excess) / 3:.4f} above it (95 % interval ")
 
 
 def test_the_figure_shows_both_models_and_the_floor():
@@ -125,5 +139,5 @@ def test_a_run_of_smoke(tmp_path: Path):
     assert {name: answers[name]["questions"] for name in answers} == {"from_prefix": 4, "from_start": 4}
     given = Record(label="KV-shift", seed=3, **record)
     other = replace(given, label="vanilla")
-    assert [claim.direction for claim in RECIPE.claims([given, other])] == ["not shown"] * 3
+    assert [claim.direction for claim in RECIPE.claims([given, other])] == ["not shown"] * 5
     assert task_of(given.options).config == cfg.SMOKE.task
