@@ -67,5 +67,5 @@ def test_a_dry_run_of_smoke() -> None:
     found = made_up(job.label, options=to_json(job.config), **job.function(job.config))
     (claim,) = RECIPE.claims([found])
     assert claim.direction == "holds"
-    assert "a step runs on 8 devices" in claim.statement
+    assert "one of 8 processes takes a step on fake tensors" in claim.statement
     assert RECIPE.plot([found]).axes[0].get_title() == "A sharded step"

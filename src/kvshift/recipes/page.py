@@ -42,8 +42,9 @@ seeds decides it, or, where there is none, the exact sign test at 5 %, for which
 of three are not. What a model has not learned it has not learned within the steps that it was given, at the learning
 rate that stands beside it: each variant's own best of an equal grid, chosen by runs of their own. What runs with one
 rate for all decide, they decide "at one rate": another may serve the other variant better. Where every model has
-several rates, each claim names its own. Everything but *paper* is a miniature of ours, never a setting of the paper: of
-it only the direction of a claim can hold or fail.
+several rates, each claim names its own. Each interval is one of 95 % by itself: of twenty differences that are none,
+one is shown. Everything but *paper* is a miniature of ours, never a setting of the paper: of it only the direction of a
+claim can hold or fail.
 """
 
 _OWN = """## Questions of ours
