@@ -278,7 +278,8 @@ RECIPE = Recipe(
         "The environment variable KVSHIFT_SHARED_DATA names the folder with wiki2014-en/train-00.jsonl.xz and "
         'wiki2014-en/valid.jsonl.xz: any text of one document a line, as {"text": ...}.',
         "Equal compute: each depth is read off where it has taken as many FLOPs as the shallowest vanilla model takes "
-        "for all its steps, by a straight line between evaluations; the shift is less than a thousandth of them.",
+        "for all its steps, by a straight line between evaluations; the shift is less than a thousandth of them. The "
+        "learning rates are those that were best for all steps; for fewer a higher one may be, and was not tried.",
         "The preset paper is no setting of the paper either: width 512 and up to 16 layers, for a GPU.",
     ),
 )

@@ -11,6 +11,7 @@ from kvshift.lab.errors import LabError
 from kvshift.lab.variants.bidirectional import EncoderOptions, LabEncoder, shift_both_ways
 from kvshift.lab.variants.building import build_model, count_parameters, describe
 from kvshift.lab.variants.by_name import with_variant
+from kvshift.lab.variants.uncached import decodes_with_cache
 
 from .layouts import LAYOUTS, before, given
 
@@ -154,6 +155,7 @@ def test_it_is_saved_and_loaded(tmp_path: Any) -> None:
 
 
 def test_a_cache_is_refused() -> None:
+    assert not decodes_with_cache(encoder("both"))
     with pytest.raises(ValueError, match="does not decode with a cache"):
         encoder("both").model(torch.tensor([[3]]), use_cache=True)
 

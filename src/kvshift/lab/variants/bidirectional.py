@@ -191,8 +191,9 @@ class EncoderModel(UncachedDecoder, KVShiftLlamaModel):
 
 
 class LabEncoder(KVShiftLlamaPreTrainedModel):
-    """An encoder for a task: scores of tokens at every position."""
+    """An encoder for a task: scores of tokens at every position. What follows is seen too, so there is no cache."""
 
+    decodes_with_cache = False
     config: EncoderConfig
     config_class = EncoderConfig
 
