@@ -122,6 +122,24 @@ def test_a_step_has_as_many_tokens_at_every_length() -> None:
         assert len({config.tokens_per_step for config in configs}) == 1
 
 
+def test_the_paper_preset_is_the_setting_of_blagpt() -> None:
+    for job in find_recipe("tab07").jobs("paper", [0]):
+        config: Any = job.config  # type: ignore[attr-defined]
+        optimizer, data = config.optimizer, config.data
+        assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon) == (0.9, 0.95, 1e-8)
+        assert (optimizer.weight_decay, optimizer.clip_norm) == (0, 0)
+        assert (optimizer.schedule, optimizer.warmup_steps) == ("wsd", 250)
+        assert config.steps - round(optimizer.decay_fraction * config.steps) == 3100
+        assert (config.steps, config.tokens_per_step, config.model.zero_outputs) == (5100, 524_288, True)
+        assert (data.tokenizer, data.packing) == ("openai-community/gpt2", "concat")
+        size = llama_config(config.model, vocab_size=50_304, sequence_length=data.sequence_length)
+        assert (size.num_hidden_layers, size.hidden_size, size.head_dim, size.intermediate_size) == (12, 768, 64, 3072)
+        assert (size.num_attention_heads, size.num_key_value_heads) == (12, 4)
+        assert (size.attention_bias, size.mlp_bias, size.tie_word_embeddings) == (True, True, True)
+        parameters = 103_937_280 + 38_633_472 + (192 if job.label.startswith("KV-shift") else 0)
+        assert count_parameters(size).total == parameters
+
+
 def test_the_papers_tables_are_whole() -> None:
     assert {variant: len(cells) for variant, cells in LOSSES.items()} == {
         **dict.fromkeys(("vanilla", "kv-shift", "qkv-shift", "k-shift", "v-shift"), 30),
