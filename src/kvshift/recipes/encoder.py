@@ -138,7 +138,6 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    scored=SCORED,
     notes=(
         "The encoder is the lab's Llama whose attention sees the whole document; 15 % of the tokens are masked as in "
         "BERT. The shift has two numbers for each of keys and values and KV head that look one way, three both ways.",
