@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift.lab.variants.by_name import find_variant
+from kvshift.lab.variants.uncached import decodes_with_cache
 
 from .test_variants import TOKENS, documents, shaken
 
@@ -42,9 +42,10 @@ def fed(body: Any, ids: Tensor, pieces: list[int], **first: Any) -> Tensor:
     return torch.cat(found, dim=1)
 
 
+@both_families
 @every_cached
-def test_it_says_so(name: str) -> None:
-    assert find_variant(name).decodes_with_cache
+def test_it_says_so(name: str, family: str) -> None:
+    assert decodes_with_cache(shaken(name, family))
 
 
 @both_families

@@ -16,6 +16,7 @@ from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import VARIANTS, find_variant, with_variant
 from kvshift.lab.variants.small_gpt2 import GPT2Options
+from kvshift.lab.variants.uncached import decodes_with_cache
 from kvshift.lab.variants.variant import Variant
 
 SIZES = {
@@ -168,7 +169,7 @@ def test_it_generates_with_a_cache_or_refuses_one(name: str) -> None:
     how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **how), expected)
     assert torch.equal(model.generate(ids, use_cache=False, **how), expected)
-    if find_variant(name).decodes_with_cache:
+    if decodes_with_cache(model):
         assert torch.equal(model.generate(ids, use_cache=True, **how), expected)
         return
     said = f"use_cache must be False .*{model.config.model_type} does not decode with a cache"

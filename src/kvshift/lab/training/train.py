@@ -45,6 +45,7 @@ from kvshift.lab.variants.pretrained import (
     weights_digest,
     with_tokenizer,
 )
+from kvshift.lab.variants.uncached import decodes_with_cache
 
 __all__ = ["TrainConfig", "train"]
 
@@ -145,7 +146,7 @@ def _run(
     )
     recorder, graceful_stop = attach(stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step)
     seconds = fit(trainer, recorder, graceful_stop, start, processes)
-    model.config.use_cache = variant.decodes_with_cache
+    model.config.use_cache = decodes_with_cache(model)
     merge_lora(model)
     save_model(trainer, folder, processes, beside=partial(save_tokenizer, data.tokenizer))
     if processes.is_main:

@@ -38,11 +38,6 @@ FAMILIES: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = {
 class Variant(Protocol):
     """What an experiment compares: a model of one kind, whatever its size."""
 
-    @property
-    def decodes_with_cache(self) -> bool:
-        """Whether a token can be computed from the ones before it in a cache of keys and values."""
-        ...
-
     def build(self, size: Size, *, seed: int) -> PreTrainedModel:
         """A model with float32 start values; every weight that its vanilla twin has too has the same bits for a seed.
 
@@ -82,11 +77,6 @@ class ModelVariant:
             AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
             AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
 
-    @property
-    def decodes_with_cache(self) -> bool:
-        """See `Variant`."""
-        return all(map(decodes_with_cache, self.models.values()))
-
     def build(self, size: Size, *, seed: int) -> PreTrainedModel:
         """See `Variant`. The weights are drawn for vanilla and taken over where name and shape are the same."""
         model_class, config = self._described(size)
@@ -121,7 +111,7 @@ class ModelVariant:
         model_class: Any = self.models[type(size)]
         config = deepcopy(size)
         config.__class__ = model_class.config_class
-        config.use_cache = config.use_cache and self.decodes_with_cache
+        config.use_cache = config.use_cache and decodes_with_cache(model_class)
         for name, value in self.fields.items():
             setattr(config, name, deepcopy(value))
         return model_class, config
