@@ -312,7 +312,7 @@ _ENTRIES = (
                 "smoke": Preset(
                     seeds=1, cost=f"{smoke} seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))
                 ),
-                "laptop": Preset(seeds=3, cost=laptop, grid=Grid(rates=(2e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,))),
+                "laptop": Preset(seeds=3, cost=laptop, grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,))),
                 "paper": Preset(seeds=1, cost=f"{runs} on many GPUs; not measured"),
             },
             study="scaling",
@@ -335,7 +335,9 @@ _ENTRIES = (
         presets={
             "smoke": Preset(seeds=1, cost="20 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))),
             "laptop": Preset(
-                seeds=5, cost="an hour on two cores", grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3), seeds=(1000,))
+                seeds=5,
+                cost="an hour on two cores",
+                grid=Grid(rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3), seeds=(1000,)),
             ),
             "paper": Preset(
                 seeds=3, cost="hours on one GPU; not measured", grid=Grid(rates=(5e-4, 1e-3, 2e-3), seeds=(1000,))

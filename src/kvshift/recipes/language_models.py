@@ -84,9 +84,15 @@ class Setting:
         )
 
 
-# By name: a variant, what figures call it, and options of the model.
+# By name: a variant, what figures call it, and options of the model. An RMSNorm makes the heads of differential
+# attention as large at the first step as at the last, so that it needs the paper's start of the output projections.
 _REFINED: Mapping[str, tuple[str, str, dict[str, bool]]] = {
-    "differential-no-qk-norm": ("differential", "differential without QK-norm", {"qk_norm": False}),
+    "differential": ("differential", "differential", {"zero_outputs": True}),
+    "differential-no-qk-norm": (
+        "differential",
+        "differential without QK-norm",
+        {"zero_outputs": True, "qk_norm": False},
+    ),
 }
 
 WIKI = DataConfig(corpus="wiki2014-en/train-00.jsonl.xz", validation="wiki2014-en/valid.jsonl.xz")
