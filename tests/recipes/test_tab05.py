@@ -62,5 +62,14 @@ def test_the_table_counts_by_layer_over_seeds() -> None:
 
 
 def test_the_figure_shows_training() -> None:
-    left, _ = RECIPE.plot([record(16, 0), record(17, 1)]).axes
-    assert list(left.lines[0].get_ydata()) == [0.5, 0.8]  # type: ignore[arg-type]
+    panels = RECIPE.plot([record(16, 0), record(17, 1)]).axes
+    shown = [list(axes.lines[0].get_ydata()) for axes in panels]  # type: ignore[arg-type]
+    expected = [[0.5, 0.8], [10 / 80, 4 / 80], [0.0, 0.0], [0.6 * 10 / 20, 0.6 * 4 / 20]]
+    assert [axes.get_title() for axes in panels] == [
+        "Keys and values lean the same way",
+        "Negative coefficients",
+        "How far alpha1 + alpha2 is from 1",
+        "How far beta1 + beta2 is from 1",
+    ]
+    for got, values in zip(shown, expected, strict=True):
+        assert got == pytest.approx(values)

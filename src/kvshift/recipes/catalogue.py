@@ -312,7 +312,9 @@ _ENTRIES = (
                 "smoke": Preset(
                     seeds=1, cost=f"{smoke} seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))
                 ),
-                "laptop": Preset(seeds=3, cost=laptop, grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,))),
+                "laptop": Preset(
+                    seeds=3, cost=laptop, grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,))
+                ),
                 "paper": Preset(seeds=1, cost=f"{runs} on many GPUs; not measured"),
             },
             study="scaling",

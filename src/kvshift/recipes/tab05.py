@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.maps import coefficient_counts
@@ -20,6 +20,7 @@ from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label, div
 from kvshift.recipes.tuning import least_loss
 
 if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["CELLS", "RECIPE"]
@@ -46,10 +47,21 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
 
 def _on_diagonal(record: Record) -> list[float]:
     """At each evaluation the share of the heads whose keys and values lean the same way."""
-    counts = {name: accuracy_curve(record, name)[1] for name in CELLS}
-    totals = [sum(each) for each in zip(*counts.values(), strict=True)]
-    both = zip(*(counts[name] for name in _DIAGONAL), strict=True)
-    return [sum(each) / total for each, total in zip(both, totals, strict=True)]
+    return [sum(both) / heads for both, heads in zip(_counts(record, _DIAGONAL), _heads(record), strict=True)]
+
+
+def _negative(record: Record) -> list[float]:
+    """At each evaluation the share of all coefficients, four of a head, that are below 0."""
+    return [sum(four) / (4 * heads) for four, heads in zip(_counts(record, _NEGATIVE), _heads(record), strict=True)]
+
+
+def _heads(record: Record) -> list[float]:
+    return [sum(cells) for cells in _counts(record, tuple(CELLS))]
+
+
+def _counts(record: Record, names: Sequence[str]) -> list[tuple[float, ...]]:
+    """At each evaluation the counts of these names."""
+    return list(zip(*(accuracy_curve(record, name)[1] for name in names), strict=True))
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
@@ -90,29 +102,36 @@ def tables(records: Sequence[Record]) -> str:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Over training, the share of heads on the diagonal, and how far the sums are from 1."""
+    """Over training: the share of heads on the diagonal, that of negative coefficients, how far the sums are from 1."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(10, 7.2), layout="constrained")
+    (diagonal, negative), sums = figure.subplots(2, 2)
     runs = {
         label: {seed: run for seed, run in seeds.items() if not diverged(run)}
         for label, seeds in by_label(records).items()
     }
-    draw_curves(
-        left,
-        {
-            label: {seed: (accuracy_curve(run, "loss")[0], _on_diagonal(run)) for seed, run in seeds.items()}
+
+    def draw(axes: Axes, values: Callable[[Record], Sequence[float]], **how: Any) -> None:
+        curves = {
+            label: {seed: (accuracy_curve(run, "loss")[0], values(run)) for seed, run in seeds.items()}
             for label, seeds in runs.items()
-        },
+        }
+        draw_curves(axes, curves)
+        axes.set(**how)
+
+    draw(
+        diagonal,
+        _on_diagonal,
+        title="Keys and values lean the same way",
+        ylabel="share of KV heads",
+        ylim=(-0.02, 1.02),
     )
-    left.axhline(0.5, color="black", linestyle=":", linewidth=0.9)
-    left.set(title="Keys and values lean the same way", ylabel="share of KV heads", ylim=(-0.02, 1.02))
-    draw_curves(
-        right,
-        {label: {seed: accuracy_curve(run, _SUMS[0]) for seed, run in seeds.items()} for label, seeds in runs.items()},
-    )
-    right.set(title="How far alpha1 + alpha2 is from 1", ylabel="mean over KV heads")
+    diagonal.axhline(0.5, color="black", linestyle=":", linewidth=0.9)
+    draw(negative, _negative, title="Negative coefficients", ylabel="share of all", ylim=(-0.02, 1.02))
+    for axes, name, which in zip(sums, _SUMS, ("alpha", "beta"), strict=True):
+        title = f"How far {which}1 + {which}2 is from 1"
+        draw(axes, lambda run, name=name: accuracy_curve(run, name)[1], title=title, ylabel="mean over KV heads")
     legend_below(figure)
     return figure
 
