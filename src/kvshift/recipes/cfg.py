@@ -200,8 +200,8 @@ RECIPE = Recipe(
         f"2,400 steps and 24,000. That a model is near the entropy of the grammar means within {NEAR:g} nats; that "
         "was set before any run of 24,000 steps.",
         "How they were chosen: the grammar so that a model learns some of it within minutes, at a rate of 6e-3 by "
-        "trials that were not written down; long and the laptop's grid of rates before any run of them. The two rates of "
-        "long are the best of the laptop, one of either model.",
+        "trials that were not written down; long and the laptop's grid of rates before any run of them. The two rates "
+        "of long are the best of the laptop, one of either model.",
         "The rebuttal also finds the speed unchanged; `kvshift bench` measures that.",
     ),
 )
