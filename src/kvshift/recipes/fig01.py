@@ -19,7 +19,7 @@ __all__ = ["LAST", "SCORED", "chance", "final_accuracy", "plot_induction", "reac
 SCORED = "first_repeat"
 """The paper's metric: the target of the first repeat of each sequence."""
 LAST = 3
-"""Evaluations whose mean is the accuracy at the end; a run ends early after as many at 99.9 %."""
+"""Evaluations whose mean is the accuracy at the end; a run ends early after as many at `stop_at`."""
 
 
 def reach_by_label(records: Sequence[Record], level: float) -> dict[str, Reach]:

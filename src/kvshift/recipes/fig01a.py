@@ -53,6 +53,7 @@ LAPTOP = replace(
     accumulation=1,
     eval_every=25,
     data_workers=0,
+    stop_at=0.99,  # four plain layers stay at 99.5 %
 )
 SMOKE = replace(
     LAPTOP, task=InductionConfig(length=16, vocab_size=64), steps=6, batch_size=8, eval_every=3, eval_rows=16
@@ -132,6 +133,8 @@ RECIPE = Recipe(
         "on. Here: F = 8 E / 3 (rounded up to a multiple of 8), heads of 128, 5,000 steps (preset paper), every token.",
         "The script in the paper cannot feed training as it is; the mode `script` fixes it (docs/tasks.md).",
         "A run ends once 99.9 % were reached in three evaluations in a row.",
+        "On the laptop 99 % are enough, which is what the claims ask for: four plain layers stayed at 99.5 % for the "
+        "last 1,500 steps of a run at 2e-3.",
         "How the laptop was chosen: so that two layers without shift learn it, too, while one waits. With sequences of "
         "48 out of 48 tokens they were at 15 % after 3,000 steps, and there was nothing to compare steps with. At a "
         "rate of 2e-3 for all models, and 1,200 steps, two and four plain layers reached 90 % after 750 to 1,100. The "
