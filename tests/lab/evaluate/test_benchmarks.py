@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import csv
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from kvshift.lab.evaluate.harness import AskedOnce, ask
 from kvshift.lab.evaluate.items import read_questions
 from kvshift.lab.evaluate.task_scores import scores
 
-from .benchmark_cases import SHARED, Scripted, needs_shared, write_benchmarks
+from .benchmark_cases import CMMLU, MMLU, SHARED, Scripted, needs_shared, write_benchmarks
 
 pytestmark = pytest.mark.no_models
 
@@ -265,7 +266,28 @@ WHO = {"right": right, "first": first, "uniform": uniform}
 def test_a_model_whose_answers_are_known_has_the_score_it_must(name, who, mini):
     found = score(mini, name, WHO[who])
     assert found["score"] == pytest.approx(expected(mini, name, who, None), rel=1e-12)
+    if who != "uniform":  # one answer is certain, however likelihoods are divided by lengths
+        for metric in set(found) & {"acc", "acc_norm", "acc_bytes"}:
+            assert found[metric] == found["score"]
     assert found["items"] == len(read_questions(BENCHMARKS[name].source, str(mini)).tests)
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_the_perplexity_of_words(who, mini):
+    lines = (mini / "lambada" / "lambada_openai.jsonl").read_text().splitlines()
+    words = [json.loads(line)["continuation"] for line in lines]
+    nats = {"right": 0.0, "first": 1.0, "uniform": sum(len(f" {word}") for word in words) / len(words)}
+    assert score(mini, "lambada", WHO[who])["perplexity"] == pytest.approx(math.exp(nats[who]), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mmlu", "mmlu_zero", "cmmlu", "cmmlu_zero"])
+def test_the_mean_over_subjects(name, mini):
+    """Of one who always answers A: each subject counts as much as any other, however many questions it has."""
+    rights: dict[str, list[bool]] = {}
+    for subject, splits in (MMLU if name.startswith("mmlu") else CMMLU).items():
+        rights[subject] = [gold == 0 for _, _, gold in splits["test"]]
+    expected = sum(sum(each) / len(each) for each in rights.values()) / len(rights)
+    assert score(mini, name, first)["macro"] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.shared
