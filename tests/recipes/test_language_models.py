@@ -9,24 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.variants.building import build_model, llama_config
 from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
 from kvshift.recipes import lm_figures, lm_tables
 from kvshift.recipes import reproduce as module
-from kvshift.recipes.catalogue import CATALOGUE, Entry, Preset, find_recipe
+from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.jobs import StudyJob
 from kvshift.recipes.language_models import STUDY, TABLES, Place, label_at
 from kvshift.recipes.lm_paper import LENGTHS, LOSSES, RATES
 from kvshift.recipes.page import results_page
-from kvshift.recipes.recipe import Recipe, Record, diverged
-from kvshift.recipes.records import kept_records, read_records, write_records
-from kvshift.recipes.reproduce import ReproduceConfig, folder_of, reproduce
+from kvshift.recipes.recipe import Record, diverged
 from kvshift.recipes.tuning import best_rates, least_loss, tuning_jobs
 
-from .cases import Counting, made_up, runs
+from .cases import made_up
 
 SHARING = [name for name, entry in CATALOGUE.items() if entry.study == STUDY]
 ALIKE = [0.02, 0.021, 0.019]
@@ -365,49 +362,6 @@ def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
     monkeypatch.setattr("kvshift.recipes.jobs.train", full)
     with pytest.raises(module.RunFailedError, match="no space"):
         job.run(tmp_path / "other")
-
-
-def counting(name: str, labels: str) -> Recipe:
-    presets = {"smoke": Preset(seeds=2, cost="nothing")}
-    return Recipe(
-        entry=Entry(name=name, title="counting", presets=presets, study="counting"),
-        source="Figure 0",
-        jobs=lambda preset, seeds: [Counting(label=f"Beads, {label}", seed=seed) for label in labels for seed in seeds],
-        plot=lambda records: Figure(),
-        claims=lambda records: [],
-    )
-
-
-def test_what_two_recipes_share_is_run_once_and_kept_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes = {"abacus": counting("abacus", "ab"), "rosary": counting("rosary", "bc")}
-    monkeypatch.setattr(module, "find_recipe", recipes.__getitem__)
-    kept, out = tmp_path / "kept", tmp_path / "out"
-    for done, name in enumerate(recipes):
-        assert kept_records(kept, recipes["rosary"], "smoke") is None, done
-        reproduce(ReproduceConfig(recipe=name, preset="smoke", out=out, results=kept, jobs=1))
-    for label in "abc":
-        for seed in (0, 1):
-            assert runs(folder_of(out / "counting/smoke", Counting(label=f"Beads, {label}", seed=seed))) == 1
-    whole = read_records(kept / "counting/smoke.jsonl")
-    assert [record.label[-1] for record in whole] == ["a", "a", "b", "b", "c", "c"]
-    assert not (kept / "counting/smoke.partial.jsonl").exists()
-    for name, labels in (("abacus", "aabb"), ("rosary", "bbcc")):
-        found = kept_records(kept, recipes[name], "smoke")
-        assert found is not None
-        assert [record.label[-1] for record in found] == [*labels]
-        assert read_records(out / name / "smoke/records.jsonl") == found
-        assert (out / name / "smoke/report.md").exists()
-
-
-def test_of_a_study_seeds_count_that_all_labels_have(tmp_path: Path) -> None:
-    recipe = counting("abacus", "ab")
-    records = [made_up(f"Beads, {label}", seed) for label in "ab" for seed in (0, 1, 2)]
-    write_records(tmp_path / "counting/smoke.jsonl", records[:-1])  # the last seed of b is missing
-    found = kept_records(tmp_path, recipe, "smoke")
-    assert found is not None
-    assert [(record.label[-1], record.seed) for record in found] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    write_records(tmp_path / "counting/smoke.jsonl", records[:4])  # of b there is one
-    assert kept_records(tmp_path, recipe, "smoke") is None
 
 
 def test_the_page_says_what_was_not_run(tmp_path: Path) -> None:

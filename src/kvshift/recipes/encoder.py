@@ -126,7 +126,7 @@ def plot(records: Sequence[Record]) -> Figure:
     shown = {"loss": "validation loss (nats per masked token)", SCORED: "accuracy at masked tokens"}
     for axes, (name, what) in zip(figure.subplots(1, 2), shown.items(), strict=True):
         draw_curves(axes, {label: accuracy_curves(seeds, name) for label, seeds in models.items()})
-        axes.set(xlabel="step", ylabel=what)
+        axes.set_ylabel(what)
     legend_below(figure)
     return figure
 

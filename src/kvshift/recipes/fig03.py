@@ -18,7 +18,7 @@ from kvshift.recipes.claims import Claim
 from kvshift.recipes.jobs import Computation, StudyJob
 from kvshift.recipes.language_models import LARGE, claim_of, job
 from kvshift.recipes.models import PAIR
-from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label, diverged
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_label, diverged
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -168,11 +168,7 @@ def plot(records: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     if any(record.curve for record in records):
-        curves = {
-            label: {seed: accuracy_curve(record, "loss") for seed, record in seeds.items()}
-            for label, seeds in by_label(records).items()
-        }
-        draw_curves(axes, curves)
+        draw_curves(axes, {label: accuracy_curves(seeds, "loss") for label, seeds in by_label(records).items()})
         axes.set_ylabel("validation loss (nats per token)")
         legend_below(figure)
         return figure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,21 +47,21 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
 
 def _on_diagonal(record: Record) -> list[float]:
     """At each evaluation the share of the heads whose keys and values lean the same way."""
-    return [sum(both) / heads for both, heads in zip(_counts(record, _DIAGONAL), _heads(record), strict=True)]
+    return _per_head(record, _DIAGONAL)
 
 
 def _negative(record: Record) -> list[float]:
     """At each evaluation the share of all coefficients, four of a head, that are below 0."""
-    return [sum(four) / (4 * heads) for four, heads in zip(_counts(record, _NEGATIVE), _heads(record), strict=True)]
+    return [count / 4 for count in _per_head(record, _NEGATIVE)]
 
 
-def _heads(record: Record) -> list[float]:
-    return [sum(cells) for cells in _counts(record, tuple(CELLS))]
-
-
-def _counts(record: Record, names: Sequence[str]) -> list[tuple[float, ...]]:
-    """At each evaluation the counts of these names."""
-    return list(zip(*(accuracy_curve(record, name)[1] for name in names), strict=True))
+def _per_head(record: Record, names: Iterable[str]) -> list[float]:
+    """At each evaluation the sum of these counts over the number of KV heads."""
+    counts, heads = (
+        [sum(each) for each in zip(*(accuracy_curve(record, name)[1] for name in counted), strict=True)]
+        for counted in (names, CELLS)
+    )
+    return [count / number for count, number in zip(counts, heads, strict=True)]
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
