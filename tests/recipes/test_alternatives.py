@@ -37,11 +37,11 @@ def verdicts(ratios: dict[str, list[float]]) -> dict[str, str]:
 def test_readings_differ_from_ours_in_one_thing(preset: str):
     jobs = {job.label: job.config for job in RECIPE.jobs(preset, [7])}
     assert len(jobs) == 8
+    figure = {job.label: job.config for job in fig01a.RECIPE.jobs(preset, [7])}  # one study: the same runs
     config, width, _ = fig01a.SIZES[preset]
     for model in MODELS:
         ours = jobs[alternatives._label(model, OURS)]
-        twin = next(job.config for job in fig01a.RECIPE.jobs(preset, [7]) if job.config.model == ours.model)
-        assert ours == twin
+        assert ours == figure[alternatives._label(model, OURS)]
         loss, latest, mlp = (jobs[alternatives._label(model, reading)] for reading in READINGS[1:])
         assert loss == replace(ours, task=replace(config.task, loss="repeats"))
         assert latest == replace(ours, task=replace(config.task, mode="latest"))

@@ -132,7 +132,9 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 def _label(model: tuple[int, str], reading: Reading) -> str:
-    return f"{model_label(*model)}, {reading.words}"
+    """By our reading that of Figure 1a, whose runs these are."""
+    name = model_label(*model)
+    return name if reading is OURS else f"{name}, {reading.words}"
 
 
 def _said(reading: Reading) -> str:
