@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvshift import cli
-from kvshift.recipes import mqar
+from kvshift.recipes import cfg, fig01a, mqar
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.catalogue import Grid
 from kvshift.recipes.jobs import Computation, TrainingJob
@@ -141,3 +141,17 @@ def test_the_command_tunes_first_and_reports_what_it_chose(two_variants: Recipe,
     assert "by the accuracy at the end (mean of 3) up to 99 %, and of those that reach it by how soon, in runs" in page
     assert "(seeds 1000)" in page
     assert json.loads((folder / "records.jsonl").read_text().splitlines()[0])["tunes"] == records[0].tunes
+
+
+def test_runs_that_choose_may_be_the_beginnings_of_longer_ones() -> None:
+    (job, *_) = fig01a.RECIPE.jobs("laptop", [1000])
+    assert isinstance(job, TrainingJob)
+    tuning = tuning_jobs([job], Grid(rates=(1e-3, 2e-3), seeds=(1000,), steps=1500))
+    assert [one.label for one in tuning] == [f"{job.label}, rate {rate}" for rate in (0.001, 0.002)]
+    for one, rate in zip(tuning, (1e-3, 2e-3), strict=True):
+        assert one.config == replace(job.at_rate(rate).config, steps=1500)
+
+
+def test_a_schedule_that_decays_is_not_cut_short() -> None:
+    with pytest.raises(AssertionError, match="another schedule"):
+        tuning_jobs(cfg.RECIPE.jobs("laptop", [1000]), Grid(rates=(1e-3,), seeds=(1000,), steps=100))

@@ -142,5 +142,7 @@ RECIPE = Recipe(
         "grid of rates, and 3,000 steps, which give one plain layer thrice as long, were set before any run of them. "
         "Evaluations of 512 sequences were set after two runs that chose rates, which were thrown away: 2,048 took "
         "nearly half as long as the training between them.",
+        "Runs that choose a rate have 1,500 steps on the laptop: of a model that reaches 90 % by then at some rate, "
+        "more would choose the same, for the soonest is the best.",
     ),
 )

@@ -26,6 +26,7 @@ LAPTOP = replace(
     fig01a.LAPTOP,
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=100, clip_norm=0.0),
     eval_every=100,
+    eval_rows=2048,
     stop_at=0.999,
 )
 SIZES = {"paper": PAPER, "laptop": LAPTOP, "smoke": fig01a.SMOKE}

@@ -46,12 +46,23 @@ class RunJob(ABC):
     def seed(self) -> int:
         return self.config.seed
 
-    def at_rate(self, rate: float, *, tuning: bool = False) -> Self:
-        """The same run at another learning rate; with `tuning` one that helps to choose it, and is named by it."""
-        config = replace(self.config, optimizer=replace(self.config.optimizer, learning_rate=rate))
-        if not tuning:
-            return replace(self, config=config)
-        return replace(self, label=f"{self.label}, rate {rate:.2g}", config=config, tunes=self.label)
+    def at_rate(self, rate: float) -> Self:
+        """The same run at another learning rate."""
+        optimizer = replace(self.config.optimizer, learning_rate=rate)
+        return replace(self, config=replace(self.config, optimizer=optimizer))
+
+    def tuning(self, rate: float, *, steps: int | None = None) -> Self:
+        """A run that helps to choose the learning rate, and is named by it.
+
+        Args:
+            rate: which it tries.
+            steps: how many, of a run whose rate is constant; None: as many as this one takes.
+        """
+        job = self.at_rate(rate)
+        if steps is not None:
+            assert self.config.optimizer.schedule == "constant", "fewer steps would be another schedule"
+            job = replace(job, config=replace(job.config, steps=steps))
+        return replace(job, label=f"{self.label}, rate {rate:.2g}", tunes=self.label)
 
     @abstractmethod
     def is_finished(self, out: Path) -> bool:

@@ -118,11 +118,9 @@ class RetrofitJob(TextJob):
 
     held_out: HeldOut | None = field(default=None)
 
-    def at_rate(self, rate: float, *, tuning: bool = False) -> Self:
+    def tuning(self, rate: float, *, steps: int | None = None) -> Self:
         """See `RunJob`; what chooses a rate is shorter, and is measured on its own sequences alone."""
-        job = super().at_rate(rate, tuning=tuning)
-        if not tuning:
-            return job
+        job = super().tuning(rate, steps=steps)
         steps = max(1, job.config.steps // TUNING)
         return replace(job, held_out=None, config=replace(job.config, steps=steps, eval_every=steps))
 

@@ -15,8 +15,8 @@ __all__ = ["at_best_rates", "best_rates", "by_variant", "least_loss", "reached_s
 
 
 def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[RunJob]:
-    """Each of `jobs` that trains, with the seeds of the grid, at each rate of it."""
-    return [job.at_rate(rate, tuning=True) for job in jobs if isinstance(job, RunJob) for rate in grid.rates]
+    """Each of `jobs` that trains, with the seeds of the grid, at each rate of it and for its steps."""
+    return [job.tuning(rate, steps=grid.steps) for job in jobs if isinstance(job, RunJob) for rate in grid.rates]
 
 
 def at_best_rates(jobs: Sequence[Job], best: dict[str, float]) -> list[Job]:

@@ -1,0 +1,37 @@
+"""What is published was made by today's presets: no option, grid or seed has changed since without new runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvshift.recipes.catalogue import CATALOGUE, find_recipe
+from kvshift.recipes.recipe import reported
+from kvshift.recipes.records import kept_records
+from kvshift.recipes.tuning import at_best_rates, best_rates, tuning_jobs
+
+RESULTS = Path(__file__).parents[2] / "results"
+PUBLISHED = [
+    (name, preset)
+    for name, entry in CATALOGUE.items()
+    for preset in entry.presets
+    if (RESULTS / entry.runs / f"{preset}.jsonl").exists()
+]
+
+
+@pytest.mark.parametrize(("name", "preset"), PUBLISHED)
+def test_published_runs_are_those_of_the_preset(name: str, preset: str) -> None:
+    recipe = find_recipe(name)
+    records = kept_records(RESULTS, recipe, preset)
+    if records is None:
+        pytest.skip("its study has others' runs alone")
+    shown, grid = reported(records), recipe.presets[preset].grid
+    jobs = recipe.jobs(preset, sorted({record.seed for record in shown}))
+    if grid is not None:
+        tuning = [record for record in records if record.tunes is not None]
+        tunes = tuning_jobs(recipe.jobs(preset, grid.seeds), grid)
+        jobs = [*tunes, *at_best_rates(jobs, best_rates(tuning, recipe.tuned_by))]
+    by_run = {(record.label, record.seed): record for record in records}
+    assert {(job.label, job.seed) for job in jobs} == set(by_run)
+    assert {job.label: lines for job in jobs if (lines := job.other_options(by_run[job.label, job.seed].options))} == {}
