@@ -196,13 +196,15 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
             losses = ", ".join(_last_loss(record) for record in by_rate.get(rate, []))
             cells.append(f"**{losses}**" if rate == best[variant] else losses)
         rows.append((variant, *cells))
-    seeds = sorted({record.seed for record in records})
+    steps, seeds = (
+        sorted({*numbers}) for numbers in zip(*((r.options["steps"], r.seed) for r in records), strict=True)
+    )
     ends = [f"{variant} ({best[variant]:.2g})" for variant in variants if best[variant] in (rates[0], rates[-1])]
     beyond = f"\n\nAt an end of the grid, so that a better one may lie beyond: {'; '.join(ends)}." if ends else ""
     return (
         f"Each variant has the learning rate of one grid that served it best, by {score.says}, in runs "
-        f"of their own (seeds {', '.join(map(str, seeds))}), which nothing else here is made of. The last validation "
-        f"loss of each:\n\n"
+        f"of their own ({steps} steps, seeds {seeds}), which nothing else here is made of. The last validation loss of "
+        f"each:\n\n"
         f"{as_markdown(rows)}{beyond}"
     )
 
