@@ -103,10 +103,17 @@ def test_what_noise_hides_is_not_shown() -> None:
     assert list(found.values())[:3] == ["not shown"] * 3
 
 
+def test_exponents_differ_where_seeds_say_so_however_many_runs_there_are() -> None:
+    much, little = records(gain=0.0, faster=0.02), records(gain=0.0, faster=0.004)
+    for few, expected in (([], "holds"), ([2], "not shown")):
+        given = [less if less.seed in few else more for more, less in zip(much, little, strict=True)]
+        assert by_statement(given)["L(N) = (N_c / N)^a falls faster with KV-shift"] == expected
+
+
 def test_questions_of_ours_are_named() -> None:
     claims = FIG06.claims(records(faster=0.01))
     assert [claim.own for claim in claims] == [False, True, True, False]
-    assert "the difference 0.0" in claims[1].ours
+    assert "the exponents differ by 0.0" in claims[1].ours
 
 
 def test_the_figures_show_sizes_the_law_and_the_long_run() -> None:

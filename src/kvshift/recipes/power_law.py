@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below
-from kvshift.lab.analysis.scaling import PowerLaw, fit_power_law
-from kvshift.lab.analysis.statistics import verdict
+from kvshift.lab.analysis.scaling import Interval, PowerLaw, fit_power_law
+from kvshift.lab.analysis.statistics import difference_interval, verdict
 from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json
 from kvshift.lab.variants.building import llama_config
@@ -149,32 +150,38 @@ def _at_each_size(records: Sequence[Record]) -> list[Claim]:
     return claims
 
 
-def _fits(records: Sequence[Record]) -> tuple[PowerLaw, PowerLaw, PowerLaw]:
-    """Of the losses with shift, of those without, and of their ratios by seed."""
-    points: tuple[list[float], list[float], list[float]] = ([], [], [])
-    sizes = []
+def _fits(records: Sequence[Record]) -> tuple[PowerLaw, PowerLaw]:
+    """Of the losses of all runs with shift, and of those without."""
+    sizes: list[float] = []
+    losses: tuple[list[float], list[float]] = ([], [])
     for runs in _by_size(records):
-        for one, other in zip(*runs.losses(), strict=True):
-            sizes.append(float(runs.size))
-            for each, value in zip(points, (one, other, one / other), strict=True):
-                each.append(value)
-    ours, theirs, ratio = (fit_power_law(sizes, each) for each in points)
-    return ours, theirs, ratio
+        sizes += [runs.size] * len(runs.ours)
+        for both, found in zip(losses, runs.losses(), strict=True):
+            both += found
+    ours, theirs = (fit_power_law(sizes, found) for found in losses)
+    return ours, theirs
 
 
-def _side(holds: bool, fails: bool) -> Direction:
-    """By where an interval lies."""
-    return "holds" if holds else "fails" if fails else "not shown"
+def _ratios_by_seed(records: Sequence[Record]) -> list[PowerLaw]:
+    """Of each seed, the law of its losses with shift over those without: its exponent is the difference of theirs."""
+    sizes = _by_size(records)
+    seeds = zip(*([one / other for one, other in zip(*runs.losses(), strict=True)] for runs in sizes), strict=True)
+    return [fit_power_law([runs.size for runs in sizes], ratios) for ratios in seeds]
+
+
+def _over_seeds(values: Sequence[float]) -> str:
+    mean, interval = statistics.fmean(values), difference_interval(values)
+    return f"{mean:.4g} ({len(values)} seeds)" if interval is None else str(Interval(mean, *interval))
 
 
 def _scaling(records: Sequence[Record]) -> list[Claim]:
     each = [claim.direction for claim in _at_each_size(records)]
     together: Direction = "fails" if "fails" in each else "holds" if set(each) == {"holds"} else "not shown"
-    ours, theirs, ratio = _fits(records)
+    ours, theirs = _fits(records)
     sizes = _by_size(records)
     beyond = 10 * sizes[-1].size
-    at = ratio.at(beyond)
-    means = f"{ours.at(beyond)} nats against {theirs.at(beyond)}"
+    ratios = _ratios_by_seed(records)
+    steeper, at = [law.exponent.value for law in ratios], [law.at(beyond).value for law in ratios]
     claims = [
         Claim(
             statement="KV-shift has a lower loss than vanilla at every size",
@@ -186,17 +193,19 @@ def _scaling(records: Sequence[Record]) -> list[Claim]:
         Claim(
             statement="L(N) = (N_c / N)^a falls faster with KV-shift",
             paper="it gives no exponents",
-            ours=f"a is {ours.exponent} with and {theirs.exponent} without; the difference {ratio.exponent}",
-            direction=_side(ratio.exponent.low > 0, ratio.exponent.high < 0),
-            size=f"N_c {ours.critical_size:.3g} and {theirs.critical_size:.3g}; of pairs of runs, by the bootstrap",
+            ours=f"the exponents differ by {_over_seeds(steeper)}",
+            direction=higher(steeper, [0.0] * len(steeper)),
+            size=f"a is {ours.exponent} with and {theirs.exponent} without, N_c {ours.critical_size:.3g} and "
+            f"{theirs.critical_size:.3g}: of all runs, by the bootstrap",
             own=True,
         ),
         Claim(
             statement="Extrapolated to ten times the largest size, KV-shift still has the lower loss",
             paper="it does not extrapolate",
-            ours=f"the ratio of the losses is {at}",
-            direction=_side(at.high < 1, at.low > 1),
-            size=f"at {beyond:,} parameters {means}, if the power law holds so far",
+            ours=f"the ratio of the losses is {_over_seeds(at)}",
+            direction=higher([1.0] * len(at), at),
+            size=f"at {beyond:,} parameters {ours.at(beyond)} nats against {theirs.at(beyond)}, of all runs by the "
+            "bootstrap, if the power law holds so far",
             own=True,
         ),
     ]
@@ -241,7 +250,7 @@ def _plot_scaling(records: Sequence[Record]) -> Figure:
     sizes, colors = _by_size(records), colors_of(VARIANTS[variant].label for variant in PAIR)
     first, last = sizes[0].size, 10 * sizes[-1].size
     grid = [first * (last / first) ** (step / 40) for step in range(41)]
-    for number, (variant, fit) in enumerate(zip(PAIR, _fits(records), strict=False)):
+    for number, (variant, fit) in enumerate(zip(PAIR, _fits(records), strict=True)):
         label = VARIANTS[variant].label
         at = [fit.at(size) for size in grid]
         left.plot(grid, [each.value for each in at], color=colors[label], label=label)
