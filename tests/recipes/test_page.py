@@ -34,7 +34,11 @@ def curve(*accuracy: float) -> dict[str, list[float]]:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two seeds of Figure 1a, in a file of its own: what a study asks for before it is shown is tested there."""
     monkeypatch.chdir(tmp_path)
+    recipe = find_recipe("fig01a")
+    alone = replace(recipe, entry=replace(recipe.entry, study=None))
+    monkeypatch.setattr(page, "find_recipe", lambda name: alone if name == "fig01a" else find_recipe(name))
     records = [
         made_up(label, seed, curve=curve(*accuracy, end), options=OPTIONS, processor_seconds=90.0)
         for label, accuracy in {
@@ -118,7 +122,7 @@ def test_rates_that_follow_from_the_size_are_one_for_each(results: Path) -> None
 
 
 def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = find_recipe("fig01a")
+    recipe = page.find_recipe("fig01a")
     first, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))
     changed = replace(recipe, claims=lambda records: [replace(first, own=True), *others])
     monkeypatch.setattr(page, "find_recipe", lambda name: changed)
