@@ -196,9 +196,8 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
             losses = ", ".join(_last_loss(record) for record in by_rate.get(rate, []))
             cells.append(f"**{losses}**" if rate == best[variant] else losses)
         rows.append((variant, *cells))
-    steps, seeds = (
-        sorted({*numbers}) for numbers in zip(*((r.options["steps"], r.seed) for r in records), strict=True)
-    )
+    steps = " or ".join(f"{number:,}" for number in sorted({record.options["steps"] for record in records}))
+    seeds = ", ".join(str(seed) for seed in sorted({record.seed for record in records}))
     ends = [f"{variant} ({best[variant]:.2g})" for variant in variants if best[variant] in (rates[0], rates[-1])]
     beyond = f"\n\nAt an end of the grid, so that a better one may lie beyond: {'; '.join(ends)}." if ends else ""
     return (
