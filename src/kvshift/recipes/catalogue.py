@@ -86,7 +86,8 @@ _ZOOLOGY = Grid(rates=(1e-4, 10 ** (-10 / 3), 10 ** (-8 / 3), 1e-2), seeds=(1000
 
 _BY_TWO = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 _BY_THREE = (3e-4, 1e-3, 3e-3, 1e-2)
-_INDUCTION = Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,), steps=1500)
+_TO_16 = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+_INDUCTION = Grid(rates=_TO_16, seeds=(1000,), steps=1500)
 _GRAMMAR = Grid(rates=(1.5e-3, 3e-3, 6e-3, 1.2e-2), seeds=(1000,))
 
 _TABLES = {
@@ -125,7 +126,7 @@ _ENTRIES = (
         title="one layer learns induction",
         presets={
             "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
-            "laptop": Preset(seeds=5, cost="an hour on two cores", grid=_INDUCTION),
+            "laptop": Preset(seeds=5, cost="100 minutes on two cores", grid=_INDUCTION),
             "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
         },
         study="induction",
@@ -219,11 +220,7 @@ _ENTRIES = (
         title="whether the gain survives depth",
         presets={
             "smoke": Preset(seeds=1, cost="20 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))),
-            "laptop": Preset(
-                seeds=5,
-                cost="an hour on two cores",
-                grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,)),
-            ),
+            "laptop": Preset(seeds=5, cost="an hour on two cores", grid=Grid(rates=_TO_16, seeds=(1000,))),
             "paper": Preset(
                 seeds=3,
                 cost="hours on one GPU; not measured",
@@ -321,9 +318,7 @@ _ENTRIES = (
                 "smoke": Preset(
                     seeds=1, cost=f"{smoke} seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))
                 ),
-                "laptop": Preset(
-                    seeds=3, cost=laptop, grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,))
-                ),
+                "laptop": Preset(seeds=3, cost=laptop, grid=Grid(rates=_TO_16, seeds=(1000,))),
                 "paper": Preset(seeds=1, cost=f"{runs} on many GPUs; not measured"),
             },
             study="scaling",

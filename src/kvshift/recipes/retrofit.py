@@ -121,8 +121,8 @@ class RetrofitJob(TextJob):
     def tuning(self, rate: float, *, steps: int | None = None) -> Self:
         """See `RunJob`; what chooses a rate is shorter, and is measured on its own sequences alone."""
         job = super().tuning(rate, steps=steps)
-        steps = max(1, job.config.steps // TUNING)
-        return replace(job, held_out=None, config=replace(job.config, steps=steps, eval_every=steps))
+        shorter = max(1, job.config.steps // TUNING)
+        return replace(job, held_out=None, config=replace(job.config, steps=shorter, eval_every=shorter))
 
     def is_finished(self, out: Path) -> bool:
         """Raises a LabError at once where the model or the text is not on this machine."""
