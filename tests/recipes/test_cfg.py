@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from kvshift.lab.tasks import CFG3F, CFG3S
-from kvshift.lab.training.task_training import task_of
-from kvshift.lab.training.train_config import to_json
+from kvshift.lab.tasks import CFG3F, CFG3S, CFGTask
+from kvshift.lab.tasks.streams import evaluation_batches
+from kvshift.lab.training.task_training import task_of, task_options
 from kvshift.recipes import cfg
 from kvshift.recipes.recipe import Record
 
@@ -36,7 +37,7 @@ def records(
                     label,
                     seed,
                     curve=STEPS,
-                    options={"task": {"name": "cfg", **to_json(cfg.SMOKE.task)}, "steps": 20},
+                    options=task_options(cfg.SMOKE),
                     answers=answers,
                     evaluation={"loss": loss[which][seed % len(loss[which])]},
                 )
@@ -113,9 +114,9 @@ def test_a_claim_states_both_shares_and_their_difference():
     ("excess", "direction"),
     [([0.01, 0.02, 0.015], "holds"), ([0.3, 0.31, 0.29], "fails"), ([0.01, 0.09, 0.05], "not shown")],
 )
-def test_whether_a_model_is_near_the_entropy_of_the_grammar(excess: list[float], direction: str):
+def test_whether_a_model_is_near_the_least_possible_loss(excess: list[float], direction: str):
     equal = ([0.3] * 3, [0.3] * 3)
-    floor = cfg._floor(records(equal)).mean
+    floor = cfg._floor(records(equal))
     losses = [floor + above for above in excess]
     shifted, vanilla = RECIPE.claims(records(equal, equal, (losses, [floor + 0.01, floor + 0.011, floor + 0.012])))[3:]
     assert (shifted.direction, vanilla.direction) == (direction, "holds")
@@ -124,7 +125,7 @@ def test_whether_a_model_is_near_the_entropy_of_the_grammar(excess: list[float],
 
 def test_the_figure_shows_both_models_and_the_floor():
     left, right = RECIPE.plot(records(([0.5, 0.6], [0.5, 0.4]))).axes
-    assert left.get_legend_handles_labels()[1] == ["KV-shift", "vanilla", "entropy of the stream"]
+    assert left.get_legend_handles_labels()[1] == ["KV-shift", "vanilla", "least possible"]
     assert right.get_legend_handles_labels()[1] == ["KV-shift", "vanilla"]
     assert [len(line.get_xdata()) for line in left.lines[:8]] == [2, 1] * 4  # each with a dot at its end
     assert len(right.containers) == 8  # two models, two seeds, two kinds of questions
@@ -141,3 +142,20 @@ def test_a_run_of_smoke(tmp_path: Path):
     other = replace(given, label="vanilla")
     assert [claim.direction for claim in RECIPE.claims([given, other])] == ["not shown"] * 5
     assert task_of(given.options).config == cfg.SMOKE.task
+
+
+def test_the_floor_is_that_of_the_sequences_a_run_is_evaluated_on(tmp_path: Path):
+    """Whose labels it counts by slice; of batches of different size."""
+    job = RECIPE.jobs("smoke", [3])[0]
+    job = replace(job, config=replace(job.config, eval_rows=11))
+    job.run(tmp_path)
+    record = job.record(tmp_path)
+    task = CFGTask(cfg.SMOKE.task)
+    batches = evaluation_batches(task, 11, 8, seed=0)
+    ids = torch.cat([batch.input_ids for batch in batches])
+    counts = {
+        name: sum(int((batch.slices == at).sum()) for batch in batches) for at, name in enumerate(task.slice_names)
+    }
+    assert record["result"]["evaluation"]["answers"] == counts
+    floor = cfg._floor([Record(label="KV-shift", seed=3, **record)])
+    assert floor == pytest.approx(-float(task.grammar.window_log_probability(ids)[:, 1:].mean()), rel=1e-12)

@@ -262,15 +262,71 @@ def test_an_answer_may_be_as_long_as_the_longest_sentence_and_its_end(grammar: C
         assert task.judge(question, cut_off) == {question.truth: False}
 
 
+def windows(grammar: CFGGrammar, length: int) -> dict[tuple[int, ...], float]:
+    """Each window of the endless stream with its probability: each sentence, each place to begin, all that follows."""
+    sentences = {(cfg.BOS, *sentence): chance for sentence, chance in written_out(grammar).items()}
+    tokens = sum(len(sentence) * chance for sentence, chance in sentences.items())
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    ahead = Counter[tuple[int, ...]]()
+    for sentence, chance in sentences.items():
+        for first in range(len(sentence)):
+            ahead[sentence[first:]] += chance / tokens
+    while ahead:
+        text, weight = ahead.popitem()
+        if len(text) >= length:
+            found[text[:length]] += weight
+            continue
+        for sentence, chance in sentences.items():
+            ahead[(text + sentence)[:length]] += weight * chance
+    assert sum(found.values()) == pytest.approx(1, abs=1e-12)
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
 @pytest.mark.parametrize("grammar", TINY.values(), ids=TINY)
-def test_the_floor_of_the_loss_is_the_entropy_per_token(grammar: CFGGrammar):
-    task = CFGTask(CFGConfig(grammar=grammar, prefix=1))
-    entropy = -sum(chance * math.log(chance) for chance in written_out(grammar).values())
-    floor = task.loss_floor(seeded(12), 800)
-    assert floor.n == 800
-    assert floor.stderr is not None
-    assert 0 < floor.stderr < 0.01
-    assert abs(floor.mean - entropy / (grammar.lengths.mean + 1)) < 3 * floor.stderr
+def test_how_probable_each_token_of_a_window_is(grammar: CFGGrammar, length: int):
+    """Of all texts of that length, those that are no window of a stream included."""
+    probable = windows(grammar, length)
+    texts = list(itertools.product(range(grammar.vocab_size), repeat=length))
+    found = grammar.window_log_probability(torch.tensor(texts))
+    assert found.shape == (len(texts), length)
+    assert not found.isnan().any()
+    for text, row in zip(texts, found, strict=True):
+        assert math.exp(row.sum()) == pytest.approx(probable.get(text, 0), rel=1e-12, abs=0)
+    shorter = {text[:-1]: row[:-1] for text, row in zip(texts, found, strict=True)}
+    for text, row in zip(texts, found, strict=True):  # what comes later changes nothing
+        assert torch.equal(row[:-1], shorter[text[:-1]])
+    assert length == 1 or (found == -math.inf).any()
+
+
+@pytest.mark.parametrize("grammar", TINY.values(), ids=TINY)
+def test_the_floor_of_the_loss_by_all_windows(grammar: CFGGrammar):
+    probable, first = windows(grammar, 6), windows(grammar, 1)
+    task = CFGTask(CFGConfig(grammar=grammar, length=6, prefix=1))
+    batch = task.batch(seeded(12), 40)
+    least = [math.log(first[text[:1]] / probable[text]) for text in map(tuple, batch.input_ids.tolist())]
+    assert task.loss_floor(batch) == pytest.approx(sum(least) / (40 * 5), rel=1e-12)
+
+
+@pytest.mark.parametrize("grammar", [*TINY.values(), CFG3S], ids=[*TINY, "cfg3s"])
+def test_the_floor_falls_to_the_entropy_of_the_stream(grammar: CFGGrammar):
+    """In a window without an end; in a short one it is higher, for a cut sentence's beginning is not known."""
+    drawn = grammar.sentences(seeded(13), 4000)
+    each = torch.tensor([-grammar.log_probability(sentence) for sentence in drawn], dtype=torch.float64)
+    entropy = float(each.mean()) / (grammar.lengths.mean + 1)
+    short, long = (CFGTask(CFGConfig(grammar=grammar, length=length, prefix=1)) for length in (6, 5000))
+    assert long.loss_floor(long.batch(seeded(14), 8)) == pytest.approx(entropy, rel=0.02)
+    assert short.loss_floor(short.batch(seeded(14), 2000)) > 1.05 * entropy
+
+
+def test_the_chain_of_a_large_grammar():
+    """Its tokens are those of the law of lengths, its stream's mean sentence too."""
+    chain, lengths = CFG3F.chain, CFG3F.lengths
+    np.testing.assert_allclose(chain.following.sum(axis=1), 1, rtol=1e-12)
+    np.testing.assert_allclose(chain.stationary @ chain.following, chain.stationary, rtol=0, atol=1e-15)
+    shares = np.bincount(chain.token, weights=chain.stationary)
+    expected = np.array([1, *lengths.token_at.sum(axis=1)[1:]]) / (lengths.mean + 1)
+    np.testing.assert_allclose(shares, expected, rtol=1e-11)
 
 
 def test_a_config_goes_through_json():

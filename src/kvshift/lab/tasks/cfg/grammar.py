@@ -1,8 +1,9 @@
-"""Context-free grammars with finitely many sentences: drawing, parsing, and the law of lengths.
+"""Context-free grammars with finitely many sentences: drawing, parsing, the law of lengths, and of a window.
 
 Source: Allen-Zhu and Li, "Physics of Language Models: Part 1" (2023), whose cfg3f is here.
 
-Shapes: S sentences, M symbols in a stream, R rules, W longest rule, V tokens, N longest sentence, n of one sentence.
+Shapes: M symbols in a stream, R rules, W longest rule, V tokens, N longest sentence, n of one sentence, S states of the
+chain, B windows of T tokens.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,7 +24,10 @@ from torch import Tensor
 
 from kvshift.lab.errors import LabError
 
-__all__ = ["BOS", "CFG3F", "CFG3S", "CFGGrammar", "Lengths"]
+if TYPE_CHECKING:  # takes a quarter of a second to import
+    from scipy.sparse import csr_array
+
+__all__ = ["BOS", "CFG3F", "CFG3S", "CFGGrammar", "Chain", "Lengths"]
 
 BOS = 0  # the token before each sentence; no rule writes it
 
@@ -56,6 +62,24 @@ class Lengths:
     def mean(self) -> float:
         """Expected length."""
         return float(self.probability @ np.arange(len(self.probability)))
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """The endless stream of sentences as a Markov chain, exactly.
+
+    A state is a token and what is still to be written of its sentence. There are finitely many, as no symbol comes
+    back in what it becomes.
+
+    Attributes:
+        token: (S,), of each state.
+        following: (S, S), probability of the state at the next token.
+        stationary: (S,), probability of each state at a uniformly random token of the stream.
+    """
+
+    token: np.ndarray
+    following: csr_array
+    stationary: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +244,65 @@ class CFGGrammar:
             ) / len(sides)
         probability = chart[self.root][0, n]
         return math.log(probability) if probability else -math.inf
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The stream as a Markov chain, by leftmost derivation.
+
+        A state is a token and the symbols still to be rewritten after it, such as (1, 5, 4); BOS has the root after it.
+        """
+        from scipy.sparse import csr_array
+
+        rules = self.rules_of
+        start: Rule = (BOS, self.root)
+        numbers: dict[Rule, int] = {start: 0}
+        ahead: list[Rule] = [start]
+        edges: dict[tuple[int, int], float] = defaultdict(float)
+        while ahead:
+            state = ahead.pop()
+            unfolding = [(state[1:] or start, 1.0)]
+            while unfolding:
+                (first, *rest), chance = unfolding.pop()
+                if first in rules:
+                    sides = rules[first]
+                    unfolding += [((*side, *rest), chance / len(sides)) for side in sides]
+                    continue
+                reached = (first, *rest)
+                if reached not in numbers:
+                    numbers[reached] = len(numbers)
+                    ahead.append(reached)
+                edges[numbers[state], numbers[reached]] += chance
+        at = tuple(np.array(list(edges)).T)
+        matrix = csr_array((np.array(list(edges.values())), at), shape=(len(numbers), len(numbers)))
+
+        here = np.eye(1, len(numbers))[0]  # where a sentence is, token by token from BOS on, until it has ended
+        visits = np.zeros_like(here)
+        while here.any():
+            visits += here
+            here = here @ matrix
+            here[0] = 0
+        return Chain(np.array([state[0] for state in numbers]), matrix, visits / visits.sum())
+
+    def window_log_probability(self, tokens: Tensor) -> Tensor:
+        """log P(token | those before it in its window), in nats: (B, T) float64, of windows (B, T) int64.
+
+        A window begins at a uniformly random token of the endless stream, and what stands before it is not known. The
+        forward algorithm on the `chain`, with b_t(s) = P(state s at t | tokens before t), from b_0 stationary:
+
+            P(x_t | x_0 ... x_{t-1}) = sum of b_t(s) over the states s of token x_t
+            b_{t+1} = (b_t, of these states alone, over that sum) @ following
+
+        -inf where a window can no more be one of the stream.
+        """
+        chain = self.chain
+        belief_BS = np.tile(chain.stationary, (len(tokens), 1))
+        found_BT = np.empty(tokens.shape)
+        for at, token_B in enumerate(tokens.numpy().T):
+            joint_BS = belief_BS * (chain.token == token_B[:, None])
+            found_BT[:, at] = joint_BS.sum(axis=1)
+            possible_B = found_BT[:, at] > 0
+            belief_BS = joint_BS / np.where(possible_B, found_BT[:, at], 1)[:, None] @ chain.following
+        return torch.from_numpy(found_BT).log()
 
     def parses(self, tokens: Tensor) -> bool:
         """Whether tokens (n,) are a sentence."""

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshift.lab.analysis.statistics import Estimate, paired_difference
 from kvshift.lab.errors import LabError
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.cfg.grammar import BOS, CFG3F, CFGGrammar
@@ -117,18 +116,14 @@ class CFGTask:
         """Whether prompt and answer together are a sentence, by the name of the kind of question."""
         return {question.truth: self.grammar.parses(torch.cat([question.prompt[1:], answer.cpu()]))}
 
-    def loss_floor(self, generator: torch.Generator, sentences: int) -> Estimate:
-        """Entropy of the stream, in nats per token, by Monte Carlo: no model's expected loss is below it.
+    def loss_floor(self, batch: Batch) -> float:
+        """The least loss that can be expected on these sequences, in nats per label.
 
-            E[-log P(sentence)] / E[length + 1]
-
-        That is what is left to a model that knows the grammar and all of the stream before a token. In a sequence it
-        knows less, so that the best loss there is somewhat higher.
+        It is that of a model which knows the grammar, and of each sequence what stands before a label: the mean of
+        -log P(label | tokens before it in its sequence), exactly. The entropy of the stream per token is lower, because
+        it lets a model see how the sentence began that the sequence cuts.
         """
-        drawn = self.grammar.sentences(generator, sentences)
-        tokens = [len(sentence) + 1 for sentence in drawn]
-        each = [-self.grammar.log_probability(one) / count for one, count in zip(drawn, tokens, strict=True)]
-        return paired_difference(each, [0.0] * sentences, tokens)
+        return -float(self.grammar.window_log_probability(batch.input_ids)[:, 1:].mean())
 
     def _rest_of_a_sentence(self, generator: torch.Generator) -> np.ndarray:
         """A token drawn uniformly from an endless stream, and what follows it up to the end of its sentence.
