@@ -199,7 +199,7 @@ _ENTRIES = (
         presets={
             "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
             "laptop": Preset(seeds=3, cost="20 minutes on two cores", grid=_GRAMMAR),
-            "long": Preset(seeds=3, cost="2.5 hours on two cores", grid=Grid(rates=(3e-3, 1.2e-2), seeds=(1000,))),
+            "long": Preset(seeds=3, cost="two hours on two cores", grid=Grid(rates=(3e-3, 1.2e-2), seeds=(1000,))),
             "paper": Preset(seeds=3, cost="days on one GPU; not measured"),
         },
     ),
