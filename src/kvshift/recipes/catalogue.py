@@ -209,7 +209,7 @@ _ENTRIES = (
         presets={
             "smoke": Preset(seeds=1, cost="20 seconds on two cores"),
             "laptop": Preset(
-                seeds=5, cost="two hours on two cores, half an hour of which fig01a shares", grid=_INDUCTION
+                seeds=5, cost="an hour and a half on two cores, a third of which fig01a shares", grid=_INDUCTION
             ),
             "paper": Preset(seeds=3, cost="a day on one GPU; not measured"),
         },
