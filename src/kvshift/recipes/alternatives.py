@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,9 @@ def plot(records: Sequence[Record]) -> Figure:
         runs = {model_label(*model): models[_label(model, reading)] for model in MODELS}
         curves = {label: accuracy_curves(seeds, SCORED) for label, seeds in runs.items()}
         chance = task_of(next(iter(runs["KV-shift, 1 layer"].values())).options).chance[SCORED]
-        draw_accuracy(axes, curves, title=reading.words, ylabel="accuracy at the first repeat", chance=chance)
+        draw_accuracy(
+            axes, curves, title=textwrap.fill(reading.words, 28), ylabel="accuracy at the first repeat", chance=chance
+        )
     legend_below(figure)
     return figure
 
