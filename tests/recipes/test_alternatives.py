@@ -92,5 +92,4 @@ def test_the_figure_has_a_panel_for_each_reading():
     assert [" ".join(axes.get_title().split()) for axes in panels] == [reading.words for reading in READINGS]
     for axes in panels:
         assert axes.title.get_window_extent().x1 <= figure.bbox.x1
-    for axes in panels:
         assert axes.get_legend_handles_labels()[1] == ["vanilla, 2 layers", "KV-shift, 1 layer", "chance"]
