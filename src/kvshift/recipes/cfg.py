@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +12,7 @@ from kvshift.lab.analysis.accuracy import draw_chance, draw_curves, draw_shares
 from kvshift.lab.analysis.panels import legend_below
 from kvshift.lab.analysis.statistics import t_interval, verdict
 from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
-from kvshift.lab.tasks.streams import evaluation_batches
-from kvshift.lab.training.task_training import TaskTrainConfig, task_of
+from kvshift.lab.training.task_training import TaskTrainConfig, evaluation_of, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher, percent, points, within
@@ -172,16 +170,8 @@ def plot(records: Sequence[Record]) -> Figure:
 
 def _floor(records: Sequence[Record]) -> float:
     """The least loss that can be expected on the sequences of the evaluation, in nats per token."""
-    options = records[0].options
-    task = task_of(options)
+    task, batches = task_of(records[0].options), evaluation_of(records[0].options)
     assert isinstance(task, CFGTask)
-    return _floor_of(task.config, options["eval_rows"], options["eval_batch_size"] or options["batch_size"])
-
-
-@functools.cache  # takes minutes in the paper's preset, and is asked for by claims and by the figure
-def _floor_of(config: CFGConfig, rows: int, batch_size: int) -> float:
-    task = CFGTask(config)
-    batches = evaluation_batches(task, rows, batch_size, seed=0)
     return statistics.fmean(map(task.loss_floor, batches), weights=[len(batch.input_ids) for batch in batches])
 
 

@@ -220,7 +220,7 @@ def test_early_stopping_counts_consecutive_evaluations() -> None:
         ({"final_eval_rows": 0}, "final_eval_rows must be 1 or more, or None, got 0"),
         ({"questions": 3}, "questions is 3, but the task induction asks none; expected 0"),
         ({"questions": -1}, "questions must be 0 or more, got -1"),
-        ({"eval_rows": None}, "eval_rows must be a number for the task induction"),
+        ({"eval_rows": None}, "eval_rows must be a number for a task whose sequences have no end; got None"),
         ({"device": "cuda"}, "device is cuda, but PyTorch sees no GPU"),
     ],
     ids=lambda value: next(iter(value)) + str(next(iter(value.values()))) if isinstance(value, dict) else "",

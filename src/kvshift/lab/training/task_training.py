@@ -56,7 +56,7 @@ from kvshift.lab.variants.building import build_model, count_parameters, describ
 from kvshift.lab.variants.by_name import settled
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 
-__all__ = ["TaskTrainConfig", "task_of", "task_options", "train_task"]
+__all__ = ["TaskTrainConfig", "evaluation_of", "task_of", "task_options", "train_task"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class TaskTrainConfig(RunConfig):
     final_eval_rows: int | None = None
     """Sequences of the evaluation that goes into the result; None: those of the last evaluation."""
     eval_batch_size: int | None = None
-    """Sequences scored at a time; None: batch_size."""
+    """Sequences scored at a time, and questions asked; None: batch_size."""
     dropout_at_eval: bool = False
     """Leave dropout on in evaluations."""
     questions: int = 0
@@ -128,6 +128,13 @@ def task_of(options: Mapping[str, Any]) -> Task:
     return make_task(from_json(config_class(values.pop("name")), values))
 
 
+def evaluation_of(options: Mapping[str, Any]) -> list[Batch]:
+    """The sequences that a run is evaluated on, from what `task_options` wrote of it."""
+    return _evaluation_batches(
+        task_of(options), options["eval_rows"], options["eval_batch_size"] or options["batch_size"]
+    )
+
+
 def train_task(config: TaskTrainConfig) -> dict[str, Any]:
     """Train, or resume where the same call was interrupted; a finished run is left as it is.
 
@@ -156,6 +163,7 @@ def train_task(config: TaskTrainConfig) -> dict[str, Any]:
 def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     cpu_time = time.process_time()
     task = make_task(config.task)
+    at_a_time = config.eval_batch_size or config.batch_size
     if config.questions and not isinstance(task, QuestionTask):
         raise LabError(f"questions is {config.questions}, but the task {task_name(config.task)} asks none; expected 0")
     size = describe(config.model, vocab_size=task.vocab_size, length=task.length)
@@ -182,7 +190,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
         processes,
         task=task,
         train=batches,
-        evaluation=_evaluation_batches(task, config, config.eval_rows),
+        evaluation=_evaluation_batches(task, config.eval_rows, at_a_time),
         dropout_at_eval=config.dropout_at_eval,
     )
     tokens = config.accumulation * config.batch_size * task.length
@@ -200,15 +208,14 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
 
     scores = trainer.scores
     if config.final_eval_rows is not None:
-        batches = _evaluation_batches(task, config, config.final_eval_rows)
+        batches = _evaluation_batches(task, config.final_eval_rows, at_a_time)
         batches = counted(batches, "last evaluation", "batches", shown=config.progress)
         device = trainer.args.device
         scores = score(model, batches, task.slice_names, device, dropout=config.dropout_at_eval)
     answers = {}
     if isinstance(task, QuestionTask) and config.questions:
         model.eval()
-        size = config.eval_batch_size or config.batch_size
-        answers = ask(model, task, config.questions, seed=0, batch_size=size, shown=config.progress)
+        answers = ask(model, task, config.questions, seed=0, batch_size=at_a_time, shown=config.progress)
     save_model(trainer, folder, processes)
     recorded = folder.read(folder.config) or {}
     write_json(
@@ -228,12 +235,10 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
     )
 
 
-def _evaluation_batches(task: Task, config: TaskTrainConfig, rows: int | None) -> list[Batch]:
+def _evaluation_batches(task: Task, rows: int | None, batch_size: int) -> list[Batch]:
     """The first `rows` evaluation sequences, always the same ones; of a task that has an end, all there are."""
     if isinstance(task, WholeTask):
         return [task.whole_table()]
     if rows is None:
-        raise LabError(
-            f"eval_rows must be a number for the task {task_name(config.task)}, whose sequences have no end; got None"
-        )
-    return evaluation_batches(task, rows, config.eval_batch_size or config.batch_size, seed=0)
+        raise LabError("eval_rows must be a number for a task whose sequences have no end; got None")
+    return evaluation_batches(task, rows, batch_size, seed=0)
