@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvshift.lab.analysis.learning import Reach
 from kvshift.lab.analysis.statistics import verdict
-from kvshift.recipes.claims import higher, percent, points, reached, within
+from kvshift.recipes.claims import higher, percent, points, reached, times, within
 
 pytestmark = pytest.mark.no_models
 
@@ -84,3 +86,17 @@ def test_points():
     assert points([0.25], [0.5]) == "-25.0 points (1 seed)"
     assert points([1.0, 1.0], [1.0, 1.0]) == "no difference in any of 2 seeds"
     assert points([0.75, 0.75], [0.5, 0.5]) == "+25.0 points in each of 2 seeds, which gives no interval"
+
+
+def test_no_end_of_an_interval_reads_as_0_that_is_not():
+    """By hand, of two seeds: half the interval is 12.7062 times half of what they differ by."""
+    assert points([0.0100, 0.0117], [0.0, 0.0]) == "+1.085 points (95 % interval +0.005 to +2.165)"
+    assert points([0.0100, 0.0112], [0.0, 0.0]) == "+1.1 points (95 % interval +0.3 to +1.8)"
+
+
+def test_times():
+    ours, theirs = ([math.log(value) for value in values] for values in ([3.0, 5.0, 4.0], [2.0, 2.0, 2.0]))
+    assert times(ours, theirs) == "times 1.96 (95 % interval 1.04 to 3.70)"
+    assert times(ours[:1], theirs[:1]) == "times 1.50 (1 seed)"
+    assert times(ours[:1] * 2, theirs[:2]) == "times 1.50 in each of 2 seeds, which gives no interval"
+    assert times(theirs, theirs) == "times 1.00 (95 % interval 1.00 to 1.00)"

@@ -15,7 +15,7 @@ from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.recipes import fig01a
 from kvshift.recipes.catalogue import CATALOGUE
-from kvshift.recipes.claims import Claim, at_most, within
+from kvshift.recipes.claims import Claim, at_most, times, within
 from kvshift.recipes.fig01 import LAST, SCORED
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import model_label, sized
@@ -105,8 +105,7 @@ def _change(reading: Reading, theirs: list[float] | None, ours: list[float] | No
     if theirs is None or ours is None:
         said = f"no ratio: by {'this reading' if theirs is None else 'ours'} some run has not reached {100 * LEVEL:g} %"
     else:
-        changes = (math.exp(one - other) for one, other in zip(theirs, ours, strict=True))
-        said = f"times {', '.join(f'{change:.2f}' for change in changes)}, by seed"
+        said = times(theirs, ours)
     return Claim(
         statement=f"{_said(reading)}: the ratio of steps changes by less than a factor of {FACTOR:g}",
         paper="it leaves this open",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ __all__ = [
     "points",
     "reached",
     "sooner",
+    "times",
     "within",
 ]
 
@@ -133,18 +135,35 @@ def percent(values: Sequence[float], digits: int = 1) -> str:
 
 
 def points(ours: Sequence[float], theirs: Sequence[float], digits: int = 1) -> str:
-    """The difference of shares in points of a hundred, paired by seed, with its interval."""
+    """The difference of shares in points of a hundred, paired by seed, with its interval.
+
+    Digits are added where an end of the interval would read 0 that is not.
+    """
     differences = _differences(ours, theirs)
-    mean = f"{100 * statistics.fmean(differences):+.{digits}f} points"
-    if len(differences) == 1:
-        return f"{mean} (1 seed)"
-    if not any(differences):
+    if not any(differences) and len(differences) > 1:
         return f"no difference in any of {len(differences)} seeds"
     interval = difference_interval(differences)
-    if interval is None:
-        return f"{mean} in each of {len(differences)} seeds, which gives no interval"
-    low, high = (100 * end for end in interval)
-    return f"{mean} (95 % interval {low:+.{digits}f} to {high:+.{digits}f})"
+    low, high = (100 * end for end in interval or (0, 0))
+    while any(end != 0 and round(end, digits) == 0 for end in (low, high)):
+        digits += 1
+    ends = interval and f"{low:+.{digits}f} to {high:+.{digits}f}"
+    return _with_ends(f"{100 * statistics.fmean(differences):+.{digits}f} points", len(differences), ends)
+
+
+def times(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """The ratio of numbers whose logarithms are given, paired by seed: the geometric mean, with its interval."""
+    logs = _differences(ours, theirs)
+    interval = difference_interval(logs)
+    ends = interval and " to ".join(f"{math.exp(end):.2f}" for end in interval)
+    return _with_ends(f"times {math.exp(statistics.fmean(logs)):.2f}", len(logs), ends)
+
+
+def _with_ends(mean: str, seeds: int, ends: str | None) -> str:
+    if seeds == 1:
+        return f"{mean} (1 seed)"
+    if ends is None:
+        return f"{mean} in each of {seeds} seeds, which gives no interval"
+    return f"{mean} (95 % interval {ends})"
 
 
 def _differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
