@@ -187,7 +187,7 @@ _ENTRIES = (
         presets={
             "smoke": Preset(seeds=1, cost="15 seconds on two cores"),
             "laptop": Preset(seeds=3, cost="80 minutes on two cores", grid=Grid(rates=_BY_TWO, seeds=(1000,))),
-            "ye": Preset(seeds=3, cost="two hours on two cores", grid=Grid(rates=_BY_TWO, seeds=(1000,))),
+            "ye": Preset(seeds=3, cost="130 minutes on two cores", grid=Grid(rates=_BY_TWO, seeds=(1000,))),
             "paper": Preset(seeds=1, cost="4 runs of days each on one GPU; not measured"),
         },
     ),
