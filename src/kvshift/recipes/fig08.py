@@ -310,7 +310,7 @@ def _worth_a_layer(models: dict[str, dict[int, Record]], fewer: int, more: int) 
         paper="not asked",
         ours=_against(ours, theirs),
         direction=higher(theirs, ours),
-        size="mean over all k; asked after the runs had been seen",
+        size="mean over all k; asked after the laptop's runs had been seen",
         own=True,
     )
 
