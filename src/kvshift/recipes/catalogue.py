@@ -158,7 +158,9 @@ _ENTRIES = (
             "smoke": Preset(seeds=1, cost="20 seconds on two cores"),
             "laptop": Preset(seeds=5, cost="2 hours on two cores", grid=Grid(rates=_BY_TWO, seeds=(1000,))),
             "hops8": Preset(
-                seeds=3, cost="3 hours on two cores", grid=Grid(rates=(2e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,))
+                seeds=3,
+                cost="4 hours on two cores",
+                grid=Grid(rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2), seeds=(1000,)),
             ),
             "paper": Preset(seeds=3, cost="hours on one GPU; not measured"),
         },
