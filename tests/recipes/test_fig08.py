@@ -226,7 +226,7 @@ def test_what_nobody_errs_in_is_said_without_an_interval():
     both = found["With 3 layers, KV shift makes fewer errors over k = 1 ... 4"]
     assert both.ours == "at most 0.003 % in each of 3 seeds against 0.0 % in each of 3 seeds"
     assert both.direction == "not shown"
-    deeper = found["Each further layer makes fewer errors, with KV shift"].ours
+    deeper = found["Each greater depth makes fewer errors, with KV shift"].ours
     assert deeper.endswith("; at most 0.003 % in each of 3 seeds with 3")
     assert found["2 layers with KV shift make fewer errors than 3 without"].direction == "fails"
     assert "points" in found["With 2 layers, KV shift makes fewer errors over k = 1 ... 4"].ours
