@@ -52,7 +52,7 @@ def write_report(out: Path, seeds: Sequence[int], variants: Sequence[str] = PAIR
     """
     twins = [read_twins(out, seed, variants) for seed in seeds]
     samples = _read_if_there(out / "samples.json")
-    summary = summarize(twins, _step_time(out / "step_time.json", variants))
+    summary = summarize(twins, _read_if_there(out / "step_time.json"))
     rows = table(summary)
     _write(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     text = f"{as_markdown(rows)}\n\n{explanation(summary)}\n\nValidation loss: {verdicts(summary)}.\n"
@@ -88,16 +88,6 @@ def write_report(out: Path, seeds: Sequence[int], variants: Sequence[str] = PAIR
 def _description(seed: int, run: Run) -> dict[str, Any]:
     command = shlex.join(["kvshift", *run.environment["command"][1:]])
     return {"name": run.name, "seed": seed, "folder": str(run.folder.resolve()), "command": command}
-
-
-def _step_time(path: Path, variants: Sequence[str]) -> Any:
-    """As `kvshift.lab.compare.step_time` has it now; before there were more than two variants, it had one ratio."""
-    found = _read_if_there(path)
-    if found is None or "ratios" in found:
-        return found
-    ratio = {name: found.pop(name) for name in ("ratio", "low", "high")}
-    milliseconds = dict(zip(variants, found["milliseconds"].values(), strict=True))
-    return {**found, "milliseconds": milliseconds, "ratios": {variants[1]: ratio}}
 
 
 def _read_if_there(path: Path) -> Any:
