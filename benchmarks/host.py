@@ -38,6 +38,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 from kvshift.lab.runs.folder import environment
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.versions import CACHE
 
 LAYERS, PROMPT, TOKENS = 8, 7, 20
 SIZE = {
@@ -82,12 +83,12 @@ class Decoding:
         length = PROMPT + TOKENS + 3
         dynamic = self.kind == "dynamic"
         self.cache = DynamicCache(config=config) if dynamic else StaticCache(config=config, max_cache_len=length)
-        self.model(input_ids=self.token.expand(1, PROMPT), past_key_values=self.cache)
+        self.model(input_ids=self.token.expand(1, PROMPT), **{CACHE: self.cache})
         self.next()
 
     def next(self) -> None:
         """Decode a token."""
-        self.model(input_ids=self.token, past_key_values=self.cache)
+        self.model(input_ids=self.token, **{CACHE: self.cache})
 
 
 def functions_called(call: Callable[[], Any]) -> int:

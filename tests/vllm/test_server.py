@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.versions import CACHE
 
 from .server import SECONDS, Server, body, free_port, serve, stream
 
@@ -67,7 +68,7 @@ def continued(model: KVShiftLlamaForCausalLM, prompts: Tensor) -> tuple[Tensor, 
     """The greedy tokens after prompts of one length, and by how much each of them leads at least."""
     ids, cache, lead = prompts, None, torch.full((len(prompts),), float("inf"))
     for step in range(TOKENS):
-        output = model(input_ids=ids if step == 0 else ids[:, -1:], past_key_values=cache, use_cache=True)
+        output = model(input_ids=ids if step == 0 else ids[:, -1:], **{CACHE: cache}, use_cache=True)
         best = output.logits[:, -1].topk(2)
         cache, lead = output.past_key_values, torch.minimum(lead, best.values[:, 0] - best.values[:, 1])
         ids = torch.cat([ids, best.indices[:, :1]], dim=1)

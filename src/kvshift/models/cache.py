@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
@@ -18,8 +19,9 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from kvshift.models.cache_layers import KINDS, ShiftCacheLayer, with_shift
+from kvshift.models.cache_layers import KINDS, ShiftCacheLayer, StaticShiftCacheLayer, with_shift
 from kvshift.models.configuration import ShiftConfig
+from kvshift.models.versions import CACHE, NEWEST, OLDEST
 
 
 def adopt_cache(cache: Cache, config: ShiftConfig) -> None:
@@ -35,14 +37,14 @@ def adopt_cache(cache: Cache, config: ShiftConfig) -> None:
     """
     if not isinstance(cache, Cache):
         raise TypeError(
-            f"past_key_values must be a Cache of transformers or None, got {type(cache).__name__}; an empty one is "
+            f"{CACHE} must be a Cache of transformers or None, got {type(cache).__name__}; an empty one is "
             "DynamicCache(config=model.config)"
         )
     window = config.shift_window if config.shift_targets else 1
     refusal = _refusal(cache, config, window)
     if refusal is not None:
         if config.shift_targets:
-            raise ValueError(f"past_key_values {refusal}")
+            raise ValueError(f"{CACHE} {refusal}")
     elif not _is_adopted(cache):
         if not cache.layers:
             cache.layers.extend(DynamicCache(config=config).layers)
@@ -85,6 +87,44 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
         if type(layer) not in KINDS:
             return f"has a {type(layer).__name__}, which cannot carry raw keys and values"
     return None
+
+
+def token_count(cache: Cache | None) -> int | None:
+    """Tokens that the first layer of a cache holds, as an integer of the host; None where there is no such integer.
+
+    There is none without a cache, in a compiled call, which would be traced anew for every number, and in a static
+    layer of transformers, whose count is on the device.
+    """
+    return None if cache is None or torch.compiler.is_compiling() else _tokens_in(cache.layers[0])
+
+
+def require_growth(model: Any, cache: Cache | None, before: int | None, fed: int) -> None:
+    """Raise a RuntimeError unless a forward pass has put its tokens into every layer of the cache.
+
+    Args:
+        model: a decoder. In training with gradient checkpointing, transformers gives its layers no cache; one that was
+            empty stays so, and whole sequences are fed.
+        cache: after the pass.
+        before: `token_count` before it; None: nothing is required.
+        fed: tokens of the pass.
+    """
+    if before is None:
+        return
+    for i, layer in enumerate(cache.layers):  # type: ignore[union-attr]  # None has no count
+        found = _tokens_in(layer)
+        if found != before + fed and not (found == before == 0 and model.training and model.gradient_checkpointing):
+            raise RuntimeError(
+                f"{CACHE} held {before} tokens, {fed} were fed to {type(model).__name__}, and layer {i} holds {found} "
+                "now: what comes next would be wrong. Something kept the cache from the attention, or does not store "
+                f"what it is given; kvshift is tested with transformers {OLDEST} to {NEWEST}, this is "
+                f"{transformers.__version__}"
+            )
+
+
+def _tokens_in(layer: Any) -> int | None:
+    if isinstance(layer, StaticShiftCacheLayer):
+        return layer.tokens_fed
+    return None if isinstance(layer, StaticLayer) else layer.get_seq_length()
 
 
 def close_gaps(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None) -> Tensor | None:
@@ -137,7 +177,7 @@ def keep_document_start(cache: Cache, start: Tensor) -> None:
     """Keep where the last document of each row began, (B,), for the tokens that come next."""
     if not _is_adopted(cache):
         raise ValueError(
-            "past_key_values cannot keep where the last of several documents in a row began, for the tokens that come "
+            f"{CACHE} cannot keep where the last of several documents in a row began, for the tokens that come "
             "next: give a DynamicCache or StaticCache, neither quantized nor offloaded, that was empty at first"
         )
     for layer in cache.layers:

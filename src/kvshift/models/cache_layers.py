@@ -199,8 +199,24 @@ class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer
         self.closing, self.is_closed = None, False
 
 
-class _StaticShiftCacheLayer(ShiftCacheLayer):
-    """The rows stay at one address, which compiled decoding and CUDA graphs ask for."""
+class StaticShiftCacheLayer(ShiftCacheLayer):
+    """The rows stay at one address, which compiled decoding and CUDA graphs ask for.
+
+    Attributes:
+        tokens_fed: tokens since the start, an integer of the host where `get_seq_length` may be a tensor of the
+            device; compiled calls do not count theirs.
+    """
+
+    is_croppable = False
+    tokens_fed: int = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.count(key_states.shape[2])
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+
+    def count(self, tokens: int) -> None:
+        if not torch.compiler.is_compiling():
+            self.tokens_fed += tokens
 
     def write_shift(self, state: ShiftState) -> None:
         if self.shift_state is not None:
@@ -215,6 +231,7 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
     def reset(self) -> None:
         kept = self.shift_state
         super().reset()
+        self.tokens_fed = 0
         self.shift_state = kept
         if kept is not None:
             self._overwrite(kept, kept.reset())
@@ -245,7 +262,7 @@ class _StaticShiftCacheLayer(ShiftCacheLayer):
         torch._foreach_copy_(old, new)  # one operation, and one launch on a GPU
 
 
-class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
+class ShiftStaticLayer(StaticShiftCacheLayer, StaticLayer):
     """A buffer for a fixed number of tokens, allocated at the first."""
 
     def shift_into(
@@ -266,6 +283,7 @@ class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
         if is_next and rotary is not None:
             q_out = shift.step(q, k, v, self, rotary, norms)
             if q_out is not None:
+                self.count(1)
                 self.cumulative_length.add_(1)
                 return q_out.transpose(1, 2), self.keys, self.values  # type: ignore[return-value]  # they are there
         return super().shift_into(shift, q, k, v, mask=mask, seq_idx=seq_idx, rotary=rotary, norms=norms)
@@ -274,13 +292,14 @@ class ShiftStaticLayer(_StaticShiftCacheLayer, StaticLayer):
         """One token goes where the length says, which is its position: transformers adds it to a range first."""
         if key_states.shape[2] != 1 or not self.is_initialized or key_states.is_mps:
             return super().update(key_states, value_states, *args, **kwargs)
+        self.count(1)
         self.keys.index_copy_(2, self.cumulative_length, key_states)
         self.values.index_copy_(2, self.cumulative_length, value_states)
         self.cumulative_length.add_(1)
         return self.keys, self.values  # type: ignore[return-value]
 
 
-class ShiftStaticSlidingWindowLayer(_StaticShiftCacheLayer, StaticSlidingWindowLayer):
+class ShiftStaticSlidingWindowLayer(StaticShiftCacheLayer, StaticSlidingWindowLayer):
     """A buffer for one attention window, allocated at the first token."""
 
 

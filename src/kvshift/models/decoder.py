@@ -27,9 +27,10 @@ from kvshift.layers import KVShift
 from kvshift.layers.positions import half_tables
 from kvshift.layers.recompute import KEEP_ALL
 from kvshift.layers.shift import not_a_shift
-from kvshift.models.cache import adopt_cache, check_recording, keep_document_start
+from kvshift.models.cache import adopt_cache, check_recording, keep_document_start, require_growth, token_count
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.masks import create_masks
+from kvshift.models.versions import CACHE, given_cache, refuse_unknown, warn_if_untested
 from kvshift.ops.dispatch import Norms
 from kvshift.ops.rope import Rotary
 
@@ -44,6 +45,7 @@ class ShiftedPreTrainedModel:
     _keep_in_fp32_modules_strict: ClassVar = ["shift"]
 
     def _check_config(self, config: Any) -> None:
+        warn_if_untested()
         if not isinstance(config, self.config_class):
             raise TypeError(
                 f"config must be a {self.config_class.__name__}, which says what to shift, got {type(config).__name__}"
@@ -117,6 +119,7 @@ class ShiftedAttention:
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         shift_mask: Tensor | None = None,
         shift_seq_idx: Tensor | None = None,
         attn_implementation: str | None = None,
@@ -130,7 +133,7 @@ class ShiftedAttention:
         query, key, value, keep_raw = shift_into(
             self.shift,
             *self.project(hidden_states),
-            past_key_values,
+            given_cache(past_key_values, cache),
             self.layer_idx,
             mask=shift_mask,
             seq_idx=shift_seq_idx,
@@ -319,6 +322,7 @@ class RotaryDecoder(ShiftedDecoder):
         use_cache: bool | None = None,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """As the family's in transformers, and documents packed into one row do not see each other.
@@ -331,15 +335,23 @@ class RotaryDecoder(ShiftedDecoder):
             cu_seq_lens_q: (S + 1,) boundaries of the documents in the one row of a pack.
             position_ids: (B, T); where neither of the above is given, a document begins wherever they do not
                 increase by one. Where they are not given, they count from the start of each document.
+            past_key_values, cache: two names of one argument; the second is that of transformers 5.24 and later.
+
+        Raises:
+            TypeError: a keyword argument is unknown.
+            RuntimeError: the layers did not put their tokens into the cache.
         """
+        refuse_unknown(self, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         inputs_embeds = self.embed(input_ids, inputs_embeds)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        cache = given_cache(past_key_values, cache)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         masks, position_ids = self.begin(
-            inputs_embeds, attention_mask, position_ids, past_key_values, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
+            inputs_embeds, attention_mask, position_ids, cache, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
         )
+        before = token_count(cache)
         if cu_seq_lens_q is not None:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
 
@@ -354,11 +366,12 @@ class RotaryDecoder(ShiftedDecoder):
                 attention_mask=masks[layer_type] if layer_type in masks else masks["attention"],
                 position_embeddings=tables[layer_type] if isinstance(tables, dict) else tables,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
                 shift_mask=masks["padding"],
                 shift_seq_idx=masks["documents"],
                 attn_implementation=attn_implementation,
+                **{CACHE: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        require_growth(self, cache, before, hidden_states.shape[1])
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})

@@ -12,6 +12,7 @@ from kvshift.models.boundaries import document_index
 from kvshift.models.cache import adopt_cache
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.masks import create_masks
+from kvshift.models.versions import CACHE, given_cache
 
 
 class ShiftedGeneration:
@@ -24,12 +25,13 @@ class ShiftedGeneration:
         config: ShiftConfig,
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None,
+        past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> dict[str, Tensor | None]:
         """Called by `generate` for static caches. (Its default leaves out the window of "hybrid_sliding" layers.)"""
-        return create_masks(config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        return create_masks(config, inputs_embeds, attention_mask, given_cache(past_key_values, cache), position_ids)
 
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
@@ -52,10 +54,10 @@ class ShiftedGeneration:
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any) -> None:
         _refuse_documents(generation_config, model_kwargs)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        if model_kwargs.get("past_key_values") is not None:
-            adopt_cache(model_kwargs["past_key_values"], self.config)
+        if model_kwargs.get(CACHE) is not None:
+            adopt_cache(model_kwargs[CACHE], self.config)
             if generation_config.is_assistant:  # transformers has asked it of the layers that were there before
-                model_kwargs["past_key_values"].activate_past_recording()
+                model_kwargs[CACHE].activate_past_recording()
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

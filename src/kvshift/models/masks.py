@@ -23,6 +23,7 @@ from kvshift.models.boundaries import (
 )
 from kvshift.models.cache import close_gaps, kept_document_start
 from kvshift.models.configuration import ShiftConfig
+from kvshift.models.versions import CACHE
 
 
 def create_masks(
@@ -79,8 +80,8 @@ def create_masks(
         layer_type: (create_sliding_window_causal_mask if "sliding" in layer_type else create_causal_mask)(
             config=config,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
             position_ids=None,  # from which transformers would take documents, but not beside a cache or a mask
+            **{CACHE: past_key_values},
             **(windows if "sliding" in layer_type else all_tokens),
         )
         for layer_type in layer_types

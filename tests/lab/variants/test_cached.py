@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvshift.lab.variants.uncached import decodes_with_cache
+from kvshift.models.versions import CACHE
 
 from .test_variants import TOKENS, documents, shaken
 
@@ -36,7 +37,7 @@ def fed(body: Any, ids: Tensor, pieces: list[int], **first: Any) -> Tensor:
     """Hidden states of (B, T) ids that are fed in pieces of such lengths; `first` is for the first piece."""
     cache, found = None, []
     for piece in ids.split(pieces, dim=1):
-        output = body(input_ids=piece, past_key_values=cache, use_cache=True, **first)
+        output = body(input_ids=piece, **{CACHE: cache}, use_cache=True, **first)
         cache, first = output.past_key_values, {}
         found.append(output.last_hidden_state)
     return torch.cat(found, dim=1)
@@ -76,7 +77,7 @@ def test_padded_prompts_go_on_each_as_alone(name: str, side: str, family: str) -
             input_ids=more[:, t : t + 1],
             attention_mask=mask,
             position_ids=mask.sum(1, keepdim=True) - 1,
-            past_key_values=output.past_key_values,
+            **{CACHE: output.past_key_values},
             use_cache=True,
         )
         states.append(output.last_hidden_state)
@@ -100,7 +101,7 @@ def test_a_padded_prompt_in_chunks(name: str, chunk: int, family: str) -> None:
             input_ids=ids[:, start:end],
             attention_mask=mask[:, :end],
             position_ids=positions[:, start:end],
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
         )
         cache = output.past_key_values
@@ -132,7 +133,7 @@ def test_a_cache_that_is_reordered_repeated_reset_and_cropped(name: str, family:
         return body(input_ids=rows, use_cache=True).past_key_values
 
     def go_on(cache: Any, rows: Tensor) -> Tensor:
-        return body(input_ids=rows, past_key_values=cache, use_cache=True).last_hidden_state
+        return body(input_ids=rows, **{CACHE: cache}, use_cache=True).last_hidden_state
 
     expected = go_on(begun(ids[order]), more)
     for change in ("reorder_cache", "batch_select_indices"):

@@ -18,6 +18,7 @@ from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.differential import Differential, DifferentialLlamaForCausalLM, PairNorm
 from kvshift.lab.variants.small_gpt2 import GPT2Options
+from kvshift.models.versions import CACHE
 
 from ...models.llama import checks
 from ...models.llama.reference import reference_logits
@@ -121,7 +122,7 @@ def test_in_every_split(name: str, qk_norm: bool) -> None:
 def test_a_static_cache(name: str) -> None:
     model, ids = tiny(name, True), random_tokens(2, 7)
     cache = StaticCache(config=model.config, max_cache_len=9)
-    pieces = [checks.logits_of(model, piece, past_key_values=cache) for piece in ids.split((4, 1, 1, 1), dim=1)]
+    pieces = [checks.logits_of(model, piece, **{CACHE: cache}) for piece in ids.split((4, 1, 1, 1), dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), checks.logits_of(model, ids), rtol=0, atol=1e-10)
 
 
@@ -129,8 +130,8 @@ def test_a_static_cache(name: str) -> None:
 def test_a_cache_of_several_documents_continues_the_last(name: str) -> None:
     model, ids = tiny(name, True), random_tokens(1, 9)
     cache = DynamicCache(config=model.config)
-    checks.logits_of(model, ids[:, :7], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), past_key_values=cache)
-    got = checks.logits_of(model, ids[:, 7:], past_key_values=cache)[0]
+    checks.logits_of(model, ids[:, :7], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), **{CACHE: cache})
+    got = checks.logits_of(model, ids[:, 7:], **{CACHE: cache})[0]
     torch.testing.assert_close(got, checks.reference_of(model, ids[0, 3:])[-2:], rtol=0, atol=checks.ATOL)
 
 

@@ -17,6 +17,7 @@ from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.mla import MLALlamaConfig, MLALlamaForCausalLM
+from kvshift.models.versions import CACHE
 
 from ...models.llama import checks
 from ...models.llama.reference import reference_logits
@@ -109,7 +110,7 @@ def test_in_every_split(form: str) -> None:
 def test_a_static_cache(form: str) -> None:
     model, ids = tiny(form), random_tokens(2, 7)
     cache = StaticCache(config=model.config, max_cache_len=9)
-    pieces = [checks.logits_of(model, piece, past_key_values=cache) for piece in ids.split((4, 1, 1, 1), dim=1)]
+    pieces = [checks.logits_of(model, piece, **{CACHE: cache}) for piece in ids.split((4, 1, 1, 1), dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), checks.logits_of(model, ids), rtol=0, atol=1e-10)
 
 
@@ -117,15 +118,15 @@ def test_a_static_cache(form: str) -> None:
 def test_a_cache_of_several_documents_continues_the_last(form: str) -> None:
     model, ids = tiny(form), random_tokens(1, 9)
     cache = DynamicCache(config=model.config)
-    checks.logits_of(model, ids[:, :7], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), past_key_values=cache)
-    got = checks.logits_of(model, ids[:, 7:], past_key_values=cache)[0]
+    checks.logits_of(model, ids[:, :7], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), **{CACHE: cache})
+    got = checks.logits_of(model, ids[:, 7:], **{CACHE: cache})[0]
     torch.testing.assert_close(got, checks.reference_of(model, ids[0, 3:])[-2:], rtol=0, atol=checks.ATOL)
 
 
 @pytest.mark.parametrize(("form", "numbers"), [("mla", 9 + 4), ("shifted", 9 + 4 + 5 + 7)])
 def test_the_cache_holds_latents(form: str, numbers: int) -> None:
     model, cache = tiny(form), DynamicCache()
-    checks.logits_of(model, random_tokens(1, 3), past_key_values=cache)
+    checks.logits_of(model, random_tokens(1, 3), **{CACHE: cache})
     assert all(layer.keys.shape[-1] + layer.values.shape[-1] == numbers for layer in cache.layers)
     assert all(layer.keys.shape[:3] == layer.values.shape[:3] == (1, 1, 3) for layer in cache.layers)
 

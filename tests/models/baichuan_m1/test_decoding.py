@@ -8,6 +8,7 @@ from transformers import DynamicCache, StaticCache
 
 from kvshift.models.cache_layers import ShiftCacheLayer
 from kvshift.models.check import PROPERTIES, check_model
+from kvshift.models.versions import CACHE
 
 from ..llama.checks import (
     ATOL,
@@ -69,7 +70,7 @@ def test_padding_behind_tokens_of_every_call(model):
         ids, new = (left_padded if call == 3 or call == 4 else right_padded)(said)
         before, mask = mask.sum(1), torch.cat([mask, new], dim=1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        logits = logits_of(model, ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        logits = logits_of(model, ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
         rows = [torch.cat([row, words]) for row, words in zip(rows, said, strict=True)]
         for number, row in enumerate(rows):
             expected = reference_of(model, row)[int(before[number]) :]
@@ -86,13 +87,13 @@ def test_documents_with_padding_behind_them_continue(model):
     names, _ = right_padded(numbers, pad=1)
     positions = [torch.cat([torch.arange(len(document)) for document in pack]) for pack in packs]
     inputs = {"attention_mask": mask, "position_ids": right_padded(positions, pad=0)[0], "seq_idx": names}
-    logits_of(model, ids, past_key_values=cache, **inputs)
+    logits_of(model, ids, **{CACHE: cache}, **inputs)
     last = [pack[-1] for pack in packs]
     for step in range(4):
         token = random_tokens(2, 1, seed=90 + step)
         mask = torch.cat([mask, torch.ones_like(token)], dim=1)
         where = torch.tensor([[len(document)] for document in last])
-        got = logits_of(model, token, attention_mask=mask, position_ids=where, past_key_values=cache)
+        got = logits_of(model, token, attention_mask=mask, position_ids=where, **{CACHE: cache})
         last = [torch.cat([document, new]) for document, new in zip(last, token, strict=True)]
         for document, found in zip(last, got, strict=True):
             torch.testing.assert_close(found[-1], reference_of(model, document)[-1], rtol=0, atol=ATOL)
@@ -103,13 +104,13 @@ def test_a_cache_with_padding_behind_tokens_is_cropped_and_reset(model):
     rows = [random_tokens(3), random_tokens(8, seed=1)]
     ids, mask = right_padded(rows)
     cache = DynamicCache(config=model.config)
-    logits_of(model, ids, attention_mask=mask, past_key_values=cache)
+    logits_of(model, ids, attention_mask=mask, **{CACHE: cache})
     cache.activate_past_recording()
     for count, cropped in ((4, 3), (1, 0), (3, 1)):
         drafts = random_tokens(2, count, seed=count)
         mask = torch.cat([mask, torch.ones_like(drafts)], dim=1)
         where = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1)[:, -count:]}
-        got = logits_of(model, drafts, past_key_values=cache, **where)
+        got = logits_of(model, drafts, **{CACHE: cache}, **where)
         rows = [torch.cat([row, draft]) for row, draft in zip(rows, drafts, strict=True)]
         for row, found in zip(rows, got, strict=True):
             torch.testing.assert_close(found, reference_of(model, row)[-count:], rtol=0, atol=ATOL)
@@ -118,7 +119,7 @@ def test_a_cache_with_padding_behind_tokens_is_cropped_and_reset(model):
     cache.reset()
     row = random_tokens(1, 9, seed=3)
     for piece, expected in zip(row.split(3, dim=1), reference_of(model, row[0]).split(3), strict=True):
-        got = logits_of(model, piece, past_key_values=cache)[0]
+        got = logits_of(model, piece, **{CACHE: cache})[0]
         torch.testing.assert_close(got, expected, rtol=0, atol=ATOL)
 
 
@@ -126,7 +127,7 @@ def test_a_static_cache_refuses_padding_behind_tokens(model):
     ids, mask = right_padded([random_tokens(3), random_tokens(8)])
     cache = StaticCache(config=model.config, max_cache_len=32)
     with pytest.raises(ValueError, match="attention_mask must be padded on the left for a static cache of a sliding"):
-        logits_of(model, ids, attention_mask=mask, past_key_values=cache)
+        logits_of(model, ids, attention_mask=mask, **{CACHE: cache})
 
 
 def test_beams(model):

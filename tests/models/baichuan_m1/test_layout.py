@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import kvshift.models.baichuan_m1 as baichuan_m1
 from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1ForCausalLM, BaichuanM1Model
+from kvshift.models.versions import CACHE
 
 from ..llama.checks import logits_of
 from ..llama.tiny import random_tokens
@@ -258,6 +259,6 @@ def test_registering_twice_is_no_error():
 def test_a_cache_of_another_model_is_refused(tmp_path):
     model = load(write(tmp_path))
     cache = DynamicCache(config=AutoConfig.for_model("llama", num_hidden_layers=2))
-    with pytest.raises(ValueError, match="past_key_values has 2 layers, this model has 3"):
-        model(random_tokens(1, 3), past_key_values=cache)
+    with pytest.raises(ValueError, match=f"{CACHE} has 2 layers, this model has 3"):
+        model(random_tokens(1, 3), **{CACHE: cache})
     shutil.rmtree(tmp_path)

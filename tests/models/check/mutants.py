@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvshift import KVShift, ShiftState
 from kvshift.models import decoder, masks
-from kvshift.models.cache_layers import ShiftCacheLayer, ShiftSlidingWindowLayer, _StaticShiftCacheLayer
+from kvshift.models.cache_layers import ShiftCacheLayer, ShiftSlidingWindowLayer, StaticShiftCacheLayer
 
 from ..llama.tiny import tiny_model
 
@@ -55,7 +55,7 @@ def state_at_the_padded_end(patch: Patch) -> None:
 def beams_without_state(patch: Patch) -> None:
     """Keys and values of a beam go to another place, its state does not."""
     patch.setattr(ShiftCacheLayer, "_select_shift", lambda self, indices: None)
-    patch.setattr(_StaticShiftCacheLayer, "_select_shift", lambda self, indices: None)
+    patch.setattr(StaticShiftCacheLayer, "_select_shift", lambda self, indices: None)
 
 
 def rollback_keeps_the_newest_state(patch: Patch) -> None:
@@ -64,18 +64,18 @@ def rollback_keeps_the_newest_state(patch: Patch) -> None:
 
 def static_state_not_reset(patch: Patch) -> None:
     """A static cache that is reset keeps the raw keys and values of the sequence before."""
-    reset = _StaticShiftCacheLayer.reset
+    reset = StaticShiftCacheLayer.reset
 
     def forgetful(self: Any) -> None:
         kept = self.shift_state.clone()
         reset(self)
         self._overwrite(self.shift_state, kept)
 
-    patch.setattr(_StaticShiftCacheLayer, "reset", forgetful)
+    patch.setattr(StaticShiftCacheLayer, "reset", forgetful)
 
 
 def static_state_not_written(patch: Patch) -> None:
-    patch.setattr(_StaticShiftCacheLayer, "_overwrite", staticmethod(lambda kept, state: None))
+    patch.setattr(StaticShiftCacheLayer, "_overwrite", staticmethod(lambda kept, state: None))
 
 
 def padding_ignored(patch: Patch) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
+from kvshift.models.versions import CACHE
+
 from ..baichuan_m1.reference import logits_of_state_dict
 from ..retrofit.reference import gpt2_logits
 from .reference import reference_greedy, reference_logits
@@ -52,7 +54,7 @@ def assert_greedy(model: PreTrainedModel, rows: Sequence[Tensor], generated: Ten
 
 def assert_next(model: PreTrainedModel, rows: Sequence[Tensor], cache: Cache, next_ids: Tensor, **inputs) -> None:
     """`cache` stands where these sequences end: one more token gives the reference's logits."""
-    got = logits_of(model, next_ids, past_key_values=cache, **inputs)[:, -1]
+    got = logits_of(model, next_ids, **{CACHE: cache}, **inputs)[:, -1]
     for row, token, logits in zip(rows, next_ids, got, strict=True):
         torch.testing.assert_close(logits, reference_of(model, torch.cat([row, token]))[-1], rtol=0, atol=ATOL)
 
@@ -92,7 +94,7 @@ def check_right_padding(model: PreTrainedModel, cache: Cache | None = None) -> N
     ids, mask = right_padded(rows)
     cache = DynamicCache(config=model.config) if cache is None else cache
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = logits_of(model, ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    logits = logits_of(model, ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
     for row, got in zip(rows, logits, strict=True):
         torch.testing.assert_close(got[: len(row)], reference_of(model, row), rtol=0, atol=ATOL)
     lengths = mask.sum(1, keepdim=True)
@@ -123,7 +125,7 @@ def check_splits(model: PreTrainedModel, length: int = 9, atol: float = 1e-12, *
     whole = logits_of(model, ids)
     for sizes in [(cut, length - cut) for cut in range(1, length)] + [(1,) * length, (1, 3, 1, 2, length - 7)]:
         cache = DynamicCache(config=model.config)
-        pieces = [logits_of(model, piece, past_key_values=cache, **inputs) for piece in ids.split(sizes, dim=1)]
+        pieces = [logits_of(model, piece, **{CACHE: cache}, **inputs) for piece in ids.split(sizes, dim=1)]
         torch.testing.assert_close(
             torch.cat(pieces, dim=1), whole, rtol=0, atol=atol, msg=lambda m, s=sizes: f"{s}: {m}"
         )
@@ -135,7 +137,7 @@ def check_static_cache_in_pieces(model: PreTrainedModel) -> None:
     whole = logits_of(model, row)
     for sizes in [(12,), (1,) * 12, (3, 1, 8), (7, 4, 1)]:
         cache = StaticCache(config=model.config, max_cache_len=32)
-        pieces = [logits_of(model, piece, past_key_values=cache) for piece in row.split(sizes, dim=1)]
+        pieces = [logits_of(model, piece, **{CACHE: cache}) for piece in row.split(sizes, dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=1e-12)
 
 
@@ -144,9 +146,9 @@ def check_crop(model: PreTrainedModel) -> None:
     kept, drafted, token = random_tokens(1, 6), random_tokens(1, 5, seed=1), random_tokens(1, 1, seed=2)
     for n in range(drafted.shape[1] + 1):
         cache = DynamicCache(config=model.config)
-        logits_of(model, kept, past_key_values=cache)
+        logits_of(model, kept, **{CACHE: cache})
         cache.activate_past_recording()
-        logits_of(model, drafted, past_key_values=cache)
+        logits_of(model, drafted, **{CACHE: cache})
         cache.crop(-n)
         row = torch.cat([kept, drafted[:, : drafted.shape[1] - n]], dim=1)
         assert cache.get_seq_length() == row.shape[1]
@@ -163,7 +165,7 @@ def check_selection(model: PreTrainedModel) -> None:
     }
     for move, (argument, order) in moves.items():
         cache = DynamicCache(config=model.config)
-        logits_of(model, rows, past_key_values=cache)
+        logits_of(model, rows, **{CACHE: cache})
         getattr(cache, move)(argument)
         assert_next(model, rows[order], cache, random_tokens(len(order), 1, seed=3))
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 from kvshift import ShiftState
 from kvshift.models.cache_layers import ShiftCacheLayer
 from kvshift.models.llama import adopt_cache
+from kvshift.models.versions import CACHE
 
 from .checks import ATOL, assert_next, check_crop, check_selection, check_splits, logits_of, reference_of
 from .tiny import left_padded, random_tokens, tiny_config, tiny_model
@@ -29,7 +30,7 @@ def filled(model, row: torch.Tensor, *, recording: bool = False) -> DynamicCache
     adopt_cache(cache, model.config)
     if recording:
         cache.activate_past_recording()
-    logits_of(model, row, past_key_values=cache)
+    logits_of(model, row, **{CACHE: cache})
     return cache
 
 
@@ -57,7 +58,7 @@ def test_pieces_of_left_padded_sequences_equal_the_sequences(options: dict):
         for piece in ids.split(sizes, dim=1):
             start, end = end, end + piece.shape[1]
             inputs = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
-            pieces.append(logits_of(model, piece, past_key_values=cache, **inputs))
+            pieces.append(logits_of(model, piece, **{CACHE: cache}, **inputs))
         got = torch.cat(pieces, dim=1)
         torch.testing.assert_close(got[mask.bool()], whole[mask.bool()], rtol=0, atol=1e-11)
 
@@ -85,12 +86,12 @@ def test_any_pieces_of_any_sequences_with_drafts_in_between(
         start, end = end, min(end + size, max(lengths))
         if start == end:
             break
-        pieces.append(logits_of(model, ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache))
+        pieces.append(logits_of(model, ids[:, start:end], attention_mask=mask[:, :end], **{CACHE: cache}))
         cache.crop(0)
         if drafts:
             draft_mask = torch.cat([mask[:, :end], torch.ones(len(rows), drafts, dtype=mask.dtype)], dim=1)
             draft = random_tokens(len(rows), drafts, seed=end)
-            logits_of(model, draft, attention_mask=draft_mask, past_key_values=cache)
+            logits_of(model, draft, attention_mask=draft_mask, **{CACHE: cache})
             cache.crop(-drafts)
     for row, real, got in zip(rows, mask[:, :end].bool(), torch.cat(pieces, dim=1), strict=True):
         torch.testing.assert_close(got[real], reference_of(model, row)[: int(real.sum())], rtol=0, atol=ATOL)
@@ -101,7 +102,7 @@ def test_any_pieces_of_any_sequences_with_drafts_in_between(
 def test_a_cache_without_configuration_is_made_fit(options: dict, by_hand):
     model, row = tiny_model(torch.float64, **options), random_tokens(1, 8)
     with torch.no_grad():
-        cache = model(row, past_key_values=by_hand(), use_cache=True).past_key_values
+        cache = model(row, **{CACHE: by_hand()}, use_cache=True).past_key_values
     assert_next(model, row, cache, random_tokens(1, 1, seed=3))
 
 
@@ -113,7 +114,7 @@ def test_reset_begins_anew(options: dict):
     cache.reset()
     assert cache.get_seq_length() == 0
     row = random_tokens(1, 4, seed=1)  # of another batch size, too
-    logits_of(model, row, past_key_values=cache)
+    logits_of(model, row, **{CACHE: cache})
     assert_next(model, row, cache, random_tokens(1, 1, seed=3))
 
 
@@ -124,7 +125,7 @@ def test_a_prefix_serves_several_continuations(options: dict):
     for seed in range(3):
         tail = random_tokens(1, 2, seed=seed)
         branch = copy.deepcopy(cache)
-        logits_of(model, tail, past_key_values=branch)
+        logits_of(model, tail, **{CACHE: branch})
         assert_next(model, torch.cat([prefix, tail], dim=1), branch, random_tokens(1, 1, seed=9))
     assert_next(model, prefix, cache, random_tokens(1, 1, seed=9))
 
@@ -148,7 +149,7 @@ def test_sequences_can_be_dropped(options: dict, indices: list):
 def test_sequences_of_a_static_cache_can_be_reordered(options: dict):
     model, rows, order = tiny_model(torch.float64, **options), random_tokens(3, 8), torch.tensor([2, 0, 0])
     cache = StaticCache(config=model.config, max_cache_len=16)
-    logits_of(model, rows, past_key_values=cache)
+    logits_of(model, rows, **{CACHE: cache})
     cache.reorder_cache(order)
     assert_next(model, rows[order], cache, random_tokens(3, 1, seed=3))
 
@@ -161,7 +162,7 @@ def test_an_empty_cache_can_be_repeated_selected_and_reordered():
     cache.batch_select_indices(torch.tensor([0]))
     cache.reorder_cache(torch.tensor([0]))
     cache.crop(0)
-    logits_of(model, row, past_key_values=cache)
+    logits_of(model, row, **{CACHE: cache})
     assert_next(model, row, cache, random_tokens(1, 1, seed=3))
 
 
@@ -179,7 +180,7 @@ def test_crop_in_a_left_padded_batch(options: dict):
     cache = DynamicCache(config=model.config)
     adopt_cache(cache, model.config)
     cache.activate_past_recording()
-    logits_of(model, ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    logits_of(model, ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
     cache.crop(-1)
     inputs = {"attention_mask": mask, "position_ids": positions[:, -1:]}
     assert_next(model, [row[:-1] for row in rows], cache, random_tokens(3, 1, seed=9), **inputs)
@@ -192,7 +193,7 @@ def test_crop_to_empty_begins_anew(options: dict):
     cache.crop(-4)
     assert cache.get_seq_length() == 0
     row = random_tokens(1, 6)
-    logits_of(model, row, past_key_values=cache)
+    logits_of(model, row, **{CACHE: cache})
     assert_next(model, row, cache, random_tokens(1, 1, seed=3))
 
 
@@ -218,7 +219,7 @@ def test_crop_deeper_than_the_record_raises_and_never_zeroes(options: dict):
     model, row = tiny_model(torch.float64, **options), random_tokens(1, 8)
     cache = filled(model, row[:, :6])
     cache.activate_past_recording()
-    logits_of(model, row[:, 6:], past_key_values=cache)
+    logits_of(model, row[:, 6:], **{CACHE: cache})
     with pytest.raises(RuntimeError, match=r"cannot crop 3 tokens"):
         cache.crop(-3)
     cache.crop(-1)  # which ends the record
@@ -238,7 +239,7 @@ def test_crop_takes_back_no_more_than_there_is_and_no_final_length():
 def test_static_caches_refuse_what_they_cannot_do():
     model = tiny_model()
     cache = StaticCache(config=model.config, max_cache_len=16)
-    logits_of(model, random_tokens(2, 5), past_key_values=cache)
+    logits_of(model, random_tokens(2, 5), **{CACHE: cache})
     for operation in (
         lambda: cache.crop(-1),
         cache.activate_past_recording,
@@ -256,7 +257,7 @@ def test_every_layer_holds_the_last_raw_keys_and_values(static: bool, sliding: i
     cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
     raw = []
     model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda module, inputs, output: raw.append(output))
-    logits_of(model, random_tokens(2, 7), past_key_values=cache)
+    logits_of(model, random_tokens(2, 7), **{CACHE: cache})
     assert all(isinstance(layer, ShiftCacheLayer) for layer in cache.layers)
     state = cache.layers[1].shift_state
     assert isinstance(state, ShiftState)

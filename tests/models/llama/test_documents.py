@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvshift.models.versions import CACHE
+
 from .checks import ATOL, assert_greedy, assert_next, check_documents, logits_of, new_tokens_of, reference_of
 from .reference import reference_logits
 from .tiny import SIZES, left_padded, random_tokens, tiny_model
@@ -166,10 +168,10 @@ def test_a_pack_in_pieces_and_on_with_its_last_document(name: str, static: bool,
         parts = []
         for piece in (slice(0, cut), slice(cut, total)):
             number = inputs[name][:, piece]
-            parts.append(logits_of(model, inputs["input_ids"][:, piece], past_key_values=cache, **{name: number}))
+            parts.append(logits_of(model, inputs["input_ids"][:, piece], **{CACHE: cache}, **{name: number}))
         for offset, token in enumerate(more):
             where = {"position_ids": torch.tensor([[LENGTHS[-1] + offset]])} if name == "position_ids" else {}
-            parts.append(logits_of(model, token.view(1, 1), past_key_values=cache, **where))
+            parts.append(logits_of(model, token.view(1, 1), **{CACHE: cache}, **where))
         got = torch.cat(parts, dim=1)[0].split([*LENGTHS[:-1], LENGTHS[-1] + len(more)])
         for document, (result, wanted) in enumerate(zip(got, expected, strict=True)):
             torch.testing.assert_close(result, wanted, rtol=0, atol=ATOL, msg=lambda m, c=(cut, document): f"{c}: {m}")
@@ -184,13 +186,13 @@ def test_the_last_document_is_remembered_by_every_cache(options: dict, make: Any
     for _ in range(2):
         with torch.no_grad():
             cache = model(
-                inputs["input_ids"], seq_idx=inputs["seq_idx"], past_key_values=cache, use_cache=True
+                inputs["input_ids"], seq_idx=inputs["seq_idx"], **{CACHE: cache}, use_cache=True
             ).past_key_values
         token = random_tokens(1, 1, seed=9)
         assert_next(model, [documents[-1]], cache, token)
         cache.reset()  # and forgotten, with the tokens
         row = random_tokens(1, 9)
-        logits_of(model, row, past_key_values=cache)
+        logits_of(model, row, **{CACHE: cache})
         assert_next(model, row, cache, token)
         cache.reset()
 
@@ -203,7 +205,7 @@ def test_sequences_of_a_packed_cache_are_reordered(options: dict, static: bool):
     rows = [documents_of(), list(reversed(documents_of(seed=20)))]
     batch = {name: torch.cat([packed(documents)[name] for documents in rows]) for name in ["input_ids", "seq_idx"]}
     cache = StaticCache(config=model.config, max_cache_len=24) if static else DynamicCache(config=model.config)
-    logits_of(model, batch["input_ids"], seq_idx=batch["seq_idx"], past_key_values=cache)
+    logits_of(model, batch["input_ids"], seq_idx=batch["seq_idx"], **{CACHE: cache})
     cache.reorder_cache(torch.tensor([1, 0]))
     assert_next(model, [rows[1][-1], rows[0][-1]], cache, random_tokens(2, 1, seed=9))
 
@@ -212,7 +214,7 @@ def test_tokens_are_taken_back_from_the_last_document_alone():
     model, documents = tiny_model(shift_targets=[]), documents_of()[:3]
     for tokens in (1, 3, 7, 8, 13):
         cache = DynamicCache(config=model.config)
-        logits_of(model, packed(documents)["input_ids"], seq_idx=packed(documents)["seq_idx"], past_key_values=cache)
+        logits_of(model, packed(documents)["input_ids"], seq_idx=packed(documents)["seq_idx"], **{CACHE: cache})
         if tokens == 8:
             with pytest.raises(RuntimeError, match="cannot crop 8 tokens: the last document of a row is shorter"):
                 cache.crop(-tokens)
@@ -228,7 +230,7 @@ def test_sequences_of_a_packed_cache_move_with_the_position_where_their_document
     more = random_tokens(1, seed=9).view(1, 1)
     for move in ("reorder", "select", "repeat"):
         cache = DynamicCache(config=model.config)
-        logits_of(model, batch["input_ids"], seq_idx=batch["seq_idx"], past_key_values=cache)
+        logits_of(model, batch["input_ids"], seq_idx=batch["seq_idx"], **{CACHE: cache})
         if move == "reorder":
             cache.reorder_cache(torch.tensor([1, 0]))
             order = [1, 0]
@@ -238,7 +240,7 @@ def test_sequences_of_a_packed_cache_move_with_the_position_where_their_document
         else:
             cache.batch_repeat_interleave(2)
             order = [0, 0, 1, 1]
-        logits = logits_of(model, more.expand(len(order), -1), past_key_values=cache)
+        logits = logits_of(model, more.expand(len(order), -1), **{CACHE: cache})
         for row, got in zip(order, logits, strict=True):
             wanted = reference_of(model, torch.cat([rows[row][-1], more[0]]))
             torch.testing.assert_close(got[-1], wanted[-1], rtol=0, atol=ATOL)
@@ -247,10 +249,10 @@ def test_sequences_of_a_packed_cache_move_with_the_position_where_their_document
 def test_a_cache_that_was_reset_has_no_document_to_continue():
     model, documents = tiny_model(), documents_of()
     cache = DynamicCache(config=model.config)
-    logits_of(model, packed(documents)["input_ids"], seq_idx=packed(documents)["seq_idx"], past_key_values=cache)
+    logits_of(model, packed(documents)["input_ids"], seq_idx=packed(documents)["seq_idx"], **{CACHE: cache})
     cache.reset()
     row = random_tokens(9)
-    got = logits_of(model, row.unsqueeze(0), past_key_values=cache)[0]
+    got = logits_of(model, row.unsqueeze(0), **{CACHE: cache})[0]
     torch.testing.assert_close(got, reference_of(model, row), rtol=0, atol=ATOL)
 
 

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
+from kvshift.models.versions import CACHE
 
 from .checks import ATOL, check_forward, check_padding_without_positions, logits_of, reference_of
 from .reference import reference_logits
@@ -64,8 +65,8 @@ def test_a_sliding_window_counts_tokens_and_not_the_padding_between_them():
     behind = {"attention_mask": torch.cat([mask, torch.ones_like(token)], dim=1), "position_ids": lengths}
     got = []
     for model, cache in zip((ours, mistral), caches, strict=True):
-        logits_of(model, ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
-        got.append(logits_of(model, token, past_key_values=cache, **behind)[:, -1])
+        logits_of(model, ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
+        got.append(logits_of(model, token, **{CACHE: cache}, **behind)[:, -1])
     expected = [reference_of(ours, torch.cat([row, new]))[-1] for row, new in zip(rows, token, strict=True)]
     torch.testing.assert_close(got[0], torch.stack(expected), rtol=0, atol=ATOL)
     torch.testing.assert_close(got[1][1], expected[1], rtol=0, atol=ATOL)

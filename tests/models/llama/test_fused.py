@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from kvshift.models.versions import CACHE
 from kvshift.ops import dispatch, fused
 from kvshift.ops.triton.call import triton_refusal
 
@@ -148,7 +149,7 @@ def test_logits_and_states_token_by_token(options: dict, launches, monkeypatch):
     for backend in ("triton", "eager"):
         monkeypatch.setattr(dispatch, "_AUTO", backend)
         cache: Any = StaticCache(config=model.config, max_cache_len=9)
-        logits = [logits_of(model, piece, past_key_values=cache) for piece in row.split((2, 1, 1, 2), dim=1)]
+        logits = [logits_of(model, piece, **{CACHE: cache}) for piece in row.split((2, 1, 1, 2), dim=1)]
         layer = cache.layers[1]
         state = layer.shift_state
         results.append([*logits, layer.keys, layer.values, state.k, state.v, layer.cumulative_length])
@@ -164,7 +165,7 @@ def test_a_static_cache_is_reset_and_used_anew(launches):
     for seed in range(2):
         row = random_tokens(1, 3, seed=seed)
         for token in row.split(1, dim=1):
-            logits_of(model, token, past_key_values=cache)
+            logits_of(model, token, **{CACHE: cache})
         assert_next(model, list(row), cache, random_tokens(1, 1, seed=9))
         addresses |= {x.data_ptr() for x in (cache.layers[0].shift_state.k, cache.layers[0].keys)}
         cache.reset()
@@ -196,6 +197,6 @@ def test_with_gradients_a_token_is_not_written_in_place(launches):
     """What autograd keeps of the cache may not change under it."""
     model, row = tiny_model(torch.float64), random_tokens(1, 4)
     cache: Any = StaticCache(config=model.config, max_cache_len=9)
-    logits_of(model, row[:, :3], past_key_values=cache)
-    model(row[:, 3:], past_key_values=cache)
+    logits_of(model, row[:, :3], **{CACHE: cache})
+    model(row[:, 3:], **{CACHE: cache})
     assert launches["step"] == 0

@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import DynamicCache, set_seed
 
+from kvshift.models.versions import CACHE
+
 from .checks import (
     assert_greedy,
     assert_next,
@@ -148,7 +150,7 @@ def test_padding_behind_tokens_is_not_cropped_from_a_window():
     model = tiny_model(sliding_window=9, shift_targets=[])
     ids, mask = right_padded([random_tokens(3), random_tokens(5)])
     cache = DynamicCache(config=model.config)
-    logits_of(model, ids, attention_mask=mask, past_key_values=cache)
+    logits_of(model, ids, attention_mask=mask, **{CACHE: cache})
     with pytest.raises(RuntimeError, match="cannot crop 2 tokens: the cache holds padding after a token"):
         cache.crop(-2)
 
@@ -166,7 +168,7 @@ def test_a_conversation_continues_in_one_cache(options: dict):
     model = tiny_model(torch.float64, **options)
     cache, tokens = DynamicCache(config=model.config), random_tokens(1, 5)
     for turn in range(3):
-        answer = new_tokens_of(model, tokens, past_key_values=cache, max_new_tokens=4)
+        answer = new_tokens_of(model, tokens, **{CACHE: cache}, max_new_tokens=4)
         assert_greedy(model, tokens, answer)
         tokens = torch.cat([tokens, answer, random_tokens(1, 3, seed=turn)], dim=1)
 
@@ -182,7 +184,7 @@ def test_a_batch_continues_with_padding_between_its_messages(options: dict):
         turn_ids, turn_mask = left_padded(said)
         ids, mask = torch.cat([ids, turn_ids], dim=1), torch.cat([mask, turn_mask], dim=1)
         rows = [torch.cat([row, words]) for row, words in zip(rows, said, strict=True)]
-        answer = new_tokens_of(model, ids, mask, past_key_values=cache, max_new_tokens=4)
+        answer = new_tokens_of(model, ids, mask, **{CACHE: cache}, max_new_tokens=4)
         assert_greedy(model, rows, answer)
         ids, mask = torch.cat([ids, answer], dim=1), torch.cat([mask, torch.ones_like(answer)], dim=1)
         rows = [torch.cat([row, words]) for row, words in zip(rows, answer, strict=True)]

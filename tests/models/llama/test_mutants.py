@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvshift import KVShift, ShiftState
 from kvshift.models import decoder, masks
-from kvshift.models.cache_layers import ShiftCacheLayer, _StaticShiftCacheLayer
+from kvshift.models.cache_layers import ShiftCacheLayer, StaticShiftCacheLayer
 
 from .checks import (
     check_beams,
@@ -75,7 +75,7 @@ def state_written_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def static_state_not_overwritten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_StaticShiftCacheLayer, "_overwrite", staticmethod(lambda kept, state: None))
+    patch.setattr(StaticShiftCacheLayer, "_overwrite", staticmethod(lambda kept, state: None))
 
 
 def no_padding_mask(patch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def state_not_moved(patch: pytest.MonkeyPatch) -> None:
             self.shift_state = state.select([i % state.sequences for i in range(n)])
 
     patch.setattr(ShiftCacheLayer, "_select_shift", stay)
-    patch.setattr(_StaticShiftCacheLayer, "_select_shift", stay)
+    patch.setattr(StaticShiftCacheLayer, "_select_shift", stay)
 
 
 def crop_keeps_the_newest_row(patch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel, adopt_cache
 from kvshift.models.masks import create_masks
+from kvshift.models.versions import CACHE
 
 from .checks import logits_of, new_tokens_of
 from .tiny import SIZES, left_padded, random_tokens, right_padded, tiny_model
@@ -34,35 +35,35 @@ def test_a_cache_that_holds_tokens_of_plain_llama(model):
     llama = LlamaForCausalLM(LlamaConfig(**SIZES))
     cache = llama(random_tokens(1, 5)).past_key_values
     with pytest.raises(ValueError, match=r"already holds tokens, but not their raw keys and values"):
-        model(random_tokens(1, 1), past_key_values=cache)
+        model(random_tokens(1, 1), **{CACHE: cache})
     with pytest.raises(ValueError, match=r"already holds tokens"):
-        new_tokens_of(model, random_tokens(1, 6), past_key_values=cache)
+        new_tokens_of(model, random_tokens(1, 6), **{CACHE: cache})
 
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_cache_of_the_wrong_number_of_layers(model, layers: int):
     config = KVShiftLlamaConfig(**{**SIZES, "num_hidden_layers": layers})
     for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=8)):
-        with pytest.raises(ValueError, match=f"past_key_values has {layers} layers, this model has 2"):
-            model(random_tokens(1, 5), past_key_values=cache)
+        with pytest.raises(ValueError, match=f"{CACHE} has {layers} layers, this model has 2"):
+            model(random_tokens(1, 5), **{CACHE: cache})
         adopt_cache(cache, config)
-        with pytest.raises(ValueError, match=f"past_key_values has {layers} layers, this model has 2"):
-            model(random_tokens(1, 5), past_key_values=cache)
+        with pytest.raises(ValueError, match=f"{CACHE} has {layers} layers, this model has 2"):
+            model(random_tokens(1, 5), **{CACHE: cache})
 
 
 def test_a_cache_of_another_shift(model):
     cache = DynamicCache()
-    logits_of(tiny_model(shift_window=3), random_tokens(1, 5), past_key_values=cache)
+    logits_of(tiny_model(shift_window=3), random_tokens(1, 5), **{CACHE: cache})
     with pytest.raises(ValueError, match=r"made for shift_window=3, this model has shift_window=2"):
-        model(random_tokens(1, 1), past_key_values=cache)
+        model(random_tokens(1, 1), **{CACHE: cache})
     cache = DynamicCache()
-    logits_of(tiny_model(shift_targets=[]), random_tokens(1, 5), past_key_values=cache)
+    logits_of(tiny_model(shift_targets=[]), random_tokens(1, 5), **{CACHE: cache})
     with pytest.raises(ValueError, match=r"made for a model without shift, this model has shift_window=2"):
-        model(random_tokens(1, 1), past_key_values=cache)
+        model(random_tokens(1, 1), **{CACHE: cache})
     cache = DynamicCache()
-    logits_of(model, random_tokens(1, 5), past_key_values=cache)
+    logits_of(model, random_tokens(1, 5), **{CACHE: cache})
     with pytest.raises(ValueError, match=r"state holds no queries"):
-        tiny_model(shift_targets=["q", "k"])(random_tokens(1, 1), past_key_values=cache)
+        tiny_model(shift_targets=["q", "k"])(random_tokens(1, 1), **{CACHE: cache})
 
 
 @pytest.mark.usefixtures("no_forward")
@@ -71,7 +72,7 @@ def test_offloaded_caches(model):
         with pytest.raises(ValueError, match=r"offloaded to the CPU"):
             new_tokens_of(model, random_tokens(1, 5), cache_implementation=implementation)
     with pytest.raises(ValueError, match=r"offloaded to the CPU"):
-        new_tokens_of(model, random_tokens(1, 5), past_key_values=DynamicCache(config=model.config, offloading=True))
+        new_tokens_of(model, random_tokens(1, 5), **{CACHE: DynamicCache(config=model.config, offloading=True)})
 
 
 @pytest.mark.usefixtures("no_forward")
@@ -84,8 +85,8 @@ def test_quantized_caches(model):
 def test_quantized_caches_by_hand(model):
     cache = object.__new__(QuantizedCache)  # a backend for its layers need not be installed
     Cache.__init__(cache, layers=[])
-    with pytest.raises(ValueError, match=r"past_key_values is a QuantizedCache"):
-        model(random_tokens(1, 5), past_key_values=cache)
+    with pytest.raises(ValueError, match=f"{CACHE} is a QuantizedCache"):
+        model(random_tokens(1, 5), **{CACHE: cache})
 
 
 def test_quantized_layers_by_hand(model):
@@ -98,8 +99,8 @@ def test_quantized_layers_by_hand(model):
 
     cache = DynamicCache(config=model.config)
     cache.layers = [Quantized(), Quantized()]
-    with pytest.raises(ValueError, match=r"past_key_values has a Quantized, which cannot carry raw keys and values"):
-        model(random_tokens(1, 5), past_key_values=cache)
+    with pytest.raises(ValueError, match=f"{CACHE} has a Quantized, which cannot carry raw keys and values"):
+        model(random_tokens(1, 5), **{CACHE: cache})
 
 
 @pytest.mark.usefixtures("no_forward")
@@ -139,19 +140,19 @@ def test_a_recording_cache_refuses_padding_behind_a_token(model):
     """`crop` counts positions, and would take back padding instead of tokens."""
     ids, mask = right_padded([random_tokens(3), random_tokens(7)])
     with pytest.raises(ValueError, match=r"attention_mask must be padded on the left .* padding after a token"):
-        model(ids, attention_mask=mask, past_key_values=recording_cache(model))
+        model(ids, attention_mask=mask, **{CACHE: recording_cache(model)})
     cache = recording_cache(model)
-    model(random_tokens(2, 4), past_key_values=cache)
+    model(random_tokens(2, 4), **{CACHE: cache})
     ids, mask = left_padded([random_tokens(3), random_tokens(7)])
     mask = torch.cat([torch.ones(2, 4, dtype=mask.dtype), mask], dim=1)  # behind tokens of the turn before
     with pytest.raises(ValueError, match=r"padding after a token"):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **{CACHE: cache})
 
 
 def test_a_recording_cache_refuses_packed_documents(model):
     for inputs in ({"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, {"seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}):
         with pytest.raises(ValueError, match=r"cannot hold several documents in a row"):
-            model(random_tokens(1, 5), past_key_values=recording_cache(model), **inputs)
+            model(random_tokens(1, 5), **{CACHE: recording_cache(model)}, **inputs)
 
 
 def test_malformed_documents(model):
@@ -217,19 +218,19 @@ def test_documents_in_a_prompt_that_is_fed_in_chunks(model):
 def test_a_tuple_as_cache(targets: list[str]):
     model = tiny_model(shift_targets=targets)
     for cache in ((), ((torch.zeros(1, 3, 2, 10),) * 2,) * 2):
-        with pytest.raises(TypeError, match="past_key_values must be a Cache of transformers or None, got tuple"):
-            model(random_tokens(1, 5), past_key_values=cache)
+        with pytest.raises(TypeError, match=f"{CACHE} must be a Cache of transformers or None, got tuple"):
+            model(random_tokens(1, 5), **{CACHE: cache})
 
 
 def test_documents_in_a_cache_that_cannot_keep_where_the_last_began():
     model = tiny_model(shift_targets=[])
     cache = DynamicCache(config=model.config, offloading=True)
-    with pytest.raises(ValueError, match="past_key_values cannot keep where the last of several documents in a row"):
-        model(random_tokens(1, 5), past_key_values=cache, position_ids=RESTART)
+    with pytest.raises(ValueError, match=f"{CACHE} cannot keep where the last of several documents in a row"):
+        model(random_tokens(1, 5), **{CACHE: cache}, position_ids=RESTART)
     cache = LlamaForCausalLM(LlamaConfig(**SIZES))(random_tokens(1, 5)).past_key_values
-    model(random_tokens(1, 5), past_key_values=cache)  # without documents, it takes what Llama takes
-    with pytest.raises(ValueError, match="past_key_values cannot keep where the last of several documents in a row"):
-        model(random_tokens(1, 5), past_key_values=cache, position_ids=RESTART)
+    model(random_tokens(1, 5), **{CACHE: cache})  # without documents, it takes what Llama takes
+    with pytest.raises(ValueError, match=f"{CACHE} cannot keep where the last of several documents in a row"):
+        model(random_tokens(1, 5), **{CACHE: cache}, position_ids=RESTART)
 
 
 @pytest.mark.parametrize("sliding", [None, 4])
@@ -238,7 +239,7 @@ def test_a_static_cache_within_an_exported_program(sliding: int | None):
     model.generation_config.cache_implementation = "static"
     module = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=16)
     inputs = {"input_ids": random_tokens(1, 1), "cache_position": torch.tensor([0])}
-    with pytest.raises(ValueError, match=r"past_key_values is a static cache in a program that torch.export makes"):
+    with pytest.raises(ValueError, match=f"{CACHE} is a static cache in a program that torch.export makes"):
         torch.export.export(module, (), inputs, strict=False)
 
 
@@ -289,7 +290,7 @@ def test_flash_attention_refuses_documents_that_it_would_not_separate(inputs: di
 def test_flash_attention_refuses_to_continue_a_pack():
     model = tiny_model()
     cache = DynamicCache(config=model.config)
-    model(random_tokens(1, 5), position_ids=RESTART, past_key_values=cache)
+    model(random_tokens(1, 5), position_ids=RESTART, **{CACHE: cache})
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="or of a cache that continues a pack"):
         create_masks(model.config, torch.zeros(1, 1, 48), None, cache, torch.tensor([[3]]))

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import CompileConfig, LlamaConfig, StaticCache
 
+from kvshift.models.versions import CACHE
+
 from .checks import (
     assert_greedy,
     assert_next,
@@ -57,7 +59,7 @@ def test_reset_and_reuse_keep_the_tensors_in_place(options: dict):
     addresses = set()
     for seed in range(3):
         row = random_tokens(1, 9, seed=seed)
-        logits_of(model, row, past_key_values=cache)
+        logits_of(model, row, **{CACHE: cache})
         assert_next(model, row, cache, random_tokens(1, 1, seed=9))
         if model.config.shift_targets:
             addresses |= {cache.layers[0].shift_state.k.data_ptr(), cache.layers[0].shift_state.v.data_ptr()}
@@ -69,7 +71,7 @@ def test_a_static_cache_for_stock_llama_is_taken_too():
     model, row = tiny_model(torch.float64), random_tokens(1, 9)
     llama = LlamaConfig(num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3, hidden_size=42, head_dim=10)
     cache = StaticCache(config=llama, max_cache_len=32)
-    logits_of(model, row, past_key_values=cache)
+    logits_of(model, row, **{CACHE: cache})
     assert_next(model, row, cache, random_tokens(1, 1, seed=9))
 
 
@@ -113,10 +115,10 @@ def test_the_default_compiler_gives_the_same_tokens():
     model, row = tiny_model(torch.float64), random_tokens(1, 8)
     step = torch.compile(model.forward, fullgraph=True, dynamic=False)
     cache = StaticCache(config=model.config, max_cache_len=32)
-    token = logits_of(model, row, past_key_values=cache)[:, -1:].argmax(-1)
+    token = logits_of(model, row, **{CACHE: cache})[:, -1:].argmax(-1)
     generated = [token]
     for _ in range(5):
         with torch.no_grad():
-            token = step(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            token = step(token, **{CACHE: cache}).logits[:, -1:].argmax(-1)
         generated.append(token)
     assert_greedy(model, row, torch.cat(generated, dim=1))

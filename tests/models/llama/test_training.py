@@ -9,6 +9,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from kvshift import KVShift, param_groups
 from kvshift.models.llama import KVShiftLlamaForCausalLM
+from kvshift.models.versions import CACHE
 
 from .tiny import left_padded, random_tokens, tiny_config, tiny_model
 
@@ -216,7 +217,7 @@ class TestBfloat16:
             exact = tiny_model(shift_window=3)(ids).logits
             whole = model(ids).logits.float()
             cache = model(ids[:, :5], use_cache=True).past_key_values
-            rest = model(ids[:, 5:], past_key_values=cache).logits.float()
+            rest = model(ids[:, 5:], **{CACHE: cache}).logits.float()
         rounding = (whole - exact).abs().max()
         assert rounding < 0.5
         assert (rest - whole[:, 5:]).abs().max() <= rounding

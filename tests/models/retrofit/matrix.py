@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 from kvshift.models.retrofit import add_kv_shift
+from kvshift.models.versions import CACHE
 
 from ..llama.checks import logits_of, new_tokens_of
 from ..llama.tiny import draw_adapter, left_padded, random_tokens
@@ -113,7 +114,7 @@ def check_static_cache(family: str) -> None:
     model, truth = model_of(family)
     ids = random_tokens(1, 12)
     store = StaticCache(config=model.config, max_cache_len=32)
-    pieces = [logits_of(model, piece, past_key_values=store) for piece in ids.split([5, 1, 6], dim=1)]
+    pieces = [logits_of(model, piece, **{CACHE: store}) for piece in ids.split([5, 1, 6], dim=1)]
     assert_close(torch.cat(pieces, dim=1), logits_of(truth, ids))
 
 
@@ -169,9 +170,9 @@ def check_compiled(family: str) -> None:
     for document, got in zip(documents, packed[0].split([5, 4]), strict=True):
         assert_close(got, logits_of(truth, document.unsqueeze(0))[0])
     store = StaticCache(config=model.config, max_cache_len=16)
-    logits_of(model, ids[:, :6], past_key_values=store)
+    logits_of(model, ids[:, :6], **{CACHE: store})
     for t in range(6, 9):
-        got = logits_of(compiled, ids[:, t : t + 1], past_key_values=store)
+        got = logits_of(compiled, ids[:, t : t + 1], **{CACHE: store})
         assert_close(got[:, -1], logits_of(truth, ids[:, : t + 1])[:, -1])
 
 
@@ -191,7 +192,7 @@ def check_packed(family: str) -> None:
             for got, alone in zip(result.logits[0].split(lengths), expected, strict=True):
                 assert_close(got.detach(), alone)
         token = random_tokens(1, 1, seed=9)  # continues the last document
-        got = logits_of(model, token, past_key_values=result.past_key_values, position_ids=torch.tensor([[2]]))
+        got = logits_of(model, token, **{CACHE: result.past_key_values}, position_ids=torch.tensor([[2]]))
         assert_close(got[0, -1], logits_of(truth, torch.cat([documents[-1], token[0]]).unsqueeze(0))[0, -1])
 
 

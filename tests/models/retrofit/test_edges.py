@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvshift import KVShift
+from kvshift.models.versions import CACHE
 
 from ..llama.checks import (
     assert_greedy,
@@ -85,7 +86,7 @@ def test_left_padding_with_positions():
 def test_a_bare_cache(shift: dict):
     model, row = shifted_gpt2(torch.float64, **shift), random_tokens(1, 9)
     cache = DynamicCache()
-    logits_of(model, row, past_key_values=cache)
+    logits_of(model, row, **{CACHE: cache})
     assert_next(model, row, cache, random_tokens(1, 1, seed=3))
 
 
@@ -129,7 +130,7 @@ def test_decoding_continues_the_last_document_of_a_pack():
     documents = [random_tokens(length, seed=length) for length in (5, 7)]
     cache = DynamicCache()
     positions = torch.cat([torch.arange(5), torch.arange(7)]).unsqueeze(0)
-    logits_of(model, torch.cat(documents).unsqueeze(0), position_ids=positions, past_key_values=cache)
+    logits_of(model, torch.cat(documents).unsqueeze(0), position_ids=positions, **{CACHE: cache})
     token = random_tokens(1, 1, seed=3)
     assert_next(model, documents[1].unsqueeze(0), cache, token, position_ids=torch.tensor([[7]]))
     row = torch.cat([documents[1], token[0]]).unsqueeze(0)  # and where no positions are given

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kvshift.models import masks
-from kvshift.models.cache_layers import ShiftCacheLayer, _StaticShiftCacheLayer
+from kvshift.models.cache_layers import ShiftCacheLayer, StaticShiftCacheLayer
 
 from .matrix import CELLS, PAGE, REFUSED, SLOW, page
 from .tiny_families import FAMILIES
@@ -35,7 +35,7 @@ def test_cell(family: str, cell: str):
 
 def no_state(patch: pytest.MonkeyPatch) -> None:
     """Each call begins as if nothing stood before it."""
-    for layer in (ShiftCacheLayer, _StaticShiftCacheLayer):
+    for layer in (ShiftCacheLayer, StaticShiftCacheLayer):
         patch.setattr(layer, "write_shift", lambda self, state: None)
 
 

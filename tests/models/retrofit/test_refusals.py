@@ -14,6 +14,7 @@ from transformers import (
 
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2LMHeadModel, add_kv_shift
+from kvshift.models.versions import CACHE
 
 from ..llama.checks import logits_of, new_tokens_of
 from ..llama.tiny import random_tokens, tiny_config
@@ -69,8 +70,8 @@ def test_an_encoder_beside_it():
     model, ids = shifted_gpt2(), random_tokens(1, 5)
     with pytest.raises(ValueError, match="encoder_hidden_states must be None"):
         model(ids, encoder_hidden_states=torch.zeros(1, 5, 36))
-    with pytest.raises(ValueError, match="past_key_values is an EncoderDecoderCache"):
-        model(ids, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
+    with pytest.raises(ValueError, match=f"{CACHE} is an EncoderDecoderCache"):
+        model(ids, **{CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())})
 
 
 def test_options():
@@ -94,7 +95,7 @@ def test_a_forward_that_a_hook_has_replaced():
 def test_a_cache_that_holds_tokens_of_plain_gpt2():
     cache = tiny_gpt2()(random_tokens(1, 5)).past_key_values
     with pytest.raises(ValueError, match="already holds tokens, but not their raw keys and values"):
-        shifted_gpt2()(random_tokens(1, 1), past_key_values=cache)
+        shifted_gpt2()(random_tokens(1, 1), **{CACHE: cache})
 
 
 def test_continuous_batching():

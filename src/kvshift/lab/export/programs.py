@@ -38,6 +38,7 @@ from kvshift.lab.export.remote_code import largest_difference, left_padded
 from kvshift.lab.runs.folder import RunFailedError
 from kvshift.models.cache_layers import ShiftDynamicLayer
 from kvshift.models.masks import create_masks
+from kvshift.models.versions import CACHE
 from kvshift.ops import ShiftState
 
 __all__ = [
@@ -83,7 +84,7 @@ class _Tensors(nn.Module):
         masks = create_masks(config, embeds, attention_mask, cache, None)
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
         logits = self.model(
-            input_ids=input_ids, attention_mask=masks, position_ids=position_ids, past_key_values=cache, use_cache=True
+            input_ids=input_ids, attention_mask=masks, position_ids=position_ids, use_cache=True, **{CACHE: cache}
         ).logits
         return {"logits": logits, "present": {str(i): _tensors(layer) for i, layer in enumerate(cache.layers)}}
 

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from kvshift.models.decoder import shift_into
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
 from kvshift.models.retrofit.gpt2 import KVShiftGPT2Attention
+from kvshift.models.versions import given_cache
 
 __all__ = ["AttendingGPT2", "AttendingLlama"]
 
@@ -73,12 +74,13 @@ class AttendingLlama(_Attending, KVShiftLlamaAttention):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **where: Any,
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value, keep_raw = shift_into(
             self.shift,
             *self.project(hidden_states),
-            past_key_values,
+            given_cache(past_key_values, cache),
             self.layer_idx,
             mask=where["shift_mask"],
             seq_idx=where["shift_seq_idx"],
@@ -98,7 +100,7 @@ class AttendingGPT2(_Attending, KVShiftGPT2Attention):
         return self.attn_dropout.p
 
     def forward(
-        self, hidden_states: Tensor, past_key_values: None = None, **where: Any
+        self, hidden_states: Tensor, past_key_values: None = None, cache: None = None, **where: Any
     ) -> tuple[Tensor, Tensor | None]:
         projected = self.c_attn(hidden_states).split(self.split_size, dim=2)
         query, key, value = (x.view(*x.shape[:2], -1, self.head_dim) for x in projected)
@@ -107,7 +109,7 @@ class AttendingGPT2(_Attending, KVShiftGPT2Attention):
             query,
             key,
             value,
-            past_key_values,
+            given_cache(past_key_values, cache),
             self.layer_idx,
             mask=where["shift_mask"],
             seq_idx=where["shift_seq_idx"],

@@ -41,6 +41,7 @@ from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.decoder import shift_into
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
+from kvshift.models.versions import given_cache
 from kvshift.ops.rope import Rotary, apply_rotary
 
 __all__ = ["VARIANT", "MLALlamaConfig", "MLALlamaForCausalLM"]
@@ -166,6 +167,7 @@ class _LatentAttention(KVShiftLlamaAttention):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         shift_mask: Tensor | None = None,
         shift_seq_idx: Tensor | None = None,
         attn_implementation: str | None = None,
@@ -185,7 +187,7 @@ class _LatentAttention(KVShiftLlamaAttention):
             query,
             k,
             v,
-            past_key_values,
+            given_cache(past_key_values, cache),
             self.layer_idx,
             mask=shift_mask,
             seq_idx=shift_seq_idx,

@@ -29,6 +29,7 @@ from kvshift.models.boundaries import document_index, padding_mask
 from kvshift.models.cache import adopt_cache
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
 from kvshift.models.retrofit import KVShiftGPT2Model
+from kvshift.models.versions import given_cache
 from kvshift.ops import ShiftState
 
 __all__ = ["VARIANT", "Smear", "SmearGPT2", "SmearGPT2Config", "SmearLlamaConfig", "SmearLlamaForCausalLM"]
@@ -96,6 +97,7 @@ class _SmearedDecoder:
         use_cache: bool | None = None,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> Any:
         if (input_ids is None) == (inputs_embeds is None):
@@ -110,15 +112,16 @@ class _SmearedDecoder:
             documents = document_index(
                 batch, positions, real, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q, position_ids=position_ids
             )
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None:
-            adopt_cache(past_key_values, self.config)
-        layer = None if past_key_values is None else past_key_values.layers[0]
+        cache = given_cache(past_key_values, cache)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        if cache is not None:
+            adopt_cache(cache, self.config)
+        layer: Any = None if cache is None else cache.layers[0]
         return super().forward(  # type: ignore[misc]
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            past_key_values=cache,
             inputs_embeds=self.smear(inputs_embeds, layer, mask=real, seq_idx=documents),
             use_cache=use_cache,
             seq_idx=seq_idx,

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from kvshift.models.llama import KVShiftLlamaModel
 from kvshift.models.retrofit import KVShiftGPT2Model
 from kvshift.models.retrofit.family import note_class
+from kvshift.models.versions import CACHE, given_cache
 
 __all__ = [
     "NamedConfig",
@@ -52,9 +53,11 @@ class UncachedDecoder:
 
     config: UncachedConfig
 
-    def forward(self, *args: Any, past_key_values: Any = None, use_cache: Any = None, **kwargs: Any) -> Any:
-        if use_cache or past_key_values is not None:
-            raise ValueError(f"use_cache must be False and past_key_values None: {_no_cache(self)}")
+    def forward(
+        self, *args: Any, past_key_values: Any = None, cache: Any = None, use_cache: Any = None, **kwargs: Any
+    ) -> Any:
+        if use_cache or given_cache(past_key_values, cache) is not None:
+            raise ValueError(f"use_cache must be False and {CACHE} None: {_no_cache(self)}")
         return super().forward(*args, use_cache=False, **kwargs)  # type: ignore[misc]
 
 
@@ -73,8 +76,8 @@ class UncachedGeneration:
     config: UncachedConfig
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any) -> None:
-        if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is True:
-            raise ValueError(f"use_cache must be False and past_key_values None: {_no_cache(self)}")
+        if model_kwargs.get(CACHE) is not None or generation_config.use_cache is True:
+            raise ValueError(f"use_cache must be False and {CACHE} None: {_no_cache(self)}")
         generation_config.use_cache = model_kwargs["use_cache"] = False
 
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from kvshift.models.check.findings import NotSupportedError, WrongShapeError
+from kvshift.models.versions import CACHE
 
 __all__ = ["Subject", "undisturbed"]
 
-_CACHES = ("past_key_values", "cache_params", "state")  # what models call theirs
+_CACHES = ("cache", "past_key_values", "cache_params", "state")  # what models call theirs
 _SAFETY = 8.0  # times the measured noise; docs/check.md shows how far right and wrong lie from it
 
 
@@ -47,7 +48,7 @@ class Subject:
         self.vocabulary = torch.tensor(sorted(set(range(size)) - set(leave_out)))
         self._arguments = inspect.signature(model.forward).parameters
         others = any(argument.kind is argument.VAR_KEYWORD for argument in self._arguments.values())
-        self.cache = next((name for name in _CACHES if name in self._arguments), _CACHES[0] if others else None)
+        self.cache = next((name for name in _CACHES if name in self._arguments), CACHE if others else None)
         self._uses = {"use_cache"} if others or "use_cache" in self._arguments else set()
         self._alone: dict[tuple[int, ...], Tensor] = {}
         self._seed, self._generator = seed, torch.Generator()

@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.retrofit.families import FAMILIES
 from kvshift.models.retrofit.family import Family, convert, shifted_config
+from kvshift.models.versions import warn_if_untested
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -38,6 +39,7 @@ def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identi
         ValueError: the model has a shift or cross-attention, or its class is
             unknown here. The model is then as it was.
     """
+    warn_if_untested()
     if not isinstance(options, ShiftOptions):
         raise TypeError(f"options must be ShiftOptions, got {type(options).__name__}")
     if not isinstance(model, nn.Module):

@@ -19,9 +19,11 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, eager_attentio
 from transformers.utils.generic import merge_with_config_defaults
 
 from kvshift.layers import KVShift
+from kvshift.models.cache import require_growth, token_count
 from kvshift.models.decoder import ShiftedDecoder, shift_into
 from kvshift.models.generation import ShiftedGeneration
 from kvshift.models.retrofit.family import Family, RetrofitConfig, Retrofitted
+from kvshift.models.versions import CACHE, given_cache, refuse_unknown
 
 
 @strict
@@ -57,6 +59,7 @@ class KVShiftGPT2Attention(GPT2Attention):
         hidden_states: Tensor,
         past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
         shift_mask: Tensor | None = None,
         shift_seq_idx: Tensor | None = None,
         **kwargs: Any,
@@ -65,7 +68,14 @@ class KVShiftGPT2Attention(GPT2Attention):
         projected = self.c_attn(hidden_states).split(self.split_size, dim=2)
         query, key, value = (x.view(batch, positions, -1, self.head_dim) for x in projected)  # the operator's layout
         query, key, value, keep_raw = shift_into(
-            self.shift, query, key, value, past_key_values, self.layer_idx, mask=shift_mask, seq_idx=shift_seq_idx
+            self.shift,
+            query,
+            key,
+            value,
+            given_cache(past_key_values, cache),
+            self.layer_idx,
+            mask=shift_mask,
+            seq_idx=shift_seq_idx,
         )
         implementation = self.config._attn_implementation
         with keep_raw:
@@ -106,6 +116,7 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
         use_cache: bool | None = None,
         seq_idx: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """As `transformers.GPT2Model.forward`, and documents packed into one row do not see each other.
@@ -119,7 +130,13 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
             position_ids: (B, T); where neither of the above is given, a document begins wherever they do not increase
                 by one. Where they are not given, they count from the start of each document. As in GPT-2 they are
                 needed beside padding on the left: the mask does not move the positions.
+            past_key_values, cache: two names of one argument; the second is that of transformers 5.24 and later.
+
+        Raises:
+            TypeError: a keyword argument is unknown.
+            RuntimeError: the layers did not put their tokens into the cache.
         """
+        refuse_unknown(self, kwargs)
         if encoder_hidden_states is not None or encoder_attention_mask is not None:
             raise ValueError("encoder_hidden_states must be None: GPT-2 with KV shift has no cross-attention")
         if (input_ids is None) == (inputs_embeds is None):
@@ -128,15 +145,16 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
             if not isinstance(attention_mask, dict):
                 self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             inputs_embeds = self.wte(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        cache = given_cache(past_key_values, cache)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         masks, position_ids = self.begin(
-            inputs_embeds, attention_mask, position_ids, past_key_values, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
+            inputs_embeds, attention_mask, position_ids, cache, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
         )
+        before = token_count(cache)
         if cu_seq_lens_q is not None:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
-        return super().forward(
-            past_key_values=past_key_values,
+        output = super().forward(
             attention_mask=masks["attention"],
             token_type_ids=token_type_ids,
             position_ids=position_ids,
@@ -144,8 +162,11 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
             use_cache=use_cache,
             shift_mask=masks["padding"],
             shift_seq_idx=masks["documents"],
+            **{CACHE: cache},
             **kwargs,
         )
+        require_growth(self, cache, before, inputs_embeds.shape[1])
+        return output
 
 
 class KVShiftGPT2LMHeadModel(ShiftedGeneration, Retrofitted, GPT2LMHeadModel):

@@ -1,0 +1,73 @@
+"""What differs among the versions of transformers that are supported, and which of them are tested."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from difflib import get_close_matches
+from functools import cache as once
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.utils.generic import TransformersKwargs
+
+OLDEST, NEWEST = "5.16.1", "5.24.0"
+"""The bounds of `pyproject.toml`, both of which CI tests."""
+
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+"""What the installed transformers calls the cache of a forward pass: "cache" from 5.24 on."""
+
+_PASSED_ON = {*TransformersKwargs.__optional_keys__, "ignore_index", "return_dict", "shift_labels"} - {
+    "output_router_logits"  # of mixtures of experts, which no model here is
+}
+
+
+@once
+def warn_if_untested() -> None:
+    """Warn, once in a process, that the installed version of transformers is not one of those that are tested."""
+    if not Version(OLDEST) <= Version(transformers.__version__) <= Version(NEWEST):
+        warnings.warn(
+            f"transformers {transformers.__version__} has not been tested with KV shift; versions {OLDEST} to {NEWEST} "
+            "have. Before you rely on this model, run `kvshift check` on it, or install a tested version",
+            stacklevel=3,
+        )
+
+
+def given_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+    """The cache that a forward pass was given by the name of this version of transformers, or by its older name.
+
+    Raises:
+        TypeError: both names were given, or `cache` to a version that does not have it.
+    """
+    if cache is None:
+        return past_key_values
+    if CACHE != "cache":
+        raise TypeError(
+            f"cache is an argument from transformers 5.24 on; {transformers.__version__}, which is installed, calls it "
+            "past_key_values"
+        )
+    if past_key_values is not None:
+        raise TypeError("cache and past_key_values are two names of one argument: give cache alone")
+    return cache
+
+
+def refuse_unknown(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise a TypeError that names those keyword arguments of a forward pass that no layer would heed.
+
+    Args:
+        model: whose `forward` was called.
+        arguments: those that it does not name itself. None as a value is as good as not given.
+    """
+    for name in arguments.keys() - _PASSED_ON:
+        if arguments[name] is not None:
+            known = inspect.signature(model.forward).parameters.keys() - {"self", "kwargs"}
+            close = get_close_matches(name, known | _PASSED_ON, n=1)
+            hint = f"did you mean {close[0]}?" if close else "nothing in this model takes it"
+            raise TypeError(
+                f"{type(model).__name__} got an unknown keyword argument {name}={arguments[name]!r}: {hint}"
+            )
+    if arguments.get("is_causal") is False:
+        raise ValueError("is_causal must be True or None, got False: a shift only looks back")
