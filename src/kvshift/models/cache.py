@@ -90,41 +90,38 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
 
 
 def token_count(cache: Cache | None) -> int | None:
-    """Tokens that the first layer of a cache holds, as an integer of the host; None where there is no such integer.
+    """Tokens in the first layer of a cache, an integer of the host; None without a cache, or such an integer.
 
-    There is none without a cache, in a compiled call, which would be traced anew for every number, and in a static
-    layer of transformers, whose count is on the device.
+    A compiled call, which would be compiled anew for every count, has none, nor do static layers of transformers.
     """
     return None if cache is None or torch.compiler.is_compiling() else _tokens_in(cache.layers[0])
 
 
-def require_growth(model: Any, cache: Cache | None, before: int | None, fed: int) -> None:
-    """Raise a RuntimeError unless a forward pass has put its tokens into every layer of the cache.
+def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None:
+    """Raise a RuntimeError unless a forward pass has put the `fed` tokens into every layer of the cache.
 
     Args:
-        model: a decoder. In training with gradient checkpointing, transformers gives its layers no cache; one that was
-            empty stays so, and whole sequences are fed.
+        model: a decoder. In training with gradient checkpointing, transformers keeps its layers from the cache; one
+            that is empty stays so, and whole sequences are fed.
         cache: after the pass.
-        before: `token_count` before it; None: nothing is required.
+        before: `token_count` before the pass; None: nothing is required.
         fed: tokens of the pass.
     """
-    if before is None:
-        return
-    for i, layer in enumerate(cache.layers):  # type: ignore[union-attr]  # None has no count
+    for i, layer in enumerate(() if before is None else cache.layers):
         found = _tokens_in(layer)
         if found != before + fed and not (found == before == 0 and model.training and model.gradient_checkpointing):
             raise RuntimeError(
-                f"{CACHE} held {before} tokens, {fed} were fed to {type(model).__name__}, and layer {i} holds {found} "
-                "now: what comes next would be wrong. Something kept the cache from the attention, or does not store "
-                f"what it is given; kvshift is tested with transformers {OLDEST} to {NEWEST}, this is "
-                f"{transformers.__version__}"
+                f"{CACHE} must hold {before + fed} tokens after {fed} were added to {before}, but layer {i} holds "
+                f"{found}: the cache did not reach the attention of {type(model).__name__}, or does not keep what it "
+                f"gets. This is transformers {transformers.__version__}; tested are {OLDEST} to {NEWEST}"
             )
 
 
 def _tokens_in(layer: Any) -> int | None:
     if isinstance(layer, StaticShiftCacheLayer):
         return layer.tokens_fed
-    return None if isinstance(layer, StaticLayer) else layer.get_seq_length()
+    length = layer.get_seq_length()
+    return length if isinstance(length, int) else None
 
 
 def close_gaps(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None) -> Tensor | None:

@@ -117,6 +117,7 @@ class ShiftCacheLayer:
         Raises:
             RuntimeError: their raw keys and values are no longer held; call `activate_past_recording` beforehand.
         """
+        tokens_to_remove = int(tokens_to_remove)  # assisted generation of older transformers gives a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
         state, tokens, length = self.shift_state, -tokens_to_remove, int(self.get_seq_length())  # type: ignore[attr-defined]

@@ -37,37 +37,29 @@ def warn_if_untested() -> None:
 
 
 def given_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """The cache that a forward pass was given by the name of this version of transformers, or by its older name.
+    """The cache of a call, which has two names from transformers 5.24 on, and before that the first.
 
     Raises:
-        TypeError: both names were given, or `cache` to a version that does not have it.
+        TypeError: both names were given, or the second to a version that does not have it.
     """
-    if cache is None:
-        return past_key_values
-    if CACHE != "cache":
-        raise TypeError(
-            f"cache is an argument from transformers 5.24 on; {transformers.__version__}, which is installed, calls it "
-            "past_key_values"
-        )
-    if past_key_values is not None:
-        raise TypeError("cache and past_key_values are two names of one argument: give cache alone")
-    return cache
+    if cache is not None and CACHE != "cache":
+        raise TypeError(f"unknown argument cache: transformers {transformers.__version__} calls it past_key_values")
+    if cache is not None and past_key_values is not None:
+        raise TypeError("cache and past_key_values are one argument: give cache alone")
+    return past_key_values if cache is None else cache
 
 
 def refuse_unknown(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise a TypeError that names those keyword arguments of a forward pass that no layer would heed.
+    """Raise a TypeError that names a keyword argument of a call that no layer heeds; None is as good as not given.
 
     Args:
-        model: whose `forward` was called.
-        arguments: those that it does not name itself. None as a value is as good as not given.
+        model: a decoder.
+        arguments: those that its `forward` does not name itself.
     """
     for name in arguments.keys() - _PASSED_ON:
         if arguments[name] is not None:
-            known = inspect.signature(model.forward).parameters.keys() - {"self", "kwargs"}
-            close = get_close_matches(name, known | _PASSED_ON, n=1)
-            hint = f"did you mean {close[0]}?" if close else "nothing in this model takes it"
-            raise TypeError(
-                f"{type(model).__name__} got an unknown keyword argument {name}={arguments[name]!r}: {hint}"
-            )
+            known = inspect.signature(model.forward).parameters.keys() | _PASSED_ON
+            hint = "".join(f"; did you mean {close}?" for close in get_close_matches(name, known, n=1))
+            raise TypeError(f"unknown argument {name}: nothing in {type(model).__name__} takes it{hint}")
     if arguments.get("is_causal") is False:
-        raise ValueError("is_causal must be True or None, got False: a shift only looks back")
+        raise ValueError("is_causal must be True or None, got False: the shift only looks back")

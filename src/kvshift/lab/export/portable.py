@@ -34,7 +34,7 @@ REPLACED = {
 DROPPED = {
     "KVShift": ("step", "recomputing", "coefficients", "extra_repr"),
     "ShiftOptions": ("as_fields",),
-    "ShiftStaticLayer": ("shift_into",),
+    "ShiftStaticLayer": ("shift_into", "update"),
     "ShiftState": ("zeros", "__eq__", "__hash__", "sequences", "reorder", "to", "detach", "split", "stack"),
 }
 """Members that are left out, by class: models do not call them, or compute the same without them."""
@@ -102,15 +102,10 @@ def shift_into(
     norms: Norms | None = None,
     finish: Finish | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Shift the heads of one layer, continuing from the state in the cache, finish them and put them into the cache.
+    """Shift q, k and v of one layer, finish them, and put k and v into the cache.
 
-    Args:
-        cache: adopted; None: every row begins here.
-        finish: in place of rotary and norms, what a family does to shifted q and k with functions of its own.
-        q, k, v, mask, seq_idx, rotary, norms: as in `KVShift.forward`.
-
-    Returns:
-        q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before; and a context for attention.
+    `finish` is what a family does to shifted q and k in place of `rotary` and `norms`. Returns q (B, H, T, D), k and v
+    (B, G, length, D) with those of the tokens before, and a context for attention.
     """
     shifts: Any = shift if finish is None else _FinishedShift(shift, finish)
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
