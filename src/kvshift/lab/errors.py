@@ -1,10 +1,14 @@
 """What a command tells its user when it cannot continue: a message, and the code the process exits with."""
 
+import json
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
-__all__ = ["LabError", "nearest", "require", "require_unicode"]
+__all__ = ["LabError", "install_command", "nearest", "require", "require_unicode"]
 
 
 class LabError(Exception):
@@ -39,3 +43,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def install_command(extra: str) -> str:
+    """The pip command that adds one of the package's extras, from wherever the package itself was installed.
+
+    pip writes down where that was (direct_url.json), unless it was an index.
+    """
+    try:
+        text = distribution("kvshift").read_text("direct_url.json")
+    except PackageNotFoundError:
+        text = None
+    origin = json.loads(text or "{}")
+    if "url" not in origin:
+        return f"pip install 'kvshift[{extra}]'"
+    if "vcs_info" in origin:
+        vcs = origin["vcs_info"]
+        return f"pip install 'kvshift[{extra}] @ {vcs['vcs']}+{origin['url']}@{vcs['commit_id']}'"
+    if not origin["url"].startswith("file:"):
+        return f"pip install 'kvshift[{extra}] @ {origin['url']}'"
+    editable = "-e " * origin.get("dir_info", {}).get("editable", False)
+    return f"pip install {editable}'{url2pathname(urlsplit(origin['url']).path)}[{extra}]'"

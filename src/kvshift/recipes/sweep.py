@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from kvshift.lab.allocator import keep_memory
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, install_command
 from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes.recipe import Job
 from kvshift.recipes.reproduce_config import Cluster
@@ -142,7 +142,7 @@ def _enter_ray(stack: ExitStack) -> tuple[int, int]:
         import ray
         from ray.util.joblib import register_ray
     except ModuleNotFoundError as error:
-        raise LabError("cluster is ray, which is not installed: pip install 'kvshift[ray]'") from error
+        raise LabError(f"cluster is ray, which is not installed: {install_command('ray')}") from error
     register_ray()
     if not ray.is_initialized():
         ray.init(address=os.environ.get("RAY_ADDRESS"), include_dashboard=False, log_to_driver=False)

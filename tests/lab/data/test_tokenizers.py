@@ -15,8 +15,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvshift.lab.data import tokenizers
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.data.tokenizers import END_OF_TEXT, check_tokenizer, load_tokenizer, make_tokenizer, train_bpe
+from kvshift.lab.data.tokenizers import END_OF_TEXT, load_tokenizer, make_tokenizer, train_bpe
 from kvshift.lab.errors import LabError
+from kvshift.lab.runs.loading import check_tokenizer
 
 TEXT = "to be or not to be, that is the question: whether 't is nobler in the mind to suffer\n" * 5
 TOKENIZER = train_bpe(iter([TEXT]), 293)

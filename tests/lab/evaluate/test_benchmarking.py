@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from kvshift.cli import main
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, install_command
 from kvshift.lab.evaluate import benchmarking
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, make_task, prompts
 from kvshift.lab.evaluate.eval_config import EvalConfig
@@ -351,7 +351,7 @@ sys.exit(main(sys.argv[1:]))
     command = [sys.executable, "-c", program, "eval", str(shifted), "--tasks", "lambada", "--data", str(mini)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "300"})
     assert done.returncode == 2
-    assert done.stderr.endswith("kvshift eval: tasks: needs the package 'lm_eval': pip install 'kvshift[eval]'\n")
+    assert done.stderr.endswith(f"kvshift eval: tasks: needs the package 'lm_eval': {install_command('eval')}\n")
 
 
 def test_what_is_asked_is_in_float32_from_the_logits_on(shifted):

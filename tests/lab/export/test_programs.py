@@ -102,7 +102,7 @@ def test_rows_decide():
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else find(name))
-    with pytest.raises(LabError, match=r"needs the packages onnx, onnxscript, onnxruntime: pip install 'kvshift\[exp"):
+    with pytest.raises(LabError, match=r"needs the packages onnx, onnxscript, onnxruntime: pip install "):
         export(ExportOptions(model="anything", out=tmp_path / "out"))
 
 

@@ -26,7 +26,6 @@ from kvshift.lab.messages import say
 __all__ = [
     "END_OF_TEXT",
     "ORIGIN",
-    "check_tokenizer",
     "load_tokenizer",
     "make_tokenizer",
     "save_tokenizer",
@@ -120,16 +119,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         if type(error) is not Exception:  # as the tokenizers library raises whatever the system says
             raise
         raise OSError(str(error)) from error
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
-    """Raise `LabError` if the tokenizer makes ids that a model of `vocab_size` does not have."""
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= vocab_size:
-        raise LabError(
-            f"tokenizer {tokenizer.name_or_path or ''} does not fit the model: its ids go up to {largest}, the model's "
-            f"up to {vocab_size - 1} (vocab_size {vocab_size})"
-        )
 
 
 def _with_end_of_text(backend: tokenizers.Tokenizer) -> PreTrainedTokenizerFast:

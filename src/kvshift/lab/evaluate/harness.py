@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, install_command
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, LONGEST_SOLUTION, make_task, prompts
 from kvshift.lab.evaluate.items import Questions
 from kvshift.lab.evaluate.kept_answers import KeptAnswers, key_of
@@ -20,7 +20,7 @@ try:
     from lm_eval.models.utils_hf import stop_sequences_criteria
 except ModuleNotFoundError as error:
     missing = (error.name or "lm_eval").partition(".")[0]
-    raise LabError(f"tasks: needs the package {missing!r}: pip install 'kvshift[eval]'") from error
+    raise LabError(f"tasks: needs the package {missing!r}: {install_command('eval')}") from error
 
 __all__ = ["AnsweringModel", "AskedOnce", "answering", "ask"]
 

@@ -33,7 +33,7 @@ from torch.export import Dim
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, install_command
 from kvshift.lab.export.remote_code import largest_difference, left_padded
 from kvshift.lab.runs.folder import RunFailedError
 from kvshift.models.cache_layers import ShiftDynamicLayer
@@ -64,7 +64,7 @@ def require_packages(form: Format) -> None:
     """Raise a LabError that says how to install what is missing."""
     missing = [name for name in _PACKAGES[form] if importlib.util.find_spec(name) is None]
     if missing:
-        raise LabError(f"format {form} needs the packages {', '.join(missing)}: pip install 'kvshift[export]'")
+        raise LabError(f"format {form} needs the packages {', '.join(missing)}: {install_command('export')}")
 
 
 class _Tensors(nn.Module):

@@ -16,7 +16,6 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 import kvshift.models.baichuan_m1
 import kvshift.models.retrofit  # noqa: F401
 from kvshift.lab.data.hub import is_hub_name, require_on_hub
-from kvshift.lab.data.tokenizers import check_tokenizer
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
 from kvshift.lab.training.train_config import DType
@@ -25,6 +24,7 @@ from kvshift.lab.variants.by_name import VARIANTS, find_variant
 __all__ = [
     "UNREADABLE",
     "Loaded",
+    "check_tokenizer",
     "find_device",
     "load_config",
     "load_model",
@@ -76,6 +76,16 @@ def load_as_saved(name: str, *, dtype: DType, device: str, say: Callable[[str], 
     model = load_weights(folder, dtype=dtype, device=device)
     check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
     return Loaded(model, tokenizer, folder)
+
+
+def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
+    """Raise `LabError` if the tokenizer makes ids that a model of `vocab_size` does not have."""
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= vocab_size:
+        raise LabError(
+            f"tokenizer {tokenizer.name_or_path or ''} does not fit the model: its ids go up to {largest}, the model's "
+            f"up to {vocab_size - 1} (vocab_size {vocab_size})"
+        )
 
 
 def load_tokenizer(folder: str | Path) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.import_utils import is_peft_available
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, install_command
 from kvshift.lab.seeds import seed_for
 from kvshift.lab.variants.variant import shift_layers
 
@@ -66,7 +66,7 @@ def merge_lora(model: nn.Module) -> None:
 
 def _add_lora(model: nn.Module, rank: int, seed: int) -> None:
     if not is_peft_available():
-        raise LabError("tune asks for LoRA, which needs PEFT: pip install 'kvshift[peft]'")
+        raise LabError(f"tune asks for LoRA, which needs PEFT: {install_command('peft')}")
     from peft import LoraConfig, inject_adapter_in_model
 
     found = [

@@ -1,0 +1,44 @@
+"""What a command tells its user; most of it is tested where it is raised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshift.lab import errors
+
+INSTALLED: dict[str, tuple[dict[str, Any] | None, str]] = {
+    "from an index": (None, "pip install 'kvshift[lab]'"),
+    "from a clone": ({"url": "file:///home/a%20b/kvshift", "dir_info": {}}, "pip install '/home/a b/kvshift[lab]'"),
+    "editable": (
+        {"url": "file:///home/kvshift", "dir_info": {"editable": True}},
+        "pip install -e '/home/kvshift[lab]'",
+    ),
+    "from a wheel": (
+        {"url": "file:///dist/kvshift-0.1.0-py3-none-any.whl", "archive_info": {}},
+        "pip install '/dist/kvshift-0.1.0-py3-none-any.whl[lab]'",
+    ),
+    "from an address": (
+        {"url": "https://example.org/kvshift.zip", "archive_info": {}},
+        "pip install 'kvshift[lab] @ https://example.org/kvshift.zip'",
+    ),
+    "from git": (
+        {"url": "https://example.org/kvshift", "vcs_info": {"vcs": "git", "commit_id": "5c5feb4"}},
+        "pip install 'kvshift[lab] @ git+https://example.org/kvshift@5c5feb4'",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", INSTALLED)
+def test_an_extra_is_installed_from_where_the_package_was(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    origin, command = INSTALLED[how]
+    info = tmp_path / "kvshift-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: kvshift\nVersion: 0.1.0\n")
+    if origin is not None:
+        (info / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert errors.install_command("lab") == command
