@@ -8,7 +8,7 @@ and transformers take seconds to import, and `kvshift COMMAND --help` needs neit
 import atexit
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn
@@ -144,38 +144,27 @@ def run_and_exit() -> NoReturn:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    from kvshift.lab.errors import LabError
-
-    try:
-        options, function = _prepare(name, arguments)
-        function(options)
-    except LabError as error:
-        print(f"kvshift {name}: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def _prepare(name: str, arguments: Sequence[str]) -> tuple[Any, Callable[[Any], None]]:
-    """The options of a command, and the function that takes them.
-
-    Raises:
-        LabError: the options do not fit, or a package that the command needs is not installed.
-    """
-    from kvshift.lab.errors import LabError, install_command
+    from kvshift.lab.errors import LabError, missing_package
 
     command = _COMMANDS[name]
     if command.passes_on and arguments and not arguments[0].startswith("-"):
         arguments = [arguments[0], "--", *arguments[1:]]
+    about: dict[str, Any] = {"prog": f"kvshift {name}", "description": command.summary, "args": arguments}
     try:
         read = _imported("kvshift.lab.training.options_file:parse" if command.from_file else "tyro:cli")
-        about: dict[str, Any] = {"prog": f"kvshift {name}", "description": command.summary, "args": arguments}
         options = read(_imported(command.options), **about)
-        return options, _imported(command.function)
+        _imported(command.function)(options)
+    except LabError as error:
+        fault = error
     except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        if package == kvshift.__name__:
+        missing = missing_package(error)
+        if missing is None:
             raise
-        raise LabError(f"needs the package {package!r}: {install_command('lab')}") from error
+        fault = missing
+    else:
+        return 0
+    print(f"kvshift {name}: {fault}", file=sys.stderr)
+    return fault.exit_code
 
 
 def _imported(path: str) -> Any:

@@ -32,6 +32,21 @@ INSTALLED: dict[str, tuple[dict[str, Any] | None, str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("module", "extra"), [("datasets", "lab"), ("peft.tuners", "peft"), ("lm_eval", "eval"), ("ray", "ray")]
+)
+def test_a_missing_package_is_named_with_the_smallest_extra_that_has_it(module: str, extra: str):
+    outer = ImportError("transformers could not import a name")
+    outer.__cause__ = ModuleNotFoundError(f"No module named {module!r}", name=module)
+    fault = errors.missing_package(outer)
+    assert str(fault) == f"needs the package {module.partition('.')[0]!r}: {errors.install_command(extra)}"
+
+
+def test_what_no_extra_brings_is_no_fault_of_the_user():
+    assert errors.missing_package(ModuleNotFoundError("No module named 'kvshift.ops.gone'", name="kvshift.ops")) is None
+    assert errors.missing_package(ImportError("torch is broken")) is None
+
+
 @pytest.mark.parametrize("how", INSTALLED)
 def test_an_extra_is_installed_from_where_the_package_was(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     origin, command = INSTALLED[how]

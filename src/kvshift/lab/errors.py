@@ -1,14 +1,16 @@
 """What a command tells its user when it cannot continue: a message, and the code the process exits with."""
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Iterable
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = ["LabError", "install_command", "nearest", "require", "require_unicode"]
+__all__ = ["LabError", "install_command", "missing_package", "nearest", "require", "require_unicode"]
 
 
 class LabError(Exception):
@@ -64,3 +66,20 @@ def install_command(extra: str) -> str:
         return f"pip install 'kvshift[{extra}] @ {origin['url']}'"
     editable = "-e " * origin.get("dir_info", {}).get("editable", False)
     return f"pip install {editable}'{url2pathname(urlsplit(origin['url']).path)}[{extra}]'"
+
+
+def missing_package(error: BaseException | None) -> LabError | None:
+    """What to tell the user of an import that failed; None unless one of the package's extras would mend it."""
+    extras: dict[str, set[str]] = defaultdict(set)
+    for line in requires("kvshift") or ():
+        found = re.match(r"""([\w-]+).*extra == ["']([\w-]+)["']""", line)
+        if found:
+            extras[found[2]].add(found[1].replace("-", "_"))
+    while error is not None:
+        package = str(error.name).partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        fitting = [extra for extra, packages in extras.items() if package in packages]
+        if fitting:
+            smallest = min(fitting, key=lambda extra: len(extras[extra]))
+            return LabError(f"needs the package {package!r}: {install_command(smallest)}")
+        error = error.__cause__
+    return None
