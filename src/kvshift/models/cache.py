@@ -101,19 +101,20 @@ def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None
     """Raise a RuntimeError unless a forward pass has put the `fed` tokens into every layer of the cache.
 
     Args:
-        model: a decoder. In training with gradient checkpointing, transformers keeps its layers from the cache; one
-            that is empty stays so, and whole sequences are fed.
+        model: a decoder.
         cache: after the pass.
         before: `token_count` before the pass; None: nothing is required.
         fed: tokens of the pass.
     """
     for i, layer in enumerate(() if before is None else cache.layers):
         found = _tokens_in(layer)
-        if found != before + fed and not (found == before == 0 and model.training and model.gradient_checkpointing):
+        if found != before + fed:
+            why = f"This is transformers {transformers.__version__}; {OLDEST} to {NEWEST} are tested"
+            if model.training and model.gradient_checkpointing:
+                why = "Layers that are checkpointed in training get no cache: call model.eval(), or set use_cache=False"
             raise RuntimeError(
                 f"{CACHE} must hold {before + fed} tokens after {fed} were added to {before}, but layer {i} holds "
-                f"{found}: the cache did not reach the attention of {type(model).__name__}, or does not keep what it "
-                f"gets. This is transformers {transformers.__version__}; tested are {OLDEST} to {NEWEST}"
+                f"{found}: the cache did not reach the attention of {type(model).__name__}, or keeps nothing. {why}"
             )
 
 
