@@ -26,12 +26,22 @@ test: .venv/stamp  ## Run the tests on the CPU, in parallel
 test-slow: .venv/stamp  ## Run the tests that take long: compilers, several processes, kills, mutants of kernels
 	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not pretrained and not ray' $(ARGS)
 
+# The last transformers that calls a cache past_key_values. It goes before that of .venv, whose other packages fit both.
+BETWEEN := build/transformers-5.23.0
+
 .PHONY: test-oldest
-test-oldest: .venv-oldest/stamp  ## Run what depends on transformers on the oldest that is supported
+test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp  ## Run what depends on transformers on the oldest that is supported; families on 5.23 too
 	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not pretrained and not ray and not slow and not no_models' \
 		tests/models tests/lab tests/recipes $(ARGS)
 	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not pretrained and not ray and not no_models and not interpreted' \
 		tests/models $(ARGS)
+
+	@PYTHONPATH=$(abspath $(BETWEEN)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
+		tests/models/test_versions.py tests/models/retrofit/test_matrix.py $(ARGS)
+
+.PHONY: test-newest
+test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install .` alone installs
+	@.venv-newest/bin/python -P tests/installed.py $(abspath .venv-oldest/bin/python)
 
 .PHONY: test-ray
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
@@ -88,7 +98,7 @@ bench-tasks: .venv/stamp  ## Measure how fast the tasks make their batches, besi
 
 .PHONY: clean
 clean:  ## Remove environments, caches and build output
-	@rm -rf .venv .venv-oldest .venv-vllm build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*.so
+	@rm -rf .venv .venv-newest .venv-oldest .venv-vllm build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*.so
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # As environment variables, the constraints also reach the build of the package itself. torch must
@@ -109,6 +119,17 @@ KERNEL := hatch_build.py src/kvshift/ops/cpu/kernel.cpp  # built by the installa
 
 .venv-oldest/stamp: pyproject.toml constraints-oldest.txt $(KERNEL)
 	$(call install,constraints-oldest.txt,test)
+
+# What a user gets today, whatever the constraints say, but for torch, of which any other build would be gigabytes of CUDA.
+.venv-newest/stamp: pyproject.toml $(KERNEL) $(shell find src -name '*.py')
+	@echo "installing into $(@D) (a minute)" >&2
+	@$(PYTHON) -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" .
+	@touch $@
+
+$(BETWEEN)/stamp:
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --target $(@D) $(subst -,==,$(@D:build/%=%))
+	@touch $@
 
 # Plain pip adds three packages that vLLM's models of images and speech would use; built for another torch, they fail when
 # they are imported, and vLLM with them.

@@ -42,3 +42,5 @@ def test_every_block_of_the_tutorial_runs():
     torch.manual_seed(0)
     for block in blocks:
         exec(compile(block, "docs/tutorial.md", "exec"), namespace)
+    with pytest.raises(NotImplementedError, match="use_cache=False"):  # whatever this transformers calls the cache
+        namespace["qwen"](namespace["tokens"], use_cache=True)

@@ -172,8 +172,16 @@ def compute(model: Any, prompts: list[Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def check_folder(folder: Path, prompts: list[Tensor], expected: dict[str, Tensor]) -> float:
+def check_folder(
+    folder: Path, prompts: list[Tensor], expected: dict[str, Tensor], python: str = sys.executable
+) -> float:
     """Compute the same in another process that cannot import this package, with the code in the folder.
+
+    Args:
+        folder: of the model and its code.
+        prompts: (T,), of any lengths.
+        expected: of `compute`, for these prompts.
+        python: the interpreter, whose environment may have another version of transformers.
 
     Returns:
         The largest difference of logits; tokens are the same.
@@ -187,7 +195,7 @@ def check_folder(folder: Path, prompts: list[Tensor], expected: dict[str, Tensor
         functions = "\n\n".join(map(inspect.getsource, (left_padded, compute)))
         script.write_text(f"{_CHILD}\n\n{functions}\n\n{_CHILD_END}", encoding="utf-8")
         environment = {**os.environ, "HF_MODULES_CACHE": str(Path(place) / "modules"), "HF_HUB_OFFLINE": "1"}
-        arguments = [sys.executable, "-W", "ignore", str(script), str(folder), str(given), str(found)]
+        arguments = [python, "-W", "ignore", str(script), str(folder), str(given), str(found)]
         ran = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
         if ran.returncode:
             last = (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
