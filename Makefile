@@ -140,10 +140,12 @@ KERNEL := hatch_build.py src/kvshift/ops/cpu/kernel.cpp  # built by the installa
 	$(call install,constraints-oldest.txt,test)
 
 # What a user gets today, whatever the constraints say, but for torch, of which any other build would be gigabytes of CUDA.
+# With TRANSFORMERS=newest also a transformers that pyproject.toml does not allow yet.
 .venv-newest/stamp: pyproject.toml $(KERNEL) $(shell find src -name '*.py')
 	@echo "installing into $(@D) (a minute)" >&2
 	@$(PYTHON) -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)" .
+	@$(if $(filter newest,$(TRANSFORMERS)),$(@D)/bin/python -m pip install -qq --upgrade transformers)
 	@touch $@
 
 $(BETWEEN)/stamp:

@@ -1,6 +1,6 @@
 """Fine-tune a model with KV shift by TRL: LoRA and the coefficients, several conversations packed into each sequence.
 
-pip install 'kvshift[lab,trl]'
+pip install '.[lab,trl]'
 python examples/sft.py OUT [MODEL]      a folder or a name on the hub; without: a tiny Llama that has learned nothing
 """
 

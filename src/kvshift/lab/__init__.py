@@ -1,1 +1,1 @@
-"""Experiments: data, training, comparison with vanilla attention. Needs `pip install 'kvshift[lab]'`."""
+"""Experiments: data, training, comparison with vanilla attention. Needs the extra "lab", except `kvshift check`."""

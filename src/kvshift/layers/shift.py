@@ -221,7 +221,12 @@ class KVShift(nn.Module):
         if self.options.constraint == "gate":
             now = torch.sigmoid(parameter)
             return torch.cat([now, 1 - now], dim=1)
-        return parameter.clamp(0, 1) if self.options.constraint == "clamp" else parameter
+        if self.options.constraint == "clamp":
+            # The bounds have a gradient here, in every version. `clamp` gives them none from torch 2.15 on, and a
+            # coefficient that `clamp_after_step` brought to 0 or 1 would stay there for good.
+            inside = (parameter >= 0) & (parameter <= 1)
+            return torch.where(inside, parameter, parameter.detach().clamp(0, 1))
+        return parameter
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVShift:
         """Follow every move and cast of the model except one to a dtype smaller than float32."""

@@ -106,7 +106,9 @@ def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None
         before: `token_count` before the pass; None: nothing is required.
         fed: tokens of the pass.
     """
-    for i, layer in enumerate(() if before is None else cache.layers):
+    if before is None:
+        return
+    for i, layer in enumerate(cache.layers):
         found = _tokens_in(layer)
         if found != before + fed:
             why = f"This is transformers {transformers.__version__}; {OLDEST} to {NEWEST} are tested"

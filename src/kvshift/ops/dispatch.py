@@ -57,9 +57,8 @@ class Call(NamedTuple):
     norms: Norms | None = None
     max_rows: int | None = None
 
-    @property
     def window(self) -> int:
-        """W; 1 where nothing is shifted."""
+        """W; 1 where nothing is shifted. (No property: torch.compile of 2.10 cannot compare one of a NamedTuple.)"""
         for coefficients in self.coefficients:
             if coefficients is not None:
                 return coefficients.shape[1]
@@ -96,9 +95,9 @@ def shift_path(call: Call) -> ShiftPath:
         if torch.compiler.is_compiling():  # which fuses eager's few operations with their neighbours
             return "eager"
         kernels = "triton" if x.is_cuda else "cpu"
-        return "eager" if _refusal(kernels, call.window, x, *others) is not None else kernels
+        return "eager" if _refusal(kernels, call.window(), x, *others) is not None else kernels
     if backend in _REFUSALS:
-        refusal = _refusal(backend, call.window, x, *others)
+        refusal = _refusal(backend, call.window(), x, *others)
         if refusal is not None:
             raise ValueError(f'backend "{backend}" cannot be used here: {refusal}')
     return backend
@@ -262,7 +261,7 @@ def _fits_launch(call: Call) -> bool:
             return False
     q_scale, k_scale, _ = norm_scales(call.norms)
     others = (q, v, *call.coefficients, *states, *rotary, q_scale, k_scale)
-    return _refusal("triton", call.window, k, *others) is None
+    return _refusal("triton", call.window(), k, *others) is None
 
 
 def _is_plain(norm: nn.Module) -> bool:

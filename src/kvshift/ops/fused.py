@@ -181,7 +181,7 @@ def _launch(call: Call, state: ShiftState | None, keep_state: bool) -> Results:
         if coefficients is not None:
             check_coefficients(name, coefficients, k)
     if state is not None:
-        check_state(state, k, v, sequences, call.window)
+        check_state(state, k, v, sequences, call.window())
     boundaries = Boundaries.of(*call.boundaries)
     rotary, norms = cast(Rotary, call.rotary), call.norms
     q_scale, k_scale, eps = norm_scales(norms)
@@ -198,10 +198,10 @@ def _launch(call: Call, state: ShiftState | None, keep_state: bool) -> Results:
     else:
         q_hat, k_hat, v_hat = rotated(call.q, k, v)
         q_hat = None if call.q is None else q_hat
-    if not keep_state or call.window == 1:
+    if not keep_state or call.window() == 1:
         return q_hat, k_hat, v_hat, None
-    max_rows = call.window - 1 if state is None else state.max_rows
-    k_rows, v_rows = next_state_triton(k, v, k_state, v_state, sequences, call.window, max_rows, boundaries)
+    max_rows = call.window() - 1 if state is None else state.max_rows
+    k_rows, v_rows = next_state_triton(k, v, k_state, v_state, sequences, call.window(), max_rows, boundaries)
     return q_hat, k_hat, v_hat, ShiftState(k_rows, v_rows, max_rows)
 
 

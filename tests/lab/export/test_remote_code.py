@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, pipeline
+from transformers.cache_utils import DynamicLayer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvshift.cli import main
@@ -80,6 +82,21 @@ def same(found: Tensor, expected: Tensor, name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda said: f"{name}: {said}")
     else:
         assert torch.equal(found, expected), name
+
+
+def test_it_refuses_what_the_package_does(exported: Path, monkeypatch: pytest.MonkeyPatch):
+    """An unknown argument, a cache that keeps nothing; it warns of a version of transformers that is not tested."""
+    model, ids = loaded(exported), torch.tensor([[5, 6, 7]])
+    with pytest.raises(TypeError, match="unknown argument foo: nothing in KVShiftLlamaModel takes it"):
+        model(ids, foo=1)
+    monkeypatch.setattr(DynamicLayer, "update", lambda self, keys, values, *args, **kwargs: (keys, values))
+    monkeypatch.setattr(DynamicLayer, "get_seq_length", lambda self: 0)
+    with pytest.raises(RuntimeError, match="must hold 3 tokens after 3 were added to 0, but layer 0 holds 0"):
+        model(ids, use_cache=True)
+    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    sys.modules[type(model).__module__].warn_if_untested.cache_clear()
+    with pytest.warns(UserWarning, match=r"transformers 5\.99\.0 has not been tested"):
+        loaded(exported)
 
 
 @cache

@@ -48,6 +48,14 @@ def built(name: str, family: str, seed: int = 5, *, beside: str = "") -> Any:
     return build_model(describe(options, vocab_size=TOKENS, length=41), seed=seed, variant=options.variant)
 
 
+@every_pair
+def test_an_unknown_argument_is_refused_by_name(name: str, family: str):
+    model, ids = built(name, family).eval(), torch.arange(5).unsqueeze(0)
+    with pytest.raises(TypeError, match=r"unknown argument foo: nothing in \w+ takes it"):
+        model(input_ids=ids, foo=1)
+    model(input_ids=ids, foo=None)
+
+
 @every_variant
 def test_zero_outputs_leaves_all_other_start_values(name: str):
     """Every way into the residual stream of a Llama is closed at the start, whatever its attention is."""
