@@ -227,7 +227,7 @@ def test_clamp_after_step_brings_the_parameters_back():
 
 def test_a_coefficient_outside_has_no_gradient_to_come_back_by():
     """Why `clamp_after_step` exists; it brings them to 0 or 1, where they must have one."""
-    shift = clamp_layer([[-0.5, 0.0], [1.5, 1.0], [0.5, 3.0]])
+    shift = clamp_layer([[0.5, 0.0], [1.5, 1.0], [-0.5, 3.0]])
     q, k, v = qkv()
     _, k_hat, _, _ = shift(q, k, v)
     k_hat.square().sum().backward()
