@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
+from torch.fx import GraphModule
 
 from kvshift.ops import ShiftState, kv_shift
 
@@ -59,6 +60,25 @@ def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):
     for positions in POSITIONS:
         assert_within_one_rounding(mode(positions), "auto", through_state=True, op=compiled)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_no_output_of_a_compiled_function_is_a_tensor_that_it_had_before(mode):
+    """Of one written in place, or cast to the dtype that it has, torch.compile of 2.11 gets the gradients wrong."""
+    forwards: dict[str, GraphModule] = {}
+
+    def keep(graph: GraphModule, inputs: list[Tensor]) -> GraphModule:
+        forwards.update({name: body for name, body in graph.named_modules() if name.startswith("fwd_body")})
+        return graph
+
+    case = mode(7)
+    case = replace(case, k=case.k.requires_grad_(), v=case.v.requires_grad_())
+    case.call("auto", torch.compile(kv_shift, backend=keep, fullgraph=True))
+    assert len(forwards) == 2
+    for node in (node for body in forwards.values() for node in body.graph.nodes if node.op == "call_method"):
+        in_place = node.target.endswith("_") and not node.target.endswith("__")
+        if in_place or node.target == "to":
+            assert node.args[0].meta["example_value"].dtype != node.meta["example_value"].dtype, node.format_node()
 
 
 @pytest.mark.slow

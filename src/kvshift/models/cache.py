@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 from kvshift.models.cache_layers import KINDS, ShiftCacheLayer, StaticShiftCacheLayer, with_shift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.versions import CACHE, NEWEST, OLDEST
+from kvshift.ops.watched import is_exporting
 
 
 def adopt_cache(cache: Cache, config: ShiftConfig) -> None:
@@ -54,7 +55,8 @@ def adopt_cache(cache: Cache, config: ShiftConfig) -> None:
 
 
 def _is_adopted(cache: Cache) -> bool:
-    return bool(cache.layers) and isinstance(cache.layers[0], ShiftCacheLayer)  # then they all are
+    # torch.compile of 2.11 knows the length of a list, not its truth. Where the first is ours, they all are.
+    return len(cache.layers) > 0 and isinstance(cache.layers[0], ShiftCacheLayer)
 
 
 def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
@@ -63,7 +65,7 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
         return "is an EncoderDecoderCache: a model with KV shift has no cross-attention"
     if cache.layers and len(cache.layers) != config.num_hidden_layers:
         return f"has {len(cache.layers)} layers, this model has {config.num_hidden_layers}"
-    if torch.compiler.is_exporting() and any(isinstance(layer, StaticLayer) for layer in cache.layers):
+    if is_exporting() and any(isinstance(layer, StaticLayer) for layer in cache.layers):
         return (
             "is a static cache in a program that torch.export makes (TorchExportableModuleWithStaticCache): it would "
             "keep keys and values from call to call, but not the raw ones of the shift"

@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from kvshift.ops.cpu.kernel import cpu_refusal
 from kvshift.ops.rope import Rotary
 from kvshift.ops.triton.call import triton_refusal
-from kvshift.ops.watched import PLAIN, is_watched
+from kvshift.ops.watched import PLAIN, is_exporting, is_watched
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
@@ -145,7 +145,7 @@ def takes_launch(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
 
 def compiles_training() -> bool:
     """Whether a compiler looks on that makes forward and backward; one that exports makes neither."""
-    return torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    return torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_exporting()
 
 
 def may_step(backend: str) -> bool:
@@ -198,7 +198,7 @@ def norm_scales(norms: Norms | None) -> tuple[Tensor | None, Tensor | None, floa
 def _refusal(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:
     """Why they cannot take x, and the other tensors of the call beside it; None if they can."""
     refusal = _REFUSALS[kernels](x, window)
-    if refusal is None and not torch.compiler.is_exporting():  # of tensors without data, which are no plain ones
+    if refusal is None and not is_exporting():  # of tensors without data, which are no plain ones
         for tensor in (x, *others):
             if tensor is not None and type(tensor) not in _PLAIN[kernels]:
                 return f"it takes plain tensors, got a {type(tensor).__name__}"

@@ -50,7 +50,7 @@ def shift_eager(
 
 def _shift(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
     if x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
-        return _weighted_sum([x], _lags(coefficients, x)[:1]).to(x.dtype)
+        return _cast(_weighted_sum([x], _lags(coefficients, x)[:1]), x)
     return _shift_slices(x, coefficients, state) if plan is None else _shift_gathered(x, coefficients, state, plan)
 
 
@@ -107,7 +107,8 @@ class _Slices(torch.autograd.Function):
             g = grad_y.to(dtype)
             sums = [(g * _earlier(x, state, lag)).sum(3).sum((0, 1)) for lag in range(lags + 1)]
             grad_coefficients = torch.stack(sums, dim=1)
-            grad_x = _weighted_sum([_later(grad_y, lag) for lag in range(lags + 1)], [now, *earlier]).to(x.dtype)
+            grad_x = _weighted_sum([_later(grad_y, lag) for lag in range(lags + 1)], [now, *earlier])
+            grad_x = _cast(grad_x, x)
         else:
             grad_x = _in_blocks(x, block, dtype)
             grad_coefficients = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
@@ -124,9 +125,9 @@ def _slices_forward(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
     if x.shape[1] == 1:  # every lag is a row of state
         rows = state.shape[1]
         before = [state[:, rows - lag : rows - lag + 1] for lag in range(1, lags + 1)]
-        return _weighted_sum([x, *before], [now, *earlier]).to(x.dtype)
+        return _cast(_weighted_sum([x, *before], [now, *earlier]), x)
     if torch.compiler.is_compiling():
-        return _weighted_sum([_earlier(x, state, lag) for lag in range(lags + 1)], [now, *earlier]).to(x.dtype)
+        return _cast(_weighted_sum([_earlier(x, state, lag) for lag in range(lags + 1)], [now, *earlier]), x)
 
     def block(start: int, end: int, out: Tensor | None) -> Tensor:
         x_window = x[:, max(0, start - lags) : end].to(dtype)
@@ -269,6 +270,14 @@ def _lags(coefficients_GW: Tensor, x: Tensor) -> list[_Lag]:
 
 def _weighted_sum(terms: list[Tensor], lags: list[_Lag], out: Tensor | None = None) -> Tensor:
     """The sum of the terms times their weights in the dtype of the weights, in `out` where one is given."""
+    if torch.compiler.is_compiling():
+        # Nothing in place, and no `to` that does nothing: torch.compile of 2.11 gets the gradients of an autograd
+        # function wrong whose output is a tensor that its forward had before.
+        weight, zero = lags[0]
+        total = (_cast(terms[0], weight) * weight).masked_fill(zero, 0)  # type: ignore[arg-type]  # never None here
+        for term, (weight, zero) in zip(terms[1:], lags[1:], strict=True):
+            total = torch.where(zero, total, torch.addcmul(total, _cast(term, weight), weight))  # type: ignore[arg-type]
+        return total
     total = lags[0].times(terms[0], out)
     for term, lag in zip(terms[1:], lags[1:], strict=True):
         lag.add_to(total, term)
@@ -276,7 +285,8 @@ def _weighted_sum(terms: list[Tensor], lags: list[_Lag], out: Tensor | None = No
 
 
 def _cast(x: Tensor, like: Tensor) -> Tensor:
-    return x if x.dtype == like.dtype else x.to(like.dtype)  # `to` is a call even where it does nothing
+    # `to` is a call even where it does nothing; what it matters for in 2.11, `_weighted_sum` says.
+    return x if x.dtype == like.dtype else x.to(like.dtype)
 
 
 def _in_blocks(x: Tensor, block: Callable[[int, int, Tensor | None], Tensor], dtype: torch.dtype) -> Tensor:
@@ -287,10 +297,10 @@ def _in_blocks(x: Tensor, block: Callable[[int, int, Tensor | None], Tensor], dt
     batch, length, heads, size = x.shape
     # Asked in this order, a compiler makes no assumption about the length.
     if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return block(0, length, None).to(x.dtype)
+        return _cast(block(0, length, None), x)
     step = max(1, _BLOCK // max(1, batch * heads * size))
     if length <= step:
-        return block(0, length, None).to(x.dtype)
+        return _cast(block(0, length, None), x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for start in range(0, length, step):
         y_block = y[:, start : start + step]

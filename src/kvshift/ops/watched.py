@@ -40,6 +40,11 @@ def is_watched(*gradients: Tensor, by_compiler: bool = False) -> bool:
     )
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces. (`torch.compiler.is_exporting` says so of torch.compile too in 2.10 and 2.11.)"""
+    return torch.compiler._is_exporting_flag
+
+
 def _is_active(tracer: _TorchDispatchModeKey) -> bool:
     return torch._C._get_dispatch_mode(tracer) is not None
 
