@@ -212,12 +212,9 @@ class StaticShiftCacheLayer(ShiftCacheLayer):
     tokens_fed: int = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.count(key_states.shape[2])
-        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
-
-    def count(self, tokens: int) -> None:
         if not torch.compiler.is_compiling():
-            self.tokens_fed += tokens
+            self.tokens_fed += key_states.shape[2]
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
 
     def write_shift(self, state: ShiftState) -> None:
         if self.shift_state is not None:
@@ -284,7 +281,7 @@ class ShiftStaticLayer(StaticShiftCacheLayer, StaticLayer):
         if is_next and rotary is not None:
             q_out = shift.step(q, k, v, self, rotary, norms)
             if q_out is not None:
-                self.count(1)
+                self.tokens_fed += 1
                 self.cumulative_length.add_(1)
                 return q_out.transpose(1, 2), self.keys, self.values  # type: ignore[return-value]  # they are there
         return super().shift_into(shift, q, k, v, mask=mask, seq_idx=seq_idx, rotary=rotary, norms=norms)
@@ -293,7 +290,8 @@ class ShiftStaticLayer(StaticShiftCacheLayer, StaticLayer):
         """One token goes where the length says, which is its position: transformers adds it to a range first."""
         if key_states.shape[2] != 1 or not self.is_initialized or key_states.is_mps:
             return super().update(key_states, value_states, *args, **kwargs)
-        self.count(1)
+        if not torch.compiler.is_compiling():
+            self.tokens_fed += 1
         self.keys.index_copy_(2, self.cumulative_length, key_states)
         self.values.index_copy_(2, self.cumulative_length, value_states)
         self.cumulative_length.add_(1)

@@ -133,7 +133,7 @@ class ShiftedAttention:
         query, key, value, keep_raw = shift_into(
             self.shift,
             *self.project(hidden_states),
-            given_cache(past_key_values, cache),
+            past_key_values if cache is None else cache,
             self.layer_idx,
             mask=shift_mask,
             seq_idx=shift_seq_idx,

@@ -19,7 +19,6 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from kvshift.models.decoder import shift_into
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
 from kvshift.models.retrofit.gpt2 import KVShiftGPT2Attention
-from kvshift.models.versions import given_cache
 
 __all__ = ["AttendingGPT2", "AttendingLlama"]
 
@@ -80,7 +79,7 @@ class AttendingLlama(_Attending, KVShiftLlamaAttention):
         query, key, value, keep_raw = shift_into(
             self.shift,
             *self.project(hidden_states),
-            given_cache(past_key_values, cache),
+            past_key_values if cache is None else cache,
             self.layer_idx,
             mask=where["shift_mask"],
             seq_idx=where["shift_seq_idx"],
@@ -109,7 +108,7 @@ class AttendingGPT2(_Attending, KVShiftGPT2Attention):
             query,
             key,
             value,
-            given_cache(past_key_values, cache),
+            past_key_values if cache is None else cache,
             self.layer_idx,
             mask=where["shift_mask"],
             seq_idx=where["shift_seq_idx"],

@@ -41,7 +41,6 @@ from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.decoder import shift_into
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
-from kvshift.models.versions import given_cache
 from kvshift.ops.rope import Rotary, apply_rotary
 
 __all__ = ["VARIANT", "MLALlamaConfig", "MLALlamaForCausalLM"]
@@ -187,7 +186,7 @@ class _LatentAttention(KVShiftLlamaAttention):
             query,
             k,
             v,
-            given_cache(past_key_values, cache),
+            past_key_values if cache is None else cache,
             self.layer_idx,
             mask=shift_mask,
             seq_idx=shift_seq_idx,

@@ -72,7 +72,7 @@ class KVShiftGPT2Attention(GPT2Attention):
             query,
             key,
             value,
-            given_cache(past_key_values, cache),
+            past_key_values if cache is None else cache,
             self.layer_idx,
             mask=shift_mask,
             seq_idx=shift_seq_idx,
