@@ -240,7 +240,7 @@ def unwarned() -> Iterator[None]:
 @pytest.mark.usefixtures("unwarned")
 @pytest.mark.parametrize("version", ["5.16.0", "5.24.1", "5.25.0", "6.0.0.dev0"])
 def test_an_untested_version_is_named_once(version: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(versions.transformers, "__version__", version)
     with pytest.warns(UserWarning, match=rf"^transformers {version} has not been tested .* {OLDEST} to {NEWEST} have"):
         tiny_model()
     with warnings.catch_warnings():
@@ -251,7 +251,7 @@ def test_an_untested_version_is_named_once(version: str, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("unwarned")
 def test_it_is_named_to_whoever_adds_a_shift(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    monkeypatch.setattr(versions.transformers, "__version__", "5.99.0")
     model = stock("Qwen3")
     with pytest.warns(UserWarning, match=r"transformers 5\.99\.0 has not been tested"):
         add_kv_shift(model)
@@ -260,7 +260,7 @@ def test_it_is_named_to_whoever_adds_a_shift(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("unwarned")
 @pytest.mark.parametrize("version", [OLDEST, "5.20.2", NEWEST])
 def test_nothing_is_said_of_a_version_within_the_bounds(version: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(versions.transformers, "__version__", version)
     tiny_model()
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, pipeline
@@ -93,8 +92,9 @@ def test_it_refuses_what_the_package_does(exported: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(DynamicLayer, "get_seq_length", lambda self: 0)
     with pytest.raises(RuntimeError, match="must hold 3 tokens after 3 were added to 0, but layer 0 holds 0"):
         model(ids, use_cache=True)
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
-    sys.modules[type(model).__module__].warn_if_untested.cache_clear()
+    code = sys.modules[type(model).__module__]
+    monkeypatch.setattr(code.transformers, "__version__", "5.99.0")
+    code.warn_if_untested.cache_clear()
     with pytest.warns(UserWarning, match=r"transformers 5\.99\.0 has not been tested"):
         loaded(exported)
 
