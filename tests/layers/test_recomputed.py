@@ -44,6 +44,24 @@ def test_only_what_the_graph_says_is_a_copy_is_left_out(copy, left_out):
 
 
 @pytest.mark.parametrize(
+    "copy", [lambda x: x, lambda x: x.mT[:, 1:], lambda x: x.repeat_interleave(3, dim=1)], ids=itertools.count()
+)
+def test_what_was_left_out_has_its_second_derivative(copy):
+    """Autograd gives a tensor that was made again the place in the graph of the one that was left out."""
+    x = torch.randn(2, 5, 3, 7, dtype=torch.float64, requires_grad=True)
+    made, results = [], []
+    for leaves_out in (False, True):
+        output, function = outputs_of(x)
+        outputs = [output] if leaves_out else []
+        with recomputed(outputs, lambda function=function: made.append(None) or function(), [x]):
+            y = copy(output).pow(3)
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(first.square().sum(), x)[0])
+    assert made
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [(lambda x: x[:, :4] * 2, r"672 bytes of torch.float32, expected 840"), (lambda x: (2 * x).int(), r"torch.int32")],
 )

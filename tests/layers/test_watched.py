@@ -81,6 +81,35 @@ def test_batches_of_gradients_through_shift_norm_and_rotation(normed, bounded, a
             )
 
 
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputes"])
+@pytest.mark.parametrize("bounded", [False, True], ids=["", "padding and documents"])
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"shift_targets": ("q", "k", "v")}], ids=str)
+def test_second_derivatives_are_those_of_transforms(options, bounded, recomputes, asked, monkeypatch):
+    """Of the norm of the gradient, as a gradient penalty has it; for each tensor by itself, as autograd prunes."""
+    monkeypatch.setattr(dispatch, "_WORTH_RECOMPUTING", {"cpu": 0} if recomputes else {"cpu": 2**40})
+    layer = make(**options)
+    where: dict[str, Any] = {}
+    if bounded:
+        where["mask"] = torch.tensor([[False, True, True], [True, True, True]])
+        where["seq_idx"] = torch.tensor([[0, 0, 0], [0, 0, 1]])
+    inputs = {"x": normal(5, B, T, 8).requires_grad_(), **dict(layer.named_parameters())}
+
+    def loss(inputs: dict[str, Tensor]) -> Tensor:
+        parameters = {name: tensor for name, tensor in inputs.items() if name != "x"}
+        return functional_call(layer, parameters, (inputs["x"],), where)[0].pow(3).sum()
+
+    def penalty(inputs: dict[str, Tensor]) -> Tensor:
+        gradients = torch.func.grad(loss)(inputs)
+        return sum(gradient.square().sum() for gradient in gradients.values())
+
+    with sdpa_kernel(SDPBackend.MATH):  # the others of PyTorch have no second derivative
+        expected = torch.func.grad(penalty)(inputs)
+        for name, tensor in inputs.items():
+            first = torch.autograd.grad(loss(inputs), list(inputs.values()), create_graph=True)
+            (second,) = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), tensor)
+            torch.testing.assert_close(second, expected[name], rtol=1e-8, atol=1e-8, msg=name)
+
+
 def test_tangents_reach_keys_and_values_of_a_layer(asked):
     layer = make()
     x, tangent = normal(5, B, T, 8), normal(7, B, T, 8)

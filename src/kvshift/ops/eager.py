@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
 from kvshift.ops.plain import by_batch, gradients_of_shift, pick, rows_at
@@ -81,7 +80,6 @@ class _Slices(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, coefficients, state = ctx.saved_tensors
         if is_watched(grad_y):
@@ -189,7 +187,6 @@ class _Gather(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, coefficients, state, sources, readers = ctx.saved_tensors
         if is_watched(grad_y):

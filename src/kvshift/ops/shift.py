@@ -49,8 +49,8 @@ def kv_shift(
 
     Arithmetic is in fp32 (fp64 for fp64 inputs), rounded once to the dtype of k and v. A coefficient of zero reads
     nothing: with alpha = beta = (1, 0) k and v come back bit for bit. Gradients reach k, v, alpha, beta and the tensors
-    of `state`; they have the same bits on every run; there is no second derivative. Under `torch.func` (`vmap`, `grad`,
-    `jacrev`), tracers and forward-mode AD every backend becomes plain operations, which have second derivatives too.
+    of `state`; they have the same bits on every run. Where they are differentiated in turn (`create_graph=True`), and
+    under `torch.func` (`vmap`, `grad`, `jacrev`), tracers and forward-mode AD, every backend becomes plain operations.
 
     Args:
         k: raw keys, after projection and before QK-norm and rotary embedding, (B, T, G, Dk); any strides.

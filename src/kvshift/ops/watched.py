@@ -25,7 +25,8 @@ def is_watched(*gradients: Tensor, by_compiler: bool = False) -> bool:
 
     Args:
         by_compiler: whether those two count as well.
-        gradients: in backward, those that came in: `torch.autograd.grad(is_grads_batched=True)` shows in them alone.
+        gradients: in backward, those that came in. Then also counts whether backward is differentiated
+            (`create_graph=True`), and whether gradients come in batches (`is_grads_batched=True`).
     """
     if torch._C._are_functorch_transforms_active():
         return True
@@ -36,7 +37,7 @@ def is_watched(*gradients: Tensor, by_compiler: bool = False) -> bool:
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
-        or (len(gradients) > 0 and any(map(_is_batched, gradients)))
+        or (len(gradients) > 0 and (torch.is_grad_enabled() or any(map(_is_batched, gradients))))
     )
 
 

@@ -123,6 +123,15 @@ def test_backward_twice_and_the_same_bits(axis: Any) -> None:
 
 
 @both_axes
+def test_blocks_have_no_second_derivative(axis: Any) -> None:
+    """Not even for `autograd.grad` of an input, which leaves out of the graph what is not on the way to it."""
+    q, k, v = (x.requires_grad_() for x in heads(1, 5))
+    out = selective_attention(q, k, v, scaling=0.3, axis=axis)
+    with pytest.raises(RuntimeError, match=r"no second derivative; selective_attention_whole has one"):
+        torch.autograd.grad(out.pow(3).sum(), q, create_graph=True)
+
+
+@both_axes
 def test_blocks_in_bfloat16(axis: Any) -> None:
     """As near to double precision as the whole form is, by itself and under autocast."""
     inputs = heads(2, 131, torch.bfloat16)

@@ -196,8 +196,10 @@ class _Blocks(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # PyTorch's once_differentiable says nothing to `autograd.grad(..., inputs)`, which prunes its error.
+            raise RuntimeError("selective_attention has no second derivative; selective_attention_whole has one")
         q, chooser, k, v, carried, *places = ctx.saved_tensors
         (scaling, size), order = ctx.rest, _Order(*places)
         carried = None if carried is None else carried.clone()  # backward may be asked for again

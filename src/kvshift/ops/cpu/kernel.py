@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kvshift.ops.boundaries import ShiftPlan
 from kvshift.ops.plain import gradients_of_shift
@@ -74,7 +73,6 @@ class _Shift(torch.autograd.Function):
         return _forward(x, coefficients, state, sources, readers)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, coefficients, state, sources, readers = ctx.saved_tensors
         if is_watched(grad_y):

@@ -7,7 +7,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kvshift.ops.watched import PLAIN, is_watched
 
@@ -33,7 +32,7 @@ def registered(
         fake: the function's outputs for tensors without data.
         mutates: names of the arguments that it writes to.
         save, backward: of its autograd, as in `torch.library.register_autograd`; its gradients have none themselves.
-        watched_backward: what `backward` does, by plain operations, for gradients that come in batches.
+        watched_backward: what `backward` does, by plain operations, where `is_watched` says that it must.
     """
 
     def register(launch: Callable[..., Result]) -> Callable[..., Result]:
@@ -47,7 +46,7 @@ def registered(
             def backward_of_either(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
                 return (watched if is_watched(*grads) else alone)(ctx, *grads)
 
-            members = {"forward": launch, "setup_context": save, "backward": once_differentiable(backward_of_either)}
+            members = {"forward": launch, "setup_context": save, "backward": backward_of_either}
             function = type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in members.items()})
             differentiable = cast(Any, function).apply
         overloads = getattr(torch.ops.kvshift, name)
