@@ -6,25 +6,130 @@ Shapes: B batch, T positions of this call, S sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.utils import is_torchdynamo_compiling
 
 from kvshift.ops.boundaries import document_starts, sequence_of_positions
+from kvshift.ops.watched import is_exporting
+
+_UNSEEN = -1000.0  # e to the power of less is 0 in every dtype
+
+
+def check_mask(attention_mask: Any, attn_implementation: str) -> None:
+    """Raise a TypeError or ValueError for an attention mask from which padding and documents cannot be told."""
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(
+            "attention_mask must be a tensor (batch, tokens so far), 1 on tokens and 0 on padding, or one of four "
+            f"dimensions, (batch, heads or 1, queries, keys); got {type(attention_mask).__name__}, of which KV shift "
+            "cannot tell which token is before which"
+        )
+    if attention_mask.ndim not in (2, 4):
+        raise ValueError(
+            "attention_mask must have two dimensions, (batch, tokens so far), or four, (batch, heads or 1, queries, "
+            f"keys); got {tuple(attention_mask.shape)}"
+        )
+    if attention_mask.ndim == 4 and attn_implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"attention_mask must have two dimensions with attn_implementation={attn_implementation!r}: eager and sdpa "
+            "take one of four as it is meant"
+        )
 
 
 def padding_mask(attention_mask: Tensor | None, positions: int) -> Tensor | None:
     """Which of the last T positions are real tokens, (B, T) bool; None if all are.
 
     Args:
-        attention_mask: (B, length so far), 0 on padding. One of four dimensions says nothing about padding.
+        attention_mask: (B, length so far), 1 or True on tokens, 0 or False on padding.
         positions: T.
+
+    Raises:
+        ValueError: it holds other numbers, such as those of documents.
     """
-    if attention_mask is None or attention_mask.ndim != 2:
+    if attention_mask is None:
         return None
-    real_BT = attention_mask[:, attention_mask.shape[1] - positions :] != 0
-    return None if _known(real_BT.all()) else real_BT
+    latest_BT = attention_mask[:, attention_mask.shape[1] - positions :]
+    real_BT = latest_BT == 1
+    if _known(real_BT.all()):
+        return None
+    if latest_BT.dtype != torch.bool:
+        _require(
+            (real_BT | (latest_BT == 0)).all(),
+            "attention_mask must be 1 on tokens and 0 on padding, got other numbers: documents that share a row are "
+            "named by seq_idx, cu_seq_lens_q or position_ids",
+        )
+    return real_BT
+
+
+def pair_structure(
+    attention_mask: Tensor, batch: int, positions: int, seen: int | Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Padding and documents, by a mask of which token sees which.
+
+    A token is mixed with the one before it if it sees that one. What does not see itself is padding, and skipped.
+
+    Args:
+        attention_mask: (B or 1, H or 1, T, length): True, or above -1000 where it is added to the scores, where the
+            query sees the key.
+        batch, positions: B and T.
+        seen: tokens of each row before this call.
+
+    Returns:
+        What `padding_mask` and `document_index` do.
+
+    Raises:
+        TypeError, ValueError: the mask is of another dtype or shape.
+        ValueError: documents cannot be told from it: the heads differ in whether a token sees the one before it; or a
+            token sees some before it and not the last of them, as in a tree of drafts.
+    """
+    if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+        raise TypeError(
+            f"attention_mask of four dimensions must be bool, True where a query sees a key, or of floating point, to "
+            f"be added to the scores; got {attention_mask.dtype}"
+        )
+    of_batch, _, queries, keys = attention_mask.shape
+    if of_batch not in (1, batch) or queries != positions or keys < positions:
+        raise ValueError(
+            f"attention_mask of four dimensions must be ({batch} or 1, heads or 1, {positions}, tokens so far) beside "
+            f"these input_ids, got {tuple(attention_mask.shape)}"
+        )
+    sees = attention_mask if attention_mask.dtype == torch.bool else attention_mask > _UNSEEN
+    by_any, by_all = sees.any(1), sees.all(1)
+    device = attention_mask.device
+    index_T = torch.arange(positions, device=device)
+    begin = torch.as_tensor(seen, device=device).clamp(max=keys - positions)  # where this call's first key stands
+    column_T1 = (begin + index_T).unsqueeze(1)
+
+    def at(pairs: Tensor, column: Tensor) -> Tensor:
+        return pairs.gather(2, column.clamp(min=0).expand(of_batch, -1, -1)).squeeze(2)
+
+    real_BT = at(by_any, column_T1)
+    last_BT = torch.where(real_BT, index_T, -1).cummax(1).values
+    before_BT = torch.nn.functional.pad(last_BT[:, :-1], (1, 0), value=-1)  # -1: the last token of the cache
+    column_BT1 = (begin + before_BT).unsqueeze(2)
+    sees_last_BT, all_see_last_BT = (at(pairs, column_BT1) for pairs in (by_any, by_all))
+    has_last_BT = (before_BT >= 0) | (begin > 0)
+    begins_BT = real_BT & ~(has_last_BT & sees_last_BT)
+    earlier_BTK = by_any & (torch.arange(keys, device=device) < column_T1)
+    is_padding_BK = torch.zeros_like(by_any[:, 0]).scatter(1, (begin + index_T).expand(of_batch, -1), ~real_BT)
+    wrong_BT = (
+        (begins_BT & (earlier_BTK.any(2) | ((begin > 0) & (before_BT < 0))))
+        | (has_last_BT & (sees_last_BT != all_see_last_BT))
+        | ~at(by_all, column_T1)
+    )
+    _require(
+        ~((real_BT & wrong_BT).any() | (by_any & is_padding_BK.unsqueeze(1)).any()),
+        "attention_mask of four dimensions must let every token see itself and, of the tokens before it, the last one "
+        "or none, in all heads alike: KV shift mixes it with that one or with none. Not so here, or a document begins "
+        "with a call that has a cache. What does not see itself is padding, and nothing may see it",
+    )
+    padding = None if _known(real_BT.all()) else real_BT.expand(batch, -1)
+    documents_BT = begins_BT & (before_BT >= 0)
+    return padding, None if _known(~documents_BT.any()) else documents_BT.cumsum(1).expand(batch, -1)
 
 
 def document_index(
@@ -57,6 +162,21 @@ def document_index(
     return None if _known(~starts_BT.any()) else starts_BT.cumsum(1)
 
 
+def require_same_documents(named: Tensor | None, documents: Tensor | None) -> None:
+    """Raise a ValueError unless documents named by seq_idx or cu_seq_lens_q are those of a mask of pairs beside it."""
+    if named is None and documents is None:
+        return
+    if named is not None and documents is not None:
+        same = (named == documents).all()
+    else:
+        same = torch.zeros((), dtype=torch.bool)
+    _require(
+        same,
+        "attention_mask of four dimensions must keep apart the documents that seq_idx or cu_seq_lens_q names, "
+        "and no others",
+    )
+
+
 def document_start(documents: Tensor, seen: int | Tensor, begun: Tensor | None) -> Tensor:
     """Where each position's document begins, (B, T), in tokens of the whole row, those before this call included.
 
@@ -72,6 +192,13 @@ def document_start(documents: Tensor, seen: int | Tensor, begun: Tensor | None) 
     return torch.where(documents == 0, before_B1, start_BT)
 
 
+def tokens_with_gaps(attention_mask: Tensor) -> Tensor | None:
+    """Which tokens are real, (B, length) bool, where a row has padding between two of them; else None."""
+    real = attention_mask != 0
+    ended = (real[:, :-1] & ~real[:, 1:]).cumsum(1) > 0  # padding stands behind a token somewhere before
+    return None if _known(~(ended & ~real[:, :-1] & real[:, 1:]).any()) else real
+
+
 def starts_without_gaps(starts: Tensor, attention_mask: Tensor, seen: int | Tensor) -> Tensor:
     """`starts` (B, T), as `document_start` gives them, once padding stands in front of the `seen` tokens."""
     padding = (attention_mask == 0) & (torch.arange(attention_mask.shape[1], device=starts.device) < seen)
@@ -80,38 +207,35 @@ def starts_without_gaps(starts: Tensor, attention_mask: Tensor, seen: int | Tens
 
 
 def check_flash_documents(
-    documents: Tensor | None,
-    *,
-    continues: bool,
-    real_BT: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seq_lens: Tensor | None,
+    documents: Tensor | None, *, batch: int, continues: bool, real_BT: Tensor | None, position_ids: Tensor | None
 ) -> None:
-    """Refuse documents that flash attention would let see each other: it reads boundaries, but no mask of pairs.
+    """Refuse documents that flash attention would not separate as named: it reads boundaries, but no mask of pairs.
 
-    Transformers gives it those of one row without padding, by `cu_seq_lens_q` or where `position_ids` restart.
+    Transformers gives it those of one row without padding: one begins wherever `position_ids` are 0, if anywhere they
+    do not increase by one.
 
     Args:
         documents: as `document_index` numbers them, of all that names them.
+        batch: B.
         continues: whether a document that began in the cache, after its first token, may continue in this call.
-        real_BT, position_ids, cu_seq_lens: of the call.
+        real_BT, position_ids: of the call.
     """
     if is_torchdynamo_compiling() or torch.jit.is_tracing():  # a traced graph must not depend on data
         return
-    if documents is None:
-        named = not continues
-    elif continues or real_BT is not None or documents.shape[0] > 1:
-        named = False
-    elif cu_seq_lens is not None or position_ids is None:
-        named = True
-    else:
-        by_positions = document_index(documents.shape[0], documents.shape[1], None, position_ids=position_ids)
-        named = by_positions is not None and torch.equal(by_positions, documents)
+    one_row = batch == 1 and real_BT is None
+    named = not continues and (documents is None or one_row)
+    if named and one_row and position_ids is not None and position_ids.shape[1] > 1:
+        changes_T = (
+            torch.zeros_like(position_ids[0]) if documents is None else documents[0].diff(prepend=documents[0, :1])
+        )
+        increases = bool((position_ids.diff() == 1).all())
+        starts_T = (changes_T != 0) | (torch.arange(len(changes_T), device=changes_T.device) == 0)
+        named = documents is None if increases else torch.equal(position_ids[0] == 0, starts_T)
     if not named:
         raise ValueError(
-            "flash attention separates the documents of one unpadded row, named by cu_seq_lens_q or by position_ids "
-            "that restart with each, and not those of several rows, of padded ones, or of a cache that continues "
-            "a pack: set attn_implementation to sdpa or flex_attention for these"
+            "flash attention separates the documents of one unpadded row where position_ids begin again at 0, and "
+            "only there; not those of several rows, of padded ones, or of a cache that continues a pack: set "
+            "attn_implementation to sdpa or flex_attention for these"
         )
 
 
@@ -179,6 +303,16 @@ def _check(
         torch.ops.aten._assert_async.msg(rises, message)  # no wait for the device
     elif not rises:
         raise ValueError(f"{message}; got {cu_seq_lens.tolist()}")
+
+
+def _require(condition: Tensor, message: str) -> None:
+    """Raise a ValueError unless it holds; in a compiled call a RuntimeError, and in an exported program nothing."""
+    if torch.jit.is_tracing() or is_exporting():
+        return
+    if is_torchdynamo_compiling():
+        torch.ops.aten._assert_async.msg(condition, message)
+    elif not condition:
+        raise ValueError(message)
 
 
 def _known(condition: Tensor) -> bool:

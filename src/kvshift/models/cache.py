@@ -196,7 +196,7 @@ def check_recording(
     Args:
         cache: adopted.
         real_BT: which of this call's tokens are real; None if all are.
-        attention_mask: of all tokens so far, (B, length); looked at only if `real_BT` is given.
+        attention_mask: of all tokens so far, (B, length), or of pairs; looked at only if `real_BT` is given.
         seq_idx: documents of this call's tokens; None if every row is one.
     """
     recording = [layer for layer in cache.layers if isinstance(layer, ShiftCacheLayer) and layer.record_past]
@@ -205,7 +205,8 @@ def check_recording(
     if seq_idx is not None:
         raise ValueError("a cache that records its past for `crop` cannot hold several documents in a row")
     if real_BT is not None and isinstance(attention_mask, Tensor) and recording[0].window > 1:
-        begun = attention_mask.cumsum(1)[:, -real_BT.shape[1] :] > 0
+        of_tokens = attention_mask if attention_mask.ndim == 2 else real_BT
+        begun = of_tokens.cumsum(1)[:, -real_BT.shape[1] :] > 0
         if (begun & ~real_BT).any():
             raise ValueError(
                 "attention_mask must be padded on the left for a cache that records its past for `crop`; it has "

@@ -256,8 +256,9 @@ class ShiftedDecoder:
         self._refuse_unknown_attention()
         if past_key_values is not None:
             adopt_cache(past_key_values, self.config)
-        masks = attention_mask
-        if not isinstance(masks, dict):
+        if isinstance(attention_mask, dict) and "starts" in attention_mask:
+            masks = attention_mask
+        else:
             masks = create_masks(
                 self.config,
                 inputs_embeds,

@@ -14,20 +14,23 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
-from kvshift.models.retrofit import add_kv_shift
+from kvshift.lab.data.tokenizers import train_bpe
+from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 from kvshift.models.versions import CACHE
 
 from ..llama.checks import logits_of, new_tokens_of
 from ..llama.tiny import draw_adapter, left_padded, random_tokens
+from .test_training import CHECKPOINTING
 from .tiny_families import FAMILIES, shifted, stock, truth_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "retrofit.md"
@@ -196,6 +199,131 @@ def check_packed(family: str) -> None:
         assert_close(got[0, -1], logits_of(truth, torch.cat([documents[-1], token[0]]).unsqueeze(0))[0, -1])
 
 
+def check_pairs(family: str) -> None:
+    """A mask of four dimensions keeps documents apart and hides padding; a cache continues the last document."""
+    model, truth = model_of(family)
+    has_window = any("sliding" in layer_type for layer_type in model.config.layer_types)
+    rows = [prompts_of((4, 1, 5, 2)), prompts_of((2, 5, 1, 4))]  # none longer than a window, which is in no such mask
+    documents = [torch.repeat_interleave(torch.arange(4), torch.tensor([*map(len, row)])).tolist() for row in rows]
+    # Padding, -1: one on the left, two within the last document.
+    numbers = torch.tensor([[-1, *row[:11], -1, -1, *row[11:]] for row in documents])
+    ids, positions = torch.ones_like(numbers), torch.zeros_like(numbers)
+    for i, row in enumerate(rows):
+        for number, document in enumerate(row):
+            ids[i, numbers[i] == number] = document
+            positions[i, numbers[i] == number] = torch.arange(len(document))
+    sees = (numbers[:, :, None] == numbers[:, None]) & (numbers >= 0)[:, None] & torch.ones(15, 15).tril().bool()
+    added = torch.zeros(sees.shape, dtype=torch.float64).masked_fill(~sees, torch.finfo(torch.float64).min)
+    for mask in (sees[:, None], added[:, None].expand(-1, 4, -1, -1)):
+        for split, begin in ((15, 0), (10, 0), (11, 1)):  # from which row on: a call never begins with a new document
+            store = DynamicCache(config=model.config) if split < 15 else None
+            pieces = [slice(0, split), slice(split, 15)][: 1 + (split < 15)]
+            results: list[Tensor] = []
+            for at in pieces:
+                given = {"attention_mask": mask[begin:, :, at, : at.stop], "position_ids": positions[begin:, at]}
+                if split < 15:
+                    given |= {CACHE: store, "use_cache": True}
+                if has_window and at.start:
+                    with pytest.raises(ValueError, match="a layer of a sliding window holds no others"):
+                        model(ids[begin:, at], **given)
+                else:
+                    results.append(logits_of(model, ids[begin:, at], **given))
+            for row, of_row, got in zip(rows[begin:], numbers[begin:], torch.cat(results, dim=1), strict=True):
+                for number, document in enumerate(row):
+                    part = got[of_row[: len(got)] == number]
+                    assert_close(part, logits_of(truth, document[None])[0, : len(part)])
+
+
+def check_gaps(family: str, *, use_cache: bool) -> None:
+    """Padding anywhere in a row, also within one of several documents, is skipped: by shift, attention and window."""
+    model, truth = model_of(family)
+    rows = [prompts_of(lengths) for lengths in ((11,), (6, 5), (1, 7, 3))]
+    masks = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1], [1] * 11 + [0] * 3, [0, 1, 0, 1, 1, 0] + [1] * 8])
+    ids, positions = torch.ones_like(masks), torch.zeros_like(masks)
+    for i, row in enumerate(rows):
+        ids[i, masks[i] == 1] = torch.cat(row)
+        positions[i, masks[i] == 1] = torch.cat([torch.arange(len(document)) for document in row])
+    for count in (1, 3):
+        given = {"attention_mask": masks[:count], "position_ids": positions[:count]}
+        result = model(ids[:count], **given, use_cache=use_cache)
+        for row, mask, got in zip(rows, masks, result.logits.detach(), strict=False):
+            for document, part in zip(row, got[mask == 1].split([*map(len, row)]), strict=True):
+                assert_close(part, logits_of(truth, document[None])[0])
+        if use_cache:
+            token, next_positions = random_tokens(count, 1, seed=9), [[len(row[-1])] for row in rows[:count]]
+            given = {"attention_mask": torch.cat([masks[:count], torch.ones_like(token)], dim=1)}
+            given |= {"position_ids": torch.tensor(next_positions), CACHE: result.past_key_values}
+            for row, one, got in zip(rows, token, logits_of(model, token, **given), strict=False):
+                assert_close(got[-1], logits_of(truth, torch.cat([row[-1], one])[None])[0, -1])
+
+
+def check_second_derivative(family: str) -> None:
+    """Of the loss, by the gradient penalty, for one tensor at a time: the embedding, and a matrix of the last layer."""
+    ids = random_tokens(2, 7)
+    results = []
+    for model in model_of(family):
+        attention = model.config._attn_implementation
+        model.set_attn_implementation("eager")  # the others of PyTorch have none
+        matrix = next(p for name, p in reversed([*model.named_parameters()]) if p.ndim == 2 and "head" not in name)
+        for tensor in (model.get_input_embeddings().weight, matrix):
+            (first,) = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, tensor, create_graph=True)
+            results.append(torch.autograd.grad(first.square().sum(), tensor)[0])
+        model.set_attn_implementation(attention)
+    for got, expected in zip(results[:2], results[2:], strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+class _Holder(PreTrainedModel):
+    """Somebody's model that takes another in."""
+
+    _supports_sdpa = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model.config)
+        self.model = model
+        self.post_init()
+
+
+def check_post_init(family: str) -> None:
+    """No parameter is drawn anew in a model that was given a shift, that was built with one, or that was loaded."""
+    given = shifted(family)
+    built = type(given)(given.config)
+    with tempfile.TemporaryDirectory() as folder:
+        given.save_pretrained(folder)
+        loaded = load_kv_shift(folder)
+    for model in (given, built, loaded):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        before = copy.deepcopy(model.state_dict())
+        _Holder(model)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def check_sft_loss(family: str) -> None:
+    """TRL's loss of padded rows is the mean over all targets, each row alone."""
+    from datasets import Dataset  # here: they take seconds
+    from trl import SFTConfig, SFTTrainer
+
+    model, truth = shifted(family, torch.float32), model_of(family)[1]
+    rows = prompts_of((11, 3, 8, 5))
+    tokenizer = train_bpe(iter(["to be or not to be"]), 257)
+    tokenizer.pad_token = tokenizer.eos_token
+    with tempfile.TemporaryDirectory() as folder:
+        options = SFTConfig(
+            folder, per_device_train_batch_size=4, report_to="none", bf16=False, use_cpu=True, **{CHECKPOINTING: False}
+        )
+        data = Dataset.from_dict({"input_ids": [row.tolist() for row in rows]})
+        trainer = SFTTrainer(model, options, train_dataset=data, processing_class=tokenizer)
+        (batch,) = trainer.get_train_dataloader()
+        loss = trainer.compute_loss(trainer.model, dict(batch)).detach()
+    of_rows = [
+        torch.nn.functional.cross_entropy(logits_of(truth, row[None])[0, :-1], row[1:], reduction="sum") for row in rows
+    ]
+    expected = sum(of_rows) / sum(len(row) - 1 for row in rows)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+
+
 def check_lora(family: str) -> None:
     """Put on after the shift or before it, merged or not: the projections of the truth are the merged ones."""
     prompts = prompts_of((3, 9))
@@ -255,9 +383,15 @@ CELLS: dict[str, Callable[[str], None]] = {
     "static cache": check_static_cache,
     "compiled": check_compiled,
     "packed": check_packed,
+    "4-D mask": check_pairs,
+    "padding inside": partial(check_gaps, use_cache=False),
+    "padding inside, cached": partial(check_gaps, use_cache=True),
     "chunked prefill": check_chunked_prefill,
     "LoRA": check_lora,
     "save, load": check_saved,
+    "post_init": check_post_init,
+    "second derivative": check_second_derivative,
+    "SFT loss (TRL)": check_sft_loss,
 }
 SLOW = ("compiled",)
 # (family, cell): the error that says why not.

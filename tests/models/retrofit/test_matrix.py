@@ -6,6 +6,8 @@ import pytest
 
 from kvshift.models import masks
 from kvshift.models.cache_layers import ShiftCacheLayer, StaticShiftCacheLayer
+from kvshift.ops import eager
+from kvshift.ops.cpu import kernel
 
 from .matrix import CELLS, PAGE, REFUSED, SLOW, page
 from .tiny_families import FAMILIES
@@ -49,10 +51,28 @@ def no_documents(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(masks, "document_index", lambda *_, **__: None)
 
 
+def no_pairs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(masks, "pair_structure", lambda *_: (None, None))
+
+
+def no_gaps(patch: pytest.MonkeyPatch) -> None:
+    """Windows count padding."""
+    patch.setattr(masks, "tokens_with_gaps", lambda _: None)
+
+
+def no_graph(patch: pytest.MonkeyPatch) -> None:
+    """Gradients of the shift are numbers."""
+    for module in (kernel, eager):
+        patch.setattr(module, "is_watched", lambda *_: False)
+
+
 FAULTS: dict[Callable, tuple[str, ...]] = {
     no_state: ("greedy", "beam", "sampled", "left-padded", "assisted", "static cache", "chunked prefill", "LoRA"),
     no_padding: ("beam", "left-padded", "static cache", "chunked prefill", "LoRA", "save, load"),
     no_documents: ("packed",),
+    no_pairs: ("4-D mask",),
+    no_gaps: ("padding inside",),
+    no_graph: ("second derivative",),
 }
 
 

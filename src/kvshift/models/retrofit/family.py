@@ -172,6 +172,9 @@ def convert(model: PreTrainedModel, family: Family, config: Any) -> None:
             module.__class__ = attention
             device = next(module.parameters()).device
             shift = KVShift(kv_heads, ShiftOptions.of(config), num_heads=heads, device=device)
+            # Transformers' mark of a module that has its start values: `post_init`, which a model that takes this one
+            # in calls again, would draw those of the shift anew. (While `from_pretrained` builds a model, none has it.)
+            shift._is_hf_initialized = getattr(module, "_is_hf_initialized", False)
             module.shift = shift.train(module.training)
         elif type(module) in family.models:
             module.__class__ = family.models[type(module)]

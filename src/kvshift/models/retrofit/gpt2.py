@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
@@ -154,8 +155,12 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
         before = token_count(cache)
         if cu_seq_lens_q is not None:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
+        mask = masks["attention"]
+        if mask is None and cache is None:
+            # GPT2Model makes a mask of its own: with none given, by documents that it reads from position_ids.
+            mask = inputs_embeds.new_ones(inputs_embeds.shape[:2], dtype=torch.bool)
         output = super().forward(
-            attention_mask=masks["attention"],
+            attention_mask=mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,

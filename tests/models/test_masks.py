@@ -1,0 +1,229 @@
+"""Attention masks that padding and documents are told from, and those that are refused because they cannot be."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from kvshift.models.masks import create_masks
+from kvshift.models.versions import CACHE
+
+from .llama.checks import logits_of
+from .llama.tiny import random_tokens, tiny_model
+from .retrofit.tiny_families import shifted
+
+ATOL = 3e-5
+CAUSAL = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+RESTART = torch.tensor([[0, 1, 0, 1, 2]])
+KINDS = {
+    "Llama": tiny_model,
+    "Llama, window": partial(tiny_model, sliding_window=3),
+    "GPT-2": partial(shifted, "GPT-2", torch.float32),
+    "Gemma 3": partial(shifted, "Gemma 3", torch.float32),
+}
+
+
+def changed(mask: Tensor, *pairs: tuple[int, int], to: bool = False) -> Tensor:
+    mask = mask.clone()
+    for query, key in pairs:
+        mask[..., query, key] = to
+    return mask
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "numbers of documents": (torch.tensor([[1, 1, 2, 2, 3, 0]]), "1 on tokens and 0 on padding, got other numbers"),
+    "one number": (torch.full((1, 6), 2), "1 on tokens and 0 on padding, got other numbers"),
+    "added to scores": (torch.tensor([[-1e9, 0, 0, 0, 0, 0]]), "1 on tokens and 0 on padding, got other numbers"),
+    "a list": ([[1] * 6], "must be a tensor .*; got list"),
+    "by type of layer": ({"full_attention": CAUSAL}, "must be a tensor .*; got dict"),
+    "blocks": (
+        create_block_mask(lambda b, h, q, k: q >= k, None, None, 6, 6, device="cpu"),
+        "must be a tensor .*; got BlockMask",
+    ),
+    "three dimensions": (CAUSAL[0], r"must have two dimensions, .*, or four, .*; got \(1, 6, 6\)"),
+    "integers": (CAUSAL.long(), "four dimensions must be bool, .*; got torch.int64"),
+    "fewer keys": (CAUSAL[..., :5], r"must be \(1 or 1, heads or 1, 6, tokens so far\) .*, got \(1, 1, 6, 5\)"),
+    "other rows": (CAUSAL.expand(3, -1, -1, -1), r"must be \(1 or 1, heads or 1, 6, .*, got \(3, 1, 6, 6\)"),
+    "a tree": (changed(CAUSAL, (4, 3)), "every token see itself and, of the tokens before it, the last one or none"),
+    "two documents, one within the other": (changed(CAUSAL, (3, 2), (3, 1), (3, 0), (4, 3), (5, 3)), "the last one"),
+    "tokens that see what is before them alone": (torch.ones(1, 1, 6, 6).tril(-1).bool(), "see itself"),
+    "one token that does not see itself": (changed(CAUSAL, (2, 2)), "see itself"),
+    "heads that differ": (
+        torch.cat([CAUSAL, changed(CAUSAL, (3, 2), (3, 1), (3, 0))], dim=1).repeat_interleave(3, dim=1),
+        "in all heads alike",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mask", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_told_is_refused(kind: str, mask: Any, message: str):
+    if "GPT-2" in kind or "Gemma" in kind:
+        mask = mask[:, :4] if isinstance(mask, Tensor) and mask.shape[1] == 6 and mask.ndim == 4 else mask
+    with pytest.raises((TypeError, ValueError), match=f"attention_mask .*{message}"):
+        KINDS[kind]()(random_tokens(1, 6), attention_mask=mask, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        CAUSAL,
+        torch.ones(1, 1, 6, 6, dtype=torch.bool),
+        changed(CAUSAL, (0, 1), (0, 2), (1, 2), to=True),
+        changed(CAUSAL, (3, 0), (4, 0), (5, 0), (4, 1), (5, 1), (5, 2)),
+        torch.zeros(1, 1, 6, 6).masked_fill(~CAUSAL, -torch.inf) - 3.0 * torch.arange(6),
+    ],
+    ids=["causal", "all", "prefix", "window", "bias"],
+)
+def test_where_each_token_sees_the_one_before_it_the_row_is_one_document(mask: Tensor):
+    masks = create_masks(tiny_model().config, torch.zeros(2, 6, 48), mask, None, torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    assert masks["padding"] is masks["documents"] is masks["starts"] is None
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_mask_of_booleans_is_the_mask_whose_numbers_are_added(attention: str):
+    """Transformers' eager attention adds 1 to the scores where it is True."""
+    number = torch.tensor([0, 0, 0, 1, 1, 1])
+    mask = CAUSAL & (number[:, None] == number)
+    added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    model, ids = tiny_model(attention=attention), random_tokens(2, 6)
+    for given in (mask, added):
+        logits = logits_of(model, ids, attention_mask=given, use_cache=False)
+        alone = [logits_of(model, part, use_cache=False) for part in ids.split(3, dim=1)]
+        torch.testing.assert_close(logits, torch.cat(alone, dim=1), rtol=0, atol=ATOL)
+
+
+def test_documents_that_are_named_beside_a_mask_of_pairs_must_be_its_own():
+    number = torch.tensor([0, 0, 1, 1, 1, 1])
+    model, ids = tiny_model(), random_tokens(1, 6)
+    apart = CAUSAL & (number[:, None] == number)
+    names = {"seq_idx": number[None] + 4, "cu_seq_lens_q": torch.tensor([0, 2, 6])}
+    expected = logits_of(model, ids, seq_idx=number[None], use_cache=False)
+    for name, value in names.items():
+        got = logits_of(model, ids, attention_mask=apart, use_cache=False, **{name: value})
+        torch.testing.assert_close(got, expected, rtol=0, atol=ATOL)
+        with pytest.raises(ValueError, match="must keep apart the documents that seq_idx or cu_seq_lens_q names, and"):
+            model(ids, attention_mask=CAUSAL, **{name: value})
+    with pytest.raises(ValueError, match="must keep apart the documents that seq_idx or cu_seq_lens_q names, and no"):
+        model(ids, attention_mask=apart, seq_idx=torch.zeros_like(ids))
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_mask_of_pairs_beside_a_cache(static: bool):
+    """Keys of a static cache stand at their positions, in front of space; no call begins with a new document."""
+    model, ids = tiny_model(), random_tokens(2, 6)
+    number = torch.tensor([0, 0, 1, 1, 1, 1])
+    mask = torch.nn.functional.pad(CAUSAL & (number[:, None] == number), (0, 3 if static else 0))
+    store = StaticCache(config=model.config, max_cache_len=9) if static else DynamicCache(config=model.config)
+    pieces = [
+        logits_of(model, ids[:, at], attention_mask=mask[:, :, at, : None if static else at.stop], **{CACHE: store})
+        for at in (slice(0, 3), slice(3, 4), slice(4, 6))
+    ]
+    alone = [logits_of(model, part, use_cache=False) for part in ids.split([2, 4], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), torch.cat(alone, dim=1), rtol=0, atol=ATOL)
+    begins = torch.nn.functional.pad(torch.eye(1, dtype=torch.bool)[None, None], (6, 2 if static else 0))
+    with pytest.raises(ValueError, match="or a document begins with a call that has a cache"):
+        model(ids[:, :1], attention_mask=begins, **{CACHE: store})
+
+
+def test_padding_of_a_mask_of_pairs_in_a_cache_that_records_its_past():
+    model = tiny_model()
+    store = DynamicCache(config=model.config)
+    logits_of(model, random_tokens(1, 1), **{CACHE: store})
+    store.activate_past_recording()
+    mask = changed(CAUSAL[:, :, 1:], (2, 3), (3, 3), (4, 3))
+    with pytest.raises(ValueError, match="must be padded on the left for a cache that records its past"):
+        model(random_tokens(1, 5), attention_mask=mask, **{CACHE: store})
+
+
+FLASH: dict[str, tuple[dict[str, Any], bool]] = {
+    "increasing": ({"position_ids": torch.arange(3, 8)[None]}, True),
+    "jumps, one document by seq_idx": (
+        {"position_ids": torch.tensor([[0, 1, 4, 5, 6]]), "seq_idx": torch.zeros(1, 5, dtype=torch.long)},
+        True,
+    ),
+    "restarts, one document by seq_idx": ({"position_ids": RESTART, "seq_idx": RESTART * 0}, False),
+    "begins again at another number": ({"position_ids": torch.tensor([[0, 1, 4, 5, 6]])}, False),
+    "continues, two documents by cu_seq_lens": (
+        {"position_ids": torch.arange(5)[None], "cu_seq_lens": torch.tensor([0, 2, 5])},
+        False,
+    ),
+    "several rows that restart": ({"position_ids": RESTART.expand(2, -1), "seq_idx": torch.zeros(2, 5).long()}, True),
+}
+
+
+@pytest.mark.parametrize(("given", "right"), FLASH.values(), ids=FLASH)
+def test_flash_attention_would_separate_what_is_named(given: dict[str, Any], right: bool):
+    """It begins a document wherever position_ids are 0, if anywhere they do not increase by one."""
+    config = tiny_model().config
+    config._attn_implementation = "flash_attention_2"
+    embeds = torch.zeros(len(given["position_ids"]), 5, 42)
+    if right:
+        create_masks(config, embeds, None, None, **given)
+    else:
+        with pytest.raises(ValueError, match="flash attention separates the documents of one unpadded row where"):
+            create_masks(config, embeds, None, None, **given)
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_attention_that_takes_no_mask_of_pairs_as_it_is_meant(attention: str):
+    """Transformers' flex attention reads the row of each batch entry in a mask that has one, and of one head alone."""
+    config = tiny_model().config
+    config._attn_implementation = attention
+    with pytest.raises(ValueError, match=f"two dimensions with attn_implementation='{attention}': eager and sdpa"):
+        create_masks(config, torch.zeros(1, 6, 42), CAUSAL, None, None)
+
+
+@pytest.mark.parametrize("name", ["seq_idx", "cu_seq_lens_q"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_of_documents_decide_and_not_positions(kind: str, name: str):
+    """One document whose positions skip, and two that position_ids do not tell apart; with a cache and without."""
+    model, ids = KINDS[kind](), random_tokens(1, 8)
+    values = {
+        "seq_idx": [torch.zeros(1, 8, dtype=torch.long), torch.tensor([[3, 3, 3, 3, 3, 1, 1, 1]])],
+        "cu_seq_lens_q": [torch.tensor([0, 8]), torch.tensor([0, 5, 8])],
+    }
+    positions = torch.tensor([[0, 1, 2, 6, 7, 8, 9, 10]])
+    for value, lengths in zip(values[name], ([8], [5, 3]), strict=True):
+        expected = torch.cat(
+            [_by_pieces(model, *part) for part in zip(ids.split(lengths, 1), positions.split(lengths, 1), strict=True)],
+            dim=1,
+        )
+        for use_cache in (False, True):
+            for mask in (None, torch.ones_like(ids)):
+                given = {"position_ids": positions, "attention_mask": mask, name: value}
+                got = logits_of(model, ids, use_cache=use_cache, **given)
+                torch.testing.assert_close(got, expected, rtol=0, atol=ATOL)
+
+
+def _by_pieces(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
+    """One document, token by token."""
+    store = DynamicCache(config=model.config)
+    tokens = zip(ids.split(1, dim=1), positions.split(1, dim=1), strict=True)
+    return torch.cat([logits_of(model, token, position_ids=at, **{CACHE: store}) for token, at in tokens], dim=1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # torch's own
+def test_compiled_calls_refuse_too_and_count_windows_without_padding():
+    torch._dynamo.reset()
+    model, ids = tiny_model(sliding_window=3), random_tokens(1, 9)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1]])
+    given = {"attention_mask": mask, "position_ids": mask.cumsum(1) - 1, "use_cache": False}
+    expected = logits_of(model, ids[:, mask[0] == 1], use_cache=False)
+    torch.testing.assert_close(logits_of(compiled, ids, **given)[:, mask[0] == 1], expected, rtol=0, atol=ATOL)
+    with pytest.raises(RuntimeError, match="1 on tokens and 0 on padding, got other numbers"):
+        compiled(ids, **{**given, "attention_mask": 2 * mask})
+    causal = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    torch.testing.assert_close(
+        logits_of(compiled, ids, attention_mask=causal, use_cache=False), logits_of(model, ids, attention_mask=causal)
+    )
+    with pytest.raises(RuntimeError, match="the last one or none"):
+        compiled(ids, attention_mask=changed(causal, (4, 3)), use_cache=False)
