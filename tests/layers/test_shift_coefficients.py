@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from kvshift import KVShift, ShiftOptions, clamp_after_step, param_groups
+from kvshift.layers.shift import _warn_rounded
 from tests.layers.shift_cases import NAMES, G, H, generator, layer, qkv
 
 
@@ -157,6 +158,30 @@ def test_meta_device_and_a_checkpoint(assign):
         shift.to_empty(device="cpu")
     shift.load_state_dict({name: x.bfloat16() for name, x in layer(seed=1).state_dict().items()}, assign=assign)
     assert {(x.dtype, x.device.type) for x in shift.parameters()} == {(torch.float32, "cpu")}
+
+
+def replaced(shift: KVShift, dtype: torch.dtype) -> None:
+    for name, parameter in list(shift.named_parameters()):
+        shift._parameters[name] = nn.Parameter(parameter.detach().to(dtype))
+
+
+def through_data(shift: KVShift, dtype: torch.dtype) -> None:
+    for parameter in shift.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+@pytest.mark.parametrize("constraint", ["free", "gate"])
+@pytest.mark.parametrize("cast", [replaced, through_data])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_makes_them_less_precise_is_told_of_once(dtype, cast, constraint):
+    """By loaders and optimizers that do not call the module: accelerate's, DeepSpeed's."""
+    _warn_rounded.cache_clear()
+    shift, inputs = layer(constraint=constraint), qkv(dtype=dtype)
+    shift(*inputs)
+    cast(shift, dtype)
+    with pytest.warns(UserWarning, match=rf"coefficients of a KV shift are {dtype}: .* from_pretrained\("):
+        shift(*inputs)
+    shift(*inputs)  # once is enough: pytest would raise another
 
 
 def test_small_steps_move_the_coefficients_of_a_bfloat16_model():

@@ -5,8 +5,10 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -34,8 +36,9 @@ class KVShift(nn.Module):
     documents, padding and state is that of `kvshift.kv_shift`.
 
     Coefficients are float32 parameters and stay so when the model is cast to a smaller dtype: near 1, bfloat16 has
-    steps of 0.004 to 0.008, and the updates of a usual learning rate would be lost. Keep them out of weight decay
-    (`kvshift.param_groups`), which would pull the coefficient of the current token to 0.
+    steps of 0.004 to 0.008, and the updates of a usual learning rate would be lost. (Whoever puts other parameters in
+    their place, as `accelerate.load_checkpoint_and_dispatch` does with a dtype, is warned at the first call.) Keep them
+    out of weight decay (`kvshift.param_groups`), which would pull the coefficient of the current token to 0.
 
     Args:
         num_kv_heads: G.
@@ -214,7 +217,11 @@ class KVShift(nn.Module):
         name = _COEFFICIENT[target]
         # Module.__getattr__ takes long, at every token; a parametrized one is an attribute alone.
         parameter: Any = self._parameters[name] if name in self._parameters else getattr(self, name)
-        if parameter is None or (self.options.constraint == "free" and type(parameter) is nn.Parameter):
+        if parameter is None:
+            return None
+        if parameter.dtype.itemsize < 4 and not torch.compiler.is_compiling():
+            _warn_rounded(parameter.dtype)
+        if self.options.constraint == "free" and type(parameter) is nn.Parameter:
             return parameter
         if hasattr(parameter, "to_local"):  # sharded like the heads by tensor parallelism: this rank's part
             parameter = parameter.to_local()
@@ -245,6 +252,18 @@ def not_a_shift(module: nn.Module) -> TypeError:
     return TypeError(
         f"shift must be a KVShift, got a {type(module).__name__}. PEFT's target_parameters cannot adapt its "
         'coefficients, of which there are a few for each head; train them whole: modules_to_save=["shift"]'
+    )
+
+
+@cache
+def _warn_rounded(dtype: torch.dtype) -> None:
+    """Once in a process."""
+    warnings.warn(
+        f"the coefficients of a KV shift are {dtype}: something has put other parameters in the place of the float32 "
+        "ones, so that they are rounded (bfloat16 has steps of 0.004 to 0.008 near 1) and, if they are trained in this "
+        "dtype, small updates are lost. from_pretrained(..., dtype=, device_map=) keeps them in float32, and so does "
+        "model.to(dtype)",
+        stacklevel=4,
     )
 
 

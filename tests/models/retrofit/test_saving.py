@@ -1,14 +1,17 @@
 """Saving and loading, and what other classes make of such a folder."""
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, GPT2Model
 
+from kvshift.layers.shift import _warn_rounded
 from kvshift.models.retrofit import (
     KVShiftGPT2Config,
     KVShiftGPT2LMHeadModel,
@@ -19,6 +22,7 @@ from kvshift.models.retrofit import (
 from ..llama.checks import logits_of
 from ..llama.tiny import random_tokens
 from .tiny import SIZES, shifted_gpt2, tiny_gpt2
+from .tiny_families import shifted
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -44,6 +48,29 @@ def test_a_saved_model_is_the_same_bit_for_bit(tmp_path, shift: dict):
         torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids), rtol=0, atol=0)
         fields = ("shift_targets", "shift_window", "shift_constraint", "shift_init", "n_inner", "layer_types")
         assert [getattr(loaded.config, name) for name in fields] == [getattr(model.config, name) for name in fields]
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
+def test_accelerate_keeps_float32_or_it_is_said(tmp_path, family: str):
+    """Its loader puts parameters of the dtype that it is given in the place of those of the model."""
+    _warn_rounded.cache_clear()
+    model, ids = shifted(family, torch.bfloat16), random_tokens(1, 5)
+    assert all(p.dtype == torch.float32 for name, p in model.named_parameters() if ".shift." in name)
+    model.save_pretrained(tmp_path)
+    expected = logits_of(load_kv_shift(tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"}), ids)
+    for dtype in (None, torch.bfloat16):
+        with init_empty_weights():
+            empty = type(model)._from_config(model.config, dtype=torch.bfloat16).eval()
+        loaded = load_checkpoint_and_dispatch(empty, tmp_path, device_map={"": "cpu"}, dtype=dtype)
+        said = (
+            pytest.warns(UserWarning, match="coefficients of a KV shift are torch.bfloat16: ")
+            if dtype
+            else nullcontext()
+        )
+        with said:
+            logits = logits_of(loaded, ids)
+        if dtype is None:
+            assert torch.equal(logits, expected)
 
 
 def test_a_decoder_without_a_head(tmp_path):
