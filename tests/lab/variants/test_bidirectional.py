@@ -172,3 +172,12 @@ def test_a_cache_is_refused() -> None:
 def test_bad_options_are_named(options: dict[str, Any], said: str) -> None:
     with pytest.raises(LabError, match=said):
         describe(options_of(**{"direction": "both", **options}), vocab_size=11, length=9)
+
+
+def test_a_mask_of_pairs_is_refused() -> None:
+    """It would say what attention sees, which is both ways here."""
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    with pytest.raises(
+        ValueError, match=r"attention_mask must be \(batch, positions\) or None for an encoder, got \(1"
+    ):
+        encoder("both")(torch.arange(5)[None], attention_mask=mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from kvshift.lab.errors import LabError
 from kvshift.lab.training.train_config import ModelConfig
@@ -93,6 +94,43 @@ def documents() -> list[Tensor]:
 
 def alone(model: Any, ids: Tensor) -> Tensor:
     return model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
+
+
+@every_pair
+def test_a_mask_of_pairs_keeps_documents_apart_or_is_refused(name: str, family: str) -> None:
+    model, rows = shaken(name, family).double(), documents()
+    number = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
+    mask = (number[:, None] == number).tril()[None, None]
+    given = {"attention_mask": mask, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]}
+    ids = torch.cat(rows)[None]
+    if name in ("selective", "selective-key") or "smear" in name:
+        with pytest.raises(
+            ValueError, match=r"attention_mask must be \(batch, positions\) or None for s.*, got \(1, 1, 15"
+        ):
+            model(input_ids=ids, use_cache=False, **given)
+        return
+    logits = model(input_ids=ids, use_cache=False, **given).logits[0]
+    for row, got in zip(rows, logits.split(LENGTHS), strict=True):
+        torch.testing.assert_close(got, alone(model, row), rtol=1e-5, atol=1e-5)
+
+
+class Holder(PreTrainedModel):
+    """Somebody's model that takes another in."""
+
+    _supports_sdpa = True
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.config)
+        self.model = model
+        self.post_init()
+
+
+@every_pair
+def test_nothing_is_drawn_anew_in_a_model_that_takes_it_in(name: str, family: str) -> None:
+    model = shaken(name, family)
+    before = deepcopy(model.state_dict())
+    Holder(model)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
 @every_pair

@@ -20,7 +20,14 @@ from kvshift.models.decoder import shift_into
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
 from kvshift.models.retrofit.gpt2 import KVShiftGPT2Attention
 
-__all__ = ["AttendingGPT2", "AttendingLlama"]
+__all__ = ["AttendingGPT2", "AttendingLlama", "require_token_mask"]
+
+
+def require_token_mask(attention_mask: Any, variant: str) -> None:
+    """Raise a ValueError for a mask that is not of tokens, (batch, positions): a variant makes its own of pairs."""
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2):
+        what = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(f"attention_mask must be (batch, positions) or None for {variant}, got {what}")
 
 
 class _Attending:

@@ -27,6 +27,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from kvshift.lab.errors import LabError, require
 from kvshift.lab.tasks.option_checks import check_at_least, check_choices
+from kvshift.lab.variants.attending import require_token_mask
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.layers.recompute import KEEP_ALL
@@ -178,14 +179,17 @@ class EncoderModel(UncachedDecoder, KVShiftLlamaModel):
             attention: Any = layer.self_attn
             attention.shift = BidirectionalShift(config.num_key_value_heads, options, direction=config.shift_direction)
 
-    def begin(self, inputs_embeds: Tensor, *args: Any, **kwargs: Any) -> tuple[dict[str, Tensor | None], Tensor]:
+    def begin(
+        self, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> tuple[dict[str, Tensor | None], Tensor]:
         """As `ShiftedDecoder.begin`, with another mask of attention."""
         if self.config._attn_implementation not in _ATTENTION:
             raise ValueError(
                 f"attn_implementation must be one of {', '.join(_ATTENTION)} for an encoder, "
                 f"got {self.config._attn_implementation!r}"
             )
-        masks, position_ids = super().begin(inputs_embeds, *args, **kwargs)
+        require_token_mask(attention_mask, "an encoder")
+        masks, position_ids = super().begin(inputs_embeds, attention_mask, *args, **kwargs)
         masks["attention"] = _bidirectional_mask(inputs_embeds, masks["padding"], masks["documents"])
         return masks, position_ids
 

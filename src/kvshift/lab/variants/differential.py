@@ -38,6 +38,7 @@ from kvshift.lab.variants.uncached import NamedConfig, become
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.retrofit.family import add_child
 
 __all__ = [
     "VARIANT",
@@ -174,7 +175,8 @@ class DifferentialLlamaForCausalLM(KVShiftLlamaForCausalLM):
             attention: Any = layer.self_attn
             become(attention, _DifferentialLlamaAttention)
             _differ(attention, size, groups=config.num_attention_heads // kv_heads)
-            attention.shift = KVShift(kv_heads // merged, options, num_heads=config.num_attention_heads // merged)
+            shift = KVShift(kv_heads // merged, options, num_heads=config.num_attention_heads // merged)
+            add_child(attention, "shift", shift)
             if config.qk_norm:
                 attention.q_norm, attention.k_norm = (PairNorm(size, config.rms_norm_eps) for _ in range(2))
 
@@ -207,7 +209,7 @@ def _differ(attention: Any, head_size: int, *, groups: int) -> None:
     attention.head_dim = head_size
     attention.scaling = (head_size // 2) ** -0.5
     attention.num_key_value_groups = 2 * groups
-    attention.differential = Differential(head_size, attention.layer_idx)
+    add_child(attention, "differential", Differential(head_size, attention.layer_idx))
 
 
 VARIANT = ModelVariant(

@@ -24,6 +24,7 @@ from kvshift.lab.variants.variant import ModelVariant, Size
 from kvshift.layers import KVShift
 from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.retrofit.family import add_child
 from kvshift.ops import ShiftState, shift_tokens
 from kvshift.ops.dispatch import Norms
 from kvshift.ops.fused import shift_norm_rope
@@ -165,5 +166,5 @@ def _place(model: nn.Module, name: str, heads: Heads) -> None:
     variant: Any = find_variant(name, "mixing")
     for module in list(model.modules()):
         if isinstance(getattr(module, "shift", None), KVShift):
-            module.shift = variant.make(heads)
+            add_child(module, "shift", variant.make(heads))
             module.__class__ = variant.attention.get(type(module), type(module))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 
-from kvshift.lab.variants.attending import AttendingGPT2, AttendingLlama
+from kvshift.lab.variants.attending import AttendingGPT2, AttendingLlama, require_token_mask
 from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_whole
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.uncached import (
@@ -44,9 +44,7 @@ class _SelectiveDecoder:
         seq_idx: Tensor | None,
         cu_seq_lens: Tensor | None,
     ) -> Any:
-        if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2):
-            what = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(f"attention_mask must be (batch, positions) or None for selective attention, got {what}")
+        require_token_mask(attention_mask, "selective attention")
         batch, positions = inputs_embeds.shape[:2]
         real = padding_mask(attention_mask, positions)
         documents = document_index(

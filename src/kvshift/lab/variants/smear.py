@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils.generic import merge_with_config_defaults
 
+from kvshift.lab.variants.attending import require_token_mask
 from kvshift.lab.variants.mixing import tokens_before
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.uncached import become
@@ -107,6 +108,7 @@ class _SmearedDecoder:
         if isinstance(attention_mask, dict):
             real, documents = attention_mask["padding"], attention_mask["documents"]
         else:
+            require_token_mask(attention_mask, "smeared embeddings")
             batch, positions = inputs_embeds.shape[:2]
             real = padding_mask(attention_mask, positions)
             documents = document_index(

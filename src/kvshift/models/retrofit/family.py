@@ -171,15 +171,22 @@ def convert(model: PreTrainedModel, family: Family, config: Any) -> None:
         if type(module) is plain_attention:
             module.__class__ = attention
             device = next(module.parameters()).device
-            shift = KVShift(kv_heads, ShiftOptions.of(config), num_heads=heads, device=device)
-            # Transformers' mark of a module that has its start values: `post_init`, which a model that takes this one
-            # in calls again, would draw those of the shift anew. (While `from_pretrained` builds a model, none has it.)
-            shift._is_hf_initialized = getattr(module, "_is_hf_initialized", False)
-            module.shift = shift.train(module.training)
+            add_child(module, "shift", KVShift(kv_heads, ShiftOptions.of(config), num_heads=heads, device=device))
         elif type(module) in family.models:
             module.__class__ = family.models[type(module)]
             assert isinstance(module, PreTrainedModel)
             note_class(module)
+
+
+def add_child(parent: nn.Module, name: str, child: nn.Module) -> None:
+    """Set an attribute of a module in a finished model, in its mode and as initialised as it is.
+
+    By that mark of transformers `post_init`, which a model that takes this one in calls again, leaves the child's
+    numbers as they are. (While `from_pretrained` builds a model, no module has it.)
+    """
+    for module in child.modules():
+        module._is_hf_initialized = getattr(parent, "_is_hf_initialized", False)  # type: ignore[assignment]
+    setattr(parent, name, child.train(parent.training))
 
 
 def note_class(model: PreTrainedModel) -> None:
