@@ -23,73 +23,135 @@ class _Command:
     summary: str
     options: str  # module:dataclass; the module imports neither torch nor transformers
     function: str  # module:function; options -> None, raises LabError on what the user can fix
+    example: str = ""  # what to type
+    first: tuple[str, ...] = ()  # the options that --help lists, where --help-all lists all
     from_file: bool = False  # options may also come from a file, `--config`
     passes_on: bool = False  # all that follows the first argument goes to another program, whatever it looks like
 
 
 _COMMANDS = {
     "compare": _Command(
-        "Train twins, such as without and with KV shift",
+        "Train paired models and compare them, as without and with KV shift",
         "kvshift.lab.compare.compare_config:CompareConfig",
         "kvshift.lab.compare.compare:compare",
+        "kvshift compare --out runs/mine --seeds 3 --data.corpus 'texts/*.txt'",
+        first=(
+            "out",
+            "variants",
+            "seeds",
+            "data.corpus",
+            "steps",
+            "batch_size",
+            "optimizer.learning_rate",
+            "model.num_hidden_layers",
+            "model.hidden_size",
+            "config",
+        ),
         from_file=True,
     ),
     "train": _Command(
         "Train a language model on text",
         "kvshift.lab.training.train_config:TrainConfig",
         "kvshift.lab.training.train:train",
+        "kvshift train --out runs/mine --data.corpus 'texts/*.txt' --steps 1000",
+        first=(
+            "out",
+            "data.corpus",
+            "data.sequence_length",
+            "steps",
+            "batch_size",
+            "optimizer.learning_rate",
+            "model.variant",
+            "model.num_hidden_layers",
+            "model.hidden_size",
+            "config",
+        ),
         from_file=True,
     ),
     "generate": _Command(
         "Continue prompts with a trained model",
         "kvshift.lab.generate.generate_config:GenerateConfig",
         "kvshift.lab.generate.generate:generate",
+        'kvshift generate runs/mine --prompt "To be, or not to be"',
     ),
     "eval": _Command(
         "Evaluate a model: loss on a text, benchmarks, repetition",
         "kvshift.lab.evaluate.eval_config:EvalConfig",
         "kvshift.lab.evaluate.evaluation:evaluate",
+        "kvshift eval runs/mine 'texts/*.txt' --against runs/other",
+        first=(
+            "against",
+            "tasks",
+            "repetition",
+            "limit",
+            "window",
+            "packing",
+            "text_column",
+            "batch_size",
+            "output",
+            "device",
+        ),
     ),
     "reproduce": _Command(
         "Run the paper's figures and tables again",
         "kvshift.recipes.reproduce_config:ReproduceConfig",
         "kvshift.recipes.listing:list_or_reproduce",
+        "kvshift reproduce fig01a --preset smoke",
     ),
     "analyze": _Command(
         "Look into a trained model: heads, coefficients, attention",
         "kvshift.lab.analyze.analyze_config:AnalyzeConfig",
         "kvshift.lab.analyze.analyze:analyze",
+        'kvshift analyze runs/mine --text "To be, or not to be"',
     ),
     "bench": _Command(
         "Measure time and memory beside baselines",
         "kvshift.benchmarks.bench_config:BenchConfig",
         "kvshift.benchmarks.bench:bench",
+        "kvshift bench --parts op layer --preset smoke --out runs/bench",
     ),
     "check": _Command(
         "Check a model at its edges: documents, padding, caches, generation",
         "kvshift.lab.check.check_config:CheckConfig",
         "kvshift.lab.check.checking:check",
+        "kvshift check runs/mine",
     ),
     "plan": _Command(
-        "Say what a run will cost",
+        "Estimate parameters, FLOPs, memory and hours of a run",
         "kvshift.lab.plan.plan_config:PlanConfig",
         "kvshift.lab.plan.planning:plan",
+        "kvshift plan --model.size 1.5B --devices 8 --gpu H100",
+        first=(
+            "model.size",
+            "model.num_hidden_layers",
+            "model.hidden_size",
+            "tokens",
+            "batch_size",
+            "data.sequence_length",
+            "devices",
+            "gpu",
+            "price_per_hour",
+            "config",
+        ),
         from_file=True,
     ),
     "retrofit": _Command(
-        "Give a pretrained model a shift that changes nothing yet",
+        "Add KV shift to a pretrained model, initialised to the identity",
         "kvshift.lab.retrofit.retrofit_config:RetrofitOptions",
         "kvshift.lab.retrofit.retrofitting:retrofit",
+        "kvshift retrofit Qwen/Qwen3-0.6B qwen3-with-shift",
     ),
     "export": _Command(
-        "Write a model for where kvshift is not installed: ONNX, or a folder with its code",
+        "Export a model that runs without kvshift: ONNX, or with its code",
         "kvshift.lab.export.export_config:ExportOptions",
         "kvshift.lab.export.exporting:export",
+        "kvshift export runs/mine mine-as-onnx",
     ),
     "serve": _Command(
         "Serve a model over HTTP with vLLM",
         "kvshift.serving.serve_config:ServeOptions",
         "kvshift.serving.serve:serve",
+        "kvshift serve runs/mine --port 8001",
         passes_on=True,
     ),
 }
@@ -102,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     3: the run failed while it ran. 4: the run folder is in use. 128 + the number of the signal that ended it: 130, 143.
     """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if name in ("-h", "--help"):
+    if name in ("-h", "--help", "--help-all"):
         print(_overview())
         return 0
     if name == "--version":
@@ -149,10 +211,10 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     command = _COMMANDS[name]
     if command.passes_on and arguments and not arguments[0].startswith("-"):
         arguments = [arguments[0], "--", *arguments[1:]]
-    about: dict[str, Any] = {"prog": f"kvshift {name}", "description": command.summary, "args": arguments}
+    reader = "kvshift.lab.training.options_file:parse" if command.from_file else "kvshift.lab.command_line:read"
+    about = {"description": command.summary, "example": command.example, "first": command.first}
     try:
-        read = _imported("kvshift.lab.training.options_file:parse" if command.from_file else "tyro:cli")
-        options = read(_imported(command.options), **about)
+        options = _imported(reader)(_imported(command.options), arguments, prog=f"kvshift {name}", **about)
         _imported(command.function)(options)
     except LabError as error:
         fault = error
@@ -175,4 +237,6 @@ def _imported(path: str) -> Any:
 def _overview() -> str:
     width = max(map(len, _COMMANDS), default=0)
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in _COMMANDS.items()]
-    return "\n".join(["usage: kvshift COMMAND [OPTIONS]", "", *lines, "", "kvshift COMMAND --help lists the options."])
+    return "\n".join(
+        ["usage: kvshift COMMAND [OPTIONS]", "", *lines, "", "kvshift COMMAND --help shows an example and the options."]
+    )

@@ -1,4 +1,4 @@
-"""What `kvshift bench` is told."""
+"""Options of `kvshift bench`."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ PresetName = Literal["smoke", "laptop", "paper"]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What is measured, how large, and where the rows go.
+    """What to measure, at which size, and the folder of the results.
 
-    The same command, given again, measures the cases that are missing.
+    The same command, given again, measures only the missing cases.
     """
 
     parts: tuple[Part, ...] = PARTS
-    """op: the operator. layer: an attention layer. train, prefill, decode: whole models. memory: bytes kept for
-    backward. sweep: cost against T, B, G, D and dtype."""
+    """op: the operator. layer: an attention layer. train, prefill, decode: whole models. memory: bytes saved for the
+    backward pass. sweep: cost against T, B, G, D and dtype."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a GPU."""
+    """Device to measure on. auto: CUDA if there is a GPU."""
     preset: PresetName = "laptop"
     """smoke: seconds, to see that it works. laptop: minutes on two cores. paper: the paper's sizes, for a GPU."""
     rounds: int | None = None
-    """How many measurements of each implementation; None: the preset's."""
+    """Measurements of each implementation. None: as many as the preset has."""
     layers: int | None = None
-    """Layers of the paper preset's 2.9B shape; None: as many as the memory of the device holds."""
+    """Layers of the 2.9B shape in the preset paper. None: as many as fit in the memory of the device."""
     compile: bool = True
-    """Whether torch.compile takes part (never in smoke); on a CPU it needs a C++ compiler."""
+    """Also measure torch.compile (never in smoke); on a CPU it needs a C++ compiler."""
     system_malloc: bool = False
-    """Leave the C library's allocator as it is. Otherwise it keeps freed memory, as PyTorch's guide for CPUs advises:
-    new pages cost more than what is measured."""
+    """Use the C library's allocator with its default settings. Otherwise it retains freed memory, as PyTorch's guide
+    for CPUs advises, because allocating new pages costs more than the measured operations."""
     out: Path | None = None
-    """Folder of rows, table and plot; None: results/bench/HARDWARE."""
+    """Folder of the rows, the table and the plot. None: results/bench/HARDWARE."""
 
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""

@@ -1,10 +1,10 @@
-"""What `kvshift reproduce` is told."""
+"""Options of `kvshift reproduce`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -17,26 +17,28 @@ Cluster = Literal["local", "ray"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceConfig:
-    """Which figure or table, how large, and where. Without a recipe: list them, with what is done and what they cost.
+    """The figure or table, its size, and the folder of the results. Without a recipe: list all, with progress and cost.
 
-    The same command, given again, resumes where it was stopped.
+    The same command, given again, resumes.
     """
 
-    recipe: tyro.conf.Positional[str | None] = None
-    """Such as fig01a."""
+    recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
+    """Name of the figure or table, such as fig01a. None: list all."""
     preset: str = "laptop"
     """smoke: seconds. laptop: minutes or hours on two cores. paper: the paper's own sizes, for a GPU."""
     seeds: int | None = None
-    """How many seeds, 0 and up; None: the preset's."""
+    """Number of seeds, which are 0, 1 and so on. None: as many as the preset has."""
     jobs: int | None = None
-    """Runs at a time; None: one for each core, or one where there is a GPU. With one, it runs in this very process."""
+    """Number of parallel runs. None: one per core, or 1 if there is a GPU. With 1, runs share the process of the
+    command."""
     cluster: Cluster = "local"
-    """ray: over the Ray cluster that RAY_ADDRESS names, or one started here; OUT must be seen by all its machines."""
+    """Where runs execute. ray: on the Ray cluster at RAY_ADDRESS, or a new local one; all its machines must see
+    `out`."""
     out: Path = Path("runs/reproduce")
-    """Folder of all recipes."""
+    """Folder of the results of all recipes."""
     results: Path | None = None
-    """Also keep the records here, as RESULTS/RECIPE/PRESET.jsonl, which `docs/results.md` is made from; until all runs
-    are finished, as PRESET.partial.jsonl. A run whose record is here is not run again."""
+    """Also save the records in this folder, as RECIPE/PRESET.jsonl (PRESET.partial.jsonl until all runs are finished),
+    from which docs/results.md is made. Runs that have a record there are skipped."""
 
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""

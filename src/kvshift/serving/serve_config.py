@@ -1,4 +1,4 @@
-"""What `kvshift serve` is told."""
+"""Options of `kvshift serve`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["ServeOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Which model is served. The rest is vLLM's business.
+    """The model to serve, and options of vLLM.
 
     Starts `vllm serve` with kvshift's plugin: a server of the OpenAI API, by default on port 8000. docs/serving.md says
     which models and which of vLLM's options it takes; `kvshift serve CHECKPOINT --help` lists these options.
     """
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A run folder, a model folder, or a model on the hub; also the name that clients call the model by."""
+    """A run folder, a model folder, or a model on the hub; clients use it as the name of the model."""
     vllm_options: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[VLLM-OPTIONS ...]")] = ()
-    """All that follows goes to vLLM as it is, such as --port 8001."""
+    """All further arguments are passed to vLLM unchanged, such as --port 8001."""

@@ -321,7 +321,7 @@ def test_memory_does_not_grow_with_the_text(form, model_folder, tmp_path, monkey
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"texts": ()}, r"texts must name what to evaluate on, behind the model: kvshift eval RUN_OR_MODEL FILE"),
+        ({"texts": ()}, r"FILE is missing, the text to evaluate on: kvshift eval MODEL FILE"),
         ({"window": 1}, "window must be 2 or more, or None, got 1"),
         ({"window": 65}, r"window must be at most 64, which .*model is made for, got 65"),
         ({"window": 9, "stride": 10}, r"stride must be at most window \(9\), or text .* is left out; got 10"),

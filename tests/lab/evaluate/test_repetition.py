@@ -297,7 +297,7 @@ def test_a_stopped_command_continues_the_rest_alone(model_folder, plain, text, m
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"texts": ()}, "texts must name what to evaluate on"),
+        ({"texts": ()}, "FILE is missing, the text to evaluate on"),
         (
             {"prompt_tokens": 48},
             r"prompt_tokens and max_new_tokens must together be at most 64, which .*; got 48 and 17",

@@ -1,4 +1,4 @@
-"""What `kvshift analyze` is told."""
+"""Options of `kvshift analyze`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["AnalyzeConfig", "RepeatConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatConfig:
-    """Sequences of different random tokens that come twice."""
+    """Sequences of distinct random tokens, each repeated once."""
 
     length: int | None = None
-    """Tokens before the repeat. None: 64, or fewer where the model has fewer tokens or positions."""
+    """Tokens before the repeat. None: 64, or fewer if the vocabulary or the context is smaller."""
     rows: int = 32
-    """Sequences to average over."""
+    """Number of sequences to average over."""
     batch_size: int = 4
-    """Sequences at once; the attention of all layers is held for them."""
+    """Sequences per batch; the attention weights of all layers are in memory for a batch."""
     seed: int = 0
-    """Of the tokens."""
+    """Random seed of the tokens."""
     lowest_token: int | None = None
-    """Tokens are drawn from this number on: for vocabularies that begin with numbers the model never saw. None: 0."""
+    """Smallest token id in the sequences, for vocabularies that begin with unused ids. None: 0."""
     highest_token: int | None = None
-    """And up to this one. None: the last of the vocabulary."""
+    """Largest token id in the sequences. None: the last of the vocabulary."""
     begin: int | None = None
-    """Token before each sequence that is not repeated, such as the one that begins texts. None: none."""
+    """Token id to put before each sequence and not repeat, such as the beginning-of-text token. None: no token."""
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""
@@ -41,22 +41,22 @@ class RepeatConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeConfig(RepeatConfig):
-    """Which model to analyze, and on which sequences."""
+    """The model to analyze, and the sequences to analyze it on."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """A run folder, of text or of a task, or the folder of a model."""
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run folder (of a text or a task) or a model folder."""
     out: Path | None = None
-    """Folder for what is found. None: RUN/analysis."""
+    """Folder for the results. None: RUN/analysis."""
     lowest_token: int | None = None
-    """Sequences are made of tokens from this number on. None: from the lowest that the run's task uses, or 0."""
+    """Smallest token id in the sequences. None: the smallest that the task of the run uses, or 0."""
     maps: int = 1
-    """Heads whose attention is drawn, for each score those with the highest."""
+    """Number of heads with the highest score whose attention is drawn, for each kind of score."""
     text: str | None = None
-    """Draw their attention on this text; the model needs a tokenizer. None: on the first sequence of random tokens."""
+    """Draw attention on this text; the model needs a tokenizer. None: on the first sequence of random tokens."""
     dtype: DType = "auto"
-    """Of the weights; auto: as they were saved."""
+    """dtype of the weights. auto: as saved."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps ...; auto: the accelerator where there is one."""
+    """cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""

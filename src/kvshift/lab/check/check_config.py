@@ -1,4 +1,4 @@
-"""What `kvshift check` is told."""
+"""Options of `kvshift check`."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ __all__ = ["CheckConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """Which model, and in what way.
+    """The model to check, and how.
 
-    Exit code: 0 where nothing is wrong, 1 where something is, 2 for bad input.
+    Exit code: 0 if nothing is wrong, 1 if something is, 2 for bad input.
     """
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a model on the hub: any causal language model of transformers."""
     properties: tuple[str, ...] = ()
     """Only these, by their names in the table, such as "causality" "cache: every split"; none given: all."""
     length: int = 24
-    """Tokens of the longest sequences, 12 or more. Windows and chunks that are longer are not reached."""
+    """Length of the longest sequences in tokens, 12 or more. Longer windows and chunks are not covered."""
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
-    """What to check in; auto: as saved, but a model of half precision in float32, where rounding hides less."""
+    """dtype of the check. auto: as saved, but float32 for a model in half precision, so that rounding hides less."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps ...; auto: the accelerator where there is one."""
+    """cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
     attn_implementation: str | None = None
-    """eager, sdpa, flex_attention ...; None: the model's default."""
+    """eager, sdpa, flex_attention ... None: the model's default."""
     trust_remote_code: bool = False
-    """Run the code that comes with the model."""
+    """Run the code in the model's folder or repository."""
     seed: int = 0
-    """Of the tokens, which are drawn at random."""
+    """Random seed of the tokens."""
     json: bool = False
-    """Print JSON in place of the table."""
+    """Print JSON instead of the table."""
     output: Path | None = None
-    """File for the same JSON; replaced where it is there."""
+    """Write the JSON to this file, replacing an existing file."""
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""

@@ -1,4 +1,4 @@
-"""What `kvshift compare` is told."""
+"""Options of `kvshift compare`."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class CompareConfig:
     train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(
         default_factory=lambda: TrainConfig(out=Path("runs/compare"), steps=400)
     )
-    """What all twins share. `out` is the folder of the comparison, `seed` the first seed, and `model.shift_*` what
-    kv-shift has and the others have not."""
+    """Options that all models share. `out` is the folder of the comparison, `seed` the first seed, and `model.shift_*`
+    configures kv-shift alone."""
     variants: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(help=f"Two or more of {', '.join(VARIANTS)}; the first is what the others are compared with."),
+        tyro.conf.arg(help=f"Two or more of {', '.join(VARIANTS)}. All others are compared with the first."),
     ] = ("vanilla", "kv-shift")
     equal_parameters: bool = False
-    """Each variant has as many parameters as vanilla, to within half a unit of the MLPs' width (3 E parameters in each
-    layer), which is lowered for those that add more. Without: all widths are alike."""
+    """Give each variant as many parameters as vanilla, by narrower MLPs, to within half a unit of their width (3 E
+    parameters per layer). Otherwise all MLPs have the same width."""
     seeds: int = 1
-    """Runs of each variant, with seeds `seed`, `seed` + 1, ...; 3 or more say what seeds change (95 % interval)."""
+    """Runs of each variant, with seeds `seed`, `seed` + 1 and so on; 3 or more give a 95 % interval."""
     step_time_seconds: float = 15.0
-    """Seconds spent at the end on measuring the time of a step of both twins, alternately; 0: not measured."""
+    """Seconds to spend at the end on timing a training step of all models, alternately. 0: no timing."""
     prompt: str | None = None
-    """Text that the samples continue; None: the first 16 tokens of the validation text."""
+    """Prompt of the samples. None: the first 16 tokens of the validation text."""
     sample_tokens: int = 120
-    """Tokens of each sample; 0: no samples."""
+    """Tokens of each sample. 0: no samples."""
     temperature: float = 0.8
-    """Of the samples: logits are divided by it; 0: always the likeliest token."""
+    """Sampling temperature. 0: always the most likely token."""
 
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""

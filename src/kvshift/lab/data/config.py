@@ -32,32 +32,31 @@ class DataConfig:
     """Split of the hub dataset to train on."""
 
     streaming: bool = False
-    """Read the text while training, instead of downloading, tokenizing and caching all of it before."""
+    """Read the text during training, instead of downloading, tokenizing and caching all of it first."""
 
     text_column: str = "text"
     """Column that holds the text, in .jsonl and .parquet files and hub datasets. A row is one document."""
 
     validation: str | None = None
-    """Text to validate on: a file, folder or glob, or, with a hub dataset, one of its splits. None: the last
+    """Validation text: a file, folder or glob, or, with a hub dataset, one of its splits. None: the last
     `validation_fraction` of the corpus; when streaming, its first 1000 documents."""
 
     validation_fraction: float = 0.1
-    """Share of the corpus held out where `validation` is not given, between 0 and 1: of its documents, or, where that
-    is less than one document, of its characters."""
+    """Without `validation`: fraction of the corpus to hold out, between 0 and 1. Counted in documents, or in characters
+    if that is less than one document."""
 
     tokenizer: str | None = None
-    """Tokenizer to use, a folder or a name on the hub. None: train a byte-level BPE on the training text."""
+    """Tokenizer: a folder or a name on the hub. None: train a byte-level BPE on the training text."""
 
     vocab_size: int = 1024
-    """Tokens in the vocabulary of the BPE to be trained, the 256 bytes and <|endoftext|> included."""
+    """Vocabulary size of the BPE to train, including the 256 bytes and <|endoftext|>."""
 
     sequence_length: int = 256
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
 
     packing: Literal["concat", "documents"] = "concat"
-    """How documents share a sequence. concat: shift and attention cross from one to the next, as in the paper;
-    documents:
-    each sees itself alone."""
+    """How documents share a sequence. concat: attention and shift cross from one document to the next, as in the paper.
+    documents: no document sees another."""
 
 
 def check_data_config(config: DataConfig) -> None:

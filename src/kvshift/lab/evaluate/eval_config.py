@@ -1,4 +1,4 @@
-"""What `kvshift eval` is told."""
+"""Options of `kvshift eval`."""
 
 from __future__ import annotations
 
@@ -17,48 +17,49 @@ __all__ = ["EvalConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Which models, and by what: a text (MODEL FILE ...), benchmarks (MODEL --tasks paper), or how much they repeat
-    themselves when they continue a text (MODEL FILE ... --repetition)."""
+    """Models, and one of three measures: loss on a text (MODEL FILE ...), benchmarks (MODEL --tasks paper), or
+    repetition in continuations of a text (MODEL FILE ... --repetition)."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a model on the hub."""
-    texts: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Files, folders, quoted globs or a hub dataset: whatever --data.corpus of kvshift train takes. Together they are
-    one text."""
+    texts: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FILE ...]")] = ()
+    """Text to evaluate on: files, folders, quoted globs or a hub dataset, as for --data.corpus of kvshift train.
+    Several are read as one text. FILE and --tasks cannot be combined."""
     against: tuple[str, ...] = ()
-    """More models, each compared with the first on the same text, questions or prompts."""
+    """More models; each is compared with the first on the same text, questions or prompts."""
     tasks: tuple[str, ...] = ()
-    """Benchmarks instead of a text: paper (the eight of its Table 2), table14 (MMLU in three formats), or any of
+    """Benchmarks: paper (the eight of its Table 2), table14 (MMLU in three formats), or any of
     lambada, winogrande, winogrande_letters, hellaswag, arc_easy, arc_easy_text, arc_challenge, arc_challenge_text,
     cmmlu, cmmlu_zero, mmlu, mmlu_zero, mmlu_cloze, math."""
     data: str | None = None
-    """With tasks: folder of their files, or hub. None: the folder that the environment variable KVSHIFT_SHARED_DATA
-    names, else the hub."""
+    """With tasks: folder of the benchmarks' files, or "hub". None: the folder in the environment variable
+    KVSHIFT_SHARED_DATA if it is set, otherwise the hub."""
     limit: int | None = None
-    """With tasks: the first so many questions of each alone. With repetition: so many prompts; None: 100."""
+    """With tasks: only the first N questions of each task. None: all. With repetition: number of prompts. None: 100."""
     repetition: bool = False
-    """Continue the text instead of scoring it, and count what the continuations repeat: rep-n, distinct-n, loops."""
+    """Continue the text instead of scoring it, and measure repetition: rep-n, distinct-n, loops."""
     prompt_tokens: int = 32
-    """With repetition: tokens of a prompt."""
+    """With repetition: tokens per prompt."""
     max_new_tokens: int = 128
-    """With repetition: tokens of a continuation; fewer where the model ends the text."""
+    """With repetition: maximum number of tokens per continuation."""
     temperature: float = 1.0
-    """With repetition: of the continuations that are drawn; others are greedy."""
+    """With repetition: temperature of the sampled continuations; the others are greedy."""
     repetition_penalty: float = 1.1
-    """With repetition: the penalty of every other continuation; the rest have none."""
+    """With repetition: penalty in half of the continuations; the other half has none."""
     seed: int = 0
-    """With repetition: of the draws."""
+    """With repetition: random seed of the samples."""
     packing: Literal["documents", "concat"] = "documents"
-    """documents: each starts with nothing before it. concat: one sequence, with the end-of-text token between them."""
+    """documents: score each document separately. concat: score one sequence, with the end-of-text token between
+    documents."""
     window: int | None = None
-    """Tokens that a model sees at once. None: as many as all the models are made for, 2048 at most."""
+    """Tokens per window. None: the shortest context of the models, at most 2048."""
     stride: int | None = None
-    """Tokens from the start of a window to that of the next; every token is scored in the first window that holds it.
-    None: window - 1, the fastest that scores every token. Smaller: more context for each. window: as rows of training,
-    where the first token of each is not scored."""
+    """Tokens between the starts of consecutive windows; a token is scored in the first window that contains it. None:
+    window - 1, the fastest value that scores every token. A smaller stride gives more context. With stride = window,
+    the first token of each window is not scored, as in training."""
     begin: Literal["auto", "yes", "no"] = "auto"
-    """Put the token that begins texts (bos, else eos) before each sequence, so that its first token is scored too;
-    auto: where the tokenizer does so itself."""
+    """Put the beginning-of-text token (bos, or eos if there is none) before each sequence, so that the first token is
+    scored too. auto: if the tokenizer does so by default."""
     text_column: str = "text"
     """Column that holds the text, in .jsonl and .parquet files and hub datasets."""
     hub_config: str | None = None
@@ -66,27 +67,28 @@ class EvalConfig:
     split: str = "train"
     """Split of the hub dataset."""
     streaming: bool = False
-    """Read a hub dataset while it is scored, instead of downloading it before. (Files are always read so.)"""
+    """Read a hub dataset during scoring instead of downloading it first. (Files are always streamed.)"""
     batch_size: int = 8
-    """Windows, questions or prompts at once. It changes no score, but what is drawn with repetition."""
+    """Windows, questions or prompts per batch. Scores do not depend on it; sampled continuations do."""
     output: Path | None = None
-    """File for the numbers of the table as JSON; replaced where it is there. With tasks or repetition, what
-    models answer is kept in NAME.answers.jsonl beside it at once, and a command that was stopped resumes from there."""
+    """Write the numbers of the table to this file as JSON, replacing an existing file. With tasks or repetition,
+    answers are also saved in NAME.answers.jsonl as they come, from which the same command resumes after an
+    interruption."""
     dtype: DType = "auto"
-    """Of the weights; auto: as they were saved."""
+    """dtype of the weights. auto: as saved."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps ...; auto: the accelerator where there is one."""
+    """cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""
         if self.tasks and self.repetition:
             raise LabError("repetition must not be given together with tasks: one command, one measure")
         if self.tasks and self.texts:
-            raise LabError(f"texts must be empty with tasks, which bring their own; got {', '.join(self.texts)}")
+            raise LabError(f"FILE and --tasks cannot be combined, got FILE {' '.join(self.texts)}")
         if not self.tasks and not self.texts:
             raise LabError(
-                "texts must name what to evaluate on, behind the model: kvshift eval RUN_OR_MODEL FILE ... "
-                "--against MODEL ...; for benchmarks, give --tasks"
+                "FILE is missing, the text to evaluate on: kvshift eval MODEL FILE ... --against MODEL ...; "
+                "for benchmarks, give --tasks"
             )
         require(self.window is None or self.window >= 2, "window", self.window, "2 or more, or None")
         require(self.stride is None or self.stride >= 1, "stride", self.stride, "1 or more, or None")

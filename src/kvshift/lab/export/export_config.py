@@ -1,4 +1,4 @@
-"""What `kvshift export` is told."""
+"""Options of `kvshift export`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ __all__ = ["ExportOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Which model leaves the package, in what form, and where the result goes.
+    """The model to export, the format, and the folder of the result.
 
-    By default it becomes two programs, "prefill" for prompts and "decode" for the tokens after them, which need neither
-    this package nor the weights beside them. With --remote-code it stays a model of transformers, in a folder that
-    brings its own code. docs/export.md describes both.
+    By default the result is two programs with the weights inside: "prefill" for prompts and "decode" for the tokens
+    after them. With --remote-code it is a transformers model with its own code. docs/export.md describes both.
     """
 
-    model: Annotated[str, tyro.conf.Positional]
-    """A run folder, a model folder, or a model on the hub; its weights as safetensors."""
-    out: Annotated[Path, tyro.conf.Positional]
-    """Folder of the result, which must not be there, or be empty."""
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A run folder, a model folder, or a model on the hub, with weights in safetensors format."""
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder of the result; it must not exist, or be empty."""
     format: Literal["onnx", "pt2"] = "onnx"
-    """onnx: for ONNX Runtime. pt2: for `torch.export.load`."""
+    """Format of the programs. onnx: for ONNX Runtime. pt2: for `torch.export.load`."""
     remote_code: bool = False
-    """Write a model folder with the one Python file that it needs where kvshift is not installed."""
+    """Write a model folder with its code, one Python file, instead of programs."""
     dtype: DType = "auto"
-    """Of the weights; auto: as they were saved. Coefficients are float32 in any case."""
+    """dtype of the weights. auto: as saved. The shift coefficients are always float32."""
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""

@@ -1,4 +1,4 @@
-"""What `kvshift generate` is told."""
+"""Options of `kvshift generate`."""
 
 from __future__ import annotations
 
@@ -19,46 +19,47 @@ __all__ = ["GenerateConfig"]
 class GenerateConfig:
     """What to continue, with which model, and how the next token is chosen."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a model on the hub."""
     prompt: str | None = None
-    """Text to continue; "-" reads it from stdin, less one newline at its end. "": from the token that begins a text."""
+    """Text to continue. "-": read it from stdin, without the final newline. "": start from the beginning-of-text
+    token."""
     prompts: Path | None = None
-    """File of prompts instead: .txt, one a line, or .jsonl with the field prompt; blank lines do not count. The answers
-    are JSON lines."""
+    """File of prompts: .txt with one prompt per line, or .jsonl with the field "prompt"; blank lines are skipped. The
+    answers are JSON lines."""
     crop_prompts: bool = False
-    """Leave out the beginning of prompts that are too long for the model. Otherwise they are an error."""
+    """Drop the beginning of prompts that are too long for the model, which are an error otherwise."""
     output: Path | None = None
-    """File that JSON lines are appended to; a command that was stopped resumes where it was. None: stdout."""
+    """Append JSON lines to this file; the same command resumes after an interruption. None: print to stdout."""
     max_new_tokens: int | None = None
-    """Tokens to generate at most; fewer where the model ends the text. None: 128, or as many as the model's context
-    leaves beside the longest prompt."""
+    """Maximum number of tokens to generate. None: 128, or fewer if the longest prompt leaves fewer in the model's
+    context."""
     temperature: float = 0.8
-    """Logits are divided by this before a token is drawn; 0: the likeliest token, nothing is drawn."""
+    """Sampling temperature. 0: greedy decoding."""
     top_k: int = 0
-    """Draw from this many likeliest tokens; 0: from all."""
+    """Sample from this many most likely tokens. 0: from all."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that together have this probability; 1: from all."""
+    """Sample from the most likely tokens whose probabilities add up to this. 1: from all."""
     min_p: float = 0.0
-    """Draw from tokens at least this part as likely as the likeliest; 0: from all."""
+    """Sample from tokens with at least this fraction of the highest probability. 0: from all."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that have occurred are divided by this (negative ones multiplied); 1: nothing."""
+    """Divide the logits of tokens that have occurred by this (multiply negative ones). 1: no penalty."""
     num_beams: int = 1
-    """Beams of a beam search; 1: none."""
+    """Number of beams. 1: no beam search."""
     prompt_lookup: int = 0
-    """Draft this many tokens at once from where the text repeats itself: the same answers, faster; 0: none."""
+    """Speculative decoding: draft this many tokens from repetitions in the text. The answers are the same. 0: off."""
     samples: int = 1
-    """Continuations of each prompt."""
+    """Number of continuations per prompt."""
     seed: int = 0
-    """Of the draws; the same seed and options give the same texts on the same machine."""
+    """Random seed; the same seed and options give the same texts on the same machine."""
     batch_size: int = 8
-    """Prompts continued at once; one with a repetition penalty or prompt lookup."""
+    """Prompts per batch; 1 with a repetition penalty or prompt lookup."""
     echo: bool = True
-    """Print the prompt before its continuation, where text is printed."""
+    """Print the prompt before its continuation (text output only)."""
     dtype: DType = "auto"
-    """Of the weights; auto: as they were saved."""
+    """dtype of the weights. auto: as saved."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps ...; auto: the accelerator where there is one."""
+    """cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""

@@ -1,4 +1,4 @@
-"""What `kvshift plan` is told."""
+"""Options of `kvshift plan`."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ DeviceName = Literal["A100", "H100", "H200", "B200", "MI300X", "L40S", "RTX4090"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanData:
-    """What of the data decides costs."""
+    """Options of the data that costs depend on."""
 
     sequence_length: int | None = None
-    """Tokens in a sequence T; None: the longest that the model is made for."""
+    """Tokens per sequence T. None: the model's longest context."""
     vocab_size: int = DataConfig.vocab_size
-    """Tokens of the tokenizer, where neither model.vocab_size nor the size or file of the model says how many."""
+    """Vocabulary size, if neither model.vocab_size nor model.size nor model.config gives it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What to plan for. Without a size or shape under model: every size of the paper.
+    """The model and the run to plan. Without a size or shape under model: every size of the paper.
 
-    What `kvshift train` has too is spelled as there, so that the config.json of a run can be planned with.
+    Options that `kvshift train` also has are named as there, so that the config.json of a run can be given.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: PlanData = field(default_factory=PlanData)
     steps: int | None = None
-    """Optimizer steps in all; None: as many as the tokens take."""
+    """Total number of optimizer steps. None: as many as the tokens need."""
     tokens: int | None = None
-    """Tokens to train on, in place of steps; None, without steps: tokens_per_parameter times the parameters."""
+    """Tokens to train on, instead of steps. None: tokens_per_parameter times the parameters, if steps are not given."""
     tokens_per_parameter: float = 20.0
-    """Tokens for each parameter; about 20 is the best use of FLOPs (Hoffmann et al., 2022), more of a small model."""
+    """Training tokens per parameter. About 20 is compute-optimal (Hoffmann et al., 2022)."""
     batch_size: int | None = None
-    """Sequences in one forward pass of one device; None: the most that fit and divide the step."""
+    """Sequences per forward pass and device. None: the most that fit in memory and divide the step."""
     tokens_per_step: int | None = None
-    """Tokens in one optimizer step over all devices. None: batch_size x sequence_length x devices; and where batch_size
-    is not given either, about 524288, the paper's half a million."""
+    """Tokens per optimizer step over all devices. None: batch_size x sequence_length x devices, or, if batch_size is
+    not given either, about 524288, the paper's half a million."""
     devices: int = 1
-    """GPUs in all."""
+    """Total number of GPUs."""
     sharding: Sharding | None = None
-    """none: one device. ddp: a whole model on each. fsdp: weights, gradients and optimizer spread over all. None: none
-    with one device, ddp with several."""
+    """none: a single device. ddp: a complete model on each device. fsdp: weights, gradients and optimizer states
+    sharded over all devices. None: none for one device, ddp for several."""
     gradient_checkpointing: bool = False
-    """Recompute the activations of a layer in its backward pass."""
+    """Recompute activations in the backward pass."""
     bf16: Literal["auto", "yes", "no"] = "auto"
-    """Matrix products in bfloat16, weights in float32; no: everything in float32; auto: yes, as every GPU below can."""
+    """Compute matrix products in bfloat16, with float32 weights. no: everything in float32. auto: yes."""
     gpu: DeviceName = "H100"
-    """Kind of GPU: its peak and its memory, where the next two are not given."""
+    """GPU model, which sets peak_tflops and memory if these are not given."""
     peak_tflops: float | None = None
-    """Peak of one device, TFLOP/s."""
+    """Peak throughput of one device in TFLOP/s. None: that of the GPU."""
     memory: float | None = None
-    """Memory of one device, GiB; nine tenths of it are planned with."""
+    """Memory of one device in GiB, of which the plan uses 90 %. None: that of the GPU."""
     mfu: float = 0.4
-    """Model FLOPs utilization: the part of the peak that is reached. Assumed, not measured: 0.3 to 0.5 is usual for
+    """Model FLOPs utilization, the fraction of the peak that is reached. This is an assumption: 0.3 to 0.5 is usual for
     large models on one machine, less for small ones."""
     tokens_per_second: float | None = None
-    """Measured throughput of all devices together; then peak and utilization do not matter. For one model only."""
+    """Measured throughput of all devices together, used instead of peak and utilization. For one model only."""
     price_per_hour: float | None = None
-    """Of one device, in any currency."""
+    """Price of one device per hour, in any currency."""
     json: bool = False
     """Print JSON, in bytes, FLOPs and hours, instead of tables."""
 

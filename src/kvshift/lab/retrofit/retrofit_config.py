@@ -1,4 +1,4 @@
-"""What `kvshift retrofit` is told."""
+"""Options of `kvshift retrofit`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["RetrofitOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitOptions:
-    """Which model gets a shift, which one, and where the result goes."""
+    """The model, the shift to add, and the folder of the result."""
 
-    model: Annotated[str, tyro.conf.Positional]
-    """A model folder, a run folder, or a model on the hub; its weights as safetensors."""
-    out: Annotated[Path, tyro.conf.Positional]
-    """Folder of the new model, which must not be there, or be empty."""
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A model folder, a run folder, or a model on the hub, with weights in safetensors format."""
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Folder of the new model; it must not exist, or be empty."""
     shift_targets: tuple[Literal["q", "k", "v"], ...] = ("k", "v")
-    """What the layers shift."""
+    """Which of queries, keys and values to shift."""
     shift_window: int = 2
-    """Tokens mixed, the current one included."""
+    """Number of tokens that are mixed, the current one included."""
     shift_constraint: Literal["free", "clamp"] = "free"
     """free: any numbers. clamp: within [0, 1]."""
     dtype: DType = "auto"
-    """Of the weights; auto: as they were saved. Coefficients are float32 in any case."""
+    """dtype of the weights. auto: as saved. The shift coefficients are always float32."""
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""

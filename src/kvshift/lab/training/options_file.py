@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, g
 import tyro
 import yaml
 
+from kvshift.lab.command_line import read
 from kvshift.lab.compare.compare_config import CompareConfig
 from kvshift.lab.errors import LabError, nearest
 from kvshift.lab.plan.plan_config import PlanConfig
@@ -25,7 +26,7 @@ from kvshift.lab.training.train_config import TrainConfig
 
 __all__ = ["parse", "with_file"]
 
-_HELP = "A YAML or JSON file of options, such as the config.json of a run; options given here stand above it."
+_HELP = "YAML or JSON file of options, such as the config.json of a run; command-line options override the file."
 
 # What a run records beside its options.
 _RECORDED = ("config_hash", "data_facts", "extended")
@@ -37,7 +38,7 @@ def parse(options: type, args: Sequence[str], **kwargs: Any) -> Any:
     Args:
         options: the dataclass of `train`, `compare` or `plan`.
         args: of the command line.
-        kwargs: for `tyro.cli`.
+        kwargs: for `kvshift.lab.command_line.read`.
 
     Raises:
         LabError: the file cannot be read, or holds what is no option.
@@ -62,7 +63,7 @@ def parse(options: type, args: Sequence[str], **kwargs: Any) -> Any:
         frozen=True,
         kw_only=True,
     )
-    return tyro.cli(both, args=args, **kwargs).options
+    return read(both, args, **kwargs).options
 
 
 def with_file(options: type, path: Path) -> Any:

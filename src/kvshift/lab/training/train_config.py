@@ -1,4 +1,4 @@
-"""What `kvshift train` is told: frozen dataclasses, which are also its command line and the config.json of a run."""
+"""Options of `kvshift train`: frozen dataclasses, which are also its command line and the config.json of a run."""
 
 from __future__ import annotations
 
@@ -42,11 +42,13 @@ _FREE = ("out", "report_to", "progress", "keep_checkpoints", "data_workers")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A Llama with KV shift. Fields left at None come from `size` or `config`, else from the value named last."""
+    """A Llama with KV shift. An option that is not given (None) comes from `size` or `config`; without these, from the
+    default in its description."""
 
     family = "llama"
     variant: Annotated[
-        str | None, tyro.conf.arg(help=f"{', '.join(VARIANTS)}; kv-shift, which the options shift_* refine.")
+        str | None,
+        tyro.conf.arg(help=f"One of {', '.join(VARIANTS)}. None: kv-shift, configured by shift_*."),
     ] = None
 
     size: str | None = None
@@ -54,37 +56,38 @@ class ModelConfig:
     config: Path | None = None
     """A JSON file with the fields of KVShiftLlamaConfig, such as the config.json of a saved model."""
     hidden_size: int | None = None
-    """Model width E; 128."""
+    """Model width E. None: 128."""
     num_hidden_layers: int | None = None
-    """Layers; 2."""
+    """Number of layers. None: 2."""
     num_attention_heads: int | None = None
-    """Query heads H; 4."""
+    """Number of query heads H. None: 4."""
     num_key_value_heads: int | None = None
-    """KV heads G; as many as query heads."""
+    """Number of KV heads G. None: as many as query heads."""
     intermediate_size: int | None = None
-    """MLP width F; 8/3 of hidden_size, rounded up to a multiple of 32."""
+    """MLP width F. None: 8/3 of hidden_size, rounded up to a multiple of 32."""
     vocab_size: int | None = None
-    """Rows of the embedding; as many as the tokenizer has tokens. Never less."""
+    """Rows of the embedding, at least as many as the tokenizer has tokens. None: exactly as many."""
     tie_word_embeddings: bool | None = None
-    """One matrix for embedding and output; no."""
+    """Use one matrix for embedding and output. None: no."""
     qk_norm: bool | None = None
-    """RMSNorm over each query and key head; no."""
+    """Apply an RMSNorm to each query and key head. None: no."""
     sliding_window: int | None = None
-    """Tokens that a token attends to, itself included; all."""
+    """Number of tokens that a token attends to, itself included. None: all."""
     rope_theta: float | None = None
-    """Base of the rotary embedding; 10000."""
+    """Base of the rotary embedding. None: 10000."""
     shift_targets: tuple[Literal["q", "k", "v"], ...] | None = None
-    """What the layers shift; k v. With no value after it: nothing, the vanilla model."""
+    """Which of queries, keys and values to shift; with no value after it, none (the vanilla model). None: k v."""
     shift_window: int | None = None
-    """Tokens mixed, the current one included; 2."""
+    """Number of tokens that are mixed, the current one included. None: 2."""
     shift_constraint: Literal["free", "gate", "clamp"] | None = None
-    """free: any numbers. gate: sigmoid(a) and 1 - sigmoid(a). clamp: within [0, 1]. Default: free."""
+    """free: any numbers. gate: sigmoid(a) and 1 - sigmoid(a). clamp: within [0, 1]. None: free."""
     shift_init: Literal["uniform", "identity"] | None = None
-    """uniform: U(0, 1), summing to 1. identity: (1, 0), no shift at first. Default: uniform."""
+    """uniform: U(0, 1), summing to 1. identity: (1, 0), no shift at first. None: uniform."""
     freeze_shift: bool = False
     """Keep the coefficients at their start values."""
     zero_outputs: bool | None = None
-    """Output projections of attention and MLP start at 0: at first the model is embedding and head alone; no."""
+    """Start the output projections of attention and MLP at 0, so that the model begins as embedding and head alone.
+    None: no."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,26 +97,26 @@ class OptimizerConfig:
     learning_rate: float = 2e-3
     """Highest learning rate."""
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
-    """After the linear warm-up: constant; cosine, to min_lr_ratio at the last step; wsd (warm-up, stable, decay):
-    constant, then linear to min_lr_ratio over the last decay_fraction of all steps."""
+    """Learning rate after the linear warm-up. constant: unchanged. cosine: down to min_lr_ratio at the last step. wsd
+    (warm-up, stable, decay): constant, then linearly down to min_lr_ratio over the last decay_fraction of all steps."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up; None: a tenth of all steps, 1000 at most."""
+    """Steps of linear warm-up. None: a tenth of all steps, at most 1000."""
     decay_fraction: float = 0.2
-    """wsd only: part of all steps that decay."""
+    """wsd: fraction of all steps in which the learning rate decays."""
     min_lr_ratio: float = 0.0
-    """cosine and wsd: last learning rate, as a part of the highest."""
+    """cosine and wsd: last learning rate, as a fraction of the highest."""
     beta1: float = 0.9
-    """AdamW: decay of the mean of gradients, per step."""
+    """AdamW: decay per step of the running mean of gradients."""
     beta2: float = 0.95
-    """AdamW: decay of the mean of squared gradients, per step."""
+    """AdamW: decay per step of the running mean of squared gradients."""
     epsilon: float = 1e-8
-    """AdamW: added to the root of the mean of squared gradients."""
+    """AdamW: number added to the denominator for numerical stability."""
     weight_decay: float = 0.1
-    """Of matrices and embeddings; norms, biases and shift coefficients do not decay."""
+    """Weight decay of matrices and embeddings; norms, biases and shift coefficients have none."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this norm over all parameters; 0: never."""
+    """Largest norm of the gradient over all parameters; a larger one is scaled down. 0: no limit."""
     shift_lr_multiplier: float = 1.0
-    """The coefficients learn at this multiple of the learning rate."""
+    """Learning rate of the shift coefficients, as a multiple of learning_rate."""
 
     def check(self, steps: int) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""
@@ -138,41 +141,42 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every training run is told, whatever it learns from."""
+    """Options of every training run, on text or on a task."""
 
     out: Path
-    """Folder of the run; made where it is missing."""
+    """Folder of the run; created if missing."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 300
-    """Optimizer steps in all."""
+    """Total number of optimizer steps."""
     batch_size: int = 16
-    """Sequences in one forward pass of one device."""
+    """Sequences per forward pass and device."""
     seed: int = 0
-    """Of the weights, the coefficients and the order of the data: each has a generator of its own."""
+    """Random seed for weights, coefficients and data order; each has a separate generator."""
     eval_every: int = 50
-    """Steps between evaluations on the validation sequences; there is one after the last step in any case."""
+    """Steps between evaluations on the validation sequences; the last step is always followed by one."""
     eval_rows: int | None = None
-    """Sequences of an evaluation, the first ones; None: all."""
+    """Evaluate on only the first N validation sequences. None: all."""
     save_every: int = 100
-    """Steps between checkpoints; there is one after the last step in any case."""
+    """Steps between checkpoints; the last step is always followed by one."""
     keep_checkpoints: int = 2
-    """Newest whole checkpoints that are kept."""
+    """How many recent checkpoints to keep."""
     log_every: int = 10
-    """Steps between lines of training metrics, each a mean over these steps."""
+    """Steps between lines of training metrics, which are means over these steps."""
     report_to: tuple[str, ...] = ("tensorboard",)
-    """Trackers besides metrics.jsonl, by transformers' names: tensorboard (into OUT/tensorboard), wandb, mlflow ..."""
+    """Trackers besides metrics.jsonl, by transformers' names: tensorboard (in OUT/tensorboard), wandb (in OUT/wandb),
+    mlflow ... With no value after it: none."""
     compile: bool = False
     """Run the model through torch.compile."""
     gradient_checkpointing: bool = False
-    """Recompute the activations of a layer in its backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, about a third more time."""
     bf16: Literal["auto", "yes", "no"] = "auto"
-    """Matrix products in bfloat16, weights in float32; auto: on GPUs that have it, and never on a CPU."""
+    """Compute matrix products in bfloat16, with float32 weights. auto: yes on GPUs that support it, no on CPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU where there is one."""
+    """Device to train on. auto: a GPU if there is one."""
     data_workers: int = 0
-    """Processes that read training sequences ahead; 0: the training process itself."""
+    """Processes that load training sequences in advance. 0: the training process loads them."""
     progress: bool = True
-    """Tell on stderr how far training is: a bar, or, where that is no terminal, a line every ten seconds or more."""
+    """Show progress on stderr: a bar in a terminal, otherwise a line at most every ten seconds."""
 
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""
@@ -195,23 +199,24 @@ class TrainConfig(RunConfig):
     """One training run. The same command, given again, continues a run that was stopped."""
 
     init_from: str | None = None
-    """Start from the weights and the tokenizer of this model: a run, a folder, or a name on the hub. A Llama, with or
-    without KV shift: what is left open under `model` is the model's; a shift that it does not have starts as the
-    identity. Or what `kvshift retrofit` made of another model, as it is."""
+    """Start from the weights and the tokenizer of this model: a run folder, a model folder, or a name on the hub. It
+    must be a Llama, with or without KV shift, or an output of `kvshift retrofit`. For a Llama, the options under
+    `model` that are not given come from the model, and a shift that is added starts as the identity."""
     tune: Literal["shift", "current", "lora", "shift+lora"] | None = None
-    """Train a part alone: shift, the coefficients; current, those of the current token; lora, low-rank additions to the
-    attention's projections, merged at the end; or shift+lora. Checkpoints hold that part. None: all weights."""
+    """Train only a part of the model. shift: the coefficients. current: the coefficients of the current token. lora:
+    low-rank additions to the attention projections, merged at the end. shift+lora: both. Checkpoints contain only that
+    part. None: all weights."""
     lora_rank: int | None = None
-    """Of LoRA; 8."""
+    """Rank of LoRA. None: 8."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokens_per_step: int | None = None
-    """Tokens in one optimizer step over all devices; where that is more than batch_size x sequence_length x devices,
+    """Tokens per optimizer step over all devices. If that is more than batch_size x sequence_length x devices,
     gradients are accumulated. None: exactly that product."""
     extend: bool = False
-    """Extend a run with more steps even if its learning rates so far would have been different."""
+    """Extend a run to more steps even if the longer schedule would have had other learning rates so far."""
     overwrite: bool = False
-    """Replace the run that `out` holds, without asking; a folder that holds anything else is left as it is."""
+    """Replace the run in `out` without asking for confirmation. A folder with any other file is not touched."""
 
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""
