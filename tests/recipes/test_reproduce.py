@@ -60,6 +60,21 @@ def config(out: Path, **changes) -> ReproduceConfig:
     return replace(ReproduceConfig(recipe="abacus", preset="smoke", out=out, jobs=1), **changes)
 
 
+def test_no_line_of_the_list_is_longer_than_100_columns(tmp_path: Path):
+    for preset in ("smoke", "paper"):
+        for seed in range(123):
+            path = tmp_path / catalogue.CATALOGUE["fig07a"].runs / preset / "run" / f"seed-{seed}" / "result.json"
+            path.parent.mkdir(parents=True)
+            path.touch()
+    lines = listing.overview(tmp_path).splitlines()
+    assert max(map(len, lines)) <= 100
+    for entry in catalogue.CATALOGUE.values():
+        assert any(line.split(maxsplit=1) == [entry.name, entry.title] for line in lines)
+    words = " ".join(" ".join(lines).split())
+    assert all(size.cost in words for entry in catalogue.CATALOGUE.values() for size in entry.presets.values())
+    assert "smoke 123 of " in words
+
+
 def test_all_is_run_drawn_and_written(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     reproduce(config(tmp_path, results=tmp_path / "kept"))
     folder = tmp_path / "abacus" / "smoke"
@@ -149,10 +164,10 @@ def add(config: Addends) -> dict[str, int]:
 
 def test_the_list_says_what_is_done(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     list_or_reproduce(config(tmp_path, recipe=None))
-    assert "abacus  counting with beads  smoke   -          nothing" in capsys.readouterr().out
+    assert "abacus  counting with beads\n        smoke   -          nothing\n" in capsys.readouterr().out
     list_or_reproduce(config(tmp_path, seeds=1))
     list_or_reproduce(config(tmp_path, recipe=None))
-    assert "abacus  counting with beads  smoke   2          nothing" in capsys.readouterr().out
+    assert "abacus  counting with beads\n        smoke   2          nothing\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

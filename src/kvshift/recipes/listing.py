@@ -26,12 +26,12 @@ def list_or_reproduce(config: ReproduceConfig) -> None:
 
 
 def overview(out: Path) -> str:
-    """A line for each preset of each recipe: its cost, and how many runs in `out` are finished, or of its study."""
-    rows: list[tuple[str, ...]] = [("recipe", "what", "preset", "runs done", "cost")]
+    """Each recipe with a line for each preset: its cost, and how many runs in `out` are finished, or of its study."""
+    rows: list[tuple[str, ...]] = [("recipe", "preset", "runs done", "cost")]
     for entry in CATALOGUE.values():
-        for number, (preset, size) in enumerate(entry.presets.items()):
+        rows.append((entry.name, entry.title))
+        for preset, size in entry.presets.items():
             done = sum(1 for _ in (out / entry.runs / preset).glob("*/seed-*/result.json"))
-            what = (entry.name, entry.title) if number == 0 else ("", "")
             of = f" of {entry.study}" if entry.study else ""
-            rows.append((*what, preset, f"{done}{of}" if done else "-", size.cost))
-    return as_text(rows, left=None)
+            rows.append(("", preset, f"{done}{of}" if done else "-", size.cost))
+    return as_text(rows, left=None, width=100)

@@ -263,11 +263,25 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert models.splitlines()[-1].split()[:5] == ["as", "given", "0.664", "0.402", "16"]
     # Each number below its heading, each heading above its unit.
     top, units, values = run.splitlines()
-    assert top.split() == ["the", "run", "tokens", "tokens", "in", "all", "tokens/s", "time", "device"]
+    assert top.split() == ["the", "run", "tokens", "tokens", "total", "tokens/s", "time", "device"]
     assert units.split() == ["millions", "per", "step", "steps", "TFLOP", "thousands", "minutes", "minutes", "cost"]
     assert values.split() == ["as", "given", "1.23", "4,096", "300", "4.41", "20.5", "1.00", "1.00", "0.50"]
     assert {line[-4:] for line in (units, values)} == {"cost", "0.50"}
-    assert memory.splitlines()[1].split() == ["sequences", *["GiB"] * 7, "fits", "sequences"]
+    assert memory.splitlines()[1].split() == ["size", *["GiB"] * 7, "fits", "batch"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--devices 240 --sharding fsdp --gradient-checkpointing --price-per-hour 1234.5",
+        "--model.size 19B --devices 4096 --sharding fsdp --tokens 9e12 --bf16 no --peak-tflops 67.25",
+        "--model.hidden-size 16 --tokens-per-second 123456789 --memory 1.5 --price-per-hour 3",
+    ],
+)
+def test_no_line_is_longer_than_100_columns(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *options.replace("9e12", "9000000000000").split()]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
 def test_no_size_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:

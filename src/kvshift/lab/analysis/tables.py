@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 __all__ = ["as_markdown", "as_text"]
@@ -9,27 +10,47 @@ __all__ = ["as_markdown", "as_text"]
 Rows = Sequence[Sequence[str]]
 
 
-def as_text(rows: Rows, *, left: int | None = 1, rule: bool = False) -> str:
+def as_text(rows: Rows, *, left: int | None = 1, rule: bool = False, width: int | None = None) -> str:
     """Aligned columns.
 
     Args:
         rows: of cells; a row may be shorter than others, and what stands in its last cell does not widen a column.
         left: how many columns are words, set to the left; the others are numbers. None: all.
         rule: a line below the heading.
+        width: characters in a line at most. Numbers that do not fit follow in another table below, with the columns
+            of words again; where all columns are words, the last is wrapped. None: any.
     """
     columns = max(map(len, rows))
-    whole = [row for row in rows if len(row) == columns]
-    widths = [max(len(row[column]) for row in whole) for column in range(columns)]
+    complete = [row for row in rows if len(row) == columns]
+    widths = [max(len(row[column]) for row in complete) for column in range(columns)]
+    if width is not None and left is None:
+        rows = [part for row in rows for part in _wrapped(row, widths, width)]
+    elif width is not None and left is not None and sum(widths) + 2 * (columns - 1) > width:
+        count = left + 1
+        while count < columns and sum(widths[: count + 1]) + 2 * count <= width:
+            count += 1
+        if count < columns:
+            rest = [(*row[:left], *row[count:]) for row in rows]
+            first = as_text([row[:count] for row in rows], left=left, rule=rule)
+            return f"{first}\n\n{as_text(rest, left=left, rule=rule, width=width)}"
     lines = [
         "  ".join(
-            cell.ljust(width) if left is None or number < left or len(row) < columns else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=False))
+            cell.ljust(size) if left is None or number < left or len(row) < columns else cell.rjust(size)
+            for number, (cell, size) in enumerate(zip(row, widths, strict=False))
         ).rstrip()
         for row in rows
     ]
     if rule:
         lines.insert(1, "-" * (sum(widths) + 2 * (columns - 1)))
     return "\n".join(lines)
+
+
+def _wrapped(row: Sequence[str], widths: Sequence[int], width: int) -> Rows:
+    """A row whose last cell goes on in rows below it where it is too long."""
+    *others, last = row
+    before = sum(widths[: len(others)]) + 2 * len(others)
+    first, *more = textwrap.wrap(last, max(1, width - before)) or [""]
+    return [(*others, first), *((*[""] * len(others), part) for part in more)]
 
 
 def as_markdown(rows: Rows, *, left: int | None = 1) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -34,6 +35,7 @@ __all__ = ["DEVICES", "CostEstimate", "Device", "PlanConfig", "estimate", "plan"
 
 _USABLE = 0.9  # of a device's memory: the rest is CUDA's context, the allocator's fragments, communication
 _GIB = 2**30
+_WIDTH = 100  # characters in a line of the tables
 _STEP = 524_288  # tokens; the paper's half a million
 
 
@@ -289,30 +291,30 @@ def _as_text(config: PlanConfig, rows: list[CostEstimate]) -> str:
         {
             "model": [row.model for row in rows],
             "parameters\nmillions": [_short(row.parameters.total / 1e6) for row in rows],
-            "without emb.\nmillions": [_short((row.parameters.total - row.parameters.embedding) / 1e6) for row in rows],
-            "of the shift\nnumbers": [f"{row.parameters.shift:,}" for row in rows],
+            "non-embed.\nmillions": [_short((row.parameters.total - row.parameters.embedding) / 1e6) for row in rows],
+            "KV shift\nnumbers": [f"{row.parameters.shift:,}" for row in rows],
             "length\ntokens": [f"{row.sequence_length:,}" for row in rows],
             "training\nGFLOP/token": [_short(row.flops_per_token.model / 1e9) for row in rows],
             "attention\n%": [f"{100 * row.flops_per_token.attention / row.flops_per_token.model:.1f}" for row in rows],
             "shift\n%": [f"{100 * row.flops_per_token.shift / row.flops_per_token.model:.3f}" for row in rows],
             "cache\nKiB/token": [_short(row.cache_bytes.per_token / 2**10) for row in rows],
-            "and\nKiB/sequence": [_short(row.cache_bytes.per_sequence / 2**10) for row in rows],
+            "state\nKiB": [_short(row.cache_bytes.per_sequence / 2**10) for row in rows],
         }
     )
     memories = [row.memory for row in rows]
     memory = _table(
         {
             "one device": [row.model for row in rows],
-            "batch\nsequences": [f"{row.batch_size:,}" for row in rows],
+            "batch\nsize": [f"{row.batch_size:,}" for row in rows],
             "weights\nGiB": [_short(m.weights / _GIB) for m in memories],
             "gradients\nGiB": [_short(m.gradients / _GIB) for m in memories],
             "AdamW\nGiB": [_short(m.optimizer / _GIB) for m in memories],
             "copies\nGiB": [_short(m.copies / _GIB) for m in memories],
             "activations\nGiB": [_short(m.kept / _GIB) for m in memories],
             "working\nGiB": [_short(m.working / _GIB) for m in memories],
-            "in all\nGiB": [_short(m.total / _GIB) for m in memories],
+            "total\nGiB": [_short(m.total / _GIB) for m in memories],
             "\nfits": ["yes" if row.memory_fits else "NO" for row in rows],
-            "fit at most\nsequences": [f"{row.largest_batch:,}" for row in rows],
+            "largest\nbatch": [f"{row.largest_batch:,}" for row in rows],
         }
     )
     flops = [row.tokens * row.flops_per_token.model for row in rows]
@@ -326,7 +328,7 @@ def _as_text(config: PlanConfig, rows: list[CostEstimate]) -> str:
         f"tokens\n{tokens_in.name}": [_short(row.tokens / tokens_in.size) for row in rows],
         "tokens\nper step": [f"{row.tokens_per_step:,}" for row in rows],
         "\nsteps": [f"{row.steps:,}" for row in rows],
-        f"in all\n{flops_in.name}": [_short(total / flops_in.size) for total in flops],
+        f"total\n{flops_in.name}": [_short(total / flops_in.size) for total in flops],
         f"tokens/s\n{rate_in.name}": [_short(row.tokens_per_second / rate_in.size) for row in rows],
         f"time\n{time_in.name}": [_short(row.hours / time_in.size) for row in rows],
         f"device\n{time_in.name}": [_short(row.device_hours / time_in.size) for row in rows],
@@ -366,7 +368,7 @@ def _assumptions(config: PlanConfig) -> str:
         words.append(f"{config.peak_tflops or device.tflops:g} TFLOP/s peak, {config.mfu:.0%} of it reached (assumed)")
     if config.price_per_hour is not None:
         words.append(f"{config.price_per_hour:g} an hour for each")
-    return "; ".join(words)
+    return textwrap.fill("; ".join(words), _WIDTH)
 
 
 def _short(number: float) -> str:
@@ -382,4 +384,4 @@ def _table(columns: Mapping[str, Sequence[str]]) -> str:
     first, *others = ([*[""] * (1 - head.count("\n")), *head.split("\n"), *cells] for head, cells in columns.items())
     if not first[0]:
         first[:2] = first[1], ""
-    return as_text([*zip(first, *others, strict=True)])
+    return as_text([*zip(first, *others, strict=True)], width=_WIDTH)
