@@ -1,7 +1,10 @@
 """The folder of a run: what may lie there, what a process that was killed leaves, and what a full disk does."""
 
+import importlib
 import json
+import os
 import shutil
+import sys
 from contextlib import closing
 
 import pytest
@@ -95,6 +98,67 @@ def test_tensorboard_leaves_nothing_outside_its_folder(finished, corpus, tmp_pat
     train(tiny(corpus, out, report_to=("tensorboard",)))
     assert not (out / "runs").exists()
     assert (out / "tensorboard").is_dir()
+
+
+WANDB = """
+import os
+from pathlib import Path
+from unittest.mock import MagicMock
+run, config, logged = None, MagicMock(), []
+def init(**options):
+    global run
+    run = MagicMock()
+    (Path(os.environ.get("WANDB_DIR", ".")) / "wandb").mkdir(exist_ok=True)
+def log(values, **options):
+    logged.append(values)
+def finish():
+    global run
+    run = None
+def __getattr__(name):
+    return MagicMock()
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """The package as far as transformers uses it; like the real one, it writes to ./wandb by default."""
+    package = tmp_path / "packages" / "wandb"
+    (package / "sdk" / "lib").mkdir(parents=True)
+    (package / "__init__.py").write_text(WANDB)
+    (package / "sdk" / "lib" / "config_util.py").write_text("class ConfigError(Exception): pass")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield importlib.import_module("wandb")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        del sys.modules[name]
+
+
+def test_wandb_writes_into_the_folder_of_the_run(finished, corpus, tmp_path, wandb):
+    """The defect: it wrote into the current folder, and a second run of a process logged into the first."""
+    for name in ("one", "other"):
+        train(tiny(corpus, tmp_path / name, report_to=("wandb",)))
+        assert (tmp_path / name / "wandb").is_dir()
+        assert wandb.run is None
+        assert wandb.logged
+        wandb.logged.clear()
+    assert not (tmp_path / "wandb").exists()
+    assert "WANDB_DIR" not in os.environ
+    assert_same_run(tmp_path / "one", finished)
+    train(tiny(corpus, tmp_path / "one", seed=3, overwrite=True))  # the folder is part of the run
+    assert not (tmp_path / "one" / "wandb").exists()
+
+
+def test_a_folder_or_a_run_of_wandb_that_is_there_is_used(corpus, tmp_path, wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    train(tiny(corpus, tmp_path / "run", report_to=("wandb",)))
+    assert (tmp_path / "wandb").is_dir()
+    assert not (tmp_path / "run" / "wandb").exists()
+    assert os.environ["WANDB_DIR"] == str(tmp_path)
+    wandb.init()
+    mine = wandb.run
+    train(tiny(corpus, tmp_path / "another", report_to=("wandb",)))
+    assert wandb.run is mine
 
 
 def test_a_damaged_line_is_named_and_the_others_stay(finished, corpus, tmp_path, capfd):

@@ -6,6 +6,7 @@ OUT/tokenizer/         the tokenizer
 OUT/metrics.jsonl      one JSON object a line
 OUT/checkpoint-N/      what a continuation needs (`checkpoints.py`)
 OUT/tensorboard/       event files, where that tracker is on
+OUT/wandb/             files of Weights & Biases, where that tracker is on
 OUT/model/             the final model and its tokenizer
 OUT/result.json        written last: without it the run is not finished
 OUT/.lock              held while a process trains here
@@ -69,6 +70,7 @@ class RunFolder:
         self.tokenizer = path / "tokenizer"
         self.metrics = path / "metrics.jsonl"
         self.tensorboard = path / "tensorboard"
+        self.wandb = path / "wandb"
         self.model = path / "model"
         self.result = path / "result.json"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
 import shutil
 import sys
 import threading
@@ -209,7 +210,29 @@ def attach(
             trainer.add_callback(progress)
         if "tensorboard" in config.report_to:
             trainer.add_callback(TensorBoardCallback(_event_writer(stack, folder, start)))
+        if "wandb" in config.report_to:
+            stack.enter_context(_wandb_in(folder))
     return recorder, graceful_stop
+
+
+@contextmanager
+def _wandb_in(folder: RunFolder) -> Iterator[None]:
+    """Weights & Biases writes into OUT/wandb, unless WANDB_DIR names another folder or a run is open already."""
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    if wandb.run is not None:
+        yield
+        return
+    given = os.environ.get("WANDB_DIR")
+    os.environ["WANDB_DIR"] = given or str(folder.path)
+    try:
+        yield
+    finally:
+        wandb.finish()
+        if given is None:
+            del os.environ["WANDB_DIR"]
+        else:
+            os.environ["WANDB_DIR"] = given
 
 
 def _event_writer(stack: ExitStack, folder: RunFolder, start: Start) -> Any:
