@@ -1,5 +1,6 @@
-"""What people copy runs as it stands: the examples, and the blocks of the tutorial."""
+"""What people copy runs as it stands: the examples, and the blocks of README and tutorial; and what the README measured."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,8 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TINY = Qwen3Config(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -37,10 +53,76 @@ def test_tiny_gpt_learns_induction_in_one_layer():
 def test_every_block_of_the_tutorial_runs():
     text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
     namespace = {}
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == text.count("```") // 2
+    found = blocks(text, "python")
+    assert len(found) == text.count("```") // 2
     torch.manual_seed(0)
-    for block in blocks:
+    for block in found:
         exec(compile(block, "docs/tutorial.md", "exec"), namespace)
     with pytest.raises(NotImplementedError, match="use_cache=False"):  # whatever this transformers calls the cache
         namespace["qwen"](namespace["tokens"], use_cache=True)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_block_of_the_readme_runs_alone(number, monkeypatch):
+    named = []
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda name: named.append(name) or Qwen3ForCausalLM(TINY)
+    )
+    found = blocks(README, "python")
+    assert len(found) == 2
+    namespace = {}
+    exec(compile(found[number], "README.md", "exec"), namespace)
+    if number == 0:
+        assert named == ["Qwen/Qwen3-0.6B"]
+        assert type(namespace["model"]).__name__ == "KVShiftQwen3ForCausalLM"
+        made = namespace["KVShiftLlamaForCausalLM"](namespace["config"])
+        shift = sum(value.numel() for name, value in made.named_parameters() if ".shift." in name)
+        assert f"of {made.num_parameters():,} parameters, {shift} of them for the shift" in README
+    else:
+        assert namespace["logits"].shape == (2, 16, 64)
+
+
+def test_what_to_type_comes_before_tables_and_figures():
+    """A stranger reads from the top."""
+    typed = README.index("make compare")
+    assert typed < min(README.index("\n|"), README.index("!["), README.index("```python"))
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {target for block in blocks(README, "") for target in re.findall(r"^make (\S+)", block, re.MULTILINE)} <= {
+        *targets
+    }
+
+
+def test_the_comparison_in_the_readme_is_the_one_in_results():
+    found = json.loads((ROOT / "results" / "compare" / "summary.json").read_text(encoding="utf-8"))
+    loss, perplexity, verdict = found["loss"], found["perplexity"], found["verdicts"]["kv-shift"]
+    step, memory, parameters = found["step_time"], found["peak_memory"], found["parameters"]
+    ratio, mebi = step["ratios"]["kv-shift"], 2**20
+    rows = [
+        f"| validation loss, nats per token | {loss['vanilla']['mean']:.4f} | {loss['kv-shift']['mean']:.4f} | "
+        f"**{verdict['difference']:.4f}** (95 % interval {verdict['low']:.4f} to {verdict['high']:.4f}) |",
+        f"| perplexity | {perplexity['vanilla']['mean']:.2f} | {perplexity['kv-shift']['mean']:.2f} | "
+        f"× {perplexity['kv-shift']['mean'] / perplexity['vanilla']['mean']:.3f} |",
+        f"| time of a training step | {step['milliseconds']['vanilla']:.1f} ms | "
+        f"{step['milliseconds']['kv-shift']:.1f} ms | "
+        f"× {ratio['ratio']:.3f} (quartiles {ratio['low']:.3f} to {ratio['high']:.3f}) |",
+        f"| peak memory | {memory['vanilla'] / mebi:.0f} MiB | {memory['kv-shift'] / mebi:.0f} MiB | "
+        f"× {memory['kv-shift'] / memory['vanilla']:.3f} |",
+    ]
+    for row in rows:
+        assert README.count(row) == 1, row
+    assert f"two Llamas of {parameters['vanilla']:,} parameters" in README
+    assert f"({verdict['seeds']} seeds, " in README
+
+
+def test_the_readme_gives_one_time_of_a_step():
+    """The defect: 1.02 in one place, and 1.012, of another model, in another."""
+    lines = [line for line in README.splitlines() if "training step" in line and re.search(r"\d\.\d", line)]
+    assert [line[:26] for line in lines] == ["| time of a training step "]
+
+
+def test_the_table_of_the_docs_is_the_one_in_results():
+    table = (ROOT / "results" / "compare" / "table.md").read_text(encoding="utf-8")
+    rows = [line for line in table.splitlines() if line.startswith("|") and "---" not in line]
+    docs = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8").replace("KV shift", "KV-shift")
+    assert [row for row in rows if row.replace("KV shift", "KV-shift") not in docs] == []
+    assert len(rows) > 10
