@@ -1,13 +1,26 @@
 """Fine-tune a model with KV shift by TRL: LoRA and the coefficients, several conversations packed into each sequence.
 
 pip install '.[lab,trl]'
-python examples/sft.py OUT [MODEL]      a folder or a name on the hub; without: a tiny Llama that has learned nothing
+python examples/sft.py OUT [MODEL]      such as: python examples/sft.py runs/sft
 """
 
-import sys
+import argparse
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("out", metavar="OUT", help="folder of the result")
+parser.add_argument(
+    "model",
+    metavar="MODEL",
+    nargs="?",
+    help="a folder or a name on the hub; without: a randomly initialised tiny Llama",
+)
+args = parser.parse_args()  # the imports take seconds
+
+import warnings
+
+import datasets
 import torch
-from datasets import Dataset
+import transformers
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -15,14 +28,17 @@ from trl import SFTConfig, SFTTrainer
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 
-out, *names = sys.argv[1:]
+warnings.simplefilter("ignore", FutureWarning)  # TRL calls transformers by names that will change
+datasets.disable_progress_bars()
+transformers.utils.logging.disable_progress_bar()
+
 examples = [
     {"prompt": f"What is {a} plus {b}?", "completion": f" {a} plus {b} is {a + b}."}
     for a in range(12)
     for b in range(12)
 ]
-if names:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(names[0]), AutoTokenizer.from_pretrained(names[0])
+if args.model:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
 else:
     tokenizer = train_bpe((example["prompt"] + example["completion"] for example in examples), 300)
     model = LlamaForCausalLM(
@@ -32,7 +48,7 @@ else:
             intermediate_size=172,
             num_hidden_layers=2,
             num_attention_heads=4,
-            bos_token_id=None,
+            bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
     )
@@ -42,22 +58,25 @@ add_kv_shift(model)  # before PEFT wraps the model
 trainer = SFTTrainer(
     model,
     SFTConfig(
-        output_dir=f"{out}/checkpoints",
+        output_dir=f"{args.out}/checkpoints",
         packing=True,  # whole conversations side by side; neither shift nor attention crosses from one to the next
         max_length=128,
         per_device_train_batch_size=2,
         max_steps=20,
         bf16=torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
         learning_rate=1e-3,
         logging_steps=5,
+        disable_tqdm=True,
         save_strategy="no",
         report_to="none",
     ),
-    train_dataset=Dataset.from_list(examples),
+    train_dataset=datasets.Dataset.from_list(examples),
     processing_class=tokenizer,
     peft_config=LoraConfig(r=8, target_modules="all-linear", modules_to_save=["shift"]),  # the coefficients, whole
 )
 trainer.train()
-trainer.model.merge_and_unload().save_pretrained(f"{out}/model")  # LoRA goes into the projections, inside the shift
-tokenizer.save_pretrained(f"{out}/model")
-print("trained and loaded again:", type(load_kv_shift(f"{out}/model")).__name__)
+out = f"{args.out}/model"
+trainer.model.merge_and_unload().save_pretrained(out)  # LoRA goes into the projections, inside the shift
+tokenizer.save_pretrained(out)
+print(f"saved in {out}, and loaded again: {type(load_kv_shift(out)).__name__}")

@@ -1,4 +1,9 @@
-"""One layer learns induction: having seen `a b`, it answers the next `a` with `b`. Plain attention needs two layers."""
+"""One layer learns induction: having seen `a b`, it answers the next `a` with `b`. Plain attention needs two layers.
+
+python examples/tiny_gpt.py STEPS      such as 100, which take five seconds
+"""
+
+import argparse
 
 import torch
 from torch import nn
@@ -20,11 +25,15 @@ class TinyGPT(nn.Module):
         return self.head(x + attended), state
 
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("steps", metavar="STEPS", type=int, help="of training, 100 or more")
+steps = parser.parse_args().steps
+
 for targets in ((), ("k", "v")):  # plain attention, then KV shift
     torch.manual_seed(0)
     model = TinyGPT(shift_options=ShiftOptions(targets=targets))
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2))
-    for step in range(1, 101):
+    for step in range(1, steps + 1):
         period = torch.randint(8, 25, (64, 1))  # each row repeats random tokens, with a period of its own
         tokens = torch.rand(64, 64).argsort(dim=1).gather(1, torch.arange(48) % period)
         logits, _ = model(tokens[:, :-1])

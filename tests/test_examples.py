@@ -1,4 +1,4 @@
-"""What people copy runs as it stands: the examples, and the blocks of README and tutorial; and what the README measured."""
+"""What people copy runs as it stands: examples, README and tutorial; and the numbers in the README are those measured."""
 
 import json
 import os
@@ -28,14 +28,38 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
+def run_example(name: str, *args: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "examples" / name, *args]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "examples").glob("*.py"))])
+def test_without_arguments_an_example_prints_how_to_call_it(name):
+    run = run_example(name)
+    assert run.returncode == 2
+    assert run.stderr.startswith(f"usage: {name} [-h] ")
+    assert run.stdout == ""
+    usage = run_example(name, "--help")
+    assert usage.returncode == 0
+    assert f"python examples/{name} " in usage.stdout
+
+
+@pytest.mark.slow
+def test_fine_tuning_says_nothing_but_its_losses(tmp_path):
+    pytest.importorskip("trl")
+    run = run_example("sft.py", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    *losses, last = run.stdout.splitlines()
+    assert last == f"saved in {tmp_path}/model, and loaded again: KVShiftLlamaForCausalLM"
+    assert len(losses) == 5
+    assert all("loss" in line for line in losses)
+
+
 @pytest.mark.slow
 def test_tiny_gpt_learns_induction_in_one_layer():
-    run = subprocess.run(
-        [sys.executable, ROOT / "examples" / "tiny_gpt.py"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    run = run_example("tiny_gpt.py", "100")
     assert run.returncode == 0, run.stderr
     *training, answer = run.stdout.splitlines()
     accuracy = {
