@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import (
@@ -25,6 +25,7 @@ from transformers.models.llama.modeling_llama import (
 from kvshift.layers import KVShift
 from kvshift.layers.positions import half_tables
 from kvshift.models.baichuan_m1.configuration import BaichuanM1Config
+from kvshift.models.baichuan_m1.head import NormHead, as_head
 from kvshift.models.baichuan_m1.layout import load_released_names, released_name
 from kvshift.models.decoder import RotaryDecoder, ShiftedAttention, ShiftedPreTrainedModel
 from kvshift.models.generation import ShiftedGeneration
@@ -70,22 +71,6 @@ class BaichuanM1DecoderLayer(LlamaDecoderLayer):
         self.self_attn = BaichuanM1Attention(config, layer_idx)
 
 
-class NormHead(nn.Linear):
-    """A head without bias whose rows are brought to length 1.
-
-        logits[v] = x . weight[v] / (|weight[v]| + 1e-7)
-
-    The logits are divided, in float32, rather than the rows: that needs no second matrix of V x E numbers, and the
-    weight stays as it was read.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        logits = super().forward(input)
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        lengths = torch.linalg.vector_norm(self.weight, dim=1, dtype=wide)
-        return (logits.to(wide) / (lengths + 1e-7)).to(logits.dtype)
-
-
 class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
     """What the models share: coefficients stay in float32; a checkpoint that does not fit is refused."""
 
@@ -93,6 +78,10 @@ class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
     config_class = BaichuanM1Config
     _no_split_modules: ClassVar = ["BaichuanM1DecoderLayer"]
     _can_record_outputs: ClassVar = {"hidden_states": BaichuanM1DecoderLayer, "attentions": BaichuanM1Attention}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        with module.showing_raw() if isinstance(module, NormHead) else nullcontext():
+            super()._init_weights(module)
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -170,8 +159,23 @@ class BaichuanM1ForCausalLM(ShiftedGeneration, BaichuanM1PreTrainedModel, LlamaF
         self.lm_head = NormHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """`resize_token_embeddings` brings an ordinary linear layer."""
-        if type(new_embeddings) is nn.Linear:
-            new_embeddings.__class__ = NormHead
-        super().set_output_embeddings(new_embeddings)
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Of transformers, which reads and writes the parameter of the head."""
+        with self.lm_head.showing_raw() if isinstance(self.lm_head, NormHead) else nullcontext():
+            return super().resize_token_embeddings(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Of transformers; the lengths of the head's rows are computed once for all tokens."""
+        with self.lm_head.keeping_lengths() if isinstance(self.lm_head, NormHead) else nullcontext():
+            return super().generate(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Whatever replaces the head must bring its rows to length 1 as well; see `as_head`."""
+        if name == "lm_head":
+            value = as_head(value)
+        elif name == "peft_config" and type(getattr(self, "lm_head", None)).__name__ == "LoraNormHead":
+            from kvshift.models.baichuan_m1.adapter import refuse_others
+
+            for config in value.values():
+                refuse_others(config)
+        super().__setattr__(name, value)
