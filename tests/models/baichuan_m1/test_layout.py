@@ -20,6 +20,7 @@ from ..llama.tiny import random_tokens
 from .tiny import CONFIG, checkpoint, config_with, load, shapes, write
 
 EARLIER = {"conv_k": "K", "conv_v": "V"}
+EARLIER_OF = {earlier: name for name, earlier in EARLIER.items()}
 
 
 def files_of(folder):
@@ -170,11 +171,17 @@ def test_other_weights_are_refused(tmp_path, case):
         load(tmp_path, ignore_mismatched_sizes=True)
 
 
-def test_both_names_of_a_convolution_are_refused(tmp_path):
-    weights = checkpoint()
-    weights[FIRST.replace("conv_k", "K")] = weights[FIRST].clone()
-    with pytest.raises(RuntimeError, match="conversion of the weights"):
-        load(write(tmp_path, weights))
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("name", "earlier"), [("0.self_attn.conv_k", "K"), ("2.self_attn.conv_v", "V")])
+def test_both_names_of_a_convolution_are_refused(tmp_path, name, earlier, shards):
+    weights, name = checkpoint(), f"model.layers.{name}"
+    other = name.replace(EARLIER_OF[earlier], earlier)
+    weights[other] = weights[name].clone()
+    with pytest.raises(ValueError, match=f"BaichuanM1ForCausalLM: it has both {name} and {other}$"):
+        load(write(tmp_path, weights, shards=shards))
+    model = BaichuanM1ForCausalLM(BaichuanM1Config(**CONFIG))
+    with pytest.raises(ValueError, match=f"{other} must be given once, as conv_. or {earlier}; got"):
+        model.load_state_dict(weights)
 
 
 def test_files_that_are_not_whole_are_refused(tmp_path):
@@ -206,8 +213,21 @@ CONFIGS = {
     "no layers named": ({"sliding_window_layers": None}, "sliding_window_layers must be a list .* got None"),
     "no such layer": ({"sliding_window_layers": [1, 3]}, r"layers from 0 to 2, each once; got \[1, 3\]"),
     "a layer twice": ({"sliding_window_layers": [1, 1]}, r"each once; got \[1, 1\]"),
+    "bools": ({"sliding_window_layers": [True, False]}, r"a list of integers, .*, each once; got \[True, False\]"),
+    "floats": ({"sliding_window_layers": [1.0]}, r"a list of integers, .*, each once; got \[1\.0\]"),
+    "text": ({"sliding_window_layers": "1"}, "a list of integers, .*, each once; got '1'"),
+    "one layer": ({"sliding_window_layers": 1}, "a list of integers, .*, each once; got 1"),
+    "lists": ({"sliding_window_layers": [[1]]}, r"a list of integers, .*, each once; got \[\[1\]\]"),
     "no window": ({"sliding_window": None}, "sliding_window must be an integer of at least 2 .* got None"),
     "window 1": ({"sliding_window": 1}, "sliding_window must be an integer of at least 2 .* got 1"),
+    "window 4.0": ({"sliding_window": 4.0}, "sliding_window must be an integer of at least 2 .* got 4.0"),
+    "window True": ({"sliding_window": True}, "sliding_window must be an integer of at least 2 .* got True"),
+    "convolution 2.0": ({"conv_window": 2.0}, "conv_window must be 2.*got 2.0"),
+    "half a head": ({"num_swa_attention_heads": 6.0}, "num_swa_attention_heads must be an integer of .* got 6.0"),
+    "no KV heads": (
+        {"num_swa_key_value_heads": 0},
+        "num_swa_key_value_heads must be an integer of .* got 0",
+    ),
     "convolution 3": ({"conv_window": 3}, "conv_window must be 2.*got 3"),
     "convolution 1": ({"conv_window": 1}, "conv_window must be 2.*got 1"),
     "heads": (

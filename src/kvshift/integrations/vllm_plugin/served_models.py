@@ -40,9 +40,13 @@ class ServedBaichuanM1(ServedLlama):
 
     @staticmethod
     def _renamed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        given: dict[str, str] = {}
         for name, weight in weights:
             start, _, last = name.rpartition(".")
             if start.endswith(".self_attn") and last in _COEFFICIENTS:
+                first = given.setdefault(f"{start}.{_COEFFICIENTS[last]}", name)
+                if first != name:
+                    raise ValueError(f"the checkpoint has both {first} and {name}, two names of one weight")
                 name, weight = f"{start}.{_COEFFICIENTS[last]}", to_coefficients(weight)
             elif name == "lm_head.weight":
                 wide = weight.float()

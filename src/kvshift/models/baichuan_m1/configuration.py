@@ -42,24 +42,35 @@ class BaichuanM1Config(LlamaConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if not self.rope_parameters and kwargs.get("rope_theta") is None:
             raise ValueError("rope_theta must be given, here or in rope_parameters; got neither")
+        self._check_windows()
         super().__post_init__(**kwargs)
-        self._check()
+        self._check_heads()
 
-    def _check(self) -> None:
+    def _check_windows(self) -> None:
         layers, window = self.sliding_window_layers, self.sliding_window
         numbers = range(self.num_hidden_layers)
-        if layers is None or len(set(layers)) < len(layers) or not all(layer in numbers for layer in layers):
+        if (
+            not isinstance(layers, list)
+            or not all(type(layer) is int and layer in numbers for layer in layers)  # no bool, which is an int too
+            or len(set(layers)) < len(layers)
+        ):
             raise ValueError(
-                f"sliding_window_layers must be a list of layers from 0 to {self.num_hidden_layers - 1}, each once; "
-                f"got {layers!r}"
+                f"sliding_window_layers must be a list of integers, numbers of layers from 0 to "
+                f"{self.num_hidden_layers - 1}, each once; got {layers!r}"
             )
-        if layers and (window is None or window < 2):
+        if (layers or window is not None) and (type(window) is not int or window < 2):
             raise ValueError(
                 f"sliding_window must be an integer of at least 2 with sliding_window_layers; got {window!r}"
             )
-        if self.conv_window != 2:
+        if type(self.conv_window) is not int or self.conv_window != 2:
             raise ValueError(f"conv_window must be 2, which is all that was released; got {self.conv_window!r}")
-        for layer in numbers:
+
+    def _check_heads(self) -> None:
+        for name in ("num_swa_attention_heads", "num_swa_key_value_heads"):
+            count = getattr(self, name)
+            if count is not None and (type(count) is not int or count < 1):
+                raise ValueError(f"{name} must be an integer of at least 1 or None; got {count!r}")
+        for layer in range(self.num_hidden_layers):
             heads, kv_heads = self.heads(layer)
             if self.hidden_size % (2 * heads) or heads % kv_heads:
                 raise ValueError(

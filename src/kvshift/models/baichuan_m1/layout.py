@@ -21,6 +21,8 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 
 _NAMES = {"conv_k": "shift.alpha", "conv_v": "shift.beta"}
 _EARLIER = {"K": "shift.alpha", "V": "shift.beta"}
+BOTH_NAMES = (0, 0, 0)
+"""Shape that stands for a weight given by both its names, so that loading refuses it; no other weight comes back so."""
 
 
 def to_coefficients(conv: Tensor) -> Tensor:
@@ -43,7 +45,7 @@ class _ToCoefficients(ConversionOps):
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         if len(input_dict) != 1:
-            raise ValueError(f"one of {', '.join(sorted(input_dict))} must be given, got all")
+            return {target_patterns[0]: torch.empty(BOTH_NAMES)}
         (tensors,) = input_dict.values()
         return {target_patterns[0]: to_coefficients(tensors[0] if isinstance(tensors, list) else tensors)}
 
@@ -91,8 +93,18 @@ def released_name(key: str) -> str:
     return key
 
 
+def both_names(key: str) -> str:
+    """Both names that a weight of the model has in checkpoints."""
+    released = released_name(key)
+    start, _, last = released.rpartition(".")
+    return f"{released} and {start}.{last[-1].upper()}"
+
+
 def load_released_names(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """`load_state_dict` of an attention takes a released checkpoint too, as `Trainer` gives it when it resumes."""
     for released, ours in (_NAMES | _EARLIER).items():
         if prefix + released in state_dict:
+            if prefix + ours in state_dict:
+                names = " or ".join(name for name, target in (_NAMES | _EARLIER).items() if target == ours)
+                raise ValueError(f"{prefix}{released} must be given once, as {names}; got it by more than one name")
             state_dict[prefix + ours] = to_coefficients(state_dict.pop(prefix + released))

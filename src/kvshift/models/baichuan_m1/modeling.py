@@ -26,7 +26,7 @@ from kvshift.layers import KVShift
 from kvshift.layers.positions import half_tables
 from kvshift.models.baichuan_m1.configuration import BaichuanM1Config
 from kvshift.models.baichuan_m1.head import NormHead, as_head
-from kvshift.models.baichuan_m1.layout import load_released_names, released_name
+from kvshift.models.baichuan_m1.layout import BOTH_NAMES, both_names, load_released_names, released_name
 from kvshift.models.decoder import RotaryDecoder, ShiftedAttention, ShiftedPreTrainedModel
 from kvshift.models.generation import ShiftedGeneration
 
@@ -101,9 +101,11 @@ class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
         wrong = {
             "lacks": [released_name(key) for key in report["missing_keys"]],
             "has unknown": [released_name(key) for key in report["unexpected_keys"]],
+            "has both": [both_names(key) for key, found, _ in report["mismatched_keys"] if tuple(found) == BOTH_NAMES],
             "has, of another shape,": [
                 f"{released_name(key)} {tuple(found)} where {tuple(expected)} was expected"
                 for key, found, expected in report["mismatched_keys"]
+                if tuple(found) != BOTH_NAMES
             ],
         }
         faults = [f"{verb} {', '.join(sorted(keys))}" for verb, keys in wrong.items() if keys]
