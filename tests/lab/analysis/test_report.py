@@ -12,6 +12,7 @@ import pytest
 
 from kvshift.lab.analysis.report import verdicts, write_report
 
+from .narrow import faults_on_a_phone
 from .run_folders import write_pair, write_run
 
 pytestmark = pytest.mark.no_models
@@ -60,6 +61,13 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
         ElementTree.fromstring(base64.b64decode(code))  # whole, well-formed
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert "url(" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_phone_shows_all_of_it(tmp_path):
+    write_pair(tmp_path, gain=0.1)
+    write_run(tmp_path / "seed-0" / "smear", variant="smear", gain=0.05)
+    write_report(tmp_path, [0], ("vanilla", "kv-shift", "smear"), more="kvshift compare --seeds=3")
+    assert faults_on_a_phone((tmp_path / "report.html").read_text(encoding="utf-8")) == []
 
 
 def test_the_page_says_what_the_files_say(tmp_path):

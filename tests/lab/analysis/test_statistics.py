@@ -119,7 +119,7 @@ def test_one_seed_says_what_one_seed_shows():
     assert (found.outcome, found.low, found.high) == ("undecided", None, None)
     assert found.text == (
         "KV-shift minus vanilla is -0.0160 in this one pair of runs (standard error over 41 validation sequences "
-        "0.0011); how much another seed changes that is unknown, and --seeds 3 or more measures it"
+        "0.0011); how much another seed changes that is unknown"
     )
     assert "standard error" not in verdict([-0.0160]).text
     assert "standard error" not in verdict([-0.0160], rows=Estimate(-0.0160, None, 1)).text

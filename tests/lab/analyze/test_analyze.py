@@ -27,6 +27,8 @@ from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import add_kv_shift
 
+from ..analysis.narrow import faults_on_a_phone
+
 TEXT = "to be or not to be"
 SHAPE = {
     "vocab_size": 277,
@@ -126,6 +128,7 @@ def test_a_run_of_a_task_and_its_page_which_needs_nothing_but_itself(
     assert f"induction        {best.scores['induction']:.2f}  layer 0, head {best.head}" in printed
     assert printed[-1] == str(page)
 
+    assert faults_on_a_phone(page.read_text(encoding="utf-8")) == []
     page = Page(page)
     assert len(page.fetched) == 4
     for source in page.fetched:
@@ -138,12 +141,25 @@ def test_a_run_of_a_task_and_its_page_which_needs_nothing_but_itself(
     (layer,) = files["coefficients"]
     leaning = [(key[0] > key[1], value[0] > value[1]) for key, value in zip(layer["alpha"], layer["beta"], strict=True)]
     rows = [[leaning.count((keys, values)) for values in (True, False)] for keys in (True, False)]
-    *_, first, second, head, of_layer, of_all = page.rows
+    *_, first, second, head, of_layer, of_all, more, more_of_layer, more_of_all = page.rows
     assert [first, second] == [["α₁ > α₂", *map(str, rows[0])], ["α₁ ≤ α₂", *map(str, rows[1])]]
     counts = files["counts"]
     assert counts == {"0": counts["all"], "all": coefficient_counts([layer])}
-    assert head == ["layer", *counts["all"]]
-    assert of_layer[1:] == of_all[1:] == [f"{n:.3f}" if isinstance(n, float) else str(n) for n in counts["0"].values()]
+    assert [head, more] == [
+        ["layer", *(f"α₁ {a} α₂, β₁ {b} β₂" for a in ">≤" for b in ">≤")],
+        ["layer"]
+        + [
+            words
+            for sign in "αβ"
+            for words in (f"negative {sign}₁", f"negative {sign}₂", f"distance of {sign}₁ + {sign}₂ from 1")
+        ],
+    ]
+    ranked = sorted(measured.heads, key=lambda head: -head.scores["induction"])
+    numbers = [f"{n:.3f}" if isinstance(n, float) else str(n) for n in counts["0"].values()]
+    assert of_layer[1:] + more_of_layer[1:] == of_all[1:] + more_of_all[1:] == numbers
+    assert [row[1:4] for row in page.rows if row[0] == "induction"] == [
+        [f"L0H{head.head} {head.scores['induction']:.2f}" for head in ranked]
+    ]
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -1,7 +1,9 @@
 """`kvshift compare`: which runs it starts, what it keeps, how it ends."""
 
+import html
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -60,7 +62,7 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(
         module,
         "write_report",
-        lambda out, seeds, variants: summarize([read_twins(out, seed, variants) for seed in seeds]),
+        lambda out, seeds, variants, more: summarize([read_twins(out, seed, variants) for seed in seeds]),
     )
 
 
@@ -98,6 +100,44 @@ def test_twins_that_start_from_a_model_differ_in_the_shift_too():
     train = TrainConfig(out=Path("out"), init_from="llama")
     targets = [child_config(train, 0, variant).model.shift_targets for variant in ("vanilla", "kv-shift")]
     assert targets == [(), ("k", "v")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"variants": ("vanilla", "k-shift", "smear"), "equal_parameters": True},
+        {"prompt": '-it\'s a "prompt"\n', "temperature": 0.0, "sample_tokens": 7, "step_time_seconds": 0.5},
+        {"seeds": 2},
+    ],
+)
+def test_the_next_command_is_the_same_comparison_with_more_seeds(options, tmp_path):
+    train = TrainConfig(out=tmp_path / "a folder", steps=7, seed=5, model=ModelConfig(hidden_size=64, qk_norm=False))
+    config = CompareConfig(train=train, **options)
+    train.out.mkdir()
+    module._adopt_folder(config)
+    words = shlex.split(config.with_seeds(3))
+    assert words[:4] == ["python", "-m", "kvshift", "compare"]
+    assert parse(CompareConfig, words[4:]) == replace(config, seeds=3)
+
+
+def test_the_next_command_calls_the_program_as_it_was_called(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "kvshift"), "compare"])
+    assert (
+        CompareConfig().with_seeds(3).startswith(f"{tmp_path / 'kvshift'} compare --config runs/compare/compare.json ")
+    )
+    (tmp_path / "kvshift").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert CompareConfig().with_seeds(3).startswith("kvshift compare ")
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_one_seed_ends_with_the_command_for_three(seeds, tmp_path, children, capsys):
+    config = config_for(tmp_path, seeds=seeds)
+    compare(config)
+    more = config.with_seeds(3)
+    assert capsys.readouterr().out.rstrip().endswith(more) == (seeds == 1)
+    assert (html.escape(more) in (tmp_path / "report.html").read_text(encoding="utf-8")) == (seeds == 1)
 
 
 @pytest.mark.slow

@@ -57,17 +57,17 @@ def write_head_report(out: Path, metrics: Path | None = None) -> Path:
         "heads.html.jinja",
         title=f"Heads of {found['name']}",
         model=_describe(found),
-        behaviour=found["behaviour"],
+        behaviour=_behaviour(found["behaviour"]),
         rows=found["rows"],
         length=found["length"],
         learning=learning and _image(learning, out / "learning"),
-        reached=steps_reached(metrics) if metrics is not None else [],
-        best=[_row(heads, score, found["uniform"]) for score in SCORES],
+        reached=_with_head(("steps to an accuracy of", "90 %", "99 %"), steps_reached(metrics) if metrics else []),
+        best=_best(heads, found["uniform"]),
         shifted=bool(layers),
         scores=_image(map_scores(heads), out / "head-scores"),
         coefficients=coefficients and _image(coefficients, out / "coefficients"),
-        counts=count_coefficients(layers),
-        by_layer=counts_by_layer(layers),
+        counts=_counts(layers),
+        by_layer=_by_layer(layers),
         shown=found["maps"]["caption"],
         attention=_image(_attention(found["maps"], out), out / "attention"),
         options=json.dumps(found["options"], indent=1),
@@ -103,12 +103,52 @@ def _describe(found: Mapping[str, Any]) -> str:
     return f"{text}; {targets} mixed with those of {_count(window - 1, 'token')} before."
 
 
-def _row(heads: Sequence[Mapping[str, Any]], score: str, uniform: Mapping[str, float]) -> dict[str, Any]:
-    name, place = SCORES[score]
-    best = [
-        f"{head['layer']}.{head['head']}: {head['moved'][place]:.2f}" for head in best_heads(heads, score)[:_LISTED]
+def _with_head(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """A table for the page, or nothing where there are no rows."""
+    return [head, *rows] if rows else []
+
+
+def _behaviour(halves: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
+    rows = [
+        (f"{name} half", f"{halves[name]['loss']:.3f}", f"{100 * halves[name]['accuracy']:.1f} %")
+        for name in ("first", "second")
     ]
-    return {"name": name, "heads": best, "uniform": uniform["previous" if place == "previous" else "earlier"]}
+    return _with_head(("", "loss (nats per token)", "accuracy"), rows)
+
+
+def _best(heads: Sequence[Mapping[str, Any]], uniform: Mapping[str, float]) -> list[tuple[str, ...]]:
+    rows = []
+    for score, (name, place) in SCORES.items():
+        best = [
+            f"L{head['layer']}H{head['head']} {head['moved'][place]:.2f}" for head in best_heads(heads, score)[:_LISTED]
+        ]
+        rows.append((name, *best, f"{uniform['previous' if place == 'previous' else 'earlier']:.3f}"))
+    ranks = (f"{rank}." for rank in range(1, len(rows[0]) - 1))
+    return _with_head(("score", *ranks, "uniform attention"), rows)
+
+
+def _counts(layers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    counts = count_coefficients(layers) or {}
+    rows = [(_signs(name), *map(str, row.values())) for name, row in counts.items()]
+    return _with_head(("KV heads", "β₁ > β₂", "β₁ ≤ β₂"), rows)
+
+
+def _by_layer(layers: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, ...]]]:
+    """Two tables, of the counts and of the rest: the headings of one would be three lines high."""
+    counts = counts_by_layer(layers) or {}
+    rows = [
+        (layer, *(str(number) if isinstance(number, int) else f"{number:.3f}" for number in row.values()))
+        for layer, row in counts.items()
+    ]
+    whole = _with_head(("layer", *map(_signs, counts.get("all", ()))), rows)
+    return [[(row[0], *row[columns]) for row in whole] for columns in (slice(1, 5), slice(5, None))]
+
+
+def _signs(name: str) -> str:
+    """A name of `coefficient_counts` in signs, which keep columns narrow: "negative α₁"."""
+    for word, sign in (("alpha1", "α₁"), ("alpha2", "α₂"), ("beta1", "β₁"), ("beta2", "β₂"), ("<=", "≤")):
+        name = name.replace(word, sign)
+    return name
 
 
 def _attention(maps: Mapping[str, Any], out: Path) -> Figure:

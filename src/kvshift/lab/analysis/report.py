@@ -36,7 +36,9 @@ def verdicts(summary: dict[str, Any]) -> str:
     return "; ".join(found["text"] for found in summary["verdicts"].values())
 
 
-def write_report(out: Path, seeds: Sequence[int], variants: Sequence[str] = PAIR) -> dict[str, Any]:
+def write_report(
+    out: Path, seeds: Sequence[int], variants: Sequence[str] = PAIR, *, more: str | None = None
+) -> dict[str, Any]:
     """Draw everything again from the files in the folder of a comparison.
 
     Reads the runs of `seeds`, and step_time.json and samples.json where they are there. Writes summary.json, table.md,
@@ -46,6 +48,7 @@ def write_report(out: Path, seeds: Sequence[int], variants: Sequence[str] = PAIR
         out: the folder.
         seeds: of the runs.
         variants: which of them; the first is the baseline.
+        more: the command that runs more seeds; None: the page has none.
 
     Returns:
         The summary; see `comparison.summarize`.
@@ -72,7 +75,8 @@ def write_report(out: Path, seeds: Sequence[int], variants: Sequence[str] = PAIR
         _TEMPLATE,
         title=" and ".join(reversed(summary["names"].values())),
         verdict=verdicts(summary),
-        table=rows,
+        more=more,
+        rows=rows,
         explanation=explanation(summary),
         curves=inline(curves[1]),
         coefficients=coefficients,

@@ -148,7 +148,7 @@ def _one_seed(mean: float, rows: Estimate | None, ours: str, theirs: str) -> str
         error = f" (standard error over {rows.n} validation sequences {_number(rows.stderr)})"
     return (
         f"{ours} minus {theirs} is {size} in this one pair of runs{error}; "
-        "how much another seed changes that is unknown, and --seeds 3 or more measures it"
+        "how much another seed changes that is unknown"
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated
@@ -60,6 +63,26 @@ class CompareConfig:
         if "RANK" in os.environ:
             raise LabError("compare starts its own processes, one after the other: start it without torchrun")
         self.train.check()
+
+    def with_seeds(self, seeds: int) -> str:
+        """The command, as a shell reads it, that runs this comparison on; finished runs are kept.
+
+        What the twins share is read from the compare.json in their folder.
+        """
+        called = Path(sys.argv[0])
+        program = [str(called)] if called.name == "kvshift" else ["python", "-m", "kvshift"]
+        if shutil.which("kvshift") == program[0]:
+            program = ["kvshift"]
+        words = [*program, "compare", "--config", str(self.train.out / "compare.json"), "--out", str(self.train.out)]
+        for item in fields(self):
+            value = seeds if item.name == "seeds" else getattr(self, item.name)
+            if item.name != "train" and value != item.default:
+                option = f"--{item.name.replace('_', '-')}"
+                if isinstance(value, tuple):
+                    words += [option, *value]
+                else:
+                    words.append(option if value is True else f"{option}={value}")
+        return shlex.join(words)
 
     def _check_variants(self) -> None:
         model, entries = self.train.model, [find_entry(name, "variants") for name in self.variants]
