@@ -103,5 +103,5 @@ def test_where_neither_diverges_the_contrast_fails() -> None:
 def test_the_figure_has_a_panel_for_each_rate() -> None:
     panels = RECIPE.plot(ended(records([0.1, 0.2]), "vanilla", diverged_at=7)).axes
     assert [axes.get_title() for axes in panels] == [
-        f"{rate:g} in the paper, at {4 * rate:g} here" for rate in (1e-4, 2e-4, 1e-3, 1e-2)
+        f"learning rate {4 * rate:g} (in the paper {rate:g})" for rate in (1e-4, 2e-4, 1e-3, 1e-2)
     ]

@@ -326,8 +326,17 @@ def test_figures_are_drawn_from_records(name: str) -> None:
         place = Place(model.num_hidden_layers or 0, job.config.data.sequence_length)
         records.append(made(variant, place, 3 + 0.01 * len(variant), seed=job.seed))
     panels = find_recipe(name).plot(records).axes
-    assert len(panels) == (4 if name.startswith("tab") else 2)
-    assert panels[0].get_title() == f"2 layers, {64 if name.startswith('tab') else 128} tokens"
+    if name.startswith("tab"):  # one panel, with one vertical axis
+        (axes,) = panels
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == [
+            f"{layers} layers, {tokens} tokens" for layers, tokens in ((2, 64), (2, 128), (2, 256), (4, 128))
+        ]
+    else:
+        assert [axes.get_title() for axes in panels] == ["2 layers, 128 tokens", "4 layers, 128 tokens"]
+        variant = {"fig07b": "kv-shift-window-3", "fig10": "kv-shift-gate"}[name]
+        lines = [next(iter(each)) for each in panels[0].containers if each.get_label() == VARIANTS[variant].label]
+        minus_vanilla = 0.01 * (len(variant) - len("vanilla"))
+        assert [list(line.get_ydata()) for line in lines] == [pytest.approx([minus_vanilla] * 2)]
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_the_figure_shows_every_setting(records: list[Record]) -> None:
     assert [len(line.get_xdata()) for line in left.lines] == [28, 28]  # 4 kinds at T = 7, 3 at T = 4, 4 settings
     assert [line.get_label() for line in left.lines] == ["printed", "derived"]
     assert [line.get_label() for line in right.lines] == ["printed", "script", "derived"]
-    assert [label.get_text() for label in right.get_xticklabels()][3] == "3, 0, 0, 4"
+    assert [label.get_text() for label in right.get_xticklabels()][3] == "3\n0\n0\n4"
 
 
 def test_only_draws_have_seeds() -> None:

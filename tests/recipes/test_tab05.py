@@ -68,8 +68,8 @@ def test_the_figure_shows_training() -> None:
     assert [axes.get_title() for axes in panels] == [
         "Keys and values lean the same way",
         "Negative coefficients",
-        "How far alpha1 + alpha2 is from 1",
-        "How far beta1 + beta2 is from 1",
+        "Distance of $α_1 + α_2$ from 1",
+        "Distance of $β_1 + β_2$ from 1",
     ]
     for got, values in zip(shown, expected, strict=True):
         assert got == pytest.approx(values)

@@ -11,13 +11,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvshift.benchmarks.cases import Row
 from kvshift.benchmarks.linearity import lines
 from kvshift.benchmarks.rows import read_rows
 from kvshift.lab.analysis.colors import GREEN, GREY, ORANGE, PURPLE, colors_of
 from kvshift.lab.analysis.curves import save_figure
+from kvshift.lab.analysis.panels import new_figure
 from kvshift.lab.analysis.tables import as_markdown, as_text
 from kvshift.lab.runs.folder import write_bytes
 
@@ -34,7 +35,7 @@ _RATIOS = (
     "A time is the median over rounds, and a multiple is the median of the ratios of single rounds, in which both ran "
     "next to each other: it need not be the ratio of the two times beside it."
 )
-_FONT = 8  # of legends and of names beside the panels
+_DTYPES: tuple[tuple[str, Literal["full", "none", "left"]], ...] = ((GREEN, "full"), (PURPLE, "none"), (ORANGE, "left"))
 _TITLES = {
     "op": "Operator: milliseconds a call",
     "layer": "Attention layer: milliseconds a call",
@@ -183,43 +184,46 @@ def write(out: Path, rows: Sequence[Row], kinds: Sequence[str] = ("png", "svg"))
 
 def draw(rows: Sequence[Row]) -> Figure | None:
     """Share of a copy's bandwidth by pass, cost in layers and models, cost against bytes: what of it there is."""
-    from matplotlib.figure import Figure
-
     operator = [row for row in rows if row["part"] == "op" and "of_copy" in row and not row["rotary"]]
     whole = [row for row in rows if row["part"] in ("layer", "train", "prefill", "decode") and "ratio" in row]
     whole = [row for row in whole if row["contestant"].startswith(_OURS)]
     found = lines(rows)
-    panels: list[Callable[[Axes], None]] = []
+    drawn: dict[str, Callable[[Axes], None]] = {}
     for each in dict.fromkeys(row["pass"] for row in operator):
-        panels.append(lambda axes, each=each: _draw_operator(axes, [row for row in operator if row["pass"] == each]))
+        rows_of = [row for row in operator if row["pass"] == each]
+        drawn[f"Operator, {each}"] = lambda axes, rows_of=rows_of: _draw_operator(axes, rows_of)
     if whole:
-        panels.append(lambda axes: _draw_whole(axes, whole))
+        drawn["Layers and models with KV shift"] = lambda axes: _draw_whole(axes, whole)
     if found:
-        panels.append(lambda axes: _draw_sweep(axes, found))
-    if not panels:
+        drawn["Sweep over T, B, G, D"] = lambda axes: _draw_sweep(axes, found)
+    if not drawn:
         return None
-    columns = min(2, len(panels))
-    lines_of_panels = -(-len(panels) // columns)
-    figure = Figure(figsize=(6 * columns, 4.6 * lines_of_panels), layout="constrained")
-    for number, panel in enumerate(panels, start=1):
-        panel(figure.add_subplot(lines_of_panels, columns, number))
+    figure, panels = new_figure([*drawn], columns=1, height=3.9)
+    for axes, draw_panel in zip(panels, drawn.values(), strict=True):
+        draw_panel(axes)
     return figure
 
 
 def _draw_operator(axes: Axes, rows: Sequence[Row]) -> None:
-    """Implementations below each other; dtypes differ by color, shapes by marker."""
+    """Implementations below each other; dtypes differ by color and filling, shapes by marker."""
     names = list(dict.fromkeys(row["contestant"] for row in rows))[::-1]
-    dtypes = dict(zip(dict.fromkeys(row["dtype"] for row in rows), (GREEN, PURPLE, ORANGE), strict=False))
+    dtypes = dict(
+        zip(
+            dict.fromkeys(row["dtype"] for row in rows),
+            _DTYPES,
+            strict=False,
+        )
+    )
     shapes = dict(zip(dict.fromkeys(tuple(row["shape"]) for row in rows), "o^sDv", strict=False))
     for row in rows:
-        color, marker = dtypes[row["dtype"]], shapes[tuple(row["shape"])]
+        (color, fill), marker = dtypes[row["dtype"]], shapes[tuple(row["shape"])]
         at = 100 * row["of_copy"], names.index(row["contestant"])
-        axes.plot(*at, marker, color=color, markersize=6, alpha=0.8, label=f"{tuple(row['shape'])} {row['dtype']}")
-    axes.set_yticks(range(len(names)), names, fontsize=_FONT)
-    axes.set(xlabel="% of the copy's bandwidth", title=f"Operator, {rows[0]['pass']}")
+        label = f"{tuple(row['shape'])} {row['dtype']}"
+        axes.plot(*at, marker, color=color, fillstyle=fill, markersize=6, alpha=0.8, label=label)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("% of the copy's bandwidth")
     axes.set_xlim(0, None)
-    axes.grid(alpha=0.25)
-    _legend_below(axes)
+    _legend_beside(axes)
 
 
 def _draw_whole(axes: Axes, rows: Sequence[Row]) -> None:
@@ -229,10 +233,8 @@ def _draw_whole(axes: Axes, rows: Sequence[Row]) -> None:
     high = [100 * (row["ratio_high"] - row["ratio"]) for row in rows]
     axes.errorbar(middle, positions, xerr=[low, high], fmt="o", color=_SHIFTED, markersize=4, capsize=2)
     axes.axvline(0, color="black", linewidth=0.8)
-    names = ["\n".join(textwrap.wrap(f"{row['part']}: {row['case']}", 36)) for row in rows]
-    axes.set_yticks(positions, names, fontsize=_FONT)
-    axes.set(xlabel="% more time than without (bars: quartiles)", title="Layers and models with KV shift")
-    axes.grid(alpha=0.25)
+    axes.set_yticks(positions, [textwrap.fill(f"{row['part']}: {row['case']}", 32) for row in rows])
+    axes.set_xlabel("% more time than without (bars: quartiles)")
 
 
 def _draw_sweep(axes: Axes, found: dict[tuple[str, str, str], Any]) -> None:
@@ -247,25 +249,15 @@ def _draw_sweep(axes: Axes, found: dict[tuple[str, str, str], Any]) -> None:
         axes.plot(sizes, fitted, styles[dtype], color=colors[name], linewidth=0.8, label=f"{name}, {dtype}")
     for axis in dict.fromkeys(axis for _, _, axis in found):
         axes.plot([], [], markers[axis], color="black", markersize=3.5, label=f"{axis} changed")
-    axes.set(xscale="log", yscale="log", xlabel="bytes that must move", ylabel="seconds", title="Sweep over T, B, G, D")
-    axes.grid(alpha=0.25)
-    _legend_below(axes)
+    axes.set(xscale="log", yscale="log", xlabel="bytes that must move", ylabel="seconds")
+    _legend_beside(axes)
 
 
-def _legend_below(axes: Axes) -> None:
-    """Below the panel, each label once."""
+def _legend_beside(axes: Axes) -> None:
+    """At the right of the panel, each label once."""
     entries = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
-    axes.legend(
-        list(entries.values()),
-        list(entries),
-        ncols=2,
-        frameon=False,
-        fontsize=_FONT,
-        columnspacing=1,
-        handletextpad=0.2,
-        **place,
-    )
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)}
+    axes.legend(list(entries.values()), list(entries), frameon=False, handletextpad=0.2, **place)
 
 
 if __name__ == "__main__":

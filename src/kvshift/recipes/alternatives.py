@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.recipes import fig01a
@@ -118,17 +117,13 @@ def _change(reading: Reading, theirs: list[float] | None, ours: list[float] | No
 
 def plot(records: Sequence[Record]) -> Figure:
     """Accuracy at the first repeat over steps, a panel for each reading."""
-    from matplotlib.figure import Figure
-
     models = by_label(records)
-    figure = Figure(figsize=(1 + 3.2 * len(READINGS), 3.8), layout="constrained")
-    for axes, reading in zip(figure.subplots(1, len(READINGS)), READINGS, strict=True):
+    figure, panels = new_figure([reading.words for reading in READINGS], ylabels=["accuracy at the first repeat"])
+    for axes, reading in zip(panels, READINGS, strict=True):
         runs = {model_label(*model): models[_label(model, reading)] for model in MODELS}
         curves = {label: accuracy_curves(seeds, SCORED) for label, seeds in runs.items()}
         chance = task_of(next(iter(runs["KV-shift, 1 layer"].values())).options).chance[SCORED]
-        draw_accuracy(
-            axes, curves, title=textwrap.fill(reading.words, 28), ylabel="accuracy at the first repeat", chance=chance
-        )
+        draw_accuracy(axes, curves, chance=chance)
     legend_below(figure)
     return figure
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import draw_chance, draw_curves, draw_shares
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.accuracy import draw_chance, draw_means, draw_shares
+from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift.lab.analysis.statistics import t_interval, verdict
 from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
 from kvshift.lab.training.task_training import TaskTrainConfig, evaluation_of, task_of
@@ -146,25 +147,20 @@ def _near(after: str, label: str, losses: Sequence[float], floor: float) -> Clai
 
 def plot(records: Sequence[Record]) -> Figure:
     """Loss over steps down to the least possible, and the share of sentences among what each run writes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.2, 4.0), layout="constrained")
-    left, right = figure.subplots(1, 2)
     models = by_label(records)
-    draw_curves(left, {label: accuracy_curves(seeds, "loss") for label, seeds in models.items()})
+    titles = ["Validation loss, down to the least possible", "Grammatical sentences written"]
+    figure, (left, right) = new_figure(titles, ylabels=[LOSS, "share of sentences"], height=3.4)
+    draw_means(left, {label: accuracy_curves(seeds, "loss") for label, seeds in models.items()})
+    draw_chance(left, _floor(records), "least possible")
     draw_shares(
         right,
+        [textwrap.fill(words, 18) for words in MEASURES.values()],
         {
             label: [[record.result["answers"][measure] for record in seeds.values()] for measure in MEASURES]
             for label, seeds in models.items()
         },
     )
-    draw_chance(left, _floor(records), "least possible")
-    left.set(ylabel="validation loss (nats per token)", title="What is left to learn")
-    right.set_xticks(range(len(MEASURES)), list(MEASURES.values()))
-    right.set(ylabel="share of sentences", title="What the models write", ylim=(-0.02, 1.02), xlim=(-0.5, 1.5))
-    right.grid(alpha=0.25)
-    legend_below(figure)
+    legend_below(figure, INTERVALS)
     return figure
 
 

@@ -10,10 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import draw_curves
-from kvshift.lab.analysis.colors import colors_of
-from kvshift.lab.analysis.panels import legend_below
-from kvshift.lab.analysis.statistics import t_interval, verdict
+from kvshift.lab.analysis.accuracy import draw_groups, draw_means
+from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
+from kvshift.lab.analysis.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json
@@ -28,7 +27,6 @@ from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.recipes.tuning import least_loss
 
 if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["LAPTOP", "RECIPE", "SMOKE", "at_compute"]
@@ -215,31 +213,19 @@ def _layers(count: int) -> str:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Loss over compute at each depth, and what KV shift gains against depth."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.5, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
     losses, models = Losses(records), by_label(records)
-    curves = {}
-    for layers in losses.depths:
-        for variant in PAIR:
-            label = model_label(layers, variant)
-            curves[label] = {seed: _over_compute(record) for seed, record in models[label].items()}
-    draw_curves(left, curves)
-    left.set(
-        xlabel="training FLOPs for each token of a step, summed over steps",
-        ylabel="validation loss (nats per token)",
-        title="Loss over compute",
-        xscale="log",
-    )
-    colors = colors_of(("equal steps", "equal compute"))
-    for number, equal in enumerate((False, True)):
-        label = "equal compute" if equal else "equal steps"
-        _draw_gains(right, losses, label, colors[label], shift=0.12 * number, equal_compute=equal)
+    titles = ["Loss over compute", "KV-shift minus vanilla"]
+    figure, (left, right) = new_figure(titles, ylabels=[LOSS, "difference (nats per token)"], height=3.8)
+    labels = [model_label(layers, variant) for layers in losses.depths for variant in PAIR]
+    draw_means(left, {label: {seed: _over_compute(run) for seed, run in models[label].items()} for label in labels})
+    left.set(xlabel="training FLOPs per token, summed over steps", xscale="log")
+    differences = {
+        name: [[-gain for gain in losses.gains(layers, equal_compute=equal)] for layers in losses.depths]
+        for name, equal in (("equal steps, 95 % interval", False), ("equal compute, 95 % interval", True))
+    }
+    draw_groups(right, [str(layers) for layers in losses.depths], differences, interval=True)
     right.axhline(0, color="black", linewidth=0.8)
-    right.set_xticks(range(len(losses.depths)), [str(layers) for layers in losses.depths])
-    right.set(xlabel="layers", ylabel="vanilla minus KV-shift (nats per token)", title="What KV shift gains")
-    right.grid(alpha=0.25)
+    right.set_xlabel("layers")
     legend_below(figure)
     return figure
 
@@ -248,18 +234,6 @@ def _over_compute(record: Record) -> tuple[list[float], list[float]]:
     steps, losses = accuracy_curve(record, "loss")
     each = _flops(record)
     return [each * step for step in steps], losses
-
-
-def _draw_gains(axes: Axes, losses: Losses, label: str, color: str, *, shift: float, equal_compute: bool) -> None:
-    """A dot for each seed, and the mean with its interval."""
-    for at, layers in enumerate(losses.depths):
-        gains = losses.gains(layers, equal_compute=equal_compute)
-        axes.plot([at + shift] * len(gains), gains, ".", color=color, alpha=0.5)
-        if len(gains) > 1:
-            mean, (low, high) = statistics.fmean(gains), t_interval(gains)
-            name = "" if at else f"{label}, 95 % interval"
-            errors = [[mean - low], [high - mean]]
-            axes.errorbar([at + shift], [mean], yerr=errors, fmt="o", color=color, capsize=3, label=name)
 
 
 RECIPE = Recipe(

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import draw_curves
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.accuracy import draw_means
+from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.analysis.statistics import verdict
 from kvshift.lab.tasks import MaskedTextConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
@@ -119,15 +119,12 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def plot(records: Sequence[Record]) -> Figure:
     """The loss at masked tokens of the validation text, and the accuracy there, by step."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
     models = by_label(records)
-    shown = {"loss": "validation loss (nats per masked token)", SCORED: "accuracy at masked tokens"}
-    for axes, (name, what) in zip(figure.subplots(1, 2), shown.items(), strict=True):
-        draw_curves(axes, {label: accuracy_curves(seeds, name) for label, seeds in models.items()})
-        axes.set_ylabel(what)
-    legend_below(figure)
+    shown = {"loss": "validation loss\n(nats per masked token)", SCORED: "accuracy at masked tokens"}
+    figure, panels = new_figure(["Loss", "Accuracy"], ylabels=[*shown.values()], height=3.4)
+    for axes, name in zip(panels, shown, strict=True):
+        draw_means(axes, {label: accuracy_curves(seeds, name) for label, seeds in models.items()})
+    legend_below(figure, INTERVALS)
     return figure
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, reach_of
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.training.task_training import task_of
 from kvshift.recipes.recipe import Record, accuracy_curves, by_label, last_mean
 
@@ -34,12 +34,9 @@ def final_accuracy(seeds: Mapping[int, Record]) -> list[float]:
 
 def plot_induction(records: Sequence[Record], title: str) -> Figure:
     """Accuracy at the first repeat over steps."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
+    figure, (axes,) = new_figure([title], ylabels=["accuracy at the first repeat"], height=4)
     curves = {label: accuracy_curves(seeds, SCORED) for label, seeds in by_label(records).items()}
-    axes = figure.add_subplot()
-    draw_accuracy(axes, curves, title=title, ylabel="accuracy at the first repeat", chance=chance(records))
+    draw_accuracy(axes, curves, chance=chance(records))
     legend_below(figure)
     return figure
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.theory.checks import check_panel
 from kvshift.lab.theory.gradient_flow import Trajectory, gradient_flow
 from kvshift.lab.theory.limit_loss import exact
@@ -108,18 +108,19 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[Computation]:
 
 def plot(records: Sequence[Record]) -> Figure:
     """A row for each formula, and below them the coefficients of the flow."""
-    from matplotlib.figure import Figure
-
     from kvshift.lab.analysis.fields import draw_field, draw_flow
 
-    figure = Figure(figsize=(10, 13), layout="constrained")
-    grid = figure.subplots(len(FORMS) + 1, 3)
-    for line, form in zip(grid, FORMS, strict=False):
-        for axes, (title, panel) in zip(line, _panels(records, form).items(), strict=True):
-            draw_field(axes, Field.from_json(panel["drawn"]), title=f"{_SAID[form]}, {title}")
-    for axes, flow in zip(grid[-1], _flows(records), strict=True):
-        path = Trajectory(*(np.array(flow[name]) for name in ("time", "coefficients", "loss")))
-        draw_flow(axes, path, title=f"all four free, T = {flow['tokens']}")
+    fields = {
+        f"{_SAID[form]}, {title}": Field.from_json(panel["drawn"])
+        for form in FORMS
+        for title, panel in _panels(records, form).items()
+    }
+    flows = {f"all four free, T = {flow['tokens']}": flow for flow in _flows(records)}
+    figure, panels = new_figure([*fields, *flows])
+    for axes, field in zip(panels, fields.values(), strict=False):
+        draw_field(axes, field)
+    for axes, flow in zip(panels[len(fields) :], flows.values(), strict=True):
+        draw_flow(axes, Trajectory(*(np.array(flow[name]) for name in ("time", "coefficients", "loss"))))
     legend_below(figure)
     return figure
 

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.analysis.accuracy import draw_curves
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
+from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.plan.cost import count_parameters, training_flops, training_memory
 from kvshift.lab.plan.dry_run import dry_run
 from kvshift.lab.training.train_config import ModelConfig
@@ -163,23 +164,19 @@ def _last(record: Record) -> float:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Of dry runs, the bytes of a device beside the plan; of training, the losses."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
     if any(record.curve for record in records):
+        figure, (axes,) = new_figure(["Training"], ylabels=[LOSS], height=4)
         draw_curves(axes, {label: accuracy_curves(seeds, "loss") for label, seeds in by_label(records).items()})
-        axes.set_ylabel("validation loss (nats per token)")
         legend_below(figure)
         return figure
-    kinds = ("weights", "gradients", "optimizer")
-    for at, kind in enumerate(kinds):
-        for shift, (name, source) in enumerate((("dry run", None), ("planned", "planned"))):
-            bytes_of = [(record.result[source] if source else record.result)[kind] for record in records]
-            places = [number + 0.13 * (2 * at + shift) for number in range(len(records))]
-            axes.bar(places, [each / GIB for each in bytes_of], 0.12, label=f"{kind}, {name}", alpha=0.9 - 0.4 * shift)
-    axes.set_xticks([number + 0.32 for number in range(len(records))], [record.label for record in records])
-    axes.set(ylabel="GiB of one device", title="A sharded step")
+    figure, (axes,) = new_figure(["A sharded step"], ylabels=["GiB of one device"], height=3.6)
+    for at, (kind, color) in enumerate({"weights": GREEN, "gradients": PURPLE, "optimizer": ORANGE}.items()):
+        for shift, (name, hatch) in enumerate((("dry run", ""), ("planned", "///"))):
+            bytes_of = [(record.result["planned"] if shift else record.result)[kind] for record in records]
+            places = [number + 0.13 * (2 * at + shift - 2.5) for number in range(len(records))]
+            how = {"label": f"{kind}, {name}", "color": color, "alpha": 1 - 0.5 * shift, "hatch": hatch}
+            axes.bar(places, [each / GIB for each in bytes_of], 0.12, **how)
+    axes.set_xticks(range(len(records)), [record.label for record in records])
     legend_below(figure)
     return figure
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_curves
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.catalogue import CATALOGUE
@@ -15,7 +15,7 @@ from kvshift.recipes.claims import Claim, higher, in_every_seed
 from kvshift.recipes.jobs import StudyJob
 from kvshift.recipes.language_models import LARGE, TABLES, Place, Setting, claim_of, job
 from kvshift.recipes.models import PAIR
-from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label, diverged
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_label, diverged
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -110,19 +110,16 @@ def _rate_of(record: Record) -> str:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Loss over steps, a panel for each rate."""
-    from matplotlib.figure import Figure
-
     models = by_label(records)
-    figure = Figure(figsize=(1 + 3 * len(RATES), 3.8), layout="constrained")
-    for axes, rate in zip(figure.subplots(1, len(RATES)), RATES, strict=True):
-        runs = {variant: models[_label(variant, rate)] for variant in PAIR}
-        curves = {
-            VARIANTS[variant].label: {seed: accuracy_curve(record, "loss") for seed, record in found.items()}
-            for variant, found in runs.items()
-        }
-        draw_curves(axes, curves)
-        axes.set_title(f"{rate:g} in the paper, {_rate_of(next(iter(runs['vanilla'].values())))}")
-    figure.axes[0].set_ylabel("validation loss (nats per token)")
+    runs = [{variant: models[_label(variant, rate)] for variant in PAIR} for rate in RATES]
+    titles = [
+        f"learning rate {next(iter(found['vanilla'].values())).options['optimizer']['learning_rate']:g} "
+        f"(in the paper {rate:g})"
+        for found, rate in zip(runs, RATES, strict=True)
+    ]
+    figure, panels = new_figure(titles, ylabels=[LOSS], sharey=True)
+    for axes, found in zip(panels, runs, strict=True):
+        draw_curves(axes, {VARIANTS[variant].label: accuracy_curves(seeds, "loss") for variant, seeds in found.items()})
     legend_below(figure)
     return figure
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvshift.lab.analysis.colors import colors_of
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.accuracy import draw_curves
+from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.runs import read_json
 from kvshift.lab.analysis.statistics import t_interval
 from kvshift.lab.runs.folder import RunFolder, write_json
@@ -103,6 +103,7 @@ SMOKE = replace(
     save_every=4,
 )
 
+_VISIBLE = 5e-3  # the largest error of a depth that the figure shows
 _LEAST = 5e-4  # what reads 0.0 % with one digit
 
 
@@ -225,32 +226,40 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Error by k, a panel for each depth: a line for each seed, and what was published."""
-    from matplotlib.figure import Figure
-
-    models, depths = by_label(records), _depths(records)
-    figure = Figure(figsize=(1 + 3.0 * len(depths), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(depths), squeeze=False)[0]
-    colors = colors_of(("KV-shift", "vanilla"))
-    for axes, layers in zip(panels, depths, strict=True):
-        for variant in PAIR:
-            name = VARIANTS[variant].label
-            for first, record in enumerate(models[model_label(layers, variant)].values()):
-                errors = record.result["errors"]["off"]
-                hops = [int(name) for name in errors]
-                label = "" if first else name
-                axes.plot(hops, list(errors.values()), color=colors[name], linewidth=1.3, alpha=0.85, label=label)
+    models, depths, largest = by_label(records), _depths(records), _largest(records)
+    runs = {
+        layers: {VARIANTS[variant].label: models[model_label(layers, variant)].values() for variant in PAIR}
+        for layers in depths
+    }
+    worst = {
+        layers: max(max(record.result["errors"]["off"].values()) for of in found.values() for record in of)
+        for layers, found in runs.items()
+    }
+    shown = [layers for layers in depths if worst[layers] >= _VISIBLE or _published(records[0])] or depths[:1]
+    figure, panels = new_figure(
+        [f"{layers} layers" for layers in shown], ylabels=["share of wrong answers"], sharey=True
+    )
+    for axes, layers in zip(panels, shown, strict=True):
+        hops = [int(name) for name in records[0].result["errors"]["off"]]
+        draw_curves(
+            axes,
+            {
+                name: {run.seed: (hops, [*run.result["errors"]["off"].values()]) for run in of}
+                for name, of in runs[layers].items()
+            },
+        )
         if _published(records[0]):
             axes.plot(
                 HOPS, PUBLISHED[layers], "x", color="black", markersize=5, label="vanilla, published (dropout on)"
             )
         axes.set_xscale("log", base=2)
-        largest = _largest(records)
         ticks = range(1, largest + 1) if largest < 8 else [hops for hops in (1, 2, 4, 8, 16) if hops <= largest]
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set_xticks([], minor=True)
-        axes.set(xlabel="k", ylabel="error", title=f"{layers} layers", ylim=(-0.02, 1.02))
-        axes.grid(alpha=0.25)
-    legend_below(figure)
+        axes.set(xlabel="hops", ylim=(-0.02, 1.02))
+    left_out = [layers for layers in depths if layers not in shown]
+    note = " and ".join(map(str, left_out)) + f" layers: no error above {100 * _VISIBLE:g} % at any number of hops"
+    legend_below(figure, note if left_out else None)
     return figure
 
 

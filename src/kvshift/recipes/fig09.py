@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.tasks import NGramConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
@@ -123,14 +123,13 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Accuracy over the table by step, a panel for each size."""
-    from matplotlib.figure import Figure
-
     models, sizes = by_label(records), _sizes(records)
     chance = task_of(records[0].options).chance[SCORED]
-    figure = Figure(figsize=(1 + 3.6 * len(sizes), 3.8), layout="constrained")
-    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+    titles = [f"{size} parameters" for size in sizes]
+    figure, panels = new_figure(titles, ylabels=["accuracy over the table"], sharey=True)
+    for axes, size in zip(panels, sizes, strict=True):
         curves = {name: accuracy_curves(models[f"{name}, {size}"], SCORED) for name in ("KV-shift", "vanilla")}
-        draw_accuracy(axes, curves, title=f"{size} parameters", ylabel="accuracy over the table", chance=chance)
+        draw_accuracy(axes, curves, chance=chance)
     legend_below(figure)
     return figure
 

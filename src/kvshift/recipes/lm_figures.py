@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import draw_curves
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.accuracy import draw_means, minus
+from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.analysis.statistics import difference_interval
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.catalogue import CATALOGUE
@@ -27,13 +27,13 @@ from kvshift.recipes.language_models import (
     places_of,
 )
 from kvshift.recipes.lm_tables import NOTES
-from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label
+from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
 from kvshift.recipes.tuning import least_loss
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["MARGIN", "RECIPES", "no_better", "plot_gains"]
+__all__ = ["MARGIN", "RECIPES", "no_better", "plot_differences"]
 
 MARGIN = 0.01
 """Nats per token: losses that differ by less count as alike. The effects of the paper are 0.01 to 0.03."""
@@ -95,34 +95,18 @@ def _similar(records: Sequence[Record]) -> list[Claim]:
     ]
 
 
-def plot_gains(methods: Sequence[str], records: Sequence[Record]) -> Figure:
-    """At each place, by how much the loss of each method lies below vanilla's over the steps, seed by seed."""
-    from matplotlib.figure import Figure
-
+def plot_differences(methods: Sequence[str], records: Sequence[Record]) -> Figure:
+    """At each place, the loss of each method minus vanilla's over the steps: the mean over seeds, and its interval."""
     places, models = places_of(records), by_label(records)
-    figure = Figure(figsize=(1.5 + 4.2 * len(places), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(places), squeeze=False)[0]
+    titles = [place_label(place) for place in places]
+    figure, panels = new_figure(titles, ylabels=["loss minus vanilla's\n(nats per token)"], height=3.6, sharey=True)
     for axes, place in zip(panels, places, strict=True):
-        runs = {key: models[label_at(place, key)] for key in methods}
-        curves = {}
-        for key in methods:
-            if key != "vanilla":
-                curves[VARIANTS[key].label] = {
-                    seed: _below(record, runs["vanilla"][seed]) for seed, record in runs[key].items()
-                }
-        draw_curves(axes, curves)
+        losses = {key: accuracy_curves(models[label_at(place, key)], "loss") for key in methods}
+        vanilla = losses.pop("vanilla")
+        draw_means(axes, {VARIANTS[key].label: minus(curves, vanilla) for key, curves in losses.items()})
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_title(place_label(place))
-    panels[0].set_ylabel("vanilla minus method (nats per token)")
-    legend_below(figure)
+    legend_below(figure, INTERVALS)
     return figure
-
-
-def _below(record: Record, vanilla: Record) -> tuple[list[float], list[float]]:
-    """At the steps that both were evaluated at."""
-    ours, theirs = (dict(zip(*accuracy_curve(run, "loss"), strict=True)) for run in (record, vanilla))
-    steps = [step for step in ours if step in theirs]
-    return steps, [theirs[step] - ours[step] for step in steps]
 
 
 def _recipe(
@@ -137,7 +121,7 @@ def _recipe(
         entry=CATALOGUE[name],
         source=source,
         jobs=partial(_jobs, methods, large),
-        plot=partial(plot_gains, methods),
+        plot=partial(plot_differences, methods),
         claims=claims,
         tuned_by=least_loss(),
         notes=(

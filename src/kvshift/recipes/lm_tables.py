@@ -9,8 +9,8 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.colors import colors_of
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.accuracy import draw_groups
+from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.analysis.statistics import rank_correlation
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.recipes.catalogue import CATALOGUE
@@ -173,24 +173,15 @@ def _longer(records: Sequence[Record]) -> list[Claim]:
 
 def _plot(methods: Sequence[str], records: Sequence[Record]) -> Figure:
     """Of each place and method, the losses of its seeds and their mean."""
-    from matplotlib.figure import Figure
-
     places = places_of(records)
-    figure = Figure(figsize=(1.5 + 2.6 * len(places), 3.9), layout="constrained")
-    panels = figure.subplots(1, len(places), squeeze=False)[0]
-    labels = [called(key) for key in methods]
-    colors = colors_of(labels)
-    for axes, place in zip(panels, places, strict=True):
-        for at, key in enumerate(methods):
-            losses = [loss for loss in last_losses(records, key, place).values() if loss is not None]
-            axes.plot([at] * len(losses), losses, ".", color=colors[called(key)], alpha=0.6)
-            if losses:
-                mean = statistics.fmean(losses)
-                axes.plot([at], [mean], "_", markersize=18, color=colors[called(key)], label=called(key))
-        axes.set(title=place_label(place), xlim=(-0.6, len(methods) - 0.4))
-        axes.set_xticks([])
-        axes.grid(alpha=0.25)
-    panels[0].set_ylabel("validation loss (nats per token)")
+    figure, (axes,) = new_figure(["Loss of each seed, and the mean"], ylabels=[LOSS], height=3.4)
+    losses = {
+        called(key): [
+            [loss for loss in last_losses(records, key, place).values() if loss is not None] for place in places
+        ]
+        for key in methods
+    }
+    draw_groups(axes, [place_label(place) for place in places], losses)
     legend_below(figure)
     return figure
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import compare_reach, reach_of
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.tasks import MQARConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
@@ -137,20 +137,19 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Accuracy over steps at the best learning rate: a panel for each length and width."""
-    from matplotlib.figure import Figure
-
     cells = _cells(records)
-    lengths, widths = (sorted({cell[number] for cell in cells}) for number in (0, 1))
-    figure = Figure(figsize=(1 + 3.8 * len(widths), 3.6 * len(lengths)), layout="constrained")
-    panels = figure.subplots(len(lengths), len(widths), squeeze=False)
-    for length, width in cells:
+    pairs = {record.options["task"]["length"]: record.options["task"]["pairs"] for record in records}
+    figure, panels = new_figure(
+        [f"{length} tokens, {pairs[length]} pairs, width {width}" for length, width in cells],
+        ylabels=["accuracy at queries"],
+        columns=min(3, len({width for _, width in cells})),
+        height=3.6,
+    )
+    for axes, (length, width) in zip(panels, cells, strict=True):
         curves = {
             model_label(*model): accuracy_curves(_runs(records, length, width, model), SCORED) for model in MODELS
         }
-        pairs = next(r.options["task"]["pairs"] for r in records if r.options["task"]["length"] == length)
-        axes = panels[lengths.index(length)][widths.index(width)]
-        title = f"{length} tokens, {pairs} pairs, width {width}"
-        draw_accuracy(axes, curves, title=title, ylabel="accuracy at queries", chance=1 / pairs)
+        draw_accuracy(axes, curves, chance=1 / pairs[length])
     legend_below(figure)
     return figure
 

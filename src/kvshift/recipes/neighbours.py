@@ -12,7 +12,7 @@ from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.jobs import StudyJob
 from kvshift.recipes.language_models import TABLES, Setting, compared, jobs_of, places_of
-from kvshift.recipes.lm_figures import plot_gains
+from kvshift.recipes.lm_figures import plot_differences
 from kvshift.recipes.lm_tables import NOTES
 from kvshift.recipes.recipe import Recipe, Record
 from kvshift.recipes.tuning import least_loss
@@ -69,7 +69,7 @@ RECIPE = Recipe(
     entry=CATALOGUE["neighbours"],
     source="No figure of the paper: whether four numbers per head are enough is ours to ask",
     jobs=jobs,
-    plot=lambda records: plot_gains(("kv-shift", *NEIGHBOURS, "vanilla"), records),
+    plot=lambda records: plot_differences(("kv-shift", *NEIGHBOURS, "vanilla"), records),
     claims=claims,
     tuned_by=least_loss(),
     notes=(

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import draw_curves
-from kvshift.lab.analysis.colors import colors_of
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.accuracy import draw_means
+from kvshift.lab.analysis.colors import colors_of, marker_of
+from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift.lab.analysis.scaling import Interval, PowerLaw, fit_power_law
 from kvshift.lab.analysis.statistics import difference_interval, verdict
 from kvshift.lab.plan.cost import count_parameters
@@ -229,49 +229,40 @@ def _with_tokens(runs: _Runs) -> Claim:
 
 def _plot_curves(records: Sequence[Record]) -> Figure:
     """Loss over steps, a panel for each size."""
-    from matplotlib.figure import Figure
-
     sizes = _by_size(records)
-    figure = Figure(figsize=(1 + 2.6 * len(sizes), 3.8), layout="constrained")
-    for axes, runs in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+    figure, panels = new_figure([runs.name for runs in sizes], ylabels=[LOSS], sharey=True)
+    for axes, runs in zip(panels, sizes, strict=True):
         _draw_runs(axes, runs)
-        axes.set_title(runs.name)
-    figure.axes[0].set_ylabel("validation loss (nats per token)")
-    legend_below(figure)
+    legend_below(figure, INTERVALS)
     return figure
 
 
 def _plot_scaling(records: Sequence[Record]) -> Figure:
     """The power laws to ten times the largest size, and the loss over three times the steps."""
-    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    (longer,) = _by_size(records, longer=True)
+    titles = ["Loss by size; dotted: the largest trained", longer.name]
+    figure, (left, right) = new_figure(titles, ylabels=[LOSS], height=3.6)
     sizes, colors = _by_size(records), colors_of(VARIANTS[variant].label for variant in PAIR)
     first, last = sizes[0].size, 10 * sizes[-1].size
     grid = [first * (last / first) ** (step / 40) for step in range(41)]
     for number, (variant, fit) in enumerate(zip(PAIR, _fits(records), strict=True)):
         label = VARIANTS[variant].label
         at = [fit.at(size) for size in grid]
-        left.plot(grid, [each.value for each in at], color=colors[label], label=label)
+        marker = marker_of(label, colors)
+        left.plot(grid, [each.value for each in at], color=colors[label], marker=marker, markevery=[], label=label)
         low, high = [max(each.low, each.value / 2) for each in at], [min(each.high, each.value * 2) for each in at]
         left.fill_between(grid, low, high, color=colors[label], alpha=0.15)  # it may reach from 0 to infinity
         for runs in sizes:
             losses = runs.losses()[number]
-            left.plot([runs.size] * len(losses), losses, ".", color=colors[label], markersize=4)
+            left.plot([runs.size] * len(losses), losses, marker, color=colors[label], markersize=3)
     left.axvline(sizes[-1].size, color="black", linestyle=":", linewidth=0.8)
-    left.set(
-        xscale="log",
-        yscale="log",
-        xlabel="parameters without embeddings",
-        ylabel="validation loss (nats per token)",
-        title="Loss by size; extrapolated right of the dotted line",
-    )
-    for runs in _by_size(records, longer=True):
-        _draw_runs(right, runs)
-        right.set_title(runs.name)
-    right.set_ylabel("validation loss (nats per token)")
-    legend_below(figure)
+    left.set(xscale="log", yscale="log", xlabel="parameters without embeddings")
+    for which in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
+        which(ScalarFormatter())
+    _draw_runs(right, longer)
+    legend_below(figure, INTERVALS)
     return figure
 
 
@@ -280,7 +271,7 @@ def _draw_runs(axes: Axes, runs: _Runs) -> None:
         VARIANTS[variant].label: {seed: accuracy_curve(record, "loss") for seed, record in enumerate(found)}
         for variant, found in zip(PAIR, (runs.ours, runs.theirs), strict=True)
     }
-    draw_curves(axes, curves)
+    draw_means(axes, curves)
 
 
 _NOTES = (

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import draw_curves
-from kvshift.lab.analysis.colors import colors_of
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.accuracy import draw_groups, draw_means
+from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift.lab.analysis.statistics import difference_interval, t_interval, verdict
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.recipes.claims import Claim, Direction, higher
@@ -59,6 +58,13 @@ class Measured:
     def losses(self, label: str, text: str) -> list[float]:
         """Of each seed, the mean over sequences."""
         return [statistics.fmean(record.result["losses"][text]) for record in self.by_label[label]]
+
+    def minus_untrained(self, label: str, text: str) -> list[float]:
+        """By how much the loss of each seed differs from that of the untrained model; none where nothing was run."""
+        if label not in self.by_label:
+            return []
+        pairs = zip(self.losses(label, text), self.losses(NOTHING, text), strict=True)
+        return [after - before for after, before in pairs]
 
     def by_sequence(self, label: str, text: str) -> list[float]:
         """Of each sequence, the mean over seeds."""
@@ -180,23 +186,13 @@ def tables(records: Sequence[Record]) -> str:
 
 def plot(records: Sequence[Record]) -> Figure:
     """The validation loss by step, and what each part gains on each text."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.5, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
     found = Measured(records)
-    models = {label: seeds for label, seeds in by_label(records).items() if label != NOTHING}
-    colors = colors_of(models)
-    draw_curves(left, {label: accuracy_curves(seeds, "loss") for label, seeds in models.items()})
-    left.set(xlabel="step", ylabel="validation loss (nats per token)", title=f"While training on {found.texts[0]}")
-    for number, label in enumerate(found.parts):
-        for at, text in enumerate(found.texts):
-            pairs = zip(found.losses(NOTHING, text), found.losses(label, text), strict=True)
-            gains = [before - after for before, after in pairs]
-            right.plot([at + 0.12 * number] * len(gains), gains, "o", color=colors[label])
+    titles = [f"Validation loss while training on {found.texts[0]}", "Held-out text: trained minus untrained"]
+    figure, (left, right) = new_figure(titles, ylabels=[LOSS, "difference (nats per token)"], height=3.6)
+    models, parts = by_label(records), (ALL, CONTROL, LORA, BOTH)
+    draw_means(left, {label: accuracy_curves(models.get(label, {}), "loss") for label in parts})
+    differences = {label: [found.minus_untrained(label, text) for text in found.texts] for label in parts}
+    draw_groups(right, found.texts, differences)
     right.axhline(0, color="black", linewidth=0.8)
-    right.set_xticks([at + 0.18 for at in range(len(found.texts))], found.texts)
-    right.set(ylabel="lower than the untrained model by (nats per token)", title="Held-out text, a dot for each seed")
-    right.grid(alpha=0.25)
-    legend_below(figure)
+    legend_below(figure, INTERVALS)
     return figure

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.theory.checks import (
     COEFFICIENTS,
     check_logits,
@@ -120,12 +121,14 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[Computation]:
     ]
 
 
+_MARKERS = {"printed": "o", "script": "^", "derived": "s"}
+
+
 def plot(records: Sequence[Record]) -> Figure:
     """How far each logit is from the model's, and each closed loss from the mean of draws."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    titles = ["Logits of Table 3", "Loss, Gaussian embeddings"]
+    labels = ["difference from the model", "difference in standard errors"]
+    figure, (left, right) = new_figure(titles, ylabels=labels, height=3.8)
     settings = _limit(records)["settings"]
     for form, color, shift in (("printed", ORANGE, -0.12), ("derived", GREEN, 0.12)):
         places, errors = [], []
@@ -133,23 +136,21 @@ def plot(records: Sequence[Record]) -> Figure:
             found = _errors(settings, kind, form)
             places += [number + shift] * len(found)
             errors += [max(error, 1e-17) for error in found]  # the axis has no 0
-        left.semilogy(places, errors, "o", color=color, alpha=0.6, markersize=4, label=form)
-    left.set_xticks(range(len(PAPER)), [name.replace(" and T", "\nand T") for name, *_ in PAPER.values()])
-    left.set(title="Logits of Table 3", ylabel="difference from the model")
-    left.grid(alpha=0.25)
+        left.semilogy(places, errors, _MARKERS[form], color=color, alpha=0.6, markersize=4, label=form)
+    left.set_xticks(range(len(PAPER)), [textwrap.fill(name, 12) for name, *_ in PAPER.values()])
 
     rows = _pooled(records)
     for number, (name, form, color) in enumerate(
         (("printed", "table3", ORANGE), ("script", "script", PURPLE), ("derived", "exact", GREEN))
     ):
         places = [place + 0.15 * (number - 1) for place in range(len(rows))]
-        right.plot(places, [(row[form] - row["mean"]) / row["stderr"] for row in rows], "o", color=color, label=name)
+        away = [(row[form] - row["mean"]) / row["stderr"] for row in rows]
+        right.plot(places, away, _MARKERS[name], color=color, label=name)
     right.axhspan(-2, 2, color="#999999", alpha=0.2, label="2 standard errors")
     right.set_yscale("symlog", linthresh=4)
-    names = [", ".join(f"{value:g}" for value in row["coefficients"]) for row in rows]
+    names = ["\n".join(f"{value:g}" for value in row["coefficients"]) for row in rows]
     right.set_xticks(range(len(rows)), names)
-    right.set(title="Loss, Gaussian embeddings", xlabel="$α_1, α_2, β_1, β_2$", ylabel="difference in standard errors")
-    right.grid(alpha=0.25)
+    right.set_xlabel("coefficients $α_1, α_2, β_1, β_2$, from above")
     legend_below(figure)
     return figure
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares, share_position
+from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares
 from kvshift.lab.analysis.colors import colors_of
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.runs import read_json
 from kvshift.lab.runs.folder import RunFolder, write_json
 from kvshift.lab.tasks import IGSMConfig
@@ -194,39 +194,24 @@ def _found(runs: Sequence[dict[int, Record]], which: str) -> str:
 
 def plot(records: Sequence[Record]) -> Figure:
     """What share of questions each run answers, and how well it computes in sequences like those of training."""
-    from matplotlib.figure import Figure
-
     models, settings = by_label(records), _settings(records)
-    figure = Figure(figsize=(4.6 * (1 + len(settings)), 4.0), layout="constrained")
-    left, *right = figure.subplots(1, 1 + len(settings))
-    draw_shares(
-        left,
-        {
-            model: [
-                [record.result["answers"]["paper"] for record in models[f"{model}, {setting}"].values()]
-                for setting in settings
-            ]
-            for model in MODELS
-        },
-    )
-    colors = colors_of(MODELS)
-    for at, model in enumerate(MODELS):
-        for group, setting in enumerate(settings):
+    labels = ["share of questions answered", *["accuracy of computed values"] * len(settings)]
+    figure, (left, *right) = new_figure(["Questions answered", *settings], ylabels=labels, height=3.4)
+    answers = {
+        model: [[run.result["answers"]["paper"] for run in models[f"{model}, {one}"].values()] for one in settings]
+        for model in MODELS
+    }
+    draw_shares(left, settings, answers)
+    for group, setting in enumerate(settings):
+        for place, model in zip((-0.15, 0.15), MODELS, strict=True):
             if setting in PAPER_SHARES:
-                left.plot(share_position(group, at), PAPER_SHARES[setting][model], "x", color=colors[model])
-    left.set_xticks(range(len(settings)), settings)
-    left.set(
-        ylabel="questions answered (x: in the paper)",
-        title="Table 4",
-        ylim=(-0.02, 1.02),
-        xlim=(-0.5, len(settings) - 0.5),
-    )
-    left.grid(alpha=0.25)
+                share = PAPER_SHARES[setting][model]
+                left.plot(group + place, share, "x", color=colors_of(MODELS)[model], label=f"{model} in the paper")
+    left.set_xlabel("operations in training (Tr) and test (Te)")
     for axes, setting in zip(right, settings, strict=True):
         curves = {model: accuracy_curves(models[f"{model}, {setting}"], "values") for model in MODELS}
         record = next(iter(models[f"{next(iter(MODELS))}, {setting}"].values()))
-        chance = 1 / record.options["task"]["modulus"]
-        draw_accuracy(axes, curves, title=setting, ylabel="accuracy of computed values", chance=chance)
+        draw_accuracy(axes, curves, chance=1 / record.options["task"]["modulus"])
     legend_below(figure)
     return figure
 

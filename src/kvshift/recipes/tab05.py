@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.accuracy import draw_curves
+from kvshift.lab.analysis.accuracy import draw_chance, draw_curves
 from kvshift.lab.analysis.maps import coefficient_counts
-from kvshift.lab.analysis.panels import legend_below
+from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher, percent
@@ -20,7 +20,6 @@ from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, by_label, div
 from kvshift.recipes.tuning import least_loss
 
 if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["CELLS", "RECIPE"]
@@ -103,35 +102,27 @@ def tables(records: Sequence[Record]) -> str:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Over training: the share of heads on the diagonal, that of negative coefficients, how far the sums are from 1."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 7.2), layout="constrained")
-    (diagonal, negative), sums = figure.subplots(2, 2)
-    runs = {
-        label: {seed: run for seed, run in seeds.items() if not diverged(run)}
-        for label, seeds in by_label(records).items()
-    }
-
-    def draw(axes: Axes, values: Callable[[Record], Sequence[float]], **how: Any) -> None:
-        curves = {
-            label: {seed: (accuracy_curve(run, "loss")[0], values(run)) for seed, run in seeds.items()}
-            for label, seeds in runs.items()
-        }
-        draw_curves(axes, curves)
-        axes.set(**how)
-
-    draw(
-        diagonal,
-        _on_diagonal,
-        title="Keys and values lean the same way",
-        ylabel="share of KV heads",
-        ylim=(-0.02, 1.02),
-    )
-    diagonal.axhline(0.5, color="black", linestyle=":", linewidth=0.9)
-    draw(negative, _negative, title="Negative coefficients", ylabel="share of all", ylim=(-0.02, 1.02))
-    for axes, name, which in zip(sums, _SUMS, ("alpha", "beta"), strict=True):
-        title = f"How far {which}1 + {which}2 is from 1"
-        draw(axes, lambda run, name=name: accuracy_curve(run, name)[1], title=title, ylabel="mean over KV heads")
+    titles = ["Keys and values lean the same way", "Negative coefficients"]
+    titles += [f"Distance of ${sign}_1 + {sign}_2$ from 1" for sign in "αβ"]
+    labels = ["share of KV heads", "share of coefficients", *["mean over KV heads"] * 2]
+    figure, panels = new_figure(titles, ylabels=labels)
+    shown: list[Callable[[Record], Sequence[float]]] = [_on_diagonal, _negative]
+    shown += [lambda run, name=name: accuracy_curve(run, name)[1] for name in _SUMS]
+    for axes, values in zip(panels, shown, strict=True):
+        draw_curves(
+            axes,
+            {
+                label: {
+                    seed: (accuracy_curve(run, "loss")[0], values(run))
+                    for seed, run in seeds.items()
+                    if not diverged(run)
+                }
+                for label, seeds in by_label(records).items()
+            },
+        )
+    for axes in panels[:2]:
+        axes.set_ylim(-0.02, 1.02)
+    draw_chance(panels[0], 0.5, "half of the heads")
     legend_below(figure)
     return figure
 

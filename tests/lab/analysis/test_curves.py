@@ -1,11 +1,17 @@
 """What the plots hold; how they look is for eyes."""
 
 import json
+from xml.etree import ElementTree
 
 import pytest
+from matplotlib.figure import Figure
 
+from kvshift.lab.analysis.accuracy import draw_means, minus
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, plot_learning, save_figure
+from kvshift.lab.analysis.panels import INTERVALS
+from kvshift.lab.analysis.runs import read_run
+from kvshift.lab.analysis.statistics import t_interval
 from kvshift.lab.errors import LabError
 
 from .run_folders import write_pair, write_run
@@ -26,11 +32,12 @@ def test_curves_of_one_pair(tmp_path):
     folders = write_pair(tmp_path, gain=0.1)
     figure = plot_curves(folders)
     losses, differences = figure.axes
-    vanilla, shifted = lines_of(losses, "o")
+    (vanilla,), (shifted,) = lines_of(losses, "o"), lines_of(losses, "s")
     assert [vanilla.get_label(), shifted.get_label()] == ["vanilla", "KV-shift"]
     assert list(vanilla.get_xdata()) == [3520, 7040, 10560, 14080, 17600, 21120]
     assert len(lines_of(losses, "None")) == 2  # training losses
-    (difference, zero) = differences.lines
+    (zero,) = (line for line in differences.lines if not line.get_label() or line.get_color() == "black")
+    (difference,) = lines_of(differences, "s")
     assert list(difference.get_ydata()) == pytest.approx(shifted.get_ydata() - vanilla.get_ydata())
     assert list(zero.get_ydata()) == [0, 0]
     low, high = losses.get_ylim()
@@ -43,11 +50,46 @@ def test_curves_of_several_seeds_have_an_interval(tmp_path):
     folders = [folder for seed in range(3) for folder in write_pair(tmp_path, seed=seed, gain=0.1 + 0.01 * seed)]
     figure = plot_curves(folders)
     losses, differences = figure.axes
-    assert len(lines_of(losses, "o")) == 6
-    assert legend_of(figure) == ["vanilla", "KV-shift", "mean difference over seeds", "its 95 % interval"]
-    means = next(line for line in differences.lines if line.get_label().startswith("mean")).get_ydata()
-    singles = [line.get_ydata() for line in differences.lines[:3]]
-    assert list(means) == pytest.approx([sum(column) / 3 for column in zip(*singles, strict=True)])
+    assert legend_of(figure) == ["vanilla", "KV-shift"]
+    assert figure.legends[0].get_title().get_text() == INTERVALS
+    curves = [[run.series("eval", "loss")[0] for run in map(read_run, folders[at::2])] for at in (0, 1)]
+    gaps = [[o - t for t, o in zip(*pair, strict=True)] for pair in zip(*curves, strict=True)]
+    for axes, marker, columns in (
+        (losses, "o", zip(*curves[0], strict=True)),
+        (losses, "s", zip(*curves[1], strict=True)),
+        (differences, "s", zip(*gaps, strict=True)),
+    ):
+        expected = [*columns]
+        (container,) = (each for each in axes.containers if each[0].get_marker() == marker)
+        line, _, (bars,) = container
+        assert list(line.get_ydata()) == pytest.approx([sum(column) / 3 for column in expected])
+        ends = [tuple(segment[:, 1]) for segment in bars.get_segments()]
+        assert ends == [pytest.approx(t_interval(column)) for column in expected]
+
+
+def test_of_many_evaluations_the_interval_is_a_band():
+    axes = Figure().add_subplot()
+    curves = {seed: (range(7), [seed * step**0.5 for step in range(7)]) for seed in range(3)}
+    draw_means(axes, {"vanilla": curves})
+    (band,) = axes.collections
+    low, high = t_interval([seed * 6**0.5 for seed in range(3)])
+    ends = band.get_paths()[0].vertices
+    assert sorted({y for x, y in ends if x == 6}) == pytest.approx([low, high])
+    assert list(axes.lines[0].get_ydata()) == pytest.approx([step**0.5 for step in range(7)])
+
+
+def test_a_mean_is_over_the_steps_that_all_seeds_have_and_of_one_seed_has_no_interval():
+    axes = Figure().add_subplot()
+    draw_means(
+        axes, {"vanilla": {0: ((1, 2, 3), (1.0, 2.0, 3.0)), 1: ((1, 3), (3.0, 5.0))}, "KV-shift": {0: ((1,), (7,))}}
+    )
+    mean, one = axes.containers[0][0], next(line for line in axes.lines if line.get_label() == "KV-shift")
+    assert (list(mean.get_ydata()), list(one.get_ydata())) == ([2.0, 4.0], [7])
+    assert len(axes.containers) == 1
+
+
+def test_the_difference_is_the_first_minus_the_other():
+    assert minus({4: ((1, 2), (5.0, 7.0))}, {4: ((2, 3), (4.0, 9.0)), 5: ((2,), (0.0,))}) == {4: ([2], [3.0])}
 
 
 def test_each_of_several_variants_has_its_difference(tmp_path):
@@ -58,10 +100,9 @@ def test_each_of_several_variants_has_its_difference(tmp_path):
     figure = plot_curves([*folders, *others])
     colors = colors_of(["vanilla", "KV-shift", "smear"])
     _, differences = figure.axes
-    assert differences.get_title() == "Validation loss, minus vanilla's"
-    means = {line.get_label(): line for line in differences.lines if "mean" in line.get_label()}
-    assert [*means] == [f"{name}: mean difference over seeds" for name in ("KV-shift", "smear")]
-    assert [line.get_color() for line in means.values()] == [colors["KV-shift"], colors["smear"]]
+    assert differences.get_title() == "Validation loss, minus vanilla"
+    means = {each.get_label(): each[0].get_color() for each in differences.containers}
+    assert means == {name: colors[name] for name in ("KV-shift", "smear")}
 
 
 def test_without_twins_there_is_no_difference_to_draw(tmp_path):
@@ -137,3 +178,13 @@ def test_files_are_the_same_bytes_each_time(tmp_path):
     assert [path.read_bytes() for path in paths] == first
     assert first[0].startswith(b"\x89PNG")
     assert b"<svg" in first[1]
+
+
+def test_an_svg_is_light_on_dark_where_its_page_is_dark_and_has_a_background_in_any_case(tmp_path):
+    (path,) = save_figure(plot_curves(write_pair(tmp_path / "out")), tmp_path / "curves", kinds=["svg"])
+    root = ElementTree.parse(path).getroot()
+    style = "".join(root.itertext())
+    assert style.count("@media (prefers-color-scheme: dark) {#figure_1 {filter: invert(") == 1
+    (whole,) = (each for each in root if each.get("id") == "figure_1")
+    first = next(each for each in whole.iter() if each.tag.endswith("path"))
+    assert "fill: #ffffff" in first.get("style", "")

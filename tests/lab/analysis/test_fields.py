@@ -47,7 +47,7 @@ def test_nothing_to_draw_is_named():
 def test_a_flow_is_four_lines_over_its_time():
     flow = take_steps(exact(8), start=(0.1, 0.2, 0.3, 0.4), learning_rate=0.25, steps=7)
     axes = Figure().add_subplot()
-    draw_flow(axes, flow, title="T = 8")
+    draw_flow(axes, flow)
     assert axes.get_xscale() == "log"
     assert [line.get_label() for line in axes.lines] == ["$α_1$", "$α_2$", "$β_1$", "$β_2$"]
     for line, values in zip(axes.lines, flow.coefficients.T, strict=True):

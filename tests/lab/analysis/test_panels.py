@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares
-from kvshift.lab.analysis.colors import BLUE, VERMILLION, colors_of
+from kvshift.lab.analysis.colors import BLUE, VERMILLION, colors_of, shades
 from kvshift.lab.analysis.curves import plot_curves, plot_learning, save_figure
 from kvshift.lab.analysis.panels import legend_below
 
@@ -35,12 +35,13 @@ def test_accuracies_and_shares_have_the_same_colors_in_any_order(order):
     figure = Figure(layout="constrained")
     left, right = figure.subplots(1, 2)
     chosen = dict(list(curves.items())[::order])
-    draw_accuracy(left, {label: {0: ((1, 2), values)} for label, values in chosen.items()}, title="", chance=0.5)
-    draw_shares(right, {name: [[{"share": 0.5, "stderr": 0.1}]] for name in ("vanilla", "KV-shift")[::order]})
+    draw_accuracy(left, {label: {0: ((1, 2), values)} for label, values in chosen.items()}, chance=0.5)
+    draw_shares(right, ["all"], {name: [[{"share": 0.5, "stderr": 0.1}]] for name in ("vanilla", "KV-shift")[::order]})
     legend_below(figure)
     found = colors_by_label(figure)
     assert found["KV-shift, 1 layer"] == found["KV-shift"] == {VERMILLION}
-    assert found["vanilla, 1 layer"] == found["vanilla, 2 layers"] == found["vanilla"] == {BLUE}
+    assert found["vanilla, 1 layer"] == found["vanilla"] == {BLUE}
+    assert found["vanilla, 2 layers"] == {shades(BLUE, 2)[1]} != {BLUE}, "paler"
     styles = {line.get_label(): line.get_linestyle() for line in left.lines if line.get_label() in curves}
     assert styles["vanilla, 1 layer"] == styles["KV-shift, 1 layer"] != styles["vanilla, 2 layers"]
     assert not hidden_by_legends(figure)

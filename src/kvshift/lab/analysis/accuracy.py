@@ -1,41 +1,134 @@
-"""Accuracy over training steps, and shares of right answers: a color for each variant, a line or dot for each seed."""
+"""Curves over training steps and values side by side: a color and a marker for each variant."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvshift.lab.analysis.colors import colors_of
+from kvshift.lab.analysis.colors import colors_of, marker_of, shades
 from kvshift.lab.analysis.panels import count_steps
+from kvshift.lab.analysis.statistics import t_interval
+from kvshift.lab.variants.by_name import VARIANTS
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
 
-__all__ = ["Curves", "draw_accuracy", "draw_chance", "draw_curves", "draw_shares", "share_position"]
+__all__ = [
+    "Curves",
+    "draw_accuracy",
+    "draw_chance",
+    "draw_curves",
+    "draw_groups",
+    "draw_means",
+    "draw_pale",
+    "draw_shares",
+    "minus",
+]
 
-Curves = Mapping[str, Mapping[int, tuple[Sequence[float], Sequence[float]]]]
-"""By model, "VARIANT" or "VARIANT, SIZE", and seed: steps, and a value at each."""
+Seeds = Mapping[int, tuple[Sequence[float], Sequence[float]]]
+"""By seed: steps, and a value at each."""
 
-_STYLES = ("-", "--", "-.", (0, (1, 1)))  # of the sizes of one variant
+Curves = Mapping[str, Seeds]
+"""By model, "VARIANT" or "VARIANT, SIZE"."""
+
+_FEW = 6  # steps up to which intervals are bars
+_STYLES = ("-", "--", "-.", ":")  # of the sizes of one variant
+_LABELS = {entry.label for entry in VARIANTS.values()}
+
+
+def _styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """By label, how its curves are drawn: variants differ by color and marker, their sizes by shade and line style."""
+    parts = {label: (label, "") if label in _LABELS else label.partition(", ")[::2] for label in labels}
+    colors = colors_of(variant for variant, _ in parts.values())
+    sizes = sorted({size for _, size in parts.values()})
+    found = {}
+    for label, (variant, size) in parts.items():
+        of_variant = sorted(size for name, size in parts.values() if name == variant)
+        found[label] = {
+            "color": shades(colors[variant], len(of_variant))[of_variant.index(size)],
+            "linestyle": _STYLES[sizes.index(size) % len(_STYLES)],
+            "marker": marker_of(variant, colors),
+        }
+    return found
 
 
 def draw_curves(axes: Axes, curves: Curves) -> None:
-    """Draw the curves of all models into `axes`, over steps: variants differ by color, their sizes by line style.
+    """Draw the curves of all models into `axes`, over steps, a line for each seed.
 
     A curve that ends early was stopped because the task was learned; its end is marked.
     """
-    parts = {label: label.partition(", ")[::2] for label in curves}
-    colors = colors_of(variant for variant, _ in parts.values())
-    sizes = sorted({size for _, size in parts.values()})
+    styles = _styles(list(curves))
     for label, seeds in curves.items():
-        variant, size = parts[label]
-        color, style = colors[variant], _STYLES[sizes.index(size) % len(_STYLES)]
         for number, (steps, values) in enumerate(seeds.values()):
-            name = "" if number else label
-            axes.plot(steps, values, color=color, linestyle=style, linewidth=1.3, alpha=0.85, label=name)
-            axes.plot(steps[-1:], values[-1:], "o", color=color, markersize=3)
+            axes.plot(
+                steps,
+                values,
+                linewidth=1.3,
+                alpha=0.85,
+                markersize=4,
+                markevery=sorted({*range(0, len(steps), max(1, len(steps) // 6)), len(steps) - 1}),
+                label="" if number else label,
+                **styles[label],
+            )
     count_steps(axes)
-    axes.grid(alpha=0.25)
+
+
+def draw_means(axes: Axes, curves: Curves) -> None:
+    """Draw the mean over seeds of each model's curves, and its 95 % interval: a band, or bars where steps are few.
+
+    A mean is over the steps that all seeds have; of a single seed there is no interval. Where models have bars, they
+    stand beside each other.
+    """
+    styles = _styles(list(curves))
+    for at, (label, seeds) in enumerate(curves.items()):
+        steps, means = _mean(seeds)
+        ends = [t_interval(values) for values in _columns(seeds).values()] if len(seeds) > 1 else []
+        how = {"markersize": 4, "label": label if steps else "", **styles[label]}
+        if ends and len(steps) <= _FEW:
+            apart = 0.05 * (at - (len(curves) - 1) / 2) * (steps[-1] - steps[0]) / max(1, len(steps) - 1)
+            errors = [
+                [abs(end - mean) for end, mean in zip(side, means, strict=True)] for side in zip(*ends, strict=True)
+            ]
+            axes.errorbar([step + apart for step in steps], means, yerr=errors, capsize=2.5, elinewidth=1, **how)
+        else:
+            axes.plot(steps, means, **how)
+        if ends and len(steps) > _FEW:
+            low, high = zip(*ends, strict=True)
+            axes.fill_between(steps, low, high, color=styles[label]["color"], alpha=0.18, linewidth=0)
+    count_steps(axes)
+
+
+def draw_pale(axes: Axes, curves: Curves) -> None:
+    """Draw the mean over seeds of each model's curves as a pale line without a label, such as of training losses."""
+    styles = _styles(list(curves))
+    for label, seeds in curves.items():
+        axes.plot(*_mean(seeds), color=styles[label]["color"], alpha=0.25, linewidth=0.8)
+
+
+def minus(curve: Seeds, other: Seeds) -> Seeds:
+    """The difference of two models' curves by seed, at the steps that both have."""
+    found = {}
+    for seed, points in curve.items():
+        theirs = dict(zip(*other[seed], strict=True))
+        pairs = [(step, value - theirs[step]) for step, value in zip(*points, strict=True) if step in theirs]
+        found[seed] = ([step for step, _ in pairs], [value for _, value in pairs])
+    return found
+
+
+def _columns(seeds: Seeds) -> dict[float, list[float]]:
+    """At each step that all seeds have, their values."""
+    by_step = [dict(zip(*curve, strict=True)) for curve in seeds.values()]
+    return {
+        step: [curve[step] for curve in by_step]
+        for step in (by_step[0] if by_step else ())
+        if all(step in curve for curve in by_step)
+    }
+
+
+def _mean(seeds: Seeds) -> tuple[list[float], list[float]]:
+    columns = _columns(seeds)
+    return list(columns), [statistics.fmean(values) for values in columns.values()]
 
 
 def draw_chance(axes: Axes, level: float, label: str = "chance") -> None:
@@ -43,45 +136,74 @@ def draw_chance(axes: Axes, level: float, label: str = "chance") -> None:
     axes.axhline(level, color="black", linestyle=":", linewidth=0.9, label=label)
 
 
-def draw_accuracy(
-    axes: Axes, curves: Curves, *, title: str, ylabel: str = "accuracy", chance: float | None = None
-) -> None:
+def draw_accuracy(axes: Axes, curves: Curves, *, chance: float | None = None) -> None:
     """`draw_curves` on an axis from 0 to 1.
 
     Args:
         axes: of matplotlib.
         curves: see `Curves`.
-        title, ylabel: of the axes.
         chance: the accuracy of guessing, drawn as a dotted line.
     """
     draw_curves(axes, curves)
     if chance is not None:
         draw_chance(axes, chance)
-    axes.set(ylabel=ylabel, title=title, ylim=(-0.02, 1.02))
+    axes.set_ylim(-0.02, 1.02)
 
 
-def draw_shares(axes: Axes, shares: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> None:
-    """Draw shares with their standard errors, side by side.
+def draw_groups(
+    axes: Axes, groups: Sequence[str], values: Mapping[str, Sequence[Sequence[float]]], *, interval: bool = False
+) -> None:
+    """Draw values of seeds side by side: a dot for each, and a larger one for their mean.
 
     Args:
-        axes: of matplotlib; the first group of points stands at 0, the next at 1.
-        shares: by variant, then by group, "share" and "stderr" of each run.
+        axes: of matplotlib; the groups stand at 0, 1, ...
+        groups: their names.
+        values: by label, then by group, those of each seed.
+        interval: with the 95 % interval of each mean.
     """
-    colors = colors_of(shares)
-    for at, (label, groups) in enumerate(shares.items()):
-        for group, runs in enumerate(groups):
+    styles = _styles(list(values))
+    for at, (label, of_groups) in enumerate(values.items()):
+        color, marker = styles[label]["color"], styles[label]["marker"]
+        for group, found in enumerate(of_groups):
+            if not found:
+                continue
+            place, mean = _place(group, at, len(values)), statistics.fmean(found)
+            axes.plot([place + 0.04] * len(found), found, ".", color=color, alpha=0.7)
+            low, high = t_interval(found) if interval and len(found) > 1 else (mean, mean)
+            errors = [[mean - low], [high - mean]] if interval else None
+            how = {"fmt": marker, "color": color, "markersize": 6, "capsize": 3}
+            axes.errorbar(place, mean, yerr=errors, label="" if group else label, **how)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xlim(-0.5, len(groups) - 0.5)
+
+
+def draw_shares(
+    axes: Axes, groups: Sequence[str], shares: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]
+) -> None:
+    """Draw shares from 0 to 1 with their standard errors, side by side.
+
+    Args:
+        axes: of matplotlib; the groups stand at 0, 1, ...
+        groups: their names.
+        shares: by label, then by group, "share" and "stderr" of each run.
+    """
+    styles = _styles(list(shares))
+    for at, (label, of_groups) in enumerate(shares.items()):
+        for group, runs in enumerate(of_groups):
             for number, found in enumerate(runs):
                 axes.errorbar(
-                    share_position(group, at) + 0.03 * number,
+                    _place(group, at, len(shares)) + 0.04 * (number - (len(runs) - 1) / 2),
                     found["share"],
                     yerr=found["stderr"],
-                    fmt="o",
+                    fmt=styles[label]["marker"],
                     markersize=4,
-                    color=colors[label],
+                    color=styles[label]["color"],
                     label="" if number or group else label,
                 )
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set(ylim=(-0.02, 1.02), xlim=(-0.5, len(groups) - 0.5))
 
 
-def share_position(group: int, model: int) -> float:
-    """Where in a group the runs of a model begin."""
-    return group + 0.2 * model - 0.1
+def _place(group: int, model: int, models: int) -> float:
+    """Where in a group the values of a model stand."""
+    return group + 0.6 * ((model + 0.5) / models - 0.5)

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 from kvshift.lab.variants.by_name import VARIANTS
 
-__all__ = ["BLUE", "GREEN", "GREY", "ORANGE", "PURPLE", "SKY_BLUE", "VERMILLION", "colors_of"]
+__all__ = ["BLUE", "GREEN", "GREY", "ORANGE", "PURPLE", "SKY_BLUE", "VERMILLION", "colors_of", "marker_of", "shades"]
 
 VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY_BLUE = "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 GREY = "#777777"
 
 _VARIANTS = {entry.label: entry.color for entry in VARIANTS.values()}
-_SPARE = (SKY_BLUE, GREY)
+_SPARE = (SKY_BLUE, GREY, GREEN, PURPLE, ORANGE)
+_MARKED, _MARKERS = {"vanilla": "o", "KV-shift": "s"}, "^Dv<>PX"
 
 
 def colors_of(variants: Iterable[str]) -> dict[str, str]:
@@ -26,3 +27,20 @@ def colors_of(variants: Iterable[str]) -> dict[str, str]:
     free = [color for color in (*_SPARE, *reversed(_VARIANTS.values())) if color not in found.values()]
     others = sorted(name for name in names if name not in found)
     return found | {name: free[number % len(free)] for number, name in enumerate(others)}
+
+
+def shades(color: str, count: int) -> list[str]:
+    """`count` colors of one hue: the color itself, then alternately paler and darker ones."""
+    channels = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
+    found = []
+    for number in range(count):
+        end, share = (255, 0.5) if number % 2 else (0, 0.55)
+        share = share * ((number + 1) // 2) / max(1, count // 2)
+        found.append("#" + "".join(f"{round(value + (end - value) * share):02x}" for value in channels))
+    return found
+
+
+def marker_of(variant: str, variants: Iterable[str]) -> str:
+    """Which marker tells the curve of a variant from those of others without color."""
+    others = [name for name in dict.fromkeys(variants) if name not in _MARKED]
+    return _MARKED.get(variant) or _MARKERS[others.index(variant) % len(_MARKERS)]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvshift.lab.analysis.accuracy import draw_means, draw_pale, minus
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.maps import map_coefficients
-from kvshift.lab.analysis.panels import count_steps, legend_below, whole_ticks
+from kvshift.lab.analysis.panels import INTERVALS, count_steps, legend_below, new_figure, whole_ticks
 from kvshift.lab.analysis.runs import Run, read_run
-from kvshift.lab.analysis.statistics import t_interval
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.folder import read_metrics
 
@@ -21,14 +20,15 @@ if TYPE_CHECKING:  # takes a second to import
 
 __all__ = ["plot_coefficients", "plot_curves", "plot_learning", "save_figure"]
 
+# Lightness turned round and hues kept: what is dark on white becomes as light on black.
+_DARK = "@media (prefers-color-scheme: dark) {#figure_1 {filter: invert(0.93) hue-rotate(180deg)}}"
+
 
 def plot_curves(folders: Sequence[Path], *, baseline: str = "vanilla") -> Figure:
     """Loss over tokens of finished runs; where a baseline and the others have the same seeds, their differences too.
 
-    Pale lines are training losses, dots the evaluations; each seed has its own line.
+    Each line is the mean over seeds, its band the 95 % interval of that mean; pale lines are training losses.
     """
-    from matplotlib.figure import Figure
-
     runs = [read_run(folder) for folder in folders]
     if not runs:
         raise LabError("folders must name at least one finished run, got none")
@@ -38,67 +38,36 @@ def plot_curves(folders: Sequence[Path], *, baseline: str = "vanilla") -> Figure
     others = {name: seeds for name, seeds in by_name.items() if name != baseline}
     paired = baseline in by_name and others and all(s.keys() == by_name[baseline].keys() for s in others.values())
 
-    figure = Figure(figsize=(10, 4.2) if paired else (6, 4.2), layout="constrained")
-    losses = figure.add_subplot(1, 2 if paired else 1, 1)
-    _draw_losses(losses, by_name)
-    if paired:
-        differences = figure.add_subplot(1, 2, 2, sharex=losses)
-        for name, seeds in others.items():
-            of = f"{name}: " if len(others) > 1 else ""
-            _draw_differences(differences, by_name[baseline], seeds, colors_of(by_name)[name], of=of)
-        difference = f"{next(iter(others))} minus {baseline}" if len(others) == 1 else f"minus {baseline}'s"
-        differences.axhline(0, color="black", linewidth=0.8)
-        differences.set(ylabel="difference (nats per token)", title=f"Validation loss, {difference}")
-        _count_tokens(differences)
-        differences.grid(alpha=0.25)
-    legend_below(figure)
+    differs = f"{next(iter(others))} minus {baseline}" if len(others) == 1 else f"minus {baseline}"
+    titles = ["Validation loss (pale: training loss)", f"Validation loss, {differs}"] if paired else ["Loss"]
+    figure, (losses, *rest) = new_figure(titles, ylabels=["loss (nats per token)", "difference (nats per token)"])
+    curves: dict[str, dict[str, Any]] = {
+        kind: {
+            name: {seed: run.series(kind, "tokens", "loss") for seed, run in seeds.items()}
+            for name, seeds in by_name.items()
+        }
+        for kind in ("train", "eval")
+    }
+    draw_means(losses, curves["eval"])
+    low, high = losses.get_ylim()  # every evaluation is in sight; of the training loss before the first, what fits
+    draw_pale(losses, curves["train"])
+    losses.set_ylim(low, high)
+    for axes in rest:
+        draw_means(axes, {name: minus(curves["eval"][name], curves["eval"][baseline]) for name in others})
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_xlim(losses.get_xlim())
+    for axes in figure.axes:
+        _count_tokens(axes)
+    legend_below(figure, INTERVALS if any(len(s) > 1 for s in by_name.values()) else None)
     return figure
-
-
-def _draw_losses(axes: Axes, by_name: Mapping[str, Mapping[int, Run]]) -> None:
-    lowest, highest = [], []
-    colors = colors_of(by_name)
-    for name, seeds in by_name.items():
-        color = colors[name]
-        for number, run in enumerate(seeds.values()):
-            axes.plot(*run.series("train", "tokens", "loss"), color=color, alpha=0.25, linewidth=0.8)
-            tokens, loss = run.series("eval", "tokens", "loss")
-            axes.plot(tokens, loss, "o-", color=color, markersize=2.5, linewidth=1.2, label="" if number else name)
-            lowest.append(min(loss))
-            highest.append(max(loss))
-    # Every evaluation is in sight; of the training loss that comes before the first of them, what fits.
-    space = max(0.05 * (max(highest) - min(lowest)), 0.02)
-    axes.set_ylim(min(lowest) - space, max(highest) + space)
-    axes.set(ylabel="loss (nats per token)", title="Validation loss (pale: training loss)")
-    _count_tokens(axes)
-    axes.grid(alpha=0.25)
 
 
 def _count_tokens(axes: Axes) -> None:
     from matplotlib.ticker import EngFormatter
 
-    axes.set_xlabel("tokens")
+    axes.set_xlabel("training tokens")
     whole_ticks(axes.xaxis)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.2M
-
-
-def _draw_differences(
-    axes: Axes, baseline: Mapping[int, Run], other: Mapping[int, Run], color: str, *, of: str
-) -> None:
-    columns: dict[float, list[float]] = {}
-    for seed, run in other.items():
-        theirs = dict(zip(*baseline[seed].series("eval", "tokens", "loss"), strict=True))
-        ours = zip(*run.series("eval", "tokens", "loss"), strict=True)
-        points = [(tokens, loss - theirs[tokens]) for tokens, loss in ours if tokens in theirs]
-        axes.plot(*zip(*points, strict=True), color=color, alpha=0.4 if len(other) > 1 else 1, linewidth=1)
-        for tokens, difference in points:
-            columns.setdefault(tokens, []).append(difference)
-    whole = {tokens: values for tokens, values in columns.items() if len(values) == len(other) > 1}
-    if whole:
-        low, high = zip(*(t_interval(values) for values in whole.values()), strict=True)
-        mean = [statistics.fmean(values) for values in whole.values()]
-        axes.plot(list(whole), mean, color=color, linewidth=2, label=f"{of}mean difference over seeds")
-        axes.fill_between(list(whole), low, high, color=color, alpha=0.15, linewidth=0, label=f"{of}its 95 % interval")
 
 
 def plot_learning(metrics: Path, variant: str = "vanilla") -> Figure | None:
@@ -113,30 +82,25 @@ def plot_learning(metrics: Path, variant: str = "vanilla") -> Figure | None:
     """
     import numpy as np
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
     training, evaluations = (read_metrics(metrics, kind) for kind in ("train", "eval"))
     if not evaluations:
         return None
     names = list(evaluations[-1].get("accuracy", {}))
-    figure = Figure(figsize=(10, 4.2) if names else (6, 4.2), layout="constrained")
+    titles = ["Loss", "Accuracy by slice"] if names else ["Loss"]
+    figure, (axes, *rest) = new_figure(titles, ylabels=["loss (nats per token)", "accuracy"][: len(titles)])
     color = colors_of([variant])[variant]
-    axes = figure.add_subplot(1, 2 if names else 1, 1)
     axes.plot(*_over_steps(training, lambda line: line["loss"]), color=color, alpha=0.25, label="training loss")
     points = _over_steps(evaluations, lambda line: line["loss"])
     axes.plot(*points, "o-", color=color, markersize=2.5, label="validation loss")
-    axes.set(ylabel="loss (nats per token)", title="Loss")
     count_steps(axes)
-    axes.grid(alpha=0.25)
-    if names:
-        axes = figure.add_subplot(1, 2, 2)
+    for axes in rest:
         shades = colormaps["viridis"](np.linspace(0, 0.95, len(names)))  # slices are in order, such as numbers of hops
         for name, shade in zip(names, shades, strict=True):
             points = _over_steps(evaluations, lambda line, name=name: line["accuracy"][name])
             axes.plot(*points, "o-", color=shade, markersize=2.5, label=name)
-        axes.set(ylabel="accuracy", title="Accuracy by slice", ylim=(-0.02, 1.02))
+        axes.set_ylim(-0.02, 1.02)
         count_steps(axes)
-        axes.grid(alpha=0.25)
     legend_below(figure)
     return figure
 
@@ -153,7 +117,10 @@ def plot_coefficients(folder: Path) -> Figure | None:
 
 
 def save_figure(figure: Figure, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write STEM.png and STEM.svg, or one of them; the same figure gives the same bytes."""
+    """Write STEM.png and STEM.svg, or one of them; the same figure gives the same bytes.
+
+    An SVG is drawn light on dark where the page that shows it is dark.
+    """
     import matplotlib
 
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
@@ -161,4 +128,6 @@ def save_figure(figure: Figure, stem: Path, kinds: Sequence[str] = ("png", "svg"
         for kind, path in zip(kinds, paths, strict=True):
             figure.savefig(path, dpi=150, metadata={"Software" if kind == "png" else "Date": None})
             figure.set_layout_engine("none")  # it is fixed; computing it again takes as long as the drawing
+            if kind == "svg":
+                path.write_text(path.read_text(encoding="utf-8").replace("</style>", f"{_DARK}</style>", 1), "utf-8")
     return paths

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvshift.lab.analysis.colors import BLUE, GREEN, PURPLE, VERMILLION
+from kvshift.lab.analysis.panels import new_figure
 from kvshift.lab.theory.gradient_flow import Trajectory
 from kvshift.lab.theory.loss_field import LEVELS, Field
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # takes a second to import
 
 __all__ = ["draw_field", "draw_fields", "draw_flow"]
 
-_LINES = {"$α_1$": (GREEN, "-"), "$α_2$": (GREEN, "--"), "$β_1$": (PURPLE, "-"), "$β_2$": (PURPLE, "--")}
+_LINES = {"$α_1$": (GREEN, "-"), "$α_2$": (GREEN, "--"), "$β_1$": (PURPLE, "-."), "$β_2$": (PURPLE, ":")}
 
 
 def draw_fields(rows: Mapping[str, Mapping[str, Field]], levels: Sequence[float] | np.ndarray = LEVELS) -> Figure:
@@ -27,22 +28,24 @@ def draw_fields(rows: Mapping[str, Mapping[str, Field]], levels: Sequence[float]
         rows: by name of the row, then by title of the panel.
         levels: of the contour lines, in nats; those of appendix L by default.
     """
-    from matplotlib.figure import Figure
-
     columns = max((len(panels) for panels in rows.values()), default=0)
     if columns == 0:
         raise ValueError("rows must hold at least one field, got none")
-    figure = Figure(figsize=(3.2 * columns, 3.3 * len(rows)), layout="constrained")
-    grid = figure.subplots(len(rows), columns, squeeze=False)
-    for line, (name, panels) in zip(grid, rows.items(), strict=True):
-        for axes in line[len(panels) :]:
+    cells = [
+        (f"{name}, {title}", field)
+        for name, panels in rows.items()
+        for title, field in [*panels.items(), *[("", None)] * (columns - len(panels))]
+    ]
+    figure, panels = new_figure([title for title, _ in cells], columns=columns)
+    for axes, (_, field) in zip(panels, cells, strict=True):
+        if field is None:
             axes.remove()
-        for axes, (title, field) in zip(line, panels.items(), strict=False):
-            draw_field(axes, field, title=f"{name}, {title}", levels=levels)
+        else:
+            draw_field(axes, field, levels=levels)
     return figure
 
 
-def draw_field(axes: Axes, field: Field, *, title: str, levels: Sequence[float] | np.ndarray = LEVELS) -> None:
+def draw_field(axes: Axes, field: Field, levels: Sequence[float] | np.ndarray = LEVELS) -> None:
     """Contour lines of the loss and streamlines of descent; a dot marks induction.
 
     A field that no level crosses says between which losses it lies: it is not flat, the levels miss it.
@@ -65,12 +68,12 @@ def draw_field(axes: Axes, field: Field, *, title: str, levels: Sequence[float] 
             {"facecolor": "white", "edgecolor": "none", "alpha": 0.85}
         )
     axes.plot(0, 1, "o", color=VERMILLION, markersize=7, clip_on=False, zorder=5)
-    axes.set(title=title, xlabel="$α_1$", ylabel="$β_1$", xlim=(0, 1), ylim=(0, 1), aspect="equal")
+    axes.grid(False)
+    axes.set(xlabel="$α_1$ (keys)", ylabel="$β_1$ (values)", xlim=(0, 1), ylim=(0, 1), aspect="equal")
 
 
-def draw_flow(axes: Axes, flow: Trajectory, *, title: str) -> None:
+def draw_flow(axes: Axes, flow: Trajectory) -> None:
     """The four coefficients over time; the axis is logarithmic, and time 0 is left out."""
     for (name, (color, style)), values in zip(_LINES.items(), flow.coefficients[1:].T, strict=True):
         axes.semilogx(flow.time[1:], values, color=color, linestyle=style, label=name)
-    axes.set(title=title, xlabel="learning rate x steps", ylabel="coefficient")
-    axes.grid(alpha=0.25)
+    axes.set(xlabel="learning rate × steps", ylabel="coefficient")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -166,8 +167,8 @@ def map_attention(
     for number, (values, title) in enumerate(zip(maps, titles, strict=True), start=1):
         axes = figure.add_subplot(rows, columns, number)
         image = axes.imshow(values, cmap="Blues", vmin=0, vmax=1)
-        axes.set(title=title, xlabel="attended to", ylabel="at")
-        axes.title.set_fontsize(9)
+        axes.set_title(textwrap.fill(title, 40), fontsize="medium")
+        axes.set(xlabel="position attended to", ylabel="position")
         if repeat is not None:
             axes.axhline(repeat - 0.5, color=VERMILLION, linewidth=0.8)
             axes.axvline(repeat - 0.5, color=VERMILLION, linewidth=0.8)
@@ -205,8 +206,8 @@ def _draw(
     axes: Axes, values: Sequence[Sequence[float]], title: str, *, low: float, high: float, colors: str, cells: int
 ) -> AxesImage:
     image = axes.imshow(values, cmap=colors, vmin=low, vmax=high, aspect="auto")
-    axes.set(title=title, xlabel="head", xticks=range(len(values[0])), yticks=range(len(values)))
-    axes.title.set_fontsize(9)
+    axes.set_title(title, fontsize="medium")
+    axes.set(xlabel="head", xticks=range(len(values[0])), yticks=range(len(values)))
     for row, line in enumerate(values if cells <= _CELLS else ()):
         for column, value in enumerate(line):
             text = f"{round(value, 2) + 0.0:.2f}"
