@@ -1,4 +1,4 @@
-"""What people copy runs as it stands: examples, README and tutorial; and the numbers in the README are those measured."""
+"""What people copy runs as it stands: examples, README, tutorial; and the README's numbers are those measured."""
 
 import json
 import os
