@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvshift.cli import main
 from kvshift.lab.data.tokenizers import train_bpe
@@ -91,6 +93,40 @@ def test_a_truncated_checkpoint_is_not_loaded(run_folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(LabError, match="checkpoint-100 could not be loaded"):
         load_model(str(weights.parent), say=print)
+
+
+@pytest.mark.parametrize("command", ["check", "generate", "eval", "analyze", "retrofit"])
+def test_no_command_shows_bars_or_tables_of_loading(command: str, tmp_path: Path, capfd) -> None:
+    """The defect: transformers' bar in `check`, and in all its table of the weights that a model does not use."""
+    shape = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 1, "num_attention_heads": 2}
+    folder, text = tmp_path / "model", tmp_path / "text.txt"
+    text.write_text("\n".join(TEXT))
+    words = tokenizer()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **shape))
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"more.weight": torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"})
+    capfd.readouterr()
+    options = {
+        "check": ["--properties", "causality"],
+        "generate": ["--prompt", "the", "--max-new-tokens", "2"],
+        "eval": [str(text)],
+        "analyze": ["--out", str(tmp_path / "analysis"), "--length", "5", "--rows", "2"],
+        "retrofit": [str(tmp_path / "shifted")],
+    }
+    assert main([command, str(folder), *options[command]]) == 0
+    first, *others = capfd.readouterr().err.splitlines()
+    assert first == f"{folder} has 1 weights that LlamaForCausalLM does not use, more.weight the first"
+    assert all(line.startswith(f"kvshift {command}: ") for line in others)
+
+
+def test_weights_of_another_size_are_an_error_that_says_so(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "other")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.norm.weight": torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LabError, match=r": model\.norm\.weight has the shape \[3\], expected \[\d+\] by its"):
+        load_model(str(folder), device="cpu", say=lambda note: None)
 
 
 def test_a_checkpoint_that_lacks_weights_is_not_filled_up(model_folder: Path, tmp_path: Path) -> None:

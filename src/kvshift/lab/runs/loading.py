@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +12,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import logging
 
 # Imported for its model types, which it registers with the Auto classes:
 import kvshift.models.baichuan_m1
 import kvshift.models.retrofit  # noqa: F401
+from kvshift.lab import messages
 from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
@@ -116,17 +119,41 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
     place = find_device(device)
     try:
         loader = AutoModelForCausalLM if not kwargs.get("trust_remote_code") else _remote_class(folder)
-        loaded: Any = loader.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **kwargs
-        )
+        with _without_report():
+            loaded: Any = loader.from_pretrained(
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                **kwargs,
+            )
     except UNREADABLE as error:
         raise LabError(_unreadable(str(folder), error)) from error
     model, report = loaded
-    if report["missing_keys"]:
-        raise LabError(
-            f"model: {folder} lacks {len(report['missing_keys'])} weights, {min(report['missing_keys'])} the first"
-        )
+    if missing := report["missing_keys"]:
+        raise LabError(f"model: {folder} lacks {len(missing)} weights, {min(missing)} the first")
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, saved, expected = mismatched[0]
+        raise LabError(f"model: {folder}: {name} has the shape {[*saved]}, expected {[*expected]} by its config.json")
+    if unused := report["unexpected_keys"]:
+        name = type(model).__name__
+        messages.say(f"{folder} has {len(unused)} weights that {name} does not use, {min(unused)} the first")
     return model.to(place).eval()
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """No bar and no table on stderr while transformers loads; what is in the table is in its loading info."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _remote_class(folder: str | Path) -> Any:
