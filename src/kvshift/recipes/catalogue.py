@@ -205,7 +205,7 @@ _ENTRIES = (
     ),
     Entry(
         name="alternatives",
-        title="what the paper leaves open, both ways",
+        title="Figure 1a under other readings",
         presets={
             "smoke": Preset(seeds=1, cost="20 seconds on two cores"),
             "laptop": Preset(
@@ -337,7 +337,7 @@ _ENTRIES = (
     ),
     Entry(
         name="encoder",
-        title="masked words, with a shift that looks both ways",
+        title="masked words, with a shift in both directions",
         presets={
             "smoke": Preset(seeds=1, cost="20 seconds on two cores", grid=Grid(rates=(1e-3, 2e-3), seeds=(1000,))),
             "laptop": Preset(

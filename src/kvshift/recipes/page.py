@@ -37,14 +37,13 @@ _HEAD = """# Results
 The paper's claims beside what we measured. This page is made from `results/` by `make results`; nothing in it is
 written by hand. `kvshift reproduce RECIPE --preset PRESET` runs any of it again.
 
-"holds" and "fails" are said where our numbers decide the matter, "not shown" where they do not: a 95 % t-interval over
-seeds decides it, or, where there is none, the exact sign test at 5 %, for which five of five seeds are enough and three
-of three are not. What a model has not learned it has not learned within the steps that it was given, at the learning
-rate that stands beside it: each variant's own best of an equal grid, chosen by runs of their own. What runs with one
-rate for all decide, they decide "at one rate": another may serve the other variant better. Where every model has
-several rates, each claim names its own. Each interval is one of 95 % by itself: of twenty differences that are none,
-one is shown. Everything but *paper* is a miniature of ours, never a setting of the paper: of it only the direction of a
-claim can hold or fail.
+The verdict is "holds" or "fails" where our numbers decide, and "not shown" where they do not. A 95 % t-interval over
+seeds decides, or, where there is none, the exact sign test at 5 %: five of five seeds are enough, three of three are
+not. "Did not learn" means: not within the given number of steps, at its best learning rate. That is the best of a grid
+that is the same for all variants, chosen by separate runs. Where all arms share one learning rate, the verdict is
+marked "at one rate": another rate may suit the other variant better. Where every model has several rates, each claim
+names its rate. Each interval is a 95 % interval by itself: one in twenty true nulls is expected to show a difference.
+Every preset but *paper* is smaller than the setting of the paper, so only the direction of a claim can hold or fail.
 """
 
 _OWN = """## Questions of ours

@@ -1,4 +1,4 @@
-"""`kvshift export`: a model for where kvshift is not installed, as two programs or as a folder with its own code."""
+"""`kvshift export`: a model that runs without kvshift, as two programs or as a folder with its code."""
 
 from __future__ import annotations
 

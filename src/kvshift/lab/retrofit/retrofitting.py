@@ -68,7 +68,7 @@ def retrofit(options: RetrofitOptions) -> None:
         _write(model, tokenizer, part)
         del model  # the next may be as large
         _compare(before, _outputs(load_weights(part, device="cpu"), prompts), options.model)
-    _say(f"{out} holds a {name}, with {added:,} coefficients that are no shift yet")
+    _say(f"{out} holds a {name}, with {added:,} coefficients, initialised to the identity")
     tokens = sum(ids.shape[1] for ids in prompts.values())
     _say(
         f"on {len(prompts)} prompts of {tokens} tokens it computes what {options.model} does, to the bit: "
