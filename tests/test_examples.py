@@ -150,3 +150,23 @@ def test_the_table_of_the_docs_is_the_one_in_results():
     docs = (ROOT / "docs" / "compare.md").read_text(encoding="utf-8").replace("KV shift", "KV-shift")
     assert [row for row in rows if row.replace("KV shift", "KV-shift") not in docs] == []
     assert len(rows) > 10
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "results.md"], ids=lambda page: page.name)
+def test_prose_spells_kv_shift_in_one_way(page):
+    """KV shift in prose, kv-shift as one types it, kvshift the package; tables and output have the labels of records."""
+    text = re.sub(
+        r"^```.*?^```$|^    .*?$|^\|.*?$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)|#\S+", "", text)
+    allowed = r"^Validation loss: KV-shift lower by .*$"  # printed by the report, in docs/compare.md
+    prose = re.sub(allowed, "", prose, flags=re.MULTILINE)
+    assert re.findall(r"\b(?:KV-[Ss]hift\w*|kv shift|Kv.?[Ss]hift|KV Shift|kv-Shift|KVShift\w*)\b", prose) == []
+
+
+def test_every_help_spells_kv_shift_in_one_way():
+    for path in sorted((ROOT / "src").rglob("*_config.py")):
+        assert re.findall(r"KV-[Ss]hift|kv shift|KV Shift\b|\bKVShift\b", path.read_text(encoding="utf-8")) == [], path

@@ -34,7 +34,7 @@ _COMMANDS = {
         "Train paired models and compare them, as without and with KV shift",
         "kvshift.lab.compare.compare_config:CompareConfig",
         "kvshift.lab.compare.compare:compare",
-        "kvshift compare --out runs/mine --seeds 3 --data.corpus 'texts/*.txt'",
+        "kvshift compare --out runs/pair --seeds 3 --data.corpus 'texts/*.txt'",
         first=(
             "out",
             "variants",

@@ -209,8 +209,9 @@ RECIPE = Recipe(
         "The learning rate is constant after 4 steps of warm-up, the same for all that is trained in a run, and chosen "
         "of one grid by runs of a quarter of the steps.",
         "Losses are over sequences of 256 tokens, at equal distances: of Wikipedia articles, the kind that is trained "
-        "on, and from four books that are not in the training text. Nothing is reported on the sequences by which rates were chosen. "
-        "A loss is called lower where the interval over seeds and the one over sequences both say so.",
+        "on, and from four books that are not in the training text. Nothing is reported on the sequences by which "
+        "rates were chosen. A loss is called lower where the interval over seeds and the one over sequences both say "
+        "so.",
         "How the laptop was chosen: by what fits into three hours of two cores, before any loss was seen.",
         "The environment variable KVSHIFT_SHARED_DATA names the folder of the texts.",
         "The preset longer asks whether a gain lasts: coefficients and control alone, three times as long, at the rate "
