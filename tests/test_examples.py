@@ -157,7 +157,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONT
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "results.md"], ids=lambda page: page.name)
 def test_prose_spells_kv_shift_in_one_way(page):
-    """KV shift in prose, kv-shift as one types it, kvshift the package; tables and output have the labels of records."""
+    """KV shift in prose, kv-shift as one types it, kvshift the package; tables and output have labels of records."""
     text = re.sub(
         r"^```.*?^```$|^    .*?$|^\|.*?$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
     )
