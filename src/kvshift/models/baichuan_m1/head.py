@@ -109,12 +109,13 @@ class NormHead(nn.Linear):
 
 
 def _manages_parameters() -> bool:
-    """Whether PyTorch's own code reads `weight` to move or shard the parameter of that name, as FSDP does."""
+    """Whether `weight` is read to move, shard or tie the parameter of that name, as FSDP and accelerate do."""
     if torch.compiler.is_compiling():
         return False
     caller = sys._getframe(2)
     module = caller.f_globals.get("__name__", "")
-    return module.startswith(("torch.distributed.", "torch.nn.modules.")) and caller.f_code.co_name != "__getattr__"
+    packages = ("torch.distributed.", "torch.nn.modules.", "accelerate.", "deepspeed.")
+    return module.startswith(packages) and caller.f_code.co_name != "__getattr__"
 
 
 def row_lengths(matrix: Tensor) -> Tensor:

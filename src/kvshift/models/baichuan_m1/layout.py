@@ -21,6 +21,8 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 
 _NAMES = {"conv_k": "shift.alpha", "conv_v": "shift.beta"}
 _EARLIER = {"K": "shift.alpha", "V": "shift.beta"}
+CONVOLUTIONS = _NAMES | _EARLIER
+"""Names in an attention of a checkpoint, and those of the model."""
 BOTH_NAMES = (0, 0, 0)
 """Shape that stands for a weight given by both its names, so that loading refuses it; no other weight comes back so."""
 
@@ -102,9 +104,9 @@ def both_names(key: str) -> str:
 
 def load_released_names(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """`load_state_dict` of an attention takes a released checkpoint too, as `Trainer` gives it when it resumes."""
-    for released, ours in (_NAMES | _EARLIER).items():
-        if prefix + released in state_dict:
-            if prefix + ours in state_dict:
-                names = " or ".join(name for name, target in (_NAMES | _EARLIER).items() if target == ours)
-                raise ValueError(f"{prefix}{released} must be given once, as {names}; got it by more than one name")
-            state_dict[prefix + ours] = to_coefficients(state_dict.pop(prefix + released))
+    for (released, ours), earlier in zip(_NAMES.items(), _EARLIER, strict=True):
+        given = [prefix + name for name in (released, earlier) if prefix + name in state_dict]
+        if len(given) == 2:
+            raise ValueError(f"the weights have both {' and '.join(given)}, two names of one weight")
+        for name in given:
+            state_dict[prefix + ours] = to_coefficients(state_dict.pop(name))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from transformers.models.llama.modeling_llama import (
 from kvshift.layers import KVShift
 from kvshift.layers.positions import half_tables
 from kvshift.models.baichuan_m1.configuration import BaichuanM1Config
+from kvshift.models.baichuan_m1.dispatched import load_convolutions
 from kvshift.models.baichuan_m1.head import NormHead, as_head
 from kvshift.models.baichuan_m1.layout import BOTH_NAMES, both_names, load_released_names, released_name
 from kvshift.models.decoder import RotaryDecoder, ShiftedAttention, ShiftedPreTrainedModel
@@ -82,6 +84,11 @@ class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         with module.showing_raw() if isinstance(module, NormHead) else nullcontext():
             super()._init_weights(module)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of `nn.Module`; where accelerate calls it to load a checkpoint, see `load_convolutions`."""
+        load_convolutions(cast(nn.Module, self), sys._getframe(1))
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
