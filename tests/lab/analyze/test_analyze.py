@@ -147,12 +147,7 @@ def test_a_run_of_a_task_and_its_page_which_needs_nothing_but_itself(
     assert counts == {"0": counts["all"], "all": coefficient_counts([layer])}
     assert [head, more] == [
         ["layer", *(f"α₁ {a} α₂, β₁ {b} β₂" for a in ">≤" for b in ">≤")],
-        ["layer"]
-        + [
-            words
-            for sign in "αβ"
-            for words in (f"negative {sign}₁", f"negative {sign}₂", f"distance of {sign}₁ + {sign}₂ from 1")
-        ],
+        ["layer"] + [words for sign in "αβ" for words in (f"{sign}₁ < 0", f"{sign}₂ < 0", f"|{sign}₁ + {sign}₂ − 1|")],
     ]
     ranked = sorted(measured.heads, key=lambda head: -head.scores["induction"])
     numbers = [f"{n:.3f}" if isinstance(n, float) else str(n) for n in counts["0"].values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,10 +146,10 @@ def _by_layer(layers: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, ...]]
 
 
 def _signs(name: str) -> str:
-    """A name of `coefficient_counts` in signs, which keep columns narrow: "negative α₁"."""
+    """A name of `coefficient_counts` in signs, which keep columns narrow: "negative alpha1" is "α₁ < 0"."""
     for word, sign in (("alpha1", "α₁"), ("alpha2", "α₂"), ("beta1", "β₁"), ("beta2", "β₂"), ("<=", "≤")):
         name = name.replace(word, sign)
-    return name
+    return re.sub("distance of (.*) from 1", r"|\1 − 1|", re.sub("negative (.*)", r"\1 < 0", name))
 
 
 def _attention(maps: Mapping[str, Any], out: Path) -> Figure:
