@@ -84,4 +84,4 @@ def test_the_example_trains_and_saves(tmp_path: Path):
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == "trained and loaded again: KVShiftLlamaForCausalLM"
+    assert run.stdout.splitlines()[-1].endswith("and loaded again: KVShiftLlamaForCausalLM")
