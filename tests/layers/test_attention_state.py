@@ -180,6 +180,10 @@ def test_select_and_reorder_move_everything(options):
         close(layer(y, state=picked)[0], layer(torch.cat([x[indices], y], dim=1))[0][:, T:])
     kept = torch.tensor([True, False, True])
     close(layer(y[:2], state=state.select(kept))[0], layer(torch.cat([x[kept], y[:2]], dim=1))[0][:, T:])
+    for nothing in ([], torch.zeros(B, dtype=torch.bool)):
+        out, none = layer(y[:0], state=state.select(nothing))
+        assert out.shape == (0, *y.shape[1:])
+        assert none.sequences == 0
     order = [2, 0, 1]
     close(layer(y[:3], state=state.reorder(order))[0], layer(torch.cat([x[order], y[:3]], dim=1))[0][:, T:])
 

@@ -66,12 +66,12 @@ class AttentionState:
         """Keep the given sequences, in that order; an index may come more than once.
 
         Args:
-            indices: (n,) integers, or (S,) booleans.
+            indices: (n,) integers, or (S,) booleans. None of them gives the state of no sequence.
         """
         index = torch.as_tensor(indices, device=self.seen.device)
         if index.ndim != 1:
             raise ValueError(f"indices must have one dimension, got shape {tuple(index.shape)}")
-        if index.is_floating_point():
+        if index.is_floating_point() and index.numel():  # an empty list has no dtype of its own
             raise TypeError(f"indices must be integers or booleans, got {index.dtype}")
         if index.dtype == torch.bool:
             if index.shape[0] != self.sequences:

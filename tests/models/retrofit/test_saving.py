@@ -50,6 +50,24 @@ def test_a_saved_model_is_the_same_bit_for_bit(tmp_path, shift: dict):
         assert [getattr(loaded.config, name) for name in fields] == [getattr(model.config, name) for name in fields]
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "GPT-2"])
+def test_options_of_from_pretrained_reach_the_configuration_too(tmp_path, family: str, monkeypatch):
+    model, ids = shifted(family, torch.float32), random_tokens(1, 5)
+    model.save_pretrained(tmp_path / "run" / "checkpoint-3")
+    loads = [
+        load_kv_shift(tmp_path / "run", subfolder="checkpoint-3"),
+        load_kv_shift(tmp_path / "run" / "checkpoint-3", config=model.config),
+        load_kv_shift(tmp_path / "run" / "checkpoint-3", config=tmp_path / "run" / "checkpoint-3"),
+    ]
+    assert all(torch.equal(logits_of(loaded, ids), logits_of(model, ids)) for loaded in loads)
+    asked: list[dict] = []
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda _, **where: asked.append(where) or model.config)
+    options = {"revision": "a", "token": "b", "cache_dir": "c", "local_files_only": True, "force_download": False}
+    with pytest.raises(OSError, match="no folder"):
+        load_kv_shift(tmp_path / "no folder", dtype=torch.float32, **options)
+    assert asked == [options]
+
+
 @pytest.mark.parametrize("family", ["Llama", "GPT-2"])
 def test_accelerate_keeps_float32_or_it_is_said(tmp_path, family: str):
     """Its loader puts parameters of the dtype that it is given in the place of those of the model."""

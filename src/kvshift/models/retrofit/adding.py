@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.retrofit.families import FAMILIES
@@ -14,6 +14,9 @@ from kvshift.models.retrofit.family import Family, convert, shifted_config
 from kvshift.models.versions import warn_if_untested
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+
+# Options of `from_pretrained` that say where files are; the configuration is among them.
+_WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identity")) -> Model:
@@ -69,8 +72,10 @@ def load_kv_shift(folder: str | Path, **options: Any) -> PreTrainedModel:
     Raises:
         ValueError: what is there is no model with a shift from `add_kv_shift`.
     """
-    hub = {name: options[name] for name in ("cache_dir", "local_files_only", "revision", "token") if name in options}
-    config = AutoConfig.from_pretrained(folder, **hub)
+    config = options.get("config")
+    if not isinstance(config, PreTrainedConfig):
+        where = {name: options[name] for name in _WHERE if name in options}
+        config = AutoConfig.from_pretrained(folder if config is None else config, **where)
     classes = {
         shifted.__name__: shifted
         for family in FAMILIES
