@@ -35,6 +35,8 @@ def param_groups(
         Groups named "decay", "no_decay" and "shift", each with "params", "lr" and "weight_decay"; empty ones are
         left out, and a parameter shared by several modules comes once.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not its parameters; got {type(model).__name__}")
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("shift_lr_multiplier", shift_lr_multiplier)):
         if not value >= 0:
             raise ValueError(f"{name} must be 0 or more, got {value}")

@@ -124,13 +124,9 @@ def answers_in(path: Path, prompts: Sequence[str], samples: int, settings: str) 
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path.with_name(f".{path.name}.lock"))
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise FolderInUseError(f"output: another process writes to {path}") from error
     except OSError as error:
         raise LabError(f"output: {path} cannot be written: {error}") from error
-    with lock, _opened(path, "ab+") as file:
+    with _opened(path, "ab+") as file, _locked(path):  # in this order: no lock is left beside what cannot be opened
         file.seek(0)
         content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
@@ -140,6 +136,19 @@ def answers_in(path: Path, prompts: Sequence[str], samples: int, settings: str) 
         file.truncate(len(whole))  # of a line that was cut off, the beginning
         file.seek(0, os.SEEK_END)
         yield Answers(path, file, len(lines))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        lock = FileLock(path.with_name(f".{path.name}.lock"))
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise FolderInUseError(f"output: another process writes to {path}") from error
+    except OSError as error:
+        raise LabError(f"output: {path} cannot be written: {error}") from error
+    with lock:
+        yield
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -187,7 +187,8 @@ def write_bytes(path: Path, content: bytes) -> None:
         part.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # of a file system that cannot be written to
+            part.unlink(missing_ok=True)
         raise RunFailedError(f"{path} could not be written: {error}; what was written before is kept") from error
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -41,7 +42,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 for _name in VARIANTS:  # whose model types they register likewise
     find_variant(_name)
 
-UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
 
 
 class Loaded(NamedTuple):
@@ -139,6 +140,11 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
     if unused := report["unexpected_keys"]:
         name = type(model).__name__
         messages.say(f"{folder} has {len(unused)} weights that {name} does not use, {min(unused)} the first")
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise LabError(
+                f"model: {folder}: {name} has numbers that are not finite, as a run that diverged leaves them"
+            )
     return model.to(place).eval()
 
 
@@ -234,4 +240,8 @@ def _unreadable(folder: str, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(
+        error, StrictDataclassError
+    ):  # its first line names a function of transformers, the last one says why
+        return " ".join(str(error).split())
     return str(error).strip().split("\n")[0] or type(error).__name__
