@@ -4,11 +4,14 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -237,3 +240,105 @@ def test_nothing_to_read_is_refused_naming_the_option(folder, name, reason):
     with pytest.raises(LabError, match=reason) as error:
         find_files(str(folder / name), "validation")
     assert str(error.value).startswith("validation: ")
+
+
+HIDDEN = (
+    ".git/a.txt",
+    ".ipynb_checkpoints/a.jsonl",
+    "sub/._a.jsonl",
+    "sub/.a.txt",
+    "__pycache__/a.txt",
+    ".hidden/b/a.txt",
+)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(jsonl({"text": text}) if path.suffix == ".jsonl" else text.encode())
+
+
+def test_hidden_names_below_a_folder_are_left_out(folder):
+    """The names that datasets leaves out; it reads a file, other than a folder, whose name begins with "__"."""
+    for name in (*HIDDEN, ".~lock.a.txt#", "sub/a.txt", "__a.txt", "sub/b.jsonl"):
+        write(folder / name, name)
+    (folder / ".#a.txt").symlink_to("user@host.1")  # Emacs
+
+    assert read(folder) == ["__a.txt", "sub/a.txt", "sub/b.jsonl"]
+    assert read(folder / "**" / "*.txt") == ["__a.txt", "sub/a.txt"]
+    found = datasets.load_dataset("text", data_dir=str(folder), split="train", sample_by="document")
+    assert sorted(found["text"])[:2] == ["__a.txt", "sub/a.txt"]
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_hidden_names_that_the_user_gives_are_read(folder, name):
+    write(folder / name, name)
+    hidden, *below = name.split("/")
+    hidden = name if hidden == "sub" else hidden
+
+    assert read(folder / name) == read(folder / hidden) == [name]
+    assert read(folder / f"{hidden[:-1]}*" / Path(*below) if hidden != name else folder / f"{name[:-3]}*") == [name]
+
+
+def test_folder_of_hidden_names_alone_holds_nothing(folder):
+    write(folder / ".git" / "a.txt", "a")
+
+    with pytest.raises(LabError, match=r"holds no file of a known format; .*; hidden names are left out"):
+        find_files(str(folder), "corpus")
+
+
+def no_files(folder: Path) -> dict[str, Path]:
+    """One of each kind of path that is neither a folder nor a regular file."""
+    (folder / "gone.jsonl").symlink_to("nowhere.jsonl")
+    (folder / "gone").symlink_to("/nowhere/at/all")
+    (folder / "itself.txt").symlink_to("itself.txt")
+    os.mkfifo(folder / "fifo.txt")
+    (folder / "device.txt").symlink_to("/dev/null")
+    with socket.socket(socket.AF_UNIX) as opened:
+        here = Path.cwd()
+        os.chdir(folder)  # the name of a socket has at most 107 bytes
+        opened.bind("a.sock")
+        os.chdir(here)
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "gone", "itself.txt", "fifo.txt", "device.txt", "a.sock"])
+def test_what_is_no_regular_file_is_refused_by_name(folder, tmp_path, name):
+    write(folder / "sub" / "a.txt", "a")
+    (tmp_path / "kinds").mkdir()
+    path = no_files(tmp_path / "kinds")[name]
+    moved = path.rename(folder / "sub" / name)
+    what = {"gone.jsonl": "links to nowhere.jsonl, which", "gone": "links to /nowhere/at/all, which does not exist"}
+    what["itself.txt"] = "links to itself.txt, which does not exist"
+
+    for pattern in (folder, moved, folder / "sub" / f"{name[:-1]}?"):
+        with pytest.raises(LabError) as error:
+            find_files(str(pattern), "validation")
+        assert str(error.value).startswith(f"validation: {moved} {what.get(name, 'is not a regular file')}")
+
+
+def test_linked_folders_are_read_once(folder, tmp_path):
+    write(tmp_path / "elsewhere" / "a.txt", "a")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    assert read(folder) == ["a"]
+
+    (folder / "link2").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LabError, match=r"corpus: .*link2 is the same folder as .*link: its texts would be read twice"):
+        read(folder)
+    (folder / "link2").unlink()
+    (folder / "round").symlink_to(folder)
+    with pytest.raises(LabError, match=r"corpus: .*round is the same folder as"):
+        read(folder)
+
+
+def test_folder_that_cannot_be_read_is_named(folder, monkeypatch):
+    (folder / "sub").mkdir()
+    listed = Path.iterdir
+
+    def iterdir(path: Path):
+        if path.name == "sub":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    with pytest.raises(LabError, match=r"corpus: cannot read the folder .*sub: Permission denied"):
+        find_files(str(folder), "corpus")

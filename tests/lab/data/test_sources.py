@@ -119,6 +119,22 @@ def test_link_to_a_file_without_suffix_is_read_by_its_own_name(folder):
     assert "".join(load_all(corpus=str(folder / "a.txt"))) == "text\n" * 10
 
 
+def test_copies_in_hidden_folders_are_neither_trained_nor_validated_on(folder):
+    (folder / ".ipynb_checkpoints").mkdir()
+    write_lines(folder / "train.jsonl", NAMES)
+    write_lines(folder / ".ipynb_checkpoints" / "train-checkpoint.jsonl", NAMES)
+
+    assert load(corpus=str(folder)) == (NAMES[:-2], NAMES[-2:])
+
+
+def test_link_that_leads_nowhere_is_named_as_one(folder):
+    (folder / "a.jsonl").symlink_to("gone.jsonl")
+
+    for options in ({"corpus": str(folder / "a.jsonl")}, {"validation": str(folder)}):
+        with pytest.raises(LabError, match=r": .*a\.jsonl links to gone\.jsonl, which does not exist"):
+            load(**options)
+
+
 def test_stream_keeps_its_first_documents_for_validation(folder, monkeypatch):
     monkeypatch.setattr(sources, "STREAM_VALIDATION_DOCUMENTS", 5)
     corpus = write_lines(folder / "a.jsonl", NAMES)

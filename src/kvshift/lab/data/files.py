@@ -41,27 +41,72 @@ def is_data_file(path: Path) -> bool:
 def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
     """The files that `pattern` stands for, sorted by path: a file, a folder (searched at every depth) or a glob.
 
+    Hidden names below a folder are left out, and so are those that a glob does not spell out; see `_files_in`.
+
     Raises:
-        LabError: there is none, or a file that was named or matched is of no known format; `option` is named.
+        LabError: there is none; a file that was named or matched is of no known format; or a link leads nowhere, or
+            something is no regular file, there or in the folder. `option` and the path are named.
     """
     path = Path(pattern).expanduser()
     known = f"known are {', '.join(FORMATS)}, each also with {', '.join(_COMPRESSIONS)}"
     if path.is_dir():
-        found = [file for file in sorted(path.rglob("*")) if file.is_file() and is_data_file(file)]
+        found = list(_files_in(path, option, {}))
         if not found:
-            raise LabError(f"{option}: the folder {pattern} holds no file of a known format; {known}")
-    elif path.exists():
+            raise LabError(
+                f"{option}: the folder {pattern} holds no file of a known format; {known}; hidden names are left out"
+            )
+    elif path.exists() or path.is_symlink():
         found = [path]
     else:
-        found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+        found = [file for file in map(Path, sorted(glob.glob(str(path), recursive=True))) if not file.is_dir()]
+        found = [file for file in found if _private_folders(file) == _private_folders(path)]
         if not found:
             raise LabError(f"{option}: no such file or folder, and no file matches: {pattern}")
     for file in found:
+        if not file.is_file():
+            raise _no_file(file, option)
         if not is_data_file(file):
             raise LabError(f"{option}: {file} is of no known format; {known}")
     # not resolved: a link may point to a file without a suffix, as in the caches of the hub
     stats = [(str(file.absolute()), file.stat()) for file in found]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _files_in(folder: Path, option: str, seen: dict[Path, Path]) -> Iterator[Path]:
+    """The data files of a folder and its subfolders, linked ones included, in the order of their paths.
+
+    As Hugging Face datasets does, hidden names (".git", "._a.txt") and folders such as "__pycache__" are left out.
+    `seen` holds the folders that were entered, by what they resolve to.
+    """
+    real = folder.resolve()
+    if real in seen:
+        raise LabError(f"{option}: {folder} is the same folder as {seen[real]}: its texts would be read twice")
+    seen[real] = folder
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise LabError(f"{option}: cannot read the folder {folder}: {error.strerror}") from error
+    for path in paths:
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            if not path.name.startswith("__"):
+                yield from _files_in(path, option, seen)
+        elif not path.is_file():
+            raise _no_file(path, option)
+        elif is_data_file(path):
+            yield path
+
+
+def _private_folders(path: Path) -> int:
+    """How many folders of a path or a glob are named like "__pycache__", which a glob matches only where it says so."""
+    return sum(part.startswith("__") for part in path.parent.parts)
+
+
+def _no_file(path: Path, option: str) -> LabError:
+    if path.is_symlink() and not path.exists():
+        return LabError(f"{option}: {path} links to {path.readlink()}, which does not exist")
+    return LabError(f"{option}: {path} is not a regular file (a pipe, socket or device): write its text to a file")
 
 
 def read_files(files: tuple[FileStamp, ...], column: str) -> Iterator[dict[str, Any]]:

@@ -85,7 +85,7 @@ def _find(config: DataConfig, option: str) -> tuple[FileStamp, ...] | None:
         _refuse_hub_options(config)
         return find_files(str(_corpora() / f"{corpus}.txt"), option)
     path = Path(corpus).expanduser()
-    if path.exists() or glob.has_magic(corpus):
+    if path.exists() or path.is_symlink() or glob.has_magic(corpus):
         _refuse_hub_options(config)
         return find_files(corpus, option)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", corpus) and not is_data_file(path):
