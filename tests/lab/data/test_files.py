@@ -32,9 +32,13 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
 TEXT = "one\r\ntwo\rthree\n\n\u2028 \x85 \x0c é 語 🙂\t "
 
 
-def parquet(rows: dict, **options) -> bytes:
+def parquet(rows: dict) -> bytes:
+    return parquet_of(pa.table(rows))
+
+
+def parquet_of(table: pa.Table) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(pa.table(rows), buffer, **options)
+    pq.write_table(table, buffer)
     return buffer.getvalue()
 
 
@@ -181,12 +185,71 @@ def test_wrong_column_of_parquet_is_refused(folder, column, reason):
     assert complaint(path, column).startswith(f"{path}: {reason}")
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_columns_of_every_type_of_text_are_read(folder, kind):
-    path = folder / "a.parquet"
-    path.write_bytes(parquet({"body": pa.array(["a", "b", "a"]).cast(kind)}))
+TEXT_TYPES = [
+    pa.string(),
+    pa.large_string(),
+    pa.string_view(),
+    pa.dictionary(pa.int32(), pa.string()),
+    pa.dictionary(pa.int8(), pa.large_string()),
+]
 
-    assert read(path, "body") == ["a", "b", "a"]
+
+@pytest.mark.parametrize("compression", ["", ".zst"])
+@pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
+def test_columns_of_every_type_of_text_are_read(folder, kind, compression):
+    texts = ["a", None, TEXT, "a", ""] * 700  # more than one batch
+    path = folder / f"a.parquet{compression}"
+    path.write_bytes(COMPRESSIONS[compression](parquet({"n": range(3500), "body": pa.array(texts).cast(kind)})))
+
+    assert read(path, "body") == ["a", "", TEXT, "a", ""] * 700
+
+
+def test_column_of_nulls_alone_holds_empty_texts_in_every_format(folder):
+    (folder / "a.jsonl").write_bytes(jsonl({"text": None}, {"text": None}))
+    (folder / "b.parquet").write_bytes(parquet({"text": pa.nulls(2)}))
+    (folder / "c.parquet").write_bytes(parquet({"text": ["c"]}))
+
+    assert read(folder) == ["", "", "", "", "c"]
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.string_view()), pa.large_list(pa.string_view()), pa.list_(pa.string())])
+def test_lists_of_texts_are_no_text_and_no_obstacle(folder, kind):
+    path = folder / "a.parquet"
+    path.write_bytes(parquet({"lines": pa.array([["a"], None], kind), "text": ["b", "c"]}))
+
+    assert complaint(path, "lines").startswith(
+        f"{path}: text_column 'lines' must hold text, got {str(kind).split('<')[0]}<"
+    )
+    assert read(path) == ["b", "c"]
+
+
+@pytest.mark.parametrize("names", [["text", "text", "n"], ["text", "n", "text"], ["n", "text", "text"]])
+def test_column_that_stands_twice_is_refused(folder, names):
+    path = folder / "a.parquet"
+    path.write_bytes(parquet_of(pa.Table.from_arrays([pa.array(["a"])] * 3, names=names)))
+
+    assert complaint(path) == f"{path}: 2 columns are called 'text': rename all but one"
+    assert read(path, "n") == ["a"]
+
+
+def test_field_of_a_struct_is_not_taken_for_the_column_of_its_path(folder):
+    path = folder / "a.parquet"
+    path.write_bytes(parquet({"text": [{"a": "inner"}], "text.a": ["outer"]}))
+
+    assert read(path, "text.a") == ["outer"]
+
+
+@pytest.mark.parametrize("column", ["text", "naïve"])
+@pytest.mark.parametrize("escape", [False, True])
+def test_key_that_stands_twice_is_refused_in_jsonl(folder, column, escape):
+    path = folder / "a.jsonl"
+    key = json.dumps(column, ensure_ascii=escape)
+    line = f'{{"n": {{{key}: 1}}, {key}: "a", "m": {key}, "n": {key}}}\n'  # other keys and values are left alone
+    path.write_text(line + line.replace('"m"', key), encoding="utf-8")
+    files = find_files(str(path), "corpus")
+
+    assert next(read_files(files, column)) == {"text": "a"}
+    assert complaint(path, column) == f"{path}, line 2: {column!r} stands twice in one object: rename one of them"
 
 
 def test_parquet_that_is_not_utf8_is_named(folder):

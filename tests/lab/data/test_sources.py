@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from kvshift.lab.data import sources
@@ -302,6 +304,19 @@ def test_hub_dataset_with_another_column(hub, streaming, monkeypatch):
     write_lines(hub.folder / "validation.jsonl", NAMES[:3], name="body")
 
     assert sorted(load_all(corpus="owner/name", streaming=streaming, text_column="body")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(), pa.null()], ids=str)
+def test_hub_dataset_with_every_type_of_text(hub, kind, streaming, monkeypatch):
+    monkeypatch.setattr(sources, "STREAM_VALIDATION_DOCUMENTS", 2)
+    for path in hub.folder.iterdir():
+        path.unlink()
+    texts = [None] * 20 if kind == pa.null() else [None, *NAMES]
+    pq.write_table(pa.table({"text": pa.array(texts, kind)}), hub.folder / "train.parquet")
+
+    train, validation = load_documents(DataConfig(corpus="owner/name", streaming=streaming))
+    assert sorted([*sources.texts(train), *sources.texts(validation)]) == sorted(filter(None, texts))
 
 
 def test_hub_dataset_that_cannot_be_reached_is_named():

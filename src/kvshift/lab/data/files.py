@@ -29,6 +29,9 @@ _COMPRESSIONS = (".gz", ".xz", ".zst")
 # Read of a .txt file at once.
 _PART_BYTES = 2**20
 
+# Columns of a .parquet file that hold text; one of type null holds nothing but nulls.
+_TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view(), pa.null())
+
 # Path, bytes, time of change in ns: what tells whether a file is still the one that was read before.
 FileStamp = tuple[str, int, int]
 
@@ -123,7 +126,8 @@ def read_pieces(files: tuple[FileStamp, ...], column: str) -> Iterator[tuple[str
     """The documents in pieces that fit into memory, each with whether it is the last of its document.
 
     A document is a .txt file, read a part at a time, or a row of a .jsonl or .parquet file, which is one piece. Text is
-    taken as it is, line ends included; a byte order mark at the start of a file is dropped. A null is "".
+    taken as it is, line ends included; a byte order mark at the start of a file is dropped. A null, in whatever format,
+    is an empty text.
 
     Raises:
         LabError: a file cannot be read or is damaged, or `column` is not there or holds no text; the file is named,
@@ -175,7 +179,7 @@ def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, bool]]:
                 continue
             where = f"{path}, line {number}"
             try:
-                row = json.loads(line.decode("utf-8"))
+                row = _parse(line.decode("utf-8"), column, where)
             except UnicodeDecodeError as error:
                 raise LabError(f"{where}: not UTF-8: byte {error.start} of the line ({error.reason})") from None
             except json.JSONDecodeError as error:
@@ -198,6 +202,17 @@ def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, bool]]:
             yield text, True
 
 
+def _parse(content: str, column: str, where: str) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if sum(name == column for name, _ in pairs) > 1:
+            raise LabError(f"{where}: {column!r} stands twice in one object: rename one of them")
+        return dict(pairs)
+
+    # the hook takes time, and Python keeps the last of two silently
+    twice = content.count(json.dumps(column)) > 1 or content.count(f'"{column}"') > 1
+    return json.loads(content, object_pairs_hook=once if twice else None)
+
+
 def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bool]]:
     with _open(path) as stream:
         # A parquet file is read from its end: a compressed one has to be decompressed in memory, whole.
@@ -206,13 +221,15 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bool]]:
         schema = file.schema_arrow
         if column not in schema.names:
             raise _no_column(str(path), column, schema.names)
+        if (count := schema.names.count(column)) > 1:
+            raise LabError(f"{path}: {count} columns are called {column!r}: rename all but one")
         kind = schema.field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if kind not in _TEXT_TYPES:
             raise LabError(f"{path}: text_column {column!r} must hold text, got {kind}")
         for batch in file.iter_batches(batch_size=1000, columns=[column]):
             try:
-                texts = batch.column(0).to_pylist()
+                texts = batch.column(column).to_pylist()  # a struct's field may have the same path and be there too
             except UnicodeDecodeError as error:
                 raise LabError(f"{path}: text_column {column!r} holds text that is not UTF-8: {error}") from None
             for text in texts:

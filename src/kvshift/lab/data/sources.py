@@ -149,7 +149,7 @@ def _hub_split(config: DataConfig, split: str) -> Documents:
     if config.text_column not in columns:
         raise LabError(f"{where}: no text_column {config.text_column!r}; there are: {', '.join(columns)}")
     kind = columns[config.text_column]
-    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+    if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view", "null"):
         raise LabError(f"{where}: text_column {config.text_column!r} must hold text, got {kind}")
     documents = documents.select_columns([config.text_column])
     return documents if config.text_column == "text" else documents.rename_column(config.text_column, "text")
