@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import random
+import shlex
 import socket
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from kvshift.lab.data.files import find_files, read_files
+from kvshift.lab.data.files import find_files, read_files, read_pieces
 from kvshift.lab.errors import LabError
 
 pytestmark = pytest.mark.no_models
@@ -59,6 +60,8 @@ def complaint(path: Path, column: str = "text") -> str:
 CONTENTS = {
     ".txt": (TEXT.encode(), [TEXT]),
     ".jsonl": (jsonl({"text": TEXT, "n": 1}, {"n": "x", "text": "b"}, {"text": None}), [TEXT, "b", ""]),
+    ".md": (TEXT.encode(), [TEXT]),
+    ".json": (json.dumps([{"text": TEXT}, "b", {"n": 1, "text": None}, None], indent=1).encode(), [TEXT, "b", "", ""]),
     ".parquet": (parquet({"n": [1, 2, 3], "text": [TEXT, "b", None]}), [TEXT, "b", ""]),
 }
 
@@ -78,6 +81,7 @@ def test_text_comes_back_as_it_was(folder, form, compression):
 def test_compressed_files_that_end_early_are_refused_by_name(folder, form, compression):
     noise = random.Random(0).randbytes(50_000).hex()  # hardly shrinks, so that half of it would decompress
     content = {".txt": noise.encode(), ".jsonl": jsonl(*[{"text": noise}] * 3), ".parquet": parquet({"text": [noise]})}
+    content |= {".md": noise.encode(), ".json": json.dumps([noise] * 3).encode()}
     compressed = COMPRESSIONS[compression](content[form])
     path = folder / f"cut{form}{compression}"
 
@@ -147,7 +151,10 @@ def test_file_that_went_away_is_named(folder):
         (b'{"text": oops}', "not JSON: Expecting value at column 10"),
         (b'{"text": "a"', "not JSON"),
         (b'"text"', "must be a JSON object, got str"),
-        (b'{"title": "a", "body": "b"}', "no text_column 'text'; there are: title, body"),
+        (
+            b'{"title": "a", "body": "b"}',
+            "no text_column 'text'; there are: title, body: name the one that holds text, --data.text-column NAME",
+        ),
         (b"{}", "no text_column 'text'; there are: none"),
         (b'{"text": 7}', "text_column 'text' must hold text, got int"),
         (b'{"text": ["a"]}', "text_column 'text' must hold text, got list"),
@@ -173,7 +180,10 @@ def test_txt_that_is_not_utf8_is_named_with_the_byte(folder):
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        ("body", "no text_column 'body'; there are: text, n, list"),
+        (
+            "body",
+            "no text_column 'body'; there are: text, n, list: name the one that holds text, --data.text-column NAME",
+        ),
         ("n", "text_column 'n' must hold text, got int64"),
         ("list", "text_column 'list' must hold text, got list"),
     ],
@@ -264,7 +274,8 @@ def test_folder_is_read_at_every_depth_in_order_of_path_and_other_files_are_left
     (folder / "z.txt").write_text("z")
     (folder / "a.txt").write_text("a")
     (folder / "sub" / "m.jsonl").write_bytes(jsonl({"text": "m"}))
-    (folder / "README.md").write_text("not data")
+    for name in ("README.md", "config.json", "dataset_infos.json", "a.csv", "run.log"):
+        (folder / name).write_text("not data")
     (folder / "folder.txt").mkdir()
 
     assert read(folder) == ["a", "m", "z"]
@@ -289,15 +300,15 @@ def test_name_with_signs_of_a_glob_is_a_file_where_it_exists(folder):
     [
         ("missing.txt", "no such file or folder"),
         ("missing-*.txt", "no file matches"),
-        ("empty", "holds no file of a known format; known are .txt, .jsonl, .parquet"),
-        ("notes.md", "is of no known format"),
+        ("empty", "holds no file of a known format; known are .txt, .md, .jsonl, .json, .parquet"),
+        ("notes.rst", "is of no known format"),
         ("notes.*", "is of no known format"),
         ("corpus.txt.bz2", "is of no known format"),
     ],
 )
 def test_nothing_to_read_is_refused_naming_the_option(folder, name, reason):
     (folder / "empty").mkdir()
-    (folder / "notes.md").write_text("a")
+    (folder / "notes.rst").write_text("a")
     (folder / "corpus.txt.bz2").write_text("a")
 
     with pytest.raises(LabError, match=reason) as error:
@@ -405,3 +416,119 @@ def test_folder_that_cannot_be_read_is_named(folder, monkeypatch):
     monkeypatch.setattr(Path, "iterdir", iterdir)
     with pytest.raises(LabError, match=r"corpus: cannot read the folder .*sub: Permission denied"):
         find_files(str(folder), "corpus")
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.jsonl.gz", "a.json.xz"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_may_hold_an_array_an_object_or_an_object_a_line(folder, name, indent):
+    path = folder / name
+
+    def read_back(*contents: object) -> list[str]:
+        content = b"".join(json.dumps(content, indent=indent).encode() + b"\n" for content in contents)
+        path.write_bytes(COMPRESSIONS[path.suffix if path.suffix in COMPRESSIONS else ""](b"\n" + content))
+        return read(path)
+
+    assert read_back([{"text": TEXT, "n": [1]}, {"text": "b"}]) == [TEXT, "b"]
+    assert read_back(["a", TEXT, None]) == ["a", TEXT, ""]
+    assert read_back({"n": {"text": 1}, "text": TEXT}) == [TEXT]
+    assert read_back([]) == []
+    if indent is None:
+        assert read_back({"text": "a"}, {"text": "b"}) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'[{"text": "a"}, {"body": "b"}]', ", element 2: no text_column 'text'; there are: body: name the one"),
+        (b'["a", 7]', ", element 2: text_column 'text' must hold text, got int"),
+        (b'[["a"]]', ", element 1: text_column 'text' must hold text, got list"),
+        (b'["a",\n"b"\n"c"]', ", line 3: not JSON: Expecting ',' delimiter at column 1"),
+        (b'\n["a",\n"b\xff"]', ", line 3: not UTF-8: byte 2 of the line"),
+        (b'["a"]\n["b"]\n', ", line 2: a second JSON value: must be an object a line, or one array"),
+        (b'{\n"text": "a"\n}\n{\n"text": "b"\n}\n', ", line 4: a second JSON value: must be an object a line"),
+        (b'["a", "b', ", line 1: not JSON: Unterminated string"),
+        (rb'["a", "\ud800"]', ", element 2: half a surrogate pair at character 0"),
+        (b'[{"text": "a", "text": "b"}]', ": 'text' stands twice in one object"),
+        (b"[" * 100_000, ": JSON nested too deeply"),
+        (b'{"data": [{"text": "a"}]}', ", line 1: no text_column 'text'; there are: data"),
+        (b'{"text": ["a", "b"]}', ", line 1: text_column 'text' must hold text, got list"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_fault_in_an_array_is_named_by_file_and_element_or_line(folder, suffix, content, reason):
+    path = folder / f"a{suffix}"
+    path.write_bytes(content)
+
+    assert complaint(path).startswith(f"{path}{reason}")
+
+
+def run_command(message: str) -> None:
+    """Run the `python -c "..."` at the end of a message, as a shell would."""
+    python, flag, code = shlex.split(message[message.index("python -c ") :])
+    assert (python, flag) == ("python", "-c")
+    exec(code, {})
+
+
+@pytest.mark.parametrize("name", ["my web.csv", "web.tsv", "it's.csv", "web.csv.gz"])
+def test_command_that_converts_tables_gives_their_texts(folder, name):
+    path = folder / "sub" / name
+    path.parent.mkdir()
+    separator = "\t" if "tsv" in name else ","
+    rows = separator.join(["n", "text"]) + "\n" + separator.join(["1", '"a ""b"", c\nd"']) + "\n"
+    path.write_bytes(COMPRESSIONS[path.suffix if path.suffix in COMPRESSIONS else ""](rows.encode()))
+    messages = []
+    for pattern in (path, folder):
+        with pytest.raises(LabError, match="format") as error:
+            find_files(str(pattern), "corpus")
+        messages.append(str(error.value))
+    assert "python -c" in messages[0]
+    assert messages[1].endswith(messages[0][messages[0].index("; to convert") :])
+
+    run_command(messages[0])
+    (made,) = path.parent.glob("*.jsonl")
+    assert read(made) == ['a "b", c\nd']
+
+
+CHAT = [{"role": "user", "content": "2 + 2?\nQuick."}, {"role": "assistant", "content": "4"}]
+SHARED_CHAT = [{"from": "human", "value": turn["content"]} for turn in CHAT]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize(("column", "chat"), [("messages", CHAT), ("conversations", SHARED_CHAT)])
+def test_command_that_converts_chats_gives_their_texts(folder, form, column, chat):
+    path = folder / f"my chats.{form}"
+    rows = [{column: chat, "id": 1}, {column: chat[:1], "id": 2}]
+    contents = {
+        "jsonl": jsonl(*rows),
+        "json": json.dumps(rows).encode(),
+        "parquet": parquet_of(pa.Table.from_pylist(rows)),
+    }
+    path.write_bytes(contents[form])
+
+    assert "no text_column 'text'; there are: " in complaint(path)
+    assert f"text_column '{column}' must hold text, got list" in complaint(path, column)
+    run_command(complaint(path))
+    assert read(folder / "my chats-text.jsonl") == ["2 + 2?\nQuick.\n\n4", "2 + 2?\nQuick."]
+    (folder / "my chats-text.jsonl").unlink()
+    run_command(complaint(path, column))
+    assert (folder / "my chats-text.jsonl").exists()
+
+
+@pytest.mark.parametrize("form", CONTENTS)
+@pytest.mark.parametrize("window_log", [28, 31])
+def test_frame_of_zstd_long_is_refused_with_the_command_that_unpacks_it(folder, form, window_log):
+    path = folder / f"long one{form}.zst"
+    # magic number, a frame without a size, its window of 2^window_log bytes, one empty last block
+    path.write_bytes(bytes.fromhex("28b52ffd") + bytes([0, (window_log - 10) << 3]) + bytes([1, 0, 0]))
+
+    said = complaint(path)
+    assert said.startswith(f"cannot read {path}: ")
+    assert f"unpack it with: zstd -d --long=31 '{path}'" in said
+
+
+def test_option_that_chooses_the_column_is_the_commands_own(folder):
+    (folder / "a.jsonl").write_bytes(jsonl({"body": "a"}))
+    files = find_files(str(folder), "texts")
+
+    with pytest.raises(LabError, match=r"there are: body: name the one that holds text, --text-column NAME$"):
+        list(read_pieces(files, "text", "--text-column"))

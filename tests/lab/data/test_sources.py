@@ -297,6 +297,17 @@ def test_fault_of_a_hub_dataset_is_named(hub, options, message, streaming):
         load(corpus="owner/name", streaming=streaming, **options)
 
 
+def test_missing_column_names_the_option_of_the_command(hub):
+    for corpus in ("owner/name", str(hub.folder)):
+        config = DataConfig(corpus=corpus, text_column="body")
+        with pytest.raises(
+            LabError, match=r"there are: text, id: name the one that holds text, --data\.text-column NAME"
+        ):
+            load_documents(config)
+        with pytest.raises(LabError, match=r"there are: text, id: name the one that holds text, --text-column NAME"):
+            list(sources.read_text(config, "texts"))
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_hub_dataset_with_another_column(hub, streaming, monkeypatch):
     monkeypatch.setattr(sources, "STREAM_VALIDATION_DOCUMENTS", 2)

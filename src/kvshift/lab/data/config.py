@@ -22,8 +22,9 @@ class DataConfig:
     """Text, the tokenizer that encodes it, and the sequences that its tokens are packed into."""
 
     corpus: str = "tinyshakespeare"
-    """The text: a bundled corpus by name (tinyshakespeare); a file, a folder or a quoted glob of .txt, .jsonl and
-    .parquet files, each also as .gz, .xz or .zst; or a hub dataset "owner/name", such as HuggingFaceFW/fineweb-edu."""
+    """The text: a bundled corpus by name (tinyshakespeare); a file, a folder or a quoted glob of .txt, .md, .jsonl,
+    .json and .parquet files, each also as .gz, .xz or .zst; or a hub dataset "owner/name", such as
+    HuggingFaceFW/fineweb-edu."""
 
     hub_config: str | None = None
     """Configuration of the hub dataset, such as sample-10BT."""
@@ -35,7 +36,7 @@ class DataConfig:
     """Read the text during training, instead of downloading, tokenizing and caching all of it first."""
 
     text_column: str = "text"
-    """Column that holds the text, in .jsonl and .parquet files and hub datasets. A row is one document."""
+    """Column that holds the text, in .jsonl, .json and .parquet files and hub datasets. A row is one document."""
 
     validation: str | None = None
     """Validation text: a file, folder or glob, or, with a hub dataset, one of its splits. None: the last

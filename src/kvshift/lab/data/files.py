@@ -1,6 +1,6 @@
-"""Documents in local files: .txt, .jsonl and .parquet, plain or compressed.
+"""Documents in local files: .txt, .md, .jsonl, .json and .parquet, plain or compressed.
 
-Hugging Face datasets has loaders for the three formats; they are not used, since in datasets 5.2 they read a truncated
+Hugging Face datasets has loaders for these formats; they are not used, since in datasets 5.2 they read a truncated
 .zst file as a shorter one, refuse .parquet.gz, name neither file nor line of malformed JSON, and change line ends.
 """
 
@@ -12,7 +12,8 @@ import gzip
 import io
 import json
 import lzma
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,14 @@ from kvshift.lab.errors import LabError
 
 __all__ = ["FORMATS", "FileStamp", "find_files", "is_data_file", "read_files", "read_pieces"]
 
-FORMATS = (".txt", ".jsonl", ".parquet")
+FORMATS = (".txt", ".md", ".jsonl", ".json", ".parquet")
 _COMPRESSIONS = (".gz", ".xz", ".zst")
+
+# Beside the data in a folder, and no data: what Hugging Face datasets passes over.
+_ABOUT_THE_DATA = ("README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+
+# Columns of chat messages, and the keys that hold their text.
+_CHATS = ("messages", "conversations", "conversation")
 
 # Read of a .txt file at once.
 _PART_BYTES = 2**20
@@ -57,6 +64,7 @@ def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
         if not found:
             raise LabError(
                 f"{option}: the folder {pattern} holds no file of a known format; {known}; hidden names are left out"
+                f"{_of_tables(path)}"
             )
     elif path.exists() or path.is_symlink():
         found = [path]
@@ -69,7 +77,7 @@ def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:
         if not file.is_file():
             raise _no_file(file, option)
         if not is_data_file(file):
-            raise LabError(f"{option}: {file} is of no known format; {known}")
+            raise LabError(f"{option}: {file} is of no known format; {known}{_of_tables(file)}")
     # not resolved: a link may point to a file without a suffix, as in the caches of the hub
     stats = [(str(file.absolute()), file.stat()) for file in found]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -97,7 +105,7 @@ def _files_in(folder: Path, option: str, seen: dict[Path, Path]) -> Iterator[Pat
                 yield from _files_in(path, option, seen)
         elif not path.is_file():
             raise _no_file(path, option)
-        elif is_data_file(path):
+        elif path.name not in _ABOUT_THE_DATA and is_data_file(path):
             yield path
 
 
@@ -112,6 +120,39 @@ def _no_file(path: Path, option: str) -> LabError:
     return LabError(f"{option}: {path} is not a regular file (a pipe, socket or device): write its text to a file")
 
 
+def _of_tables(path: Path) -> str:
+    """What an error adds where the path is a .csv or .tsv file, or a folder that holds one: how to convert it."""
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if _format(file) in (".csv", ".tsv"):
+            separator = r", sep='\t'" if _format(file) == ".tsv" else ""
+            return f"; to convert {file.name}: " + _python(
+                f"datasets.Dataset.from_csv({str(file)!r}{separator}).to_json({_converted(file)!r})"
+            )
+    return ""
+
+
+def _of_chats(path: Path, columns: Iterable[str]) -> str:
+    """What an error adds where a column holds the messages of chats: how to make each chat a text."""
+    chats = next((name for name in _CHATS if name in columns), None)
+    if chats is None:
+        return ""
+    kind = "parquet" if _format(path) == ".parquet" else "json"
+    text = rf"'\n\n'.join(m.get('content') or m.get('value') or '' for m in row['{chats}'])"
+    return f"; {chats!r} holds chats, to make each a text: " + _python(
+        f"datasets.Dataset.from_{kind}({str(path)!r}).map(lambda row: {{'text': {text}}})"
+        f".select_columns('text').to_json({_converted(path)!r})"
+    )
+
+
+def _converted(path: Path) -> str:
+    return str(path.with_name(f"{path.name.removesuffix(path.suffix).split('.')[0]}-text.jsonl"))
+
+
+def _python(code: str) -> str:
+    code = f"import datasets; {code}"
+    return "python -c " + (f'"{code}"' if not set(code) & set('"$`') else shlex.quote(code))
+
+
 def read_files(files: tuple[FileStamp, ...], column: str) -> Iterator[dict[str, Any]]:
     """One {"text": str} a document; see `read_pieces`."""
     pieces: list[str] = []
@@ -122,16 +163,19 @@ def read_files(files: tuple[FileStamp, ...], column: str) -> Iterator[dict[str, 
             pieces = []
 
 
-def read_pieces(files: tuple[FileStamp, ...], column: str) -> Iterator[tuple[str, bool]]:
+def read_pieces(
+    files: tuple[FileStamp, ...], column: str, option: str = "--data.text-column"
+) -> Iterator[tuple[str, bool]]:
     """The documents in pieces that fit into memory, each with whether it is the last of its document.
 
-    A document is a .txt file, read a part at a time, or a row of a .jsonl or .parquet file, which is one piece. Text is
+    A document is a .txt or .md file, read a part at a time, or a row of another, which is one piece: a row of a .jsonl
+    or .json file is an object on a line, or an element (an object or a text) of the array that the file holds. Text is
     taken as it is, line ends included; a byte order mark at the start of a file is dropped. A null, in whatever format,
     is an empty text.
 
     Raises:
         LabError: a file cannot be read or is damaged, or `column` is not there or holds no text; the file is named,
-            and the line or byte.
+            and the line or byte; `option` is what chooses the column.
     """
     # EOFError, LZMAError: a compressed file that ends early or is damaged; OSError covers gzip and zstd. Local, since
     # a generator that is closed when Python ends finds the modules gone.
@@ -141,7 +185,17 @@ def read_pieces(files: tuple[FileStamp, ...], column: str) -> Iterator[tuple[str
         read = _READERS[_format(path)]
         try:
             yield from read(path, column)
+        except _NoColumnError as error:
+            hint = _of_chats(path, error.columns)
+            raise LabError(f"{error}: name the one that holds text, {option} NAME{hint}") from None
+        except _NoTextError as error:
+            raise LabError(f"{error}{_of_chats(path, error.columns)}") from None
         except faults as error:
+            if "requires too much memory" in str(error):
+                raise LabError(
+                    f"cannot read {path}: it was compressed with zstd --long, and takes more than 128 MiB of memory; "
+                    f"unpack it with: zstd -d --long=31 {shlex.quote(str(path))}, and compress it again without --long"
+                ) from error
             raise LabError(f"cannot read {path}: {error or type(error).__name__}") from error
 
 
@@ -170,47 +224,67 @@ def _decode(decoder: codecs.IncrementalDecoder, content: bytes, begin: int, path
         raise LabError(f"{path}: not UTF-8: byte {begin + error.start} is 0x{found:02x} ({error.reason})") from None
 
 
-def _read_jsonl(path: Path, column: str) -> Iterator[tuple[str, bool]]:
+def _read_json(path: Path, column: str) -> Iterator[tuple[str, bool]]:
     with _open(path) as file:
+        first = True
         for number, line in enumerate(file, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.strip():
                 continue
+            if first and (line.lstrip().startswith(b"[") or line.strip() == b"{"):  # an array, or an object on lines
+                rows = _parse(line + file.read(), column, str(path), path, number)
+                for index, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
+                    where = f"{path}, element {index}"
+                    yield _text(row if isinstance(row, dict) else {column: row}, column, where), True
+                return
+            first = False
             where = f"{path}, line {number}"
-            try:
-                row = _parse(line.decode("utf-8"), column, where)
-            except UnicodeDecodeError as error:
-                raise LabError(f"{where}: not UTF-8: byte {error.start} of the line ({error.reason})") from None
-            except json.JSONDecodeError as error:
-                raise LabError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-            except RecursionError:
-                raise LabError(f"{where}: JSON nested too deeply") from None
+            row = _parse(line.rstrip(b"\r\n"), column, where, path, number)
             if not isinstance(row, dict):
                 raise LabError(f"{where}: must be a JSON object, got {type(row).__name__}")
-            if column not in row:
-                raise _no_column(where, column, list(row))
-            text = row[column]
-            if text is None:
-                text = ""
-            if not isinstance(text, str):
-                raise LabError(f"{where}: text_column {column!r} must hold text, got {type(text).__name__}")
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise LabError(f"{where}: half a surrogate pair at character {error.start} of the text") from None
-            yield text, True
+            yield _text(row, column, where), True
 
 
-def _parse(content: str, column: str, where: str) -> Any:
+def _parse(content: bytes, column: str, where: str, path: Path, number: int) -> Any:
+    """The JSON of a line, or of the rest of the file from this line on."""
+
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if sum(name == column for name, _ in pairs) > 1:
             raise LabError(f"{where}: {column!r} stands twice in one object: rename one of them")
         return dict(pairs)
 
-    # the hook takes time, and Python keeps the last of two silently
-    twice = content.count(json.dumps(column)) > 1 or content.count(f'"{column}"') > 1
-    return json.loads(content, object_pairs_hook=once if twice else None)
+    try:
+        text = content.decode("utf-8")
+        # the hook takes time; without it, the last of two would be taken silently
+        twice = text.count(json.dumps(column)) > 1 or text.count(f'"{column}"') > 1
+        return json.loads(text, object_pairs_hook=once if twice else None)
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        line, byte = number + before.count(b"\n"), error.start - before.rfind(b"\n") - 1
+        raise LabError(f"{path}, line {line}: not UTF-8: byte {byte} of the line ({error.reason})") from None
+    except json.JSONDecodeError as error:
+        reason = f"not JSON: {error.msg} at column {error.colno}"
+        if error.msg == "Extra data" and error.lineno > 1:
+            reason = "a second JSON value: must be an object a line, or one array of objects or of texts"
+        raise LabError(f"{path}, line {number + error.lineno - 1}: {reason}") from None
+    except RecursionError:
+        raise LabError(f"{where}: JSON nested too deeply") from None
+
+
+def _text(row: dict[str, Any], column: str, where: str) -> str:
+    if column not in row:
+        raise _NoColumnError(where, column, list(row))
+    text = row[column]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise _NoTextError(where, column, type(text).__name__)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise LabError(f"{where}: half a surrogate pair at character {error.start} of the text") from None
+    return text
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bool]]:
@@ -220,13 +294,13 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bool]]:
         file = pq.ParquetFile(source)
         schema = file.schema_arrow
         if column not in schema.names:
-            raise _no_column(str(path), column, schema.names)
+            raise _NoColumnError(str(path), column, schema.names)
         if (count := schema.names.count(column)) > 1:
             raise LabError(f"{path}: {count} columns are called {column!r}: rename all but one")
         kind = schema.field(column).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if kind not in _TEXT_TYPES:
-            raise LabError(f"{path}: text_column {column!r} must hold text, got {kind}")
+            raise _NoTextError(str(path), column, str(kind))
         for batch in file.iter_batches(batch_size=1000, columns=[column]):
             try:
                 texts = batch.column(column).to_pylist()  # a struct's field may have the same path and be there too
@@ -236,8 +310,16 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bool]]:
                 yield text or "", True
 
 
-def _no_column(where: str, column: str, existing: list[str]) -> LabError:
-    return LabError(f"{where}: no text_column {column!r}; there are: {', '.join(existing) or 'none'}")
+class _NoColumnError(LabError):
+    def __init__(self, where: str, column: str, existing: list[str]) -> None:
+        super().__init__(f"{where}: no text_column {column!r}; there are: {', '.join(existing) or 'none'}")
+        self.columns = existing
+
+
+class _NoTextError(LabError):
+    def __init__(self, where: str, column: str, kind: str) -> None:
+        super().__init__(f"{where}: text_column {column!r} must hold text, got {kind}")
+        self.columns = [column]
 
 
 def _format(path: Path) -> str:
@@ -245,7 +327,13 @@ def _format(path: Path) -> str:
     return (path.with_suffix("") if path.suffix in _COMPRESSIONS else path).suffix
 
 
-_READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+_READERS = {
+    ".txt": _read_txt,
+    ".md": _read_txt,
+    ".jsonl": _read_json,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
 
 
 def _open(path: Path) -> io.BufferedIOBase:

@@ -49,16 +49,18 @@ def load_documents(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
 def read_text(config: DataConfig, option: str) -> Iterator[tuple[str, bool]]:
     """All of the corpus, nothing held out, in pieces; see `read_pieces`. Documents of white space alone are left out.
 
+    For a command that has --text-column, not --data.text-column.
+
     Raises:
         LabError: the text cannot be found, and `option` is named, or cannot be read.
     """
     files = _find(config, option)
     if files is None:
-        yield from ((text, True) for text in texts(_hub_split(config, config.split)))
+        yield from ((text, True) for text in texts(_hub_split(config, config.split, "--text-column")))
         return
     blank = ""  # what a document begins with
     begun = False
-    for text, last in read_pieces(files, config.text_column):
+    for text, last in read_pieces(files, config.text_column, "--text-column"):
         if not begun:
             text = blank + text
             if not text or text.isspace():
@@ -135,7 +137,7 @@ def _hub(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
     return train, held_out
 
 
-def _hub_split(config: DataConfig, split: str) -> Documents:
+def _hub_split(config: DataConfig, split: str, column_option: str = "--data.text-column") -> Documents:
     where = f"{config.corpus}, split {split}"
     try:
         documents = datasets.load_dataset(config.corpus, config.hub_config, split=split, streaming=config.streaming)
@@ -147,7 +149,10 @@ def _hub_split(config: DataConfig, split: str) -> Documents:
         ) from error
     columns = documents.features or {}
     if config.text_column not in columns:
-        raise LabError(f"{where}: no text_column {config.text_column!r}; there are: {', '.join(columns)}")
+        raise LabError(
+            f"{where}: no text_column {config.text_column!r}; there are: {', '.join(columns)}: name the one "
+            f"that holds text, {column_option} NAME"
+        )
     kind = columns[config.text_column]
     if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view", "null"):
         raise LabError(f"{where}: text_column {config.text_column!r} must hold text, got {kind}")
