@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,26 @@ def test_missing_column_names_the_option_of_the_command(hub):
             load_documents(config)
         with pytest.raises(LabError, match=r"there are: text, id: name the one that holds text, --text-column NAME"):
             list(sources.read_text(config, "texts"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("column", ["text", "messages"])
+def test_chats_of_a_hub_dataset_come_with_the_command_that_converts_them(hub, tmp_path, monkeypatch, streaming, column):
+    rows = [
+        {"messages": [{"role": "user", "content": name}, {"role": "assistant", "content": "yes"}]} for name in NAMES
+    ]
+    (hub.folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (hub.folder / "validation.jsonl").unlink()
+    with pytest.raises(LabError, match="'messages' holds chats, to make each a text: ") as error:
+        load(corpus="owner/name", text_column=column, streaming=streaming)
+
+    message = str(error.value)
+    python, flag, code = shlex.split(message[message.index("python -c ") :])
+    assert (python, flag) == ("python", "-c")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: hub.load(str(hub.folder), split=split))
+    exec(code, {})
+    assert load_all(corpus="text.jsonl") == [f"{name}\n\nyes" for name in NAMES]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

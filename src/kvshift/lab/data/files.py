@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from kvshift.lab.errors import LabError
 
-__all__ = ["FORMATS", "FileStamp", "find_files", "is_data_file", "read_files", "read_pieces"]
+__all__ = ["FORMATS", "FileStamp", "find_files", "is_data_file", "of_chats", "read_files", "read_pieces"]
 
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".parquet")
 _COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -131,17 +131,23 @@ def _of_tables(path: Path) -> str:
     return ""
 
 
-def _of_chats(path: Path, columns: Iterable[str]) -> str:
-    """What an error adds where a column holds the messages of chats: how to make each chat a text."""
+def of_chats(columns: Iterable[str], load: str, out: str) -> str:
+    """What an error adds where a column holds the messages of chats: how to make each chat a text.
+
+    `load` is Python that gives the dataset, `out` the file to write.
+    """
     chats = next((name for name in _CHATS if name in columns), None)
     if chats is None:
         return ""
-    kind = "parquet" if _format(path) == ".parquet" else "json"
     text = rf"'\n\n'.join(m.get('content') or m.get('value') or '' for m in row['{chats}'])"
     return f"; {chats!r} holds chats, to make each a text: " + _python(
-        f"datasets.Dataset.from_{kind}({str(path)!r}).map(lambda row: {{'text': {text}}})"
-        f".select_columns('text').to_json({_converted(path)!r})"
+        f"datasets.{load}.map(lambda row: {{'text': {text}}}).select_columns('text').to_json({out!r})"
     )
+
+
+def _of_chats_in(path: Path, columns: Iterable[str]) -> str:
+    kind = "parquet" if _format(path) == ".parquet" else "json"
+    return of_chats(columns, f"Dataset.from_{kind}({str(path)!r})", _converted(path))
 
 
 def _converted(path: Path) -> str:
@@ -186,10 +192,10 @@ def read_pieces(
         try:
             yield from read(path, column)
         except _NoColumnError as error:
-            hint = _of_chats(path, error.columns)
+            hint = _of_chats_in(path, error.columns)
             raise LabError(f"{error}: name the one that holds text, {option} NAME{hint}") from None
         except _NoTextError as error:
-            raise LabError(f"{error}{_of_chats(path, error.columns)}") from None
+            raise LabError(f"{error}{_of_chats_in(path, error.columns)}") from None
         except faults as error:
             if "requires too much memory" in str(error):
                 raise LabError(

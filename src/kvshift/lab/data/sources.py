@@ -17,7 +17,7 @@ import datasets
 
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
-from kvshift.lab.data.files import FileStamp, find_files, is_data_file, read_files, read_pieces
+from kvshift.lab.data.files import FileStamp, find_files, is_data_file, of_chats, read_files, read_pieces
 from kvshift.lab.errors import LabError
 
 __all__ = ["Documents", "bundled_corpora", "load_documents", "read_text", "texts"]
@@ -148,14 +148,17 @@ def _hub_split(config: DataConfig, split: str, column_option: str = "--data.text
             f"corpus: {config.corpus!r} is no file or folder here, and loading it from the hub failed: {error}"
         ) from error
     columns = documents.features or {}
+    name = (config.corpus,) if config.hub_config is None else (config.corpus, config.hub_config)
+    load = f"load_dataset({', '.join(map(repr, name))}, split={split!r})"
     if config.text_column not in columns:
         raise LabError(
             f"{where}: no text_column {config.text_column!r}; there are: {', '.join(columns)}: name the one "
-            f"that holds text, {column_option} NAME"
+            f"that holds text, {column_option} NAME{of_chats(columns, load, 'text.jsonl')}"
         )
     kind = columns[config.text_column]
     if getattr(kind, "dtype", None) not in ("string", "large_string", "string_view", "null"):
-        raise LabError(f"{where}: text_column {config.text_column!r} must hold text, got {kind}")
+        chats = of_chats([config.text_column], load, "text.jsonl")
+        raise LabError(f"{where}: text_column {config.text_column!r} must hold text, got {kind}{chats}")
     documents = documents.select_columns([config.text_column])
     return documents if config.text_column == "text" else documents.rename_column(config.text_column, "text")
 
