@@ -274,7 +274,7 @@ def test_options_come_from_the_command_line(capsys):
     with pytest.raises(SystemExit):
         tyro.cli(DataConfig, args=["--help"])
     shown = capsys.readouterr().out
-    for name in ("Tokens in a sequence", "as in the paper", "Share of the corpus", "<|endoftext|>", "sample-10BT"):
+    for name in ("Tokens per sequence", "as in the paper", "fraction of the corpus", "<|endoftext|>", "sample-10BT"):
         assert name in " ".join(shown.replace("│", " ").split())
 
 
