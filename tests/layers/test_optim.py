@@ -12,6 +12,12 @@ from tests.layers.attention_cases import with_shift_options
 E, V = 12, 17
 
 
+@pytest.mark.parametrize("model", [[], [nn.Parameter(torch.ones(2))], nn.Linear(2, 2).parameters(), None])
+def test_what_is_no_module_is_named(model):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not its parameters; got "):
+        param_groups(model, lr=0.1)
+
+
 class Tied(nn.Module):
     """An embedding that is the head too, two attention layers that share their shift, a norm and biases."""
 

@@ -353,6 +353,14 @@ def test_the_token_that_begins_a_text_is_not_cropped() -> None:
     assert _cropped([7, 1, 2], 3, begin=7) == [7, 1, 2]
 
 
+def test_more_beams_than_can_be_drawn_from(model_folder: Path, tmp_path: Path) -> None:
+    vocabulary = json.loads((model_folder / "config.json").read_text())["vocab_size"]
+    config = batch_config(model_folder, tmp_path, num_beams=2**24 // vocabulary + 1, temperature=1.0)
+    with pytest.raises(LabError, match=rf"num_beams must be at most {2**24 // vocabulary} where tokens are drawn"):
+        generate(config)
+    assert not config.output.exists()
+
+
 def test_too_long_a_prompt_is_named_before_anything_is_generated(model_folder: Path, tmp_path: Path) -> None:
     long = " ".join(["to be"] * 40)
     count = len(tokenizer()(long)["input_ids"])

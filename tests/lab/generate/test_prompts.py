@@ -153,6 +153,18 @@ def test_two_processes_do_not_write_to_one_file(finished: tuple[GenerateConfig, 
     assert config.output.read_bytes() == content
 
 
+@pytest.mark.parametrize("output", ["/proc/answers", "folder"])
+def test_an_output_that_cannot_be_opened_leaves_nothing(output: str, model_folder: Path, tmp_path: Path) -> None:
+    """No lock beside it; and it is not another process that is at fault."""
+    (tmp_path / "folder").mkdir()
+    config = batch_config(model_folder, tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(LabError, match=r"output: .* cannot be written") as e:
+        generate(dataclasses.replace(config, output=tmp_path / output))  # of an absolute path, that path
+    assert e.value.exit_code == 2
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_a_full_disk(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import kvshift.lab.generate.prompts as module
 

@@ -129,6 +129,36 @@ def test_weights_of_another_size_are_an_error_that_says_so(model_folder: Path, t
         load_model(str(folder), device="cpu", say=lambda note: None)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_named(number: float, model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "diverged")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][1] = number
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LabError, match=r"diverged: model\.norm\.weight has numbers that are not finite"):
+        load_model(str(folder), device="cpu", say=lambda note: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"num_attention_heads": 13},
+            r"ValueError: The hidden size \(\d+\) is not a multiple of the number of attention",
+        ),
+        ({"hidden_size": "wide"}, "hidden_size"),
+    ],
+    ids=["heads", "type"],
+)
+def test_a_configuration_that_transformers_refuses(changes: dict, why: str, model_folder: Path, tmp_path: Path) -> None:
+    """Its errors are of a class of their own, and the reason is in their last line."""
+    folder = shutil.copytree(model_folder, tmp_path / "refused")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(LabError, match=rf"refused could not be loaded: .*{why}"):
+        load_model(str(folder), device="cpu", say=lambda note: None)
+
+
 def test_a_checkpoint_that_lacks_weights_is_not_filled_up(model_folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

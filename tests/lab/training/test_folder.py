@@ -1,18 +1,22 @@
 """The folder of a run: what may lie there, what a process that was killed leaves, and what a full disk does."""
 
+import errno
 import importlib
 import json
 import os
 import shutil
 import sys
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs.checkpoints import find_checkpoint
-from kvshift.lab.runs.folder import Metrics, RunFailedError, read_metrics
+from kvshift.lab.runs.folder import Metrics, RunFailedError, RunFolder, read_metrics, write_bytes
 from kvshift.lab.training.train import train
+from kvshift.lab.training.train_config import ModelConfig
 
 from .cases import assert_same_run, copied, disk_of, metrics, tiny
 
@@ -44,6 +48,52 @@ def test_options_that_are_refused_leave_a_folder_that_can_be_used(finished, corp
     monkeypatch.undo()
     train(tiny(corpus, tmp_path / "run"))
     assert_same_run(tmp_path / "run", finished)
+
+
+@pytest.mark.parametrize(
+    ("changes", "empty"),
+    [({}, True), ({"model": ModelConfig(size="9B")}, False)],
+    ids=["no text", "no such size"],
+)
+def test_options_that_are_refused_leave_no_folder(corpus, tmp_path, changes, empty):
+    if empty:
+        corpus = tmp_path / "empty.txt"
+        corpus.write_text(" \n")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(LabError) as e:
+        train(replace(tiny(corpus, tmp_path / "runs" / "run"), **changes))
+    assert e.value.exit_code == 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_options_that_are_refused_leave_what_was_there(corpus, tmp_path):
+    (tmp_path / "run" / "notes").mkdir(parents=True)
+
+    def fail():
+        (tmp_path / "new" / "seed-0").mkdir()
+        raise LabError("")
+
+    with pytest.raises(LabError), RunFolder(tmp_path / "run").locked():
+        raise LabError("")
+    with pytest.raises(LabError), RunFolder(tmp_path / "new").locked():
+        fail()
+    with pytest.raises(RunFailedError), RunFolder(tmp_path / "stopped").locked():
+        raise RunFailedError("")
+    assert (tmp_path / "run" / "notes").exists()
+    assert (tmp_path / "new" / "seed-0").exists()
+    assert (tmp_path / "stopped").exists()
+
+
+def test_a_file_system_that_takes_no_file_is_said_so(tmp_path, monkeypatch):
+    """Nor can the part that was not written be removed there."""
+
+    def refused(path, *_, **__):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    for method in ("open", "unlink"):
+        monkeypatch.setattr(Path, method, refused)
+    with pytest.raises(RunFailedError, match=r"report\.json could not be written: .*Read-only file system"):
+        write_bytes(tmp_path / "report.json", b"{}")
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,13 @@ def test_command_line(corpus, finished, tmp_path, capfd):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["train", "--help"])
     said = " ".join(capfd.readouterr().out.replace("│", " ").split())
-    for words in ("Optimizer steps in all.", "--model.shift-targets", "Sequences in one", "(default: 300)", "WSD"):
+    for words in (
+        "Total number of optimizer steps.",
+        "--model.shift-targets",
+        "Sequences in one",
+        "(default: 300)",
+        "WSD",
+    ):
         assert words.lower() in said.lower()
 
 

@@ -29,6 +29,7 @@ __all__ = ["Continuation", "GenerateConfig", "continue_batch", "encode", "genera
 _say = partial(say, command="generate")
 
 _NEW_TOKENS = 128  # by default
+_MOST_CANDIDATES = 2**24  # of torch.multinomial
 
 
 class Continuation(NamedTuple):
@@ -57,6 +58,12 @@ def generate(config: GenerateConfig) -> None:
     model, tokenizer, source = load_model(config.model, dtype=config.dtype, device=config.device, say=_say)
     if config.prompt_lookup and not decodes_with_cache(model):
         raise LabError(f"prompt_lookup must be 0: {model.config.model_type} does not decode with a cache")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if config.num_beams > 1 and config.temperature > 0 and config.num_beams * vocabulary > _MOST_CANDIDATES:
+        raise LabError(
+            f"num_beams must be at most {_MOST_CANDIDATES // vocabulary} where tokens are drawn (temperature > 0) from "
+            f"{vocabulary}: PyTorch draws from 2^24 candidates, beams x vocabulary, at most; got {config.num_beams}"
+        )
     encoded = [encode(tokenizer, *prompt) for prompt in given]
     config, encoded = _fitted(model, tokenizer, encoded, [prompt.name for prompt in given], config)
 

@@ -76,7 +76,11 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder and hold its lock, which ends with the process, however that ends."""
+        """Make the folder and hold its lock, which ends with the process, however that ends.
+
+        Where the block refuses what it was given (exit code 2) before a run began, the folder is as it was before.
+        """
+        made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / ".lock")
@@ -89,8 +93,24 @@ class RunFolder:
             raise LabError(f"out: {self.path} cannot be written to: {error}") from error
         try:
             yield
+        except LabError as error:
+            if made and error.exit_code == LabError.exit_code and not self.config.exists():
+                self._unmake(made)
+            raise
         finally:
             lock.release()
+
+    def _unmake(self, made: list[Path]) -> None:
+        """Remove new folders, the innermost first, unless they hold more than what a run writes before it begins."""
+        lock = self.path / ".lock"
+        if not {*self.path.iterdir()} <= {self.tokenizer, self.environment, lock}:
+            return
+        with suppress(OSError):
+            remove_folder(self.tokenizer)
+            self.environment.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
+            for folder in made:
+                folder.rmdir()
 
     def read(self, path: Path) -> dict[str, Any] | None:
         """The JSON object in one of the files, or None where there is no such file."""
