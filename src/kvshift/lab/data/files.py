@@ -14,6 +14,7 @@ import json
 import lzma
 import shlex
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,16 +256,11 @@ def _read_json(path: Path, column: str) -> Iterator[tuple[str, bool]]:
 def _parse(content: bytes, column: str, where: str, path: Path, number: int) -> Any:
     """The JSON of a line, or of the rest of the file from this line on."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if sum(name == column for name, _ in pairs) > 1:
-            raise LabError(f"{where}: {column!r} stands twice in one object: rename one of them")
-        return dict(pairs)
-
     try:
         text = content.decode("utf-8")
-        # the hook takes time; without it, the last of two would be taken silently
-        twice = text.count(json.dumps(column)) > 1 or text.count(f'"{column}"') > 1
-        return json.loads(text, object_pairs_hook=once if twice else None)
+        if any(text.count(key) > 1 for key in {f'"{column}"', json.dumps(column)}):
+            return json.loads(text, object_pairs_hook=partial(_without_repeats, column, where))
+        return json.loads(text)
     except UnicodeDecodeError as error:
         before = content[: error.start]
         line, byte = number + before.count(b"\n"), error.start - before.rfind(b"\n") - 1
@@ -276,6 +272,13 @@ def _parse(content: bytes, column: str, where: str, path: Path, number: int) -> 
         raise LabError(f"{path}, line {number + error.lineno - 1}: {reason}") from None
     except RecursionError:
         raise LabError(f"{where}: JSON nested too deeply") from None
+
+
+def _without_repeats(column: str, where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, of whose equal keys json.loads would take the last silently."""
+    if sum(name == column for name, _ in pairs) > 1:
+        raise LabError(f"{where}: {column!r} stands twice in one object: rename one of them")
+    return dict(pairs)
 
 
 def _text(row: dict[str, Any], column: str, where: str) -> str:
