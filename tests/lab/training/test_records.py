@@ -162,7 +162,7 @@ def test_command_line(corpus, finished, tmp_path, capfd):
     assert result(out) == result(finished)
     capfd.readouterr()
     with pytest.raises(SystemExit, match="0"):
-        cli.main(["train", "--help"])
+        cli.main(["train", "--help-all"])
     said = " ".join(capfd.readouterr().out.replace("│", " ").split())
     for words in (
         "Total number of optimizer steps.",
