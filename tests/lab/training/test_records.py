@@ -167,7 +167,7 @@ def test_command_line(corpus, finished, tmp_path, capfd):
     for words in (
         "Total number of optimizer steps.",
         "--model.shift-targets",
-        "Sequences in one",
+        "Sequences per forward pass",
         "(default: 300)",
         "WSD",
     ):
