@@ -2,13 +2,14 @@
 
 import base64
 import json
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from kvshift import ShiftOptions
@@ -18,6 +19,7 @@ from kvshift.lab.analyze.analyze import AnalyzeConfig, analyze
 from kvshift.lab.analyze.head_scores import RepeatConfig, measure_heads
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.errors import LabError
+from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
@@ -271,3 +273,14 @@ def test_folders_that_cannot_be(shifted: Path, task_run: Path, tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(LabError, match=r"out: .*file cannot be written to"):
         analyze(AnalyzeConfig(run=shifted, out=tmp_path / "file", rows=1, device="cpu"))
+
+
+@pytest.mark.parametrize("place", ["lm_head.weight", "model.layers.0.self_attn.k_proj.weight"])
+def test_what_is_not_finite_leaves_nothing(place: str, shifted: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(shifted, tmp_path / "large")
+    weights = load_file(folder / "model.safetensors")
+    weights[place] = torch.full_like(weights[place], 3e38)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunFailedError, match="computes numbers that are not finite; nothing was written"):
+        analyze(AnalyzeConfig(run=folder, out=tmp_path / "out", rows=2))
+    assert not (tmp_path / "out").exists()

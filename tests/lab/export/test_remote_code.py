@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -306,3 +307,15 @@ def test_folders_and_options_that_are_refused(saved: Path, tmp_path: Path):
     with pytest.raises(LabError, match="there is no folder"):
         export(ExportOptions(model=str(tmp_path / "none"), out=tmp_path / "out", remote_code=True))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("remote_code", [True, False])
+def test_a_model_that_computes_what_is_not_finite_is_said_so(remote_code: bool, saved: Path, tmp_path: Path):
+    """Not its copy."""
+    folder = shutil.copytree(saved, tmp_path / "large")
+    model = load_weights(folder, device="cpu")
+    model.lm_head.weight.data.fill_(3e38)
+    model.save_pretrained(folder)
+    with pytest.raises(RunFailedError, match="itself computes logits that are not finite"):
+        export(ExportOptions(model=str(folder), out=tmp_path / "out", remote_code=remote_code))
+    assert [path.name for path in tmp_path.iterdir()] == ["large"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -20,6 +21,7 @@ from kvshift.lab.analyze.analyze_config import AnalyzeConfig
 from kvshift.lab.compare.compare_config import CompareConfig
 from kvshift.lab.errors import LabError
 from kvshift.lab.generate.generate import GenerateConfig, _cropped, encode, generate
+from kvshift.lab.runs.folder import RunFailedError
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from ..generation_cases import PROMPTS, batch_config, lines, save_model, tokenizer, write_prompts
@@ -378,3 +380,20 @@ def test_too_long_a_prompt_is_named_before_anything_is_generated(model_folder: P
         LabError, match=rf"has {one} token\(s\); with max_new_tokens 64 .*: it takes at most {64 - one}"
     ):
         generate(dataclasses.replace(config, max_new_tokens=64))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0}, {"num_beams": 3}, {"num_beams": 3, "temperature": 0}, {"prompt_lookup": 2}],
+    ids=["drawn", "greedy", "beams drawn", "beams", "lookup"],
+)
+def test_logits_that_are_not_finite_are_not_continued(options: dict, model_folder: Path, tmp_path: Path) -> None:
+    """The weights are finite: what they compute is too large."""
+    folder = shutil.copytree(model_folder, tmp_path / "large")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = torch.full_like(weights["model.embed_tokens.weight"], 3e38)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(RunFailedError, match=r"model: its logits are not finite after \d+ tokens"):
+        generate(dataclasses.replace(batch_config(folder, tmp_path), **options))

@@ -203,3 +203,20 @@ def test_a_llama_becomes_one_that_the_lab_knows(tmp_path: Path):
     tokenizer().save_pretrained(folder)
     retrofit(RetrofitOptions(model=str(folder), out=tmp_path / "shifted"))
     assert json.loads((tmp_path / "shifted/config.json").read_text())["model_type"] == "kvshift_llama"
+
+
+def test_a_model_that_computes_what_is_not_finite_is_said_so(
+    qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not its copy: that computes the same."""
+    load = retrofitting.load_as_saved
+
+    def with_large_weights(*args: Any, **kwargs: Any) -> Any:
+        loaded = load(*args, **kwargs)
+        loaded.model.get_output_embeddings().weight.data.fill_(3e38)
+        return loaded
+
+    monkeypatch.setattr(retrofitting, "load_as_saved", with_large_weights)
+    with pytest.raises(RunFailedError, match="itself computes logits that are not finite"):
+        retrofit(RetrofitOptions(model=str(qwen2), out=tmp_path / "out"))
+    assert not [*tmp_path.iterdir()]

@@ -147,8 +147,13 @@ def test_weights_that_are_not_finite_are_named(number: float, model_folder: Path
             r"ValueError: The hidden size \(\d+\) is not a multiple of the number of attention",
         ),
         ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "a value in its config.json does not fit .ZeroDivisionError"),
+        ({"num_key_value_heads": 0}, "a value in its config.json does not fit .ZeroDivisionError"),
+        ({"layer_types": 5}, "a value in its config.json does not fit .TypeError"),
+        ({"id2label": []}, "a value in its config.json does not fit .AttributeError"),
+        ({"dtype": "float33"}, "a value in its config.json does not fit .AttributeError: .*float33"),
     ],
-    ids=["heads", "type"],
+    ids=["heads", "type", "no heads", "no key heads", "layers", "labels", "dtype"],
 )
 def test_a_configuration_that_transformers_refuses(changes: dict, why: str, model_folder: Path, tmp_path: Path) -> None:
     """Its errors are of a class of their own, and the reason is in their last line."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from kvshift.lab.analyze.analyze_config import AnalyzeConfig
 from kvshift.lab.analyze.head_scores import Measured, attention_maps, measure_heads, sequences_for
 from kvshift.lab.errors import LabError
 from kvshift.lab.messages import say, say_nothing
-from kvshift.lab.runs.folder import write_bytes, write_json
+from kvshift.lab.runs.folder import RunFailedError, write_bytes, write_json
 from kvshift.lab.runs.loading import load_tokenizer, load_weights, locate, model_folder
 from kvshift.lab.training.train_config import to_json
 
@@ -34,7 +35,12 @@ _say = partial(say, command="analyze")
 
 
 def analyze(config: AnalyzeConfig) -> Path:
-    """Measure, write, draw; returns the page."""
+    """Measure, write, draw; returns the page.
+
+    Raises:
+        LabError: the options, the model or the folder is not fit (exit code 2).
+        RunFailedError: the model computes what is not finite, or a file could not be written (3).
+    """
     config.check()
     out = config.run / "analysis" if config.out is None else config.out
     folder = model_folder(config.run, _say)  # says which checkpoint it is; `locate` need not again
@@ -51,6 +57,9 @@ def analyze(config: AnalyzeConfig) -> Path:
     shown = _shown(heads, config.maps)
     ids, maps = _row(model, options, measured, tokenizer)
     drawn = attention_maps(model, ids, [(head["layer"], head["head"]) for head in shown])
+    losses = [half["loss"] for half in measured.behaviour.values()]
+    if not all(map(math.isfinite, losses)) or not all(values.isfinite().all() for values in drawn):
+        raise RunFailedError(f"model: {folder} computes numbers that are not finite; nothing was written")
 
     try:
         out.mkdir(parents=True, exist_ok=True)

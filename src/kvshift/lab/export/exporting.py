@@ -14,7 +14,7 @@ from kvshift.lab.export.export_config import ExportOptions
 from kvshift.lab.export.programs import check_programs, require_packages, write_programs
 from kvshift.lab.export.remote_code import check_folder, compute, require_known, write_code
 from kvshift.lab.messages import say
-from kvshift.lab.retrofit.retrofitting import encoded_prompts
+from kvshift.lab.retrofit.retrofitting import encoded_prompts, require_finite
 from kvshift.lab.runs.folder import RunFailedError, new_folder
 from kvshift.lab.runs.loading import UNREADABLE, load_as_saved
 
@@ -31,7 +31,8 @@ def export(options: ExportOptions) -> None:
 
     Raises:
         LabError: the model, its tokenizer or the folder is not fit, or a package is missing (exit code 2).
-        RunFailedError: what was written computes something else, or could not be written (3).
+        RunFailedError: the model's own logits are not finite, or what was written computes something else, or could not
+            be written (3).
     """
     options.check()
     require_new(options.out)
@@ -48,10 +49,16 @@ def export(options: ExportOptions) -> None:
         _say(line)
 
 
+def _expected(model: Any, prompts: list[Tensor], options: ExportOptions) -> dict[str, Tensor]:
+    expected = compute(model, prompts)
+    require_finite({name: values for name, values in expected.items() if name.endswith("logits")}, options.model)
+    return expected
+
+
 def _with_code(
     model: Any, tokenizer: Any, prompts: list[Tensor], part: Path, options: ExportOptions
 ) -> tuple[str, ...]:
-    expected = compute(model, prompts)
+    expected = _expected(model, prompts, options)
     try:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
@@ -69,7 +76,7 @@ def _with_code(
 
 
 def _programs(model: Any, tokenizer: Any, prompts: list[Tensor], part: Path, options: ExportOptions) -> tuple[str, ...]:
-    expected = compute(model, prompts)
+    expected = _expected(model, prompts, options)
     try:
         write_programs(model, part, options.format)
         tokenizer.save_pretrained(part)

@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
+from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.variants.uncached import decodes_with_cache
 
 __all__ = ["continue_rows"]
@@ -33,6 +34,9 @@ def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, 
 
     Returns:
         (N S, L) int64, the S of one prompt one after the other; behind the end of a sequence stands padding.
+
+    Raises:
+        RunFailedError: the logits of a next token are not finite.
     """
     how = deepcopy(how)
     how.use_cache = decodes_with_cache(model)
@@ -46,6 +50,17 @@ def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, 
             ids.to(model.device),
             attention_mask=mask.to(model.device),
             generation_config=how,
+            logits_processor=LogitsProcessorList([_refuse_not_finite]),
             **kwargs,
         )
     return written[:, ids.shape[1] :]
+
+
+def _refuse_not_finite(ids: Tensor, scores: Tensor) -> Tensor:
+    """Of (n, vocabulary) scores; -inf is a token that is ruled out, and a token must be left."""
+    if not scores.amax(-1).isfinite().all():
+        raise RunFailedError(
+            f"model: its logits are not finite after {ids.shape[1]} tokens, so that no next token can be chosen; "
+            f"numbers of {scores.dtype} may be too small a range for its weights"
+        )
+    return scores

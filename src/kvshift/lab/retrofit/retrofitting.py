@@ -18,7 +18,7 @@ from kvshift.lab.runs.loading import UNREADABLE, load_as_saved, load_weights
 from kvshift.layers import ShiftOptions
 from kvshift.models.retrofit import add_kv_shift
 
-__all__ = ["RetrofitOptions", "encoded_prompts", "retrofit"]
+__all__ = ["RetrofitOptions", "encoded_prompts", "require_finite", "retrofit"]
 
 _say = partial(say, command="retrofit")
 
@@ -42,7 +42,8 @@ def retrofit(options: RetrofitOptions) -> None:
 
     Raises:
         LabError: the model, its tokenizer or the folder is not fit (exit code 2).
-        RunFailedError: what was written computes something else, or could not be written (3).
+        RunFailedError: the model's own logits are not finite, or what was written computes something else, or could not
+            be written (3).
     """
     options.check()
     out = options.out
@@ -51,6 +52,7 @@ def retrofit(options: RetrofitOptions) -> None:
     model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", say=_say)
     prompts = encoded_prompts(tokenizer, options.model)
     before = _outputs(model, prompts)
+    require_finite({prompt: logits for prompt, (logits, _) in before.items()}, options.model)
     try:
         shift = ShiftOptions(
             targets=options.shift_targets,
@@ -87,6 +89,20 @@ def encoded_prompts(tokenizer: Any, name: str) -> dict[str, Tensor]:
     if not prompts:
         raise LabError(f"model: the tokenizer of {name} makes no token of any prompt")
     return prompts
+
+
+def require_finite(logits: dict[str, Tensor], name: str) -> None:
+    """Raise a RunFailedError where a model computes numbers that cannot be compared with those of its copy.
+
+    Args:
+        logits: by the prompt, or what else they are of.
+        name: of the model.
+    """
+    for what, values in logits.items():
+        if not values.isfinite().all():
+            raise RunFailedError(
+                f"model: {name} itself computes logits that are not finite ({what!r}), before anything is written"
+            )
 
 
 def _outputs(model: Any, prompts: dict[str, Tensor]) -> Outputs:

@@ -26,6 +26,7 @@ from kvshift.lab.training.train_config import DType
 from kvshift.lab.variants.by_name import VARIANTS, find_variant
 
 __all__ = [
+    "MISFITS",
     "UNREADABLE",
     "Loaded",
     "check_tokenizer",
@@ -43,6 +44,8 @@ for _name in VARIANTS:  # whose model types they register likewise
     find_variant(_name)
 
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
+# As well, what transformers' own code meets in a config.json with values of a wrong kind (0 heads, layer_types: 5):
+MISFITS = (*UNREADABLE, TypeError, AttributeError, ArithmeticError, LookupError)
 
 
 class Loaded(NamedTuple):
@@ -96,7 +99,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer in a folder, as `locate` finds it, or of a name on the hub."""
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except UNREADABLE as error:
+    except MISFITS as error:
         raise LabError(_unreadable(str(folder), error)) from error
 
 
@@ -104,7 +107,7 @@ def load_config(folder: str | Path) -> Any:
     """The configuration of a model in a folder, as `locate` finds it, or of a name on the hub."""
     try:
         return AutoConfig.from_pretrained(folder)
-    except UNREADABLE as error:
+    except MISFITS as error:
         raise LabError(_unreadable(str(folder), error)) from error
 
 
@@ -129,7 +132,7 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **kwargs,
             )
-    except UNREADABLE as error:
+    except MISFITS as error:
         raise LabError(_unreadable(str(folder), error)) from error
     model, report = loaded
     if missing := report["missing_keys"]:
@@ -141,7 +144,7 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
         name = type(model).__name__
         messages.say(f"{folder} has {len(unused)} weights that {name} does not use, {min(unused)} the first")
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
+        if parameter.itemsize > 1 and not torch.isfinite(parameter).all():  # PyTorch does not look at float8
             raise LabError(
                 f"model: {folder}: {name} has numbers that are not finite, as a run that diverged leaves them"
             )
@@ -240,8 +243,9 @@ def _unreadable(folder: str, error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    if isinstance(
-        error, StrictDataclassError
-    ):  # its first line names a function of transformers, the last one says why
+    if isinstance(error, StrictDataclassError):  # the first line names a function of transformers, the last says why
         return " ".join(str(error).split())
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    line = str(error).strip().split("\n")[0]
+    if isinstance(error, UNREADABLE):
+        return line or type(error).__name__
+    return f"a value in its config.json does not fit ({type(error).__name__}: {line})"
