@@ -45,8 +45,9 @@ def children(monkeypatch):
             if code == 0:
                 targets = ("k", "v") if config.model.shift_targets is None else config.model.shift_targets
                 gain = 0.1 + 0.01 * config.seed if targets else 0.0
-                config.out.joinpath(".lock").unlink(missing_ok=True)
-                config.out.rmdir()
+                if config.out.exists():
+                    config.out.joinpath(".lock").unlink(missing_ok=True)
+                    config.out.rmdir()
                 variant = config.model.variant
                 write_run(config.out, seed=config.seed, variant=variant, shift_targets=targets, gain=gain)
             return code

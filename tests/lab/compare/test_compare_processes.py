@@ -68,14 +68,19 @@ TINY = (
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_child_reaches_the_user(tmp_path, child_environment):
-    command = kvshift("compare", "--out", tmp_path / "out", *TINY, "--data.corpus", tmp_path / "nothing.txt")
+@pytest.mark.parametrize("there", [False, True], ids=["new folder", "empty folder"])
+def test_a_fault_of_the_child_reaches_the_user_and_leaves_nothing(there, tmp_path, child_environment):
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+    command = kvshift("compare", "--out", out, *TINY, "--data.corpus", tmp_path / "nothing.txt")
     run = subprocess.run(command, env=child_environment, capture_output=True, text=True)
     assert run.returncode == 2
     said = run.stderr.splitlines()
     assert any(line.startswith("kvshift train:") and "nothing.txt" in line for line in said)
     assert said[-1].startswith("kvshift compare: seed 0, vanilla (1 of 2): training ended with exit code 2")
     assert "Traceback" not in run.stderr
+    assert [*tmp_path.rglob("*")] == [out] * there
 
 
 @pytest.mark.slow

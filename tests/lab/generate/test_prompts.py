@@ -153,7 +153,7 @@ def test_two_processes_do_not_write_to_one_file(finished: tuple[GenerateConfig, 
     assert config.output.read_bytes() == content
 
 
-@pytest.mark.parametrize("output", ["/proc/answers", "folder"])
+@pytest.mark.parametrize("output", ["/proc/answers", "folder", "n" * 253], ids=["proc", "folder", "long"])
 def test_an_output_that_cannot_be_opened_leaves_nothing(output: str, model_folder: Path, tmp_path: Path) -> None:
     """No lock beside it; and it is not another process that is at fault."""
     (tmp_path / "folder").mkdir()

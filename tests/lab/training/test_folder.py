@@ -66,6 +66,27 @@ def test_options_that_are_refused_leave_no_folder(corpus, tmp_path, changes, emp
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("there", [(), ("tokenizer", "environment.json", ".lock"), ("mine.txt",)], ids=len)
+def test_options_that_are_refused_leave_a_folder_of_the_user_as_it_was(there, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in there:
+        (out / name).write_text(name)
+
+    def refuse(folder):
+        (out / "compare.json").write_text("{}")
+        if "tokenizer" not in there:
+            folder.tokenizer.mkdir()
+            (folder.tokenizer / "tokenizer.json").write_text("{}")
+            folder.environment.write_text("{}")
+        raise LabError("")
+
+    folder = RunFolder(out)
+    with pytest.raises(LabError), folder.locked(out / "compare.json"):
+        refuse(folder)
+    assert {path.name: path.read_text() for path in out.iterdir()} == {name: name for name in there}
+
+
 def test_options_that_are_refused_leave_what_was_there(corpus, tmp_path):
     (tmp_path / "run" / "notes").mkdir(parents=True)
 

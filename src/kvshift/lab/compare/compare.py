@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
 def _compare(config: CompareConfig) -> dict[str, Any]:
     out = config.train.out
     seeds = range(config.train.seed, config.train.seed + config.seeds)
-    with RunFolder(out).locked():
+    with RunFolder(out).locked(out / "compare.json"):
         _adopt_folder(config)
         runs = [(seed, variant) for seed in seeds for variant in config.variants]
         for number, (seed, variant) in enumerate(runs, start=1):
@@ -125,10 +125,15 @@ def _train(config: TrainConfig, label: str) -> None:
         return
     _wait_until_free(config.out, label)
     options = config.out.with_suffix(".json")
+    options.parent.mkdir(exist_ok=True)
     write_json(options, to_json(config))
     arguments = ["--config", str(options)]
     say(f"\n{label}: kvshift train {shlex.join(arguments)}")
     code = _run([*_TRAIN, *arguments])
+    if code == LabError.exit_code and not RunFolder(config.out).config.exists():
+        options.unlink()  # nothing began
+        with suppress(OSError):  # of a seed that has another run
+            options.parent.rmdir()
     if code != 0:
         number = -code if code < 0 else code - 128  # of the signal, if it was one
         how = f"signal {signal.Signals(number).name}" if number in list(signal.Signals) else f"exit code {code}"
@@ -160,7 +165,7 @@ def _run(command: list[str]) -> int:
 def _wait_until_free(folder: Path, label: str) -> None:
     """Where this process was killed outright, its child trains on: that run is waited for, then continued or taken."""
     waited = False
-    while True:
+    while folder.exists():  # the lock would make it
         try:
             with RunFolder(folder).locked():
                 return

@@ -126,7 +126,12 @@ def answers_in(path: Path, prompts: Sequence[str], samples: int, settings: str) 
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LabError(f"output: {path} cannot be written: {error}") from error
-    with _opened(path, "ab+") as file, _locked(path):  # in this order: no lock is left beside what cannot be opened
+    new = not path.exists()
+    # In this order, so that no lock is left beside what cannot be opened:
+    with (
+        _opened(path, "ab+") as file,
+        _locked(path, new),
+    ):
         file.seek(0)
         content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
@@ -139,13 +144,15 @@ def answers_in(path: Path, prompts: Sequence[str], samples: int, settings: str) 
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, new: bool) -> Iterator[None]:
     try:
         lock = FileLock(path.with_name(f".{path.name}.lock"))
         lock.acquire(timeout=0)
     except Timeout as error:
         raise FolderInUseError(f"output: another process writes to {path}") from error
-    except OSError as error:
+    except OSError as error:  # such as a name that is too long with ".lock" behind it
+        if new:
+            path.unlink()
         raise LabError(f"output: {path} cannot be written: {error}") from error
     with lock:
         yield

@@ -74,13 +74,17 @@ class RunFolder:
         self.result = path / "result.json"
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, *early: Path) -> Iterator[None]:
         """Make the folder and hold its lock, which ends with the process, however that ends.
 
         Where the block refuses what it was given (exit code 2) before a run began, the folder is as it was before.
+
+        Args:
+            early: what the block writes into the folder before that, besides tokenizer and environment.
         """
         made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
+            there = {*self.path.iterdir()} if self.path.is_dir() else set[Path]()
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(self.path / ".lock")
             lock.acquire(timeout=0)
@@ -93,21 +97,21 @@ class RunFolder:
         try:
             yield
         except LabError as error:
-            if made and error.exit_code == LabError.exit_code and not self.config.exists():
-                self._unmake(made)
+            if error.exit_code == LabError.exit_code and not self.config.exists():
+                self._unmake(made, there, early)
             raise
         finally:
             lock.release()
 
-    def _unmake(self, made: list[Path]) -> None:
-        """Remove new folders, the innermost first, unless they hold more than what a run writes before it begins."""
+    def _unmake(self, made: list[Path], there: set[Path], early: tuple[Path, ...]) -> None:
+        """Remove what was not `there`, then the folders that were made, unless more was written than begins a run."""
         lock = self.path / ".lock"
-        if not {*self.path.iterdir()} <= {self.tokenizer, self.environment, lock}:
+        new = {*self.path.iterdir()} - there
+        if not new <= {self.tokenizer, self.environment, lock, *early}:
             return
         with suppress(OSError):
-            remove_folder(self.tokenizer)
-            self.environment.unlink(missing_ok=True)
-            lock.unlink(missing_ok=True)
+            for path in new:
+                remove_folder(path) if path.is_dir() else path.unlink()
             for folder in made:
                 folder.rmdir()
 
