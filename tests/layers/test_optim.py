@@ -16,6 +16,8 @@ E, V = 12, 17
 def test_what_is_no_module_is_named(model):
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not its parameters; got "):
         param_groups(model, lr=0.1)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not its parameters; got "):
+        clamp_after_step(torch.optim.SGD([nn.Parameter(torch.ones(2))]), model)
 
 
 class Tied(nn.Module):

@@ -35,8 +35,7 @@ def param_groups(
         Groups named "decay", "no_decay" and "shift", each with "params", "lr" and "weight_decay"; empty ones are
         left out, and a parameter shared by several modules comes once.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not its parameters; got {type(model).__name__}")
+    _require_module(model)
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("shift_lr_multiplier", shift_lr_multiplier)):
         if not value >= 0:
             raise ValueError(f"{name} must be 0 or more, got {value}")
@@ -69,6 +68,7 @@ def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remo
     Returns:
         A handle whose `remove()` ends it.
     """
+    _require_module(model)
     layers = [
         module for module in model.modules() if isinstance(module, KVShift) and module.options.constraint == "clamp"
     ]
@@ -82,3 +82,8 @@ def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remo
                 parameter.clamp_(0, 1)
 
     return optimizer.register_step_post_hook(clamp)
+
+
+def _require_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not its parameters; got {type(model).__name__}")

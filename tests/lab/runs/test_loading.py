@@ -15,7 +15,7 @@ from kvshift.cli import main
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.errors import LabError
 from kvshift.lab.runs import loading
-from kvshift.lab.runs.loading import load_model, locate
+from kvshift.lab.runs.loading import load_model, locate, not_finite
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from ..generation_cases import TEXT, tokenizer
@@ -231,3 +231,14 @@ def test_a_bfloat16_model_keeps_its_coefficients(model_folder: Path) -> None:
     model, *_ = load_model(str(model_folder), dtype="bfloat16", say=print)
     dtypes = {".shift." in name: parameter.dtype for name, parameter in model.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_numbers_of_quantized_weights_are_not_looked_at(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.weight = torch.nn.Parameter(torch.ones(2, 2).to(dtype), requires_grad=False)
+    assert not_finite(model) is None
+    with torch.no_grad():
+        model.bias[0] = torch.nan
+    assert not_finite(model) == "bias"
+    assert not_finite(model.to("meta")) is None

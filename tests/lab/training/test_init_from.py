@@ -259,3 +259,14 @@ def test_what_is_no_llama_is_named(plain, corpus, tmp_path):
         with pytest.raises(LabError, match=said):
             train(tuned(corpus, tmp_path / "run", other))
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_weights_that_are_not_finite_are_named(plain, corpus, tmp_path):
+    diverged = shutil.copytree(plain, tmp_path / "diverged")
+    model = LlamaForCausalLM.from_pretrained(diverged)
+    with torch.no_grad():
+        model.model.norm.weight[3] = torch.nan
+    model.save_pretrained(diverged)
+    with pytest.raises(LabError, match=r"init_from: .*diverged: model\.norm\.weight has numbers that are not finite"):
+        train(tuned(corpus, tmp_path / "run", diverged))
+    assert not (tmp_path / "run").exists()

@@ -37,6 +37,7 @@ __all__ = [
     "load_weights",
     "locate",
     "model_folder",
+    "not_finite",
 ]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -143,12 +144,18 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
     if unused := report["unexpected_keys"]:
         name = type(model).__name__
         messages.say(f"{folder} has {len(unused)} weights that {name} does not use, {min(unused)} the first")
-    for name, parameter in model.named_parameters():
-        if parameter.itemsize > 1 and not torch.isfinite(parameter).all():  # PyTorch does not look at float8
-            raise LabError(
-                f"model: {folder}: {name} has numbers that are not finite, as a run that diverged leaves them"
-            )
+    if (name := not_finite(model)) is not None:
+        raise LabError(f"model: {folder}: {name} has numbers that are not finite, as a run that diverged leaves them")
     return model.to(place).eval()
+
+
+def not_finite(model: torch.nn.Module) -> str | None:
+    """The name of the first parameter with a number that is not finite, or None.
+
+    Of float8, which PyTorch cannot look at, and on the device "meta" none is found.
+    """
+    named = ((name, each) for name, each in model.named_parameters() if each.itemsize > 1 and not each.is_meta)
+    return next((name for name, each in named if not torch.isfinite(each).all()), None)
 
 
 @contextmanager

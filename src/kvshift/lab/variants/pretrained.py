@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError
-from kvshift.lab.runs.loading import UNREADABLE, locate
+from kvshift.lab.runs.loading import MISFITS, locate, not_finite
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.variant import shift_layers
@@ -162,7 +162,7 @@ def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = Fal
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
-    except UNREADABLE as error:
+    except MISFITS as error:
         raise LabError(f"init_from: the weights of {source.name} cannot be loaded: {error}") from error
     finally:
         logging.set_verbosity(verbosity)
@@ -174,6 +174,10 @@ def load_pretrained(source: Pretrained, config: Any, *, freeze_shift: bool = Fal
     ):
         if keys:
             raise LabError(f"init_from: {source.name} {what} {len(keys)} weights, {min(keys)} the first")
+    if (name := not_finite(model)) is not None:
+        raise LabError(
+            f"init_from: {source.name}: {name} has numbers that are not finite, as a run that diverged leaves them"
+        )
     for layer in shift_layers(model):
         layer.requires_grad_(not freeze_shift)
     # Some models bring a temperature and penalties of their own, and ends of another tokenizer.
