@@ -13,6 +13,7 @@ pytestmark = pytest.mark.no_models
 
 WITHOUT_GRID = {
     ("fig04", "laptop"): "every rate is shown",
+    ("phase", "search"): "every rate is a setting of its own",
     ("retrofit", "longer"): "it has the rate that the laptop's grid gave both of its parts",
 }
 TRAIN = [
