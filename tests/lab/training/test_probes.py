@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -254,6 +255,13 @@ def test_lines_at_each_evaluation(both):
         assert 0 <= line["repeat_accuracy"] <= 1
         assert "late_minus_early" not in line  # rows are not so long
     assert metrics(both.without, "probes") == []
+
+
+def test_the_page_names_every_number(both):
+    page = (Path(__file__).parents[3] / "docs/probes.md").read_text(encoding="utf-8")
+    numbers = metrics(both.with_probes, "probes")[-1].keys() - {"kind", "step", "tokens"}
+    assert {name for name in numbers if f"`{name}`" not in page} == set()
+    assert "`late_minus_early`" in page
 
 
 def test_the_last_line_is_that_of_the_saved_model(both, corpus):
