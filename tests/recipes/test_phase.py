@@ -14,6 +14,7 @@ from transformers import TrainerControl
 from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import TrainConfig, to_json
 from kvshift.recipes import phase, phase_search
+from kvshift.recipes.changes import Changes
 from kvshift.recipes.jobs import TextJob
 from kvshift.recipes.models import PAIR, model_label
 from kvshift.recipes.phase_search import LEVEL, SEARCH, StopAtLevel, tokens_to_level
@@ -48,6 +49,7 @@ def records(
     """Of each seed, when both models change, and what the shift gains in all; in each kind, so many times that."""
     found = []
     for number in layers:
+        config = replace(phase.LAPTOP, model=replace(phase.LAPTOP.model, num_hidden_layers=number))
         for seed, (one, other, gain) in enumerate(zip(ours, theirs, gains, strict=True)):
             slope = [4 - step / 1000 + 0.01 * seed for step in STEPS]
             plain = dict.fromkeys(LOSSES, slope)
@@ -55,7 +57,7 @@ def records(
             ours_too = {name: [loss - parts[name] * gain for loss in slope] for name in LOSSES}
             args = ((one, "kv-shift", ours_too), (other, "vanilla", plain))
             for at, variant, losses in args:
-                found.append(record(model_label(number, variant), seed, rising(at), losses, phase.LAPTOP))
+                found.append(record(model_label(number, variant), seed, rising(at), losses, config))
     return found
 
 
@@ -164,7 +166,7 @@ def test_where_the_gain_is():
 
 def test_gains_at_each_moment_are_those_of_a_slow_loop():
     given = records(FIVE, LATER, GAINS)
-    changes = phase.Changes(given)
+    changes = Changes(given)
     moments = changes.moments(2)
     assert [*moments] == [
         "half way to KV-shift's change",
@@ -176,7 +178,7 @@ def test_gains_at_each_moment_are_those_of_a_slow_loop():
         assert [*moments[name].values()] == pytest.approx(expected)
         for loss, part in zip(LOSSES, (1, 2, 0.5, -0.1), strict=True):
             assert changes.gains(2, loss, moments[name]) == pytest.approx([part * gain for gain in GAINS])
-    assert "at vanilla's change" not in phase.Changes(records(FIVE, [*LATER[:4], math.inf], GAINS)).moments(1)
+    assert "at vanilla's change" not in Changes(records(FIVE, [*LATER[:4], math.inf], GAINS)).moments(1)
     (last,) = [line for line in phase.tables(given).splitlines() if line.startswith("| 2 layers | at the end")]
     assert f"{statistics.fmean(GAINS):+.3f}" in last
 
