@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
 __all__ = [
+    "BASE",
     "LEVEL",
     "SEARCH",
     "SearchJob",
@@ -45,7 +46,7 @@ _LENGTH = 512
 _APART = 409_600  # tokens between two evaluations of the search
 _MOST = 25_000_000  # tokens, of 26.8 million there are
 
-_BASE = TrainConfig(
+BASE = TrainConfig(
     out=Path(),
     data=replace(WIKI, corpus="wiki2014-en/train-*.jsonl.xz", sequence_length=_LENGTH),
     optimizer=OptimizerConfig(warmup_steps=100, weight_decay=0.0),
@@ -101,10 +102,10 @@ class Setting:
             qk_norm=self.qk_norm or None,
         )
         return replace(
-            _BASE,
+            BASE,
             model=with_variant(model, "vanilla"),
-            data=replace(_BASE.data, vocab_size=self.vocabulary),
-            optimizer=replace(_BASE.optimizer, learning_rate=self.rate),
+            data=replace(BASE.data, vocab_size=self.vocabulary),
+            optimizer=replace(BASE.optimizer, learning_rate=self.rate),
             steps=self.most // self.tokens,
             batch_size=self.tokens // _LENGTH,
             eval_every=apart // self.tokens,
