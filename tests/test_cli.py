@@ -80,6 +80,33 @@ def test_planning_needs_no_torch(options):
     assert len(loaded) < 400
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "--out", "{0}/new", "--data.corpus", "{0}/notes.xyz"], "corpus: .*notes.xyz is of no known format"),
+        (["train", "--out", "{0}/new", "--data.validation", "{0}/*.txt"], "validation: .*"),
+        (
+            ["compare", "--out", "{0}/new", "--data.corpus", "{0}/notes.xyz"],
+            "corpus: .*notes.xyz is of no known format",
+        ),
+        (["train", "--out", "{0}/new", "--steps", "0"], "steps must be 1 or more, got 0"),
+        (["eval", "{0}", "{0}/notes.xyz"], "texts: .*notes.xyz is of no known format"),
+        (["retrofit", "{0}/model", "{0}"], "out must be a folder that is not there yet, or is empty"),
+        (["export", "{0}/model", "{0}"], "out must be a folder that is not there yet, or is empty"),
+    ],
+    ids=["train", "validation", "compare", "steps", "eval", "retrofit", "export"],
+)
+def test_bad_paths_and_options_are_said_before_torch_is_imported(arguments, said, tmp_path):
+    """It takes seconds."""
+    (tmp_path / "notes.xyz").write_text("to be")
+    arguments = [argument.format(tmp_path) for argument in arguments]
+    program = f"from kvshift import cli; print(cli.main({arguments!r})); import sys; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["2", "False"], run.stderr
+    assert re.search(said, run.stderr)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.xyz"]
+
+
 def test_listing_the_recipes_needs_no_torch():
     loaded = imported(["reproduce"])
     assert "kvshift.recipes.listing" in loaded

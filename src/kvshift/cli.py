@@ -215,6 +215,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     about = {"description": command.summary, "example": command.example, "first": command.first}
     try:
         options = _imported(reader)(_imported(command.options), arguments, prog=f"kvshift {name}", **about)
+        for look in ("check", "check_paths"):  # at what is wrong without a look at torch
+            getattr(options, look, lambda: None)()
         _imported(command.function)(options)
     except LabError as error:
         fault = error

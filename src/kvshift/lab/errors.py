@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, distribution, requires
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = ["LabError", "install_command", "missing_package", "nearest", "require", "require_unicode"]
+__all__ = ["LabError", "install_command", "missing_package", "nearest", "require", "require_new", "require_unicode"]
 
 
 class LabError(Exception):
@@ -27,6 +28,12 @@ def require(holds: bool, name: str, value: Any, what: str) -> None:
     """Raise a LabError that names an option, what it must be and its value, unless that holds."""
     if not holds:
         raise LabError(f"{name} must be {what}, got {value!r}")
+
+
+def require_new(out: Path) -> None:
+    """Raise a LabError unless a folder is not there yet, or is empty."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise LabError(f"out must be a folder that is not there yet, or is empty; {out} is there")
 
 
 def require_unicode(text: str, name: str) -> None:

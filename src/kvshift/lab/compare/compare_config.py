@@ -46,6 +46,10 @@ class CompareConfig:
     temperature: float = 0.8
     """Sampling temperature. 0: always the most likely token."""
 
+    def check_paths(self) -> None:
+        """Raise a LabError for text that is there and cannot be read."""
+        self.train.check_paths()
+
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""
         if self.seeds < 1:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvshift.lab.errors import LabError
 
-__all__ = ["SHARED", "DataConfig", "check_data_config"]
+__all__ = ["SHARED", "DataConfig", "check_data_config", "check_data_paths"]
 
 SHARED = "KVSHIFT_SHARED_DATA"
 """The environment variable that names the folder of larger corpora, which the repository does not hold."""
@@ -58,6 +58,21 @@ class DataConfig:
     packing: Literal["concat", "documents"] = "concat"
     """How documents share a sequence. concat: attention and shift cross from one document to the next, as in the paper.
     documents: no document sees another."""
+
+
+def check_data_paths(corpus: str, validation: str | None, option: str) -> None:
+    """Raise `LabError` where local files are named that cannot be read as text; without an import of datasets.
+
+    Args:
+        corpus, validation: as in `DataConfig`.
+        option: that names the corpus.
+    """
+    from kvshift.lab.data.files import find_files, is_local  # pyarrow
+
+    if not corpus.isidentifier() and is_local(corpus):  # not a bundled corpus
+        find_files(corpus, option)
+    if validation is not None:
+        find_files(validation, "validation")
 
 
 def check_data_config(config: DataConfig) -> None:

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from kvshift.lab.errors import LabError
 
-__all__ = ["FORMATS", "FileStamp", "find_files", "is_data_file", "of_chats", "read_files", "read_pieces"]
+__all__ = ["FORMATS", "FileStamp", "find_files", "is_data_file", "is_local", "of_chats", "read_files", "read_pieces"]
 
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".parquet")
 _COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -47,6 +47,12 @@ FileStamp = tuple[str, int, int]
 def is_data_file(path: Path) -> bool:
     """Whether the name ends in a known format, with or without a compression."""
     return _format(path) in FORMATS
+
+
+def is_local(corpus: str) -> bool:
+    """Whether a corpus that is not a bundled one is a file, a folder or a glob; else it may be a hub dataset."""
+    path = Path(corpus).expanduser()
+    return path.exists() or path.is_symlink() or glob.has_magic(corpus)
 
 
 def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:

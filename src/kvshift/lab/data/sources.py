@@ -6,7 +6,6 @@ Wherever the text comes from, what leaves this module is a dataset with one colu
 from __future__ import annotations
 
 import difflib
-import glob
 import re
 from collections.abc import Iterator
 from importlib import resources
@@ -17,7 +16,7 @@ import datasets
 
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
-from kvshift.lab.data.files import FileStamp, find_files, is_data_file, of_chats, read_files, read_pieces
+from kvshift.lab.data.files import FileStamp, find_files, is_data_file, is_local, of_chats, read_files, read_pieces
 from kvshift.lab.errors import LabError
 
 __all__ = ["Documents", "bundled_corpora", "load_documents", "read_text", "texts"]
@@ -86,11 +85,10 @@ def _find(config: DataConfig, option: str) -> tuple[FileStamp, ...] | None:
     if corpus in bundled_corpora():
         _refuse_hub_options(config)
         return find_files(str(_corpora() / f"{corpus}.txt"), option)
-    path = Path(corpus).expanduser()
-    if path.exists() or path.is_symlink() or glob.has_magic(corpus):
+    if is_local(corpus):
         _refuse_hub_options(config)
         return find_files(corpus, option)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", corpus) and not is_data_file(path):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", corpus) and not is_data_file(Path(corpus)):
         return None
     close = difflib.get_close_matches(corpus, bundled_corpora(), n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""

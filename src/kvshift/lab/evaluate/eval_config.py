@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from kvshift.lab.data.config import check_data_paths
 from kvshift.lab.errors import LabError, require
 from kvshift.lab.training.train_config import DType
 
@@ -78,6 +79,11 @@ class EvalConfig:
     """dtype of the weights. auto: as saved."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
+
+    def check_paths(self) -> None:
+        """Raise a LabError for text that is there and cannot be read."""
+        for text in self.texts:
+            check_data_paths(text, None, "texts")
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.errors import LabError, require_new
 from kvshift.lab.training.train_config import DType
 
 __all__ = ["ExportOptions"]
@@ -32,6 +32,10 @@ class ExportOptions:
     """Write a model folder with its code, one Python file, instead of programs."""
     dtype: DType = "auto"
     """dtype of the weights. auto: as saved. The shift coefficients are always float32."""
+
+    def check_paths(self) -> None:
+        """Raise a LabError where something stands in the place of the new folder."""
+        require_new(self.out)
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""

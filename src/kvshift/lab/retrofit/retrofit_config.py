@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kvshift.lab.errors import require
+from kvshift.lab.errors import require, require_new
 from kvshift.lab.training.train_config import DType
 
 __all__ = ["RetrofitOptions"]
@@ -30,6 +30,10 @@ class RetrofitOptions:
     """free: any numbers. clamp: within [0, 1]."""
     dtype: DType = "auto"
     """dtype of the weights. auto: as saved. The shift coefficients are always float32."""
+
+    def check_paths(self) -> None:
+        """Raise a LabError where something stands in the place of the new folder."""
+        require_new(self.out)
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""

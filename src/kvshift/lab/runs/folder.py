@@ -42,7 +42,6 @@ __all__ = [
     "new_folder",
     "read_metrics",
     "remove_folder",
-    "require_new",
     "sync_folder",
     "write_json",
 ]
@@ -218,12 +217,6 @@ def remove_folder(path: Path) -> None:
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
-
-
-def require_new(out: Path) -> None:
-    """Raise a LabError unless a folder is not there yet, or is empty."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise LabError(f"out must be a folder that is not there yet, or is empty; {out} is there")
 
 
 @contextmanager

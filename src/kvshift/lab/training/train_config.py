@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
-from kvshift.lab.data.config import DataConfig
+from kvshift.lab.data.config import DataConfig, check_data_paths
 from kvshift.lab.errors import LabError, require
 from kvshift.lab.variants.by_name import VARIANTS
 
@@ -220,6 +220,10 @@ class TrainConfig(RunConfig):
     """Extend a run to more steps even if the longer schedule would have had other learning rates so far."""
     overwrite: bool = False
     """Replace the run in `out` without asking for confirmation. A folder with any other file is not touched."""
+
+    def check_paths(self) -> None:
+        """Raise a LabError for text that is there and cannot be read."""
+        check_data_paths(self.data.corpus, self.data.validation, "corpus")
 
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""
