@@ -174,9 +174,9 @@ def tokens_to_level(record: Record) -> float | None:
 
 
 def tokens_per_step(record: Record) -> int:
-    """Of one process."""
+    """Of all processes."""
     options = record.options
-    return options["batch_size"] * options["data"]["sequence_length"]
+    return options["tokens_per_step"] or options["batch_size"] * options["data"]["sequence_length"]
 
 
 def claim(records: Sequence[Record]) -> Claim:

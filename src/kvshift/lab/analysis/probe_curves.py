@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.curves import count_tokens
@@ -43,10 +43,11 @@ def plot_probes(folders: Sequence[Path]) -> Figure | None:
     titles, labels = zip(*(PANELS[name] for name in names), strict=True)
     figure, panels = new_figure(titles, ylabels=labels, height=2.6)
     for axes, name in zip(panels, names, strict=True):
-        draw_means(
-            axes,
-            {of: {seed: run.series("probes", "tokens", name) for seed, run in s.items()} for of, s in by_name.items()},
-        )
+        curves: dict[str, dict[int, Any]] = {
+            label: {seed: run.series("probes", "tokens", name) for seed, run in seeds.items()}
+            for label, seeds in by_name.items()
+        }
+        draw_means(axes, curves)
         count_tokens(axes)
     legend_below(figure, INTERVALS if any(len(seeds) > 1 for seeds in by_name.values()) else None)
     return figure
