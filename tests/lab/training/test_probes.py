@@ -319,6 +319,21 @@ def test_a_resumed_run_writes_the_same_lines(both, corpus, tmp_path):
     assert_same_bits(weights(again), weights(both.with_probes))
 
 
+@pytest.mark.parametrize("changes", [{"tune": "shift+lora"}, {"model": {"variant": "differential"}}], ids=str)
+def test_other_models_and_parts_are_probed_too(finished, corpus, tmp_path, changes):
+    from_model = {"init_from": str(finished)} if "tune" in changes else {}
+    model = {"hidden_size": None, "num_attention_heads": None} if from_model else {}
+    changes = {**changes, "model": {**model, **changes.get("model", {})}}
+    lines = []
+    for probes in (None, "induction"):
+        out = tmp_path / str(probes)
+        train(tiny(corpus, out, steps=5, probes=probes, **from_model, **changes))
+        lines.append([line for line in metrics(out) if line["kind"] != "probes"])
+    assert lines[0] == lines[1]
+    assert_same_bits(weights(tmp_path / "induction"), weights(tmp_path / "None"))
+    assert len(metrics(tmp_path / "induction", "probes")) == 1
+
+
 def test_rows_too_short_for_the_scores_are_refused_before_training(corpus, tmp_path):
     config = tiny(corpus, tmp_path / "run", probes="induction")
     with pytest.raises(LabError, match=r"probes: the heads of this model cannot be scored: length .* leave probes out"):
