@@ -37,7 +37,15 @@ def records(*, parameters: int = 2_888_000_000, share: float = 1.0) -> list[Reco
     ],
 )
 def test_sizes_and_bytes(parameters: int, share: float, expected: list[str]) -> None:
-    assert [claim.direction for claim in RECIPE.claims(records(parameters=parameters, share=share))] == expected
+    claims = [claim for claim in RECIPE.claims(records(parameters=parameters, share=share)) if claim.by]
+    assert [claim.direction for claim in claims] == expected
+    assert {claim.by for claim in claims} == {"arithmetic"}
+
+
+def test_benchmarks_are_not_testable_here() -> None:
+    (claim,) = [claim for claim in RECIPE.claims(records()) if not claim.by]
+    assert claim.statement == "2.9B: KV-shift scores higher than vanilla on eight benchmarks"
+    assert claim.direction == "not testable here"
 
 
 def test_the_papers_devices_and_contexts() -> None:

@@ -35,6 +35,8 @@ def made(variant: str, place: Place, loss: float, *, seed: int = 0, rate: float 
         "model": {"num_hidden_layers": place.layers, "hidden_size": width},
         "data": {"sequence_length": place.length},
         "optimizer": {"learning_rate": rate},
+        "steps": 200,
+        "tokens_per_step": 512,
     }
     label = label_at(place, variant)
     curve = {"step": [100, 200], "loss": [loss + 1, loss]}
@@ -234,7 +236,7 @@ def test_longer_contexts_are_compared_within_a_depth() -> None:
     ]
     claims = find_recipe("tab06").claims(records)
     assert [(claim.statement, claim.direction) for claim in claims] == [
-        ("2 layers, vanilla: 128 tokens have a lower loss than 64", "holds")
+        ("2 layers, vanilla, after 0.1 million tokens of training: 128 tokens have a lower loss than 64", "holds")
     ]
     assert claims[0].paper == "3.3605 against 3.4505 at 512 and 256 tokens"
 
@@ -264,7 +266,25 @@ def test_the_ablation_asks_four_questions_of_each_depth() -> None:
     places = [Place(2, 128), Place(4, 128)]
     losses = {"kv-shift": [0.0, 0.001, 0.002], "k-shift": ALIKE, "v-shift": ALIKE, "vanilla": [0.05, 0.051, 0.049]}
     claims = find_recipe("fig07a").claims(seeds(losses, places))
-    assert [claim.direction for claim in claims] == ["holds"] * 8
+    assert [claim.direction for claim in claims] == ["holds"] * 12
+    means = [claim for claim in claims if claim.own]
+    assert [claim.statement.partition(", ")[0] for claim in means] == ["Mean over 2 places"] * 4
+
+
+def test_the_mean_over_places_is_one_for_each_seed() -> None:
+    places = [Place(2, 128), Place(4, 128)]
+    records = [
+        made(variant, place, loss, seed=seed)
+        for place, gains in zip(places, ([0.30, 0.10, 0.20], [0.0, 0.21, 0.08]), strict=True)
+        for seed, gain in enumerate(gains)
+        for variant, loss in (("kv-shift", 3.0 - gain), ("vanilla", 3.0))
+    ]
+    *each, mean = find_recipe("tab07").claims(records)
+    assert [claim.direction for claim in each] == ["not shown"] * 2  # 0.2 +- 0.25 and 0.097 +- 0.26
+    assert (mean.direction, mean.own) == ("holds", True)  # 0.15, 0.155, 0.14
+    assert mean.ours.startswith("KV-shift lower by 0.1483 ")
+    assert "after the data had been seen" in mean.size
+    assert find_recipe("tab07").claims(records[:6]) == each[:1]  # of one place there is no mean
 
 
 def test_neighbours_have_as_many_parameters_as_kv_shift() -> None:

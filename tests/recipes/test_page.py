@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvshift.lab.errors import LabError
-from kvshift.recipes import page
+from kvshift.recipes import page, summary
 from kvshift.recipes.catalogue import find_recipe
+from kvshift.recipes.claims import not_testable
 from kvshift.recipes.records import read_records, write_records
+from kvshift.recipes.summary import MAIN, summary_page
 
 from ..lab.analysis.run_folders import write_pair
 from .cases import made_up
@@ -178,3 +181,64 @@ def test_a_smoke_report_says_that_its_verdicts_mean_nothing(results: Path) -> No
 def test_other_arguments_are_refused(results: Path, capsys: pytest.CaptureFixture) -> None:
     assert page.main(["--dry-run"]) == 2
     assert "usage" in capsys.readouterr().err
+
+
+def test_a_claim_that_two_recipes_share_stands_once_with_both_links(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = page.find_recipe("fig01a")
+    other = replace(recipe, entry=replace(recipe.entry, name="fig01b"))
+    monkeypatch.setattr(page, "find_recipe", lambda name: other if name == "fig01b" else recipe)
+    monkeypatch.setattr(page, "CATALOGUE", {"fig01a": recipe.entry, "fig01b": other.entry})
+    (results / "fig01b").mkdir()
+    shutil.copy(results / "fig01a" / "laptop.jsonl", results / "fig01b")
+    table = page.results_page(results).partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| [fig01a]")]
+    assert len(rows) == 4
+    assert all(row.startswith("| [fig01a](") and ", [fig01b](#fig01b-laptop-" in row for row in rows)
+    assert "\n| [fig01b]" not in table
+
+
+def test_a_verdict_without_runs_says_by_what(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = page.find_recipe("fig01a")
+    first, second, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))
+    claims = [replace(first, direction="holds", by="arithmetic"), not_testable(second, "it is too small"), *others]
+    changed = replace(recipe, claims=lambda records: claims)
+    monkeypatch.setattr(page, "find_recipe", lambda name: changed)
+    text = page.results_page(results)
+    assert "| one for all | **holds** by arithmetic |" in text
+    assert "| one for all | **not testable here** |" in text  # not "at one rate"
+    assert f"it is too small; {second.size} | **not testable here** |" in text
+
+
+PROJECT = Path(__file__).parents[2]
+
+
+def test_the_summary_says_what_the_results_say_in_a_dozen_rows() -> None:
+    short = summary_page(PROJECT / "results", page._anchor)
+    long = (PROJECT / "docs/results.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in short.splitlines() if line.startswith("| ")][1:]
+    assert 10 <= len(rows) <= 17
+    words = {
+        "shown": "holds",
+        "contradicted": "fails",
+        "not shown": "not shown",
+        "not testable here": "not testable here",
+    }
+    for (_, ours, verdict, _, link), main in zip(rows, [m for m in MAIN if f"[{m.recipe}](#" in long], strict=True):
+        found = [line for line in long.splitlines() if f"[{main.recipe}](#" in line and f"| {main.statement}" in line]
+        (line,) = [line for line in found if f"| {main.preset} |" in line]
+        assert f"| {ours} |" in line
+        assert f"**{words[verdict.strip('*')]}**" in line
+        anchor = link.rpartition("#")[2].rstrip(")")
+        assert f"](#{anchor})" in line
+
+
+def test_a_summary_of_a_claim_that_is_gone_is_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = page.find_recipe("fig01a")
+    monkeypatch.setattr(summary, "find_recipe", lambda name: recipe)
+    monkeypatch.setattr(
+        summary, "MAIN", [summary.Main("Something", "fig01a", "laptop", "One layer with KV shift flies")]
+    )
+    with pytest.raises(LabError, match=r"fig01a laptop must have one claim 'One layer with KV shift flies' .*has 0"):
+        summary_page(results, page._anchor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvshift.lab.analysis.learning import Reach, ReachComparison
@@ -17,6 +17,7 @@ __all__ = [
     "at_most",
     "higher",
     "in_every_seed",
+    "not_testable",
     "percent",
     "points",
     "reached",
@@ -25,7 +26,7 @@ __all__ = [
     "within",
 ]
 
-Direction = Literal["holds", "fails", "not shown"]
+Direction = Literal["holds", "fails", "not shown", "not testable here"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +37,11 @@ class Claim:
         statement: the claim.
         paper: the paper's number, or its words.
         ours: our numbers, with their interval over seeds.
-        direction: "holds" and "fails" are said where our numbers decide the matter; "not shown" where they do not.
+        direction: "holds" and "fails" are said where our numbers decide the matter; "not shown" where they do not;
+            "not testable here" where no outcome of such a miniature could.
         size: how large ours is beside the paper's, or why the two cannot be compared.
         own: whether the question is ours: the paper does not claim it.
+        by: how the direction was found, where it was not by runs: "arithmetic".
     """
 
     statement: str
@@ -47,6 +50,17 @@ class Claim:
     direction: Direction
     size: str
     own: bool = False
+    by: str = ""
+
+
+def not_testable(claim: Claim, why: str) -> Claim:
+    """The claim with its numbers, which do not decide it, whatever they are.
+
+    Args:
+        claim: of a miniature.
+        why: what the miniature lacks.
+    """
+    return replace(claim, direction="not testable here", size=f"{why}; {claim.size}")
 
 
 def higher(ours: Sequence[float], theirs: Sequence[float]) -> Direction:

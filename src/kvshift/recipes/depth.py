@@ -171,9 +171,23 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 )
             )
     if most > least:
-        found.append(_against_depth(losses, least, most))
+        found += [_pooled(losses, steps), _against_depth(losses, least, most)]
     found += [_deeper_without(losses, *pair) for pair in pairwise(losses.depths)]
     return found
+
+
+def _pooled(losses: Losses, steps: int) -> Claim:
+    """The mean over depths: one for each seed, because depths share seeds."""
+    gains = [statistics.fmean(of_seed) for of_seed in zip(*map(losses.gains, losses.depths), strict=True)]
+    return Claim(
+        statement=f"After {steps:,} steps, mean over {', '.join(map(str, losses.depths))} layers, by seed: a lower "
+        "loss with KV shift",
+        paper="not asked",
+        ours=verdict([-gain for gain in gains]).text,
+        direction=higher(gains, [0.0] * len(gains)),
+        size="nats per token; chosen after the data had been seen",
+        own=True,
+    )
 
 
 def _against_depth(losses: Losses, least: int, most: int) -> Claim:
@@ -252,7 +266,8 @@ RECIPE = Recipe(
         "The environment variable KVSHIFT_SHARED_DATA names the folder with wiki2014-en/train-00.jsonl.xz and "
         'wiki2014-en/valid.jsonl.xz: any text of one document a line, as {"text": ...}.',
         "Equal compute: each depth is read off where it has taken as many FLOPs as the shallowest vanilla model takes "
-        "for all its steps, by a straight line between evaluations; the shift is less than a thousandth of them. The "
+        "for all its steps, by a straight line between evaluations; the shift is 0.0023, 0.0027 and "
+        "0.0031 of them at 2, 4 and 8 layers. The "
         "learning rates are those that were best for all steps; for fewer a higher one may be, and was not tried.",
         "The preset paper is no setting of the paper either: width 512 and up to 16 layers, for a GPU.",
     ),

@@ -191,6 +191,13 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[HopJob]:
     ]
 
 
+# By layers and the largest k: what findings.md says of the runs that chose the rates.
+_CAVEATS = {
+    (6, 8): "; one more pair of runs, which chose these rates, errs in 0.38 against 0.44 % over all k: with it, the "
+    "interval of the mean would contain 0"
+}
+
+
 def claims(records: Sequence[Record]) -> list[Claim]:
     """KV shift follows more hops at each depth, most of all at the largest k; more layers follow more."""
     models, depths, largest = by_label(records), _depths(records), _largest(records)
@@ -201,7 +208,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             Claim(
                 statement=f"With {layers} layers, KV shift makes fewer errors over k = 1 ... {largest}",
                 paper="the lower curve",
-                ours=_against(ours, theirs),
+                ours=_against(ours, theirs) + _CAVEATS.get((layers, largest), ""),
                 direction=higher(theirs, ours),
                 size="the paper gives no numbers for KV shift",
             )
@@ -212,7 +219,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         Claim(
             statement=f"With {layers} layers and k = {largest}, KV shift makes fewer errors",
             paper=f"with 5 layers and k = 16 small against {PUBLISHED[5][-1]:.1%}".replace("%", " %"),
-            ours=_against(ours, theirs),
+            ours=_against(ours, theirs) + _CAVEATS.get((layers, largest), ""),
             direction=higher(theirs, ours),
             size="as in the paper" if (layers, largest) == (5, 16) else "another size than in the paper",
         ),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from transformers import TrainerCallback
 
 from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.analysis.runs import is_finished, read_json, read_run
@@ -83,7 +84,7 @@ class RunJob(ABC):
         return last_step(RunFolder(out).metrics), self.config.steps
 
     def record(self, out: Path) -> dict[str, Any]:
-        """With the curves of loss and accuracies, and the last coefficients among the results."""
+        """With the curves of loss, accuracies and probes, and the last coefficients among the results."""
         run = read_run(out)
         steps, losses = run.series("eval", "step", "loss")
         curve: dict[str, list[float | None]] = {"step": steps, "loss": losses}
@@ -91,6 +92,9 @@ class RunJob(ABC):
             if line["kind"] == "eval":
                 for name, accuracy in line.get("accuracy", {}).items():
                     curve.setdefault(name, []).append(accuracy)
+        probes = {line["step"]: line for line in run.metrics if line["kind"] == "probes"}
+        names = {name: None for line in probes.values() for name in line if name not in _OF_A_LINE}
+        curve |= {name: [probes.get(step, {}).get(name) for step in steps] for name in names}
         return {
             "config_hash": run.config["config_hash"],
             "options": {name: value for name, value in run.config.items() if name not in _NO_OPTIONS},
@@ -152,7 +156,11 @@ class TextJob(RunJob):
         return other_options(options, to_json(self.config))
 
     def run(self, out: Path) -> None:
-        train(replace(self._here(), out=out))
+        train(replace(self._here(), out=out), self.callbacks())
+
+    def callbacks(self) -> Sequence[TrainerCallback]:
+        """Of the Trainer besides."""
+        return ()
 
     def record(self, out: Path) -> dict[str, Any]:
         """Without what only `kvshift compare` reads, the losses by sequence."""
@@ -229,6 +237,7 @@ def find_text(name: str | None) -> str | None:
     return str(Path(folder) / name)
 
 
+_OF_A_LINE = ("kind", "step", "tokens", "heads")
 _NO_OPTIONS = ("config_hash", "out", "progress", "report_to", "data_workers")  # the last four are of the machine
 
 

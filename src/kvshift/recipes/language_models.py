@@ -36,6 +36,7 @@ __all__ = [
     "pairs_of",
     "place_label",
     "places_of",
+    "pooled",
 ]
 
 STUDY = "language_models"
@@ -292,3 +293,31 @@ def compared(
         paper=paper,
         own=own,
     )
+
+
+def pooled(records: Sequence[Record], better: str, worse: str) -> list[Claim]:
+    """Whether the mean loss over all places is lower, by seed; nothing of a single place.
+
+    The places of one seed share their text and its order: they are no separate runs, and have one mean for each seed.
+    """
+    places = places_of(records)
+    if len(places) < 2:
+        return []
+    names = (called(better), called(worse))
+    by_place = [pairs_of(records, better, worse, place) for place in places]
+    known = [pairs for pairs in by_place if pairs is not None]
+    means = [
+        (statistics.fmean(ours for ours, _ in of_seed), statistics.fmean(theirs for _, theirs in of_seed))
+        for of_seed in zip(*known, strict=True)
+    ]
+    return [
+        claim_of(
+            means if len(known) == len(places) else None,
+            names,
+            lambda ours, theirs: higher(theirs, ours),
+            statement=f"Mean over {len(places)} places, by seed: {names[0]} has a lower loss than {names[1]}",
+            paper="not asked",
+            size="chosen after the data had been seen",
+            own=True,
+        )
+    ]

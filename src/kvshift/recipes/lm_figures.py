@@ -25,6 +25,7 @@ from kvshift.recipes.language_models import (
     pairs_of,
     place_label,
     places_of,
+    pooled,
 )
 from kvshift.recipes.lm_tables import NOTES
 from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
@@ -72,7 +73,12 @@ def _ablation(records: Sequence[Record]) -> list[Claim]:
     words = "both play an important role"
     pairs = (("kv-shift", "k-shift"), ("kv-shift", "v-shift"), ("k-shift", "vanilla"), ("v-shift", "vanilla"))
     return [
-        compared(records, better, worse, place, paper=words) for better, worse in pairs for place in places_of(records)
+        claim
+        for better, worse in pairs
+        for claim in (
+            *(compared(records, better, worse, place, paper=words) for place in places_of(records)),
+            *pooled(records, better, worse),
+        )
     ]
 
 

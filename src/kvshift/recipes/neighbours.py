@@ -11,7 +11,7 @@ from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.jobs import StudyJob
-from kvshift.recipes.language_models import TABLES, Setting, compared, jobs_of, places_of
+from kvshift.recipes.language_models import TABLES, Setting, compared, jobs_of, places_of, pooled
 from kvshift.recipes.lm_figures import plot_differences
 from kvshift.recipes.lm_tables import NOTES
 from kvshift.recipes.recipe import Recipe, Record
@@ -59,9 +59,12 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     pairs = [("kv-shift", other) for other in (*NEIGHBOURS, "vanilla")]
     pairs += [(other, "vanilla") for other in NEIGHBOURS]
     return [
-        compared(records, better, worse, place, paper="not asked", own=True)
+        claim
         for better, worse in pairs
-        for place in places_of(records)
+        for claim in (
+            *(compared(records, better, worse, place, paper="not asked", own=True) for place in places_of(records)),
+            *pooled(records, better, worse),
+        )
     ]
 
 

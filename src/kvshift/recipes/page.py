@@ -2,8 +2,8 @@
 
     python -m kvshift.recipes.page [--check]
 
-writes `docs/results.md`, its figures and that of the README's comparison from `results/`, in the working directory;
-with --check it writes nothing and fails where the page is not what the records give.
+writes `docs/results.md`, `docs/summary.md`, the figures and that of the README's comparison from `results/`, in the
+working directory; with --check it writes nothing and fails where a page is not what the records give.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.recipe import Recipe, Record, Score, accuracy_curves, by_label, diverged, reported
 from kvshift.recipes.records import kept_records
+from kvshift.recipes.summary import summary_page
 from kvshift.recipes.tuning import best_rates, by_variant
 
 __all__ = ["SMOKE", "report", "results_page"]
@@ -37,7 +38,9 @@ _HEAD = """# Results
 The paper's claims beside what we measured. This page is made from `results/` by `make results`; nothing in it is
 written by hand. `kvshift reproduce RECIPE --preset PRESET` runs any of it again.
 
-The verdict is "holds" or "fails" where our numbers decide, and "not shown" where they do not. A 95 % t-interval over
+The verdict is "holds" or "fails" where our numbers decide, "not shown" where they do not, and "not testable here" where
+no outcome of so small an experiment could decide. A claim of runs that several recipes share stands once, with links to
+all of them. [The summary](summary.md) has the main claims on one screen. A 95 % t-interval over
 seeds decides, or, where there is none, the exact sign test at 5 %: five of five seeds are enough, three of three are
 not. "Did not learn" means: not within the given number of steps, at its best learning rate. That is the best of a grid
 that is the same for all variants, chosen by separate runs. Where all arms share one learning rate, the verdict is
@@ -67,6 +70,7 @@ def results_page(results: Path, figures: Path | None = None) -> str:
     head = ("paper", "ours", "preset", "seeds", "learning rate", "verdict")
     claimed: list[tuple[str, ...]] = [("recipe", "claim", *head)]
     asked: list[tuple[str, ...]] = [("recipe", "question", *head)]
+    listed: dict[tuple[str, str, str], tuple[list[tuple[str, ...]], int]] = {}  # where each claim stands
     sections: list[str] = []
     run: list[str] = []
     for name in CATALOGUE:
@@ -81,8 +85,15 @@ def results_page(results: Path, figures: Path | None = None) -> str:
             seeds, rates = str(len({record.seed for record in shown})), _rates_of(records)
             link = f"[{name}](#{_anchor(recipe, preset)})"
             for claim in claims:
+                key = (claim.statement, claim.ours, preset)
+                if key in listed:  # of runs that recipes share; the first row says what the paper has
+                    table, at = listed[key]
+                    table[at] = (f"{table[at][0]}, {link}", *table[at][1:])
+                    continue
                 row = (link, claim.statement, claim.paper, claim.ours, preset, seeds, rates, _verdict(claim, rates))
-                (asked if claim.own else claimed).append(row)
+                table = asked if claim.own else claimed
+                listed[key] = (table, len(table))
+                table.append(row)
             if figures is not None:
                 figures.mkdir(parents=True, exist_ok=True)
                 save_figure(recipe.plot(shown), figures / f"{name}-{preset}", kinds=["svg"])
@@ -98,26 +109,28 @@ def results_page(results: Path, figures: Path | None = None) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check the page; returns the exit code."""
-    results, page = Path("results"), Path("docs/results.md")
+    results, page, short = Path("results"), Path("docs/results.md"), Path("docs/summary.md")
     if list(arguments) not in ([], ["--check"]):
         print(f"usage: python -m kvshift.recipes.page [--check], got {' '.join(arguments)}", file=sys.stderr)
         return 2
     if not arguments:
         write_bytes(page, results_page(results, page.parent / "figures").encode())
+        write_bytes(short, summary_page(results, _anchor).encode())
         if runs := sorted((results / "compare").glob("seed-*/*/result.json"), reverse=True):
             curves = plot_curves([run.parent for run in runs])
             save_figure(curves, page.parent / "figures" / "compare", kinds=["svg"])
         return 0
-    if page.exists() and page.read_text() == results_page(results):
-        return 0
-    print(f"{page} is not what {results} gives: run `make results` and commit what it changes", file=sys.stderr)
-    return 1
+    made = {page: results_page(results), short: summary_page(results, _anchor)}
+    stale = [path for path, text in made.items() if not (path.exists() and path.read_text() == text)]
+    for path in stale:
+        print(f"{path} is not what {results} gives: run `make results` and commit what it changes", file=sys.stderr)
+    return int(bool(stale))
 
 
 def _verdict(claim: Claim, rates: str) -> str:
-    """In bold; what was decided without giving each variant its own learning rate says so."""
-    at_one = claim.direction != "not shown" and rates in (_ONE, _ONE_EACH)
-    return f"**{claim.direction}**{' at one rate' if at_one else ''}"
+    """In bold; what was decided without runs, or without giving each variant its own learning rate, says so."""
+    at_one = claim.direction in ("holds", "fails") and rates in (_ONE, _ONE_EACH)
+    return f"**{claim.direction}**{f' by {claim.by}' if claim.by else ' at one rate' if at_one else ''}"
 
 
 def _heading(recipe: Recipe, preset: str) -> str:

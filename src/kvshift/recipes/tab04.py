@@ -21,7 +21,7 @@ from kvshift.lab.training.answers import ask
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.catalogue import CATALOGUE
-from kvshift.recipes.claims import Claim, higher, percent, points
+from kvshift.recipes.claims import Claim, higher, not_testable, percent, points
 from kvshift.recipes.jobs import TrainingJob
 from kvshift.recipes.models import sized
 from kvshift.recipes.recipe import Recipe, Record, accuracy_curves, by_label
@@ -167,6 +167,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 size="of the paper's setting, one seed in the paper" if printed else "a miniature; cannot be compared",
             )
         )
+        if not printed:
+            found[-1] = not_testable(found[-1], "neither model learns to answer, so that neither can be ahead")
         if all("inside" in record.result for seeds in runs for record in seeds.values()):
             inside = [_shares(seeds, "paper", "inside") for seeds in runs]
             found.append(

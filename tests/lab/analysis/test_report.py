@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kvshift.lab.analysis.probe_curves import PANELS
 from kvshift.lab.analysis.report import verdicts, write_report
 
 from .narrow import faults_on_a_phone
@@ -61,6 +62,42 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
         ElementTree.fromstring(base64.b64decode(code))  # whole, well-formed
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert "url(" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def add_probes(out, *, names, seeds=(0, 1)):
+    """Lines of probes beside the evaluations of each run."""
+    for path in [out / f"seed-{seed}" / name / "metrics.jsonl" for seed in seeds for name in ("vanilla", "kvshift")]:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        evaluations = [line for line in lines if line["kind"] == "eval"]
+        found = [
+            {"kind": "probes", "step": line["step"], "tokens": line["tokens"], **dict.fromkeys(names, 0.1), "heads": []}
+            for line in evaluations
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *found]))
+
+
+def test_what_probes_found_is_drawn_with_a_panel_for_each_number(tmp_path):
+    for seed in (0, 1):
+        write_pair(tmp_path, seed=seed)
+    add_probes(tmp_path, names=["prefix_matching", "repeat_loss", "loss_pair_seen"])
+    write_report(tmp_path, [0, 1])
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h2>Induction</h2>" in text
+    assert len(Page(text).fetched) == 4
+    drawn = (tmp_path / "probes.svg").read_text(encoding="utf-8")
+    titles = {PANELS[name][0] for name in PANELS if f"<!-- {PANELS[name][0]} -->" in drawn}
+    assert titles == {PANELS[name][0] for name in ("prefix_matching", "repeat_loss", "loss_pair_seen")}
+    assert (tmp_path / "probes.png").exists()
+    assert faults_on_a_phone(text) == []
+
+
+def test_without_probes_in_every_run_nothing_is_drawn_of_them(tmp_path):
+    for seed in (0, 1):
+        write_pair(tmp_path, seed=seed)
+    add_probes(tmp_path, names=["prefix_matching"], seeds=(0,))
+    write_report(tmp_path, [0, 1])
+    assert "Induction" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not (tmp_path / "probes.svg").exists()
 
 
 def test_a_phone_shows_all_of_it(tmp_path):

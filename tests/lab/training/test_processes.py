@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,28 @@ def test_two_processes_learn_as_one(corpus, tmp_path):
     assert results[0] == results[1]  # steps, tokens, sequences, parameters, options
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(two)[name], tensor, rtol=0, atol=1e-3, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes_probe_as_one(corpus, tmp_path, sharded):
+    """With rows long enough for all kinds of targets, and a number of them that two processes cannot share evenly."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    config = tiny(corpus, one, batch_size=2, tokens_per_step=8 * 97, eval_rows=7, probes="induction")
+    train(replace(config, data=replace(config.data, sequence_length=97, packing="documents")))
+    changes = {"data.sequence-length": 97, "tokens-per-step": 8 * 97, "eval-rows": 7, "probes": "induction"}
+    more = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+    how = {"program": "tests.lab.training.fsdp_on_cpu", **fsdp_variables()} if sharded else {}
+    done = in_two(*arguments(corpus, two), *more, **how)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = metrics(one, "probes"), metrics(two, "probes")
+    assert [line["step"] for line in theirs] == [5, 10, 12]
+    for line, other in zip(ours, theirs, strict=True):
+        assert line.keys() == other.keys() >= {"loss_pair_seen", "loss_token_seen", "loss_neither"}
+        heads = line.pop("heads"), other.pop("heads")
+        assert other == pytest.approx(line, abs=1e-4)
+        for head, same in zip(*heads, strict=True):
+            assert same == pytest.approx(head, abs=1e-4)
 
 
 def fsdp_variables() -> dict[str, str]:

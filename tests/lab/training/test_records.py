@@ -129,6 +129,7 @@ def test_environment(finished):
     values = json.loads((finished / "environment.json").read_text())
     assert values["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     assert values["hardware"]["memory_bytes"] > 2**28
+    assert values["hardware"]["instructions"] == torch.backends.cpu.get_cpu_capability()
     assert values["started"].endswith("+00:00")
     assert "continued" not in values
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_coefficients", "plot_curves", "plot_learning", "save_figure"]
+__all__ = ["count_tokens", "plot_coefficients", "plot_curves", "plot_learning", "save_figure"]
 
 # Lightness turned round and hues kept: what is dark on white becomes as light on black.
 _DARK = "@media (prefers-color-scheme: dark) {#figure_1 {filter: invert(0.93) hue-rotate(180deg)}}"
@@ -57,17 +57,18 @@ def plot_curves(folders: Sequence[Path], *, baseline: str = "vanilla") -> Figure
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xlim(losses.get_xlim())
     for axes in figure.axes:
-        _count_tokens(axes)
+        count_tokens(axes)
     legend_below(figure, INTERVALS if any(len(s) > 1 for s in by_name.values()) else None)
     return figure
 
 
-def _count_tokens(axes: Axes) -> None:
+def count_tokens(axes: Axes) -> None:
+    """Tokens of training from left to right: 200k, 1.2M."""
     from matplotlib.ticker import EngFormatter
 
     axes.set_xlabel("training tokens")
     whole_ticks(axes.xaxis)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1.2M
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def plot_learning(metrics: Path, variant: str = "vanilla") -> Figure | None:

@@ -11,6 +11,7 @@ from typing import Any
 from kvshift.lab.analysis.comparison import Twins, explanation, summarize, table
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, save_figure
 from kvshift.lab.analysis.pages import inline, render
+from kvshift.lab.analysis.probe_curves import plot_probes
 from kvshift.lab.analysis.runs import Run, read_json, read_run
 from kvshift.lab.analysis.tables import as_markdown
 
@@ -42,7 +43,7 @@ def write_report(
     """Draw everything again from the files in the folder of a comparison.
 
     Reads the runs of `seeds`, and step_time.json and samples.json where they are there. Writes summary.json, table.md,
-    curves.png and .svg, coefficients-seed-S.png and .svg, and report.html.
+    curves.png and .svg, probes.png and .svg where there are probes, coefficients-seed-S.png and .svg, and report.html.
 
     Args:
         out: the folder.
@@ -64,6 +65,7 @@ def write_report(
     runs = [(each.seed, run) for each in twins for run in each.runs.values()]
     baseline = twins[0].baseline
     curves = save_figure(plot_curves([run.folder for _, run in runs], baseline=baseline.name), out / "curves")
+    probes = plot_probes([run.folder for _, run in runs])
     coefficients = []
     for seed, run in runs:
         figure = plot_coefficients(run.folder)
@@ -79,6 +81,7 @@ def write_report(
         rows=rows,
         explanation=explanation(summary),
         curves=inline(curves[1]),
+        probes=probes and inline(save_figure(probes, out / "probes")[1]),
         coefficients=coefficients,
         samples=samples,
         runs=[_description(seed, run) for seed, run in runs],

@@ -88,6 +88,11 @@ class HeadScores:
     alone: float
 
     @property
+    def prefix_matching(self) -> float:
+        """Attention to e + 1, whatever is read there: the score by which Olsson et al. find induction heads."""
+        return self.attention["earlier+1"]
+
+    @property
     def scores(self) -> dict[str, float]:
         """What is moved, under the usual names; what heads are ranked by."""
         places = {"previous_token": "previous", "duplicate_token": "earlier", "induction": "earlier+1"}

@@ -264,6 +264,7 @@ def environment(device: torch.device, processes: int) -> dict[str, Any]:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "processes": processes,
             "cpu": _cpu_name(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),  # of PyTorch's kernels, which decide the last bits
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "memory_bytes": _memory(),

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -47,10 +47,11 @@ class InterruptedRunError(LabError):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one evaluation has shown: a line of metrics.jsonl, and the same in words."""
+    """What one evaluation has shown: a line of metrics.jsonl, the same in words, and a line of what probes found."""
 
     values: dict[str, Any]
     text: str
+    probes: dict[str, Any] = field(default_factory=dict)
 
 
 class Schedule(TrainerCallback):
@@ -110,7 +111,8 @@ class GracefulStop(TrainerCallback):
 
 
 class Recorder(TrainerCallback):
-    """Writes metrics.jsonl: a line for each log, each evaluation, and each layer's coefficients with it.
+    """Writes metrics.jsonl: a line for each log, each evaluation, and with it what probes found and each layer's
+    coefficients.
 
     Every process needs one, for coefficients may be sharded; only the first is given `metrics` to write to.
     `evaluation` turns Trainer's metrics into what is written.
@@ -167,7 +169,10 @@ class Recorder(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._write("eval", state, **self._evaluation(metrics).values)
+        found = self._evaluation(metrics)
+        self._write("eval", state, **found.values)
+        if found.probes:
+            self._write("probes", state, **found.probes)
         for number, layer in enumerate(coefficients(model)):
             self._write("coefficients", state, layer=number, **layer)
         self._mark = time.perf_counter()

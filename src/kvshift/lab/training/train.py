@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from datasets import disable_progress_bars
+from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from kvshift.lab.data.packing import collate
@@ -22,6 +23,7 @@ from kvshift.lab.runs.extending import with_recorded_warmup
 from kvshift.lab.runs.folder import RunFolder, read_metrics, remove_folder, write_json
 from kvshift.lab.runs.overwriting import next_tokenizer
 from kvshift.lab.runs.processes import Processes
+from kvshift.lab.training.probes import check_probes
 from kvshift.lab.training.running import (
     attach,
     fit,
@@ -52,10 +54,14 @@ __all__ = ["TrainConfig", "train"]
 _say = partial(say, command="train")
 
 
-def train(config: TrainConfig) -> None:
+def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
     """Train, or resume where the same call was interrupted; a finished run is left as it is.
 
     What it leaves in `config.out`: see `kvshift.lab.runs.folder`.
+
+    Args:
+        config: of the run.
+        callbacks: of transformers' Trainer besides, such as one that ends training early.
 
     Raises:
         LabError: options, data or folder are not fit (exit code 2), or the folder is in use (4).
@@ -77,11 +83,16 @@ def train(config: TrainConfig) -> None:
         if processes.main_first(lambda: open_run(stack, folder, config, to_json(config))):
             say(f"{config.out} holds this run, finished; its numbers are in {folder.result}")
         else:
-            _run(stack, config, folder, processes, say)
+            _run(stack, config, folder, processes, say, callbacks)
 
 
 def _run(
-    stack: ExitStack, config: TrainConfig, folder: RunFolder, processes: Processes, say: Callable[[str], None]
+    stack: ExitStack,
+    config: TrainConfig,
+    folder: RunFolder,
+    processes: Processes,
+    say: Callable[[str], None],
+    callbacks: Sequence[TrainerCallback],
 ) -> None:
     replaces = config.overwrite and folder.config.exists()
     if not replaces:
@@ -122,6 +133,8 @@ def _run(
     if config.tune is not None:
         tune_part(model, config.tune, rank=config.lora_rank, seed=config.seed)
         sizes["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if config.probes is not None:
+        check_probes(model)
     processes.any(False)  # all of them have read what the first now changes
     start = processes.main_first(
         lambda: begin(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
@@ -145,6 +158,8 @@ def _run(
         collate=collate,
     )
     recorder, graceful_stop = attach(stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step)
+    for callback in callbacks:
+        trainer.add_callback(callback)
     seconds = fit(trainer, recorder, graceful_stop, start, processes)
     model.config.use_cache = decodes_with_cache(model)
     merge_lora(model)
@@ -171,7 +186,7 @@ def _load(config: TrainConfig, tokenizer: Path, processes: Processes) -> TextDat
 def _result(trainer: LanguageModelTrainer, folder: RunFolder, config: TrainConfig, seconds: float) -> dict[str, Any]:
     lines = read_metrics(folder.metrics, "train")
     last = read_metrics(folder.metrics, "eval")[-1]
-    steps, tokens = config.steps, config.tokens_per_step or 0
+    steps, tokens = trainer.state.global_step, config.tokens_per_step or 0
     losses, counts = trainer.sequence_losses, trainer.sequence_tokens
     assert losses is not None
     assert counts is not None

@@ -37,7 +37,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 _OF_THE_CALL = ("extend", "overwrite")
 
 # What may differ between a run and its continuation, for it changes no number that is computed.
-_FREE = ("out", "report_to", "progress", "keep_checkpoints", "data_workers")
+_FREE = ("out", "report_to", "progress", "keep_checkpoints", "data_workers", "probes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +210,9 @@ class TrainConfig(RunConfig):
     """Rank of LoRA. None: 8."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    probes: Literal["induction"] | None = None
+    """What to measure at each evaluation besides the loss, without any change to the training. induction: scores of the
+    heads on repeated random tokens, and the validation loss by whether the row has shown a pair of tokens before."""
     tokens_per_step: int | None = None
     """Tokens per optimizer step over all devices. If that is more than batch_size x sequence_length x devices,
     gradients are accumulated. None: exactly that product."""

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import EvalPrediction, Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 
 from kvshift.lab.data.order import EndlessStream, ShuffledEpochs
 from kvshift.lab.messages import say
@@ -26,10 +27,11 @@ from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.callbacks import Evaluation
 from kvshift.lab.training.optimizer import adamw
+from kvshift.lab.training.probes import probe_heads, probe_targets, summarize_targets
 from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.variants.building import declare_plain_llama
 
-__all__ = ["LanguageModelTrainer", "RunTrainer", "sequence_losses", "summarize"]
+__all__ = ["LanguageModelTrainer", "RunTrainer", "sequence_losses", "summarize", "token_losses"]
 
 # In a checkpoint between two lines of metrics: from which step the next mean is taken, and the sum of each process.
 _UNLOGGED = "unlogged_loss.json"
@@ -203,6 +205,8 @@ class LanguageModelTrainer(RunTrainer):
     ) -> None:
         self.sequence_losses: np.ndarray | None = None
         self.sequence_tokens: np.ndarray | None = None
+        self._probes = getattr(config, "probes", None) is not None
+        self._probed: dict[str, Any] = {}
         super().__init__(
             model,
             arguments,
@@ -228,7 +232,10 @@ class LanguageModelTrainer(RunTrainer):
             "rows": metrics["eval_rows"],
         }
         margin = f" +- {error:.4f}" if error is not None else ""
-        return Evaluation(values, f"validation loss {loss:.4f}{margin}, perplexity {values['perplexity']:.2f}")
+        text = f"validation loss {loss:.4f}{margin}, perplexity {values['perplexity']:.2f}"
+        if self._probed:
+            text += f", prefix matching {self._probed['prefix_matching']:.3f}"
+        return Evaluation(values, text, self._probed)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -246,10 +253,32 @@ class LanguageModelTrainer(RunTrainer):
         labels = inputs.pop("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
             logits = model(**inputs).logits
-        return (None, *sequence_losses(logits, labels))
+        if not self._probes:
+            return (None, *sequence_losses(logits, labels))
+        losses = token_losses(logits, labels)
+        sums, counts = probe_targets(torch.stack(losses), labels, inputs["input_ids"], inputs.get("position_ids"))
+        sums[:, 0] = torch.stack([one.sum() for one in losses])  # added up as without probes, to the last bit
+        return None, sums, counts
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """With what the probes find, each number under a name of its own for trackers."""
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._probes:
+            with self.compute_loss_context_manager():
+                self._probed = probe_heads(self.model) | self._probed
+            numbers = {name: value for name, value in self._probed.items() if name != "heads"}
+            for head in self._probed["heads"]:
+                scores = {name: value for name, value in head.items() if name not in ("layer", "head")}
+                numbers |= {f"{name}/L{head['layer']}H{head['head']}": value for name, value in scores.items()}
+            assert output.metrics is not None
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in numbers.items()})
+        return output
 
     def _keep_and_summarize(self, prediction: EvalPrediction) -> dict[str, float]:
         sums, tokens = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
+        if self._probes:
+            self._probed = summarize_targets(sums, tokens)
+            sums, tokens = sums[:, 0], tokens[:, 0]
         if not np.isfinite(sums).all():
             self._fail(f"the validation loss is not finite after step {self.state.global_step}; {self._kept()}")
         self.sequence_losses, self.sequence_tokens = sums / np.maximum(tokens, 1), tokens
@@ -263,13 +292,20 @@ def sequence_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits: (B, T, V).
         labels: (B, T); position t is predicted from t - 1, and -100 is no label.
     """
-    following = labels[:, 1:]
+    return torch.stack([one.sum() for one in token_losses(logits, labels)]), (labels[:, 1:] != -100).sum(dim=1)
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> list[Tensor]:
+    """Of each sequence, -log p(next token) at every position but the last, (T - 1,) float64; 0 where no label is.
+
+    Args:
+        logits, labels: as in `sequence_losses`.
+    """
     # One sequence at a time: the float32 copy of the logits of a whole batch may not fit.
-    sums = [
-        F.cross_entropy(one[:-1].float(), target, ignore_index=-100, reduction="none").double().sum()
-        for one, target in zip(logits, following, strict=True)
+    return [
+        F.cross_entropy(one[:-1].float(), target, ignore_index=-100, reduction="none").double()
+        for one, target in zip(logits, labels[:, 1:], strict=True)
     ]
-    return torch.stack(sums), (following != -100).sum(dim=1)
 
 
 def summarize(sums: np.ndarray, tokens: np.ndarray) -> dict[str, float]:

@@ -1,0 +1,53 @@
+"""What the probes of training found, over tokens, drawn from run folders and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvshift.lab.analysis.accuracy import draw_means
+from kvshift.lab.analysis.curves import count_tokens
+from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
+from kvshift.lab.analysis.runs import Run, read_run
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+__all__ = ["PANELS", "plot_probes"]
+
+# By name in the lines of metrics: title, which fits on one line, and label of the upright axis.
+PANELS = {
+    "prefix_matching": ("Prefix matching, best head", "attention"),
+    "previous_token": ("Previous token, best head", "attention"),
+    "repeat_loss": ("Loss on repeated random tokens", "nats per token"),
+    "loss_pair_seen": ("Loss, pair seen before", "nats per token"),
+    "loss_token_seen": ("Loss, token seen, pair not", "nats per token"),
+    "loss_neither": ("Loss, token not seen before", "nats per token"),
+    "late_minus_early": ("Loss at 500 minus that at 50", "nats per token"),
+}
+
+
+def plot_probes(folders: Sequence[Path]) -> Figure | None:
+    """A panel for each number that `--probes` has measured in all finished runs; None where there is none.
+
+    Each line is the mean over seeds, its band the 95 % interval of that mean.
+    """
+    by_name: dict[str, dict[int, Run]] = {}
+    for run in map(read_run, folders):
+        by_name.setdefault(run.name, {})[run.config["seed"]] = run
+    lines = [[line for line in run.metrics if line["kind"] == "probes"] for s in by_name.values() for run in s.values()]
+    names = [name for name in PANELS if all(of_run and all(name in line for line in of_run) for of_run in lines)]
+    if not names:
+        return None
+    titles, labels = zip(*(PANELS[name] for name in names), strict=True)
+    figure, panels = new_figure(titles, ylabels=labels, height=2.6)
+    for axes, name in zip(panels, names, strict=True):
+        curves: dict[str, dict[int, Any]] = {
+            label: {seed: run.series("probes", "tokens", name) for seed, run in seeds.items()}
+            for label, seeds in by_name.items()
+        }
+        draw_means(axes, curves)
+        count_tokens(axes)
+    legend_below(figure, INTERVALS if any(len(seeds) > 1 for seeds in by_name.values()) else None)
+    return figure

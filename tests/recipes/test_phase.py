@@ -1,0 +1,207 @@
+"""Phase: what it runs, when it calls a model changed, and what it says of gains by kind of target."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainerControl
+
+from kvshift.lab.training.probes import KINDS
+from kvshift.lab.training.train_config import TrainConfig, to_json
+from kvshift.recipes import phase, phase_search
+from kvshift.recipes.changes import Changes
+from kvshift.recipes.jobs import TextJob
+from kvshift.recipes.models import PAIR, model_label
+from kvshift.recipes.phase_search import LEVEL, SEARCH, StopAtLevel, tokens_to_level
+from kvshift.recipes.recipe import Record
+
+from .cases import made_up
+
+RECIPE = phase.RECIPE
+STEPS = [100 * at for at in range(1, 11)]
+LOSSES = ("loss", *(f"loss_{kind}" for kind in KINDS))
+
+
+def record(label: str, seed: int, matching: list[float], losses: dict[str, list[float]], config: TrainConfig) -> Record:
+    options = to_json(replace(config, seed=seed)) | {"data_facts": {"tokens": 1024}}
+    curve = {"step": STEPS, "prefix_matching": matching, **losses}
+    return made_up(label, seed, curve=curve, options=options, tokens=STEPS[-1] * 4096)
+
+
+def rising(at: float) -> list[float]:
+    """A prefix matching that is `LEVEL` after `at` steps, exactly; infinite: never."""
+    return [0.01 if math.isinf(at) else min(1, max(0, LEVEL + (step - at) / 1000)) for step in STEPS]
+
+
+def records(
+    ours: list[float],
+    theirs: list[float],
+    gains: list[float],
+    *,
+    layers: tuple[int, ...] = (1, 2),
+    kinds: tuple[float, float, float] = (2.0, 0.5, -0.1),
+) -> list[Record]:
+    """Of each seed, when both models change, and what the shift gains in all; in each kind, so many times that."""
+    found = []
+    for number in layers:
+        config = replace(phase.LAPTOP, model=replace(phase.LAPTOP.model, num_hidden_layers=number))
+        for seed, (one, other, gain) in enumerate(zip(ours, theirs, gains, strict=True)):
+            slope = [4 - step / 1000 + 0.01 * seed for step in STEPS]
+            plain = dict.fromkeys(LOSSES, slope)
+            parts = dict(zip(LOSSES, (1.0, *kinds), strict=True))
+            ours_too = {name: [loss - parts[name] * gain for loss in slope] for name in LOSSES}
+            args = ((one, "kv-shift", ours_too), (other, "vanilla", plain))
+            for at, variant, losses in args:
+                found.append(record(model_label(number, variant), seed, rising(at), losses, config))
+    return found
+
+
+def claims(given: list[Record]) -> dict[str, str]:
+    return {claim.statement: claim.direction for claim in RECIPE.claims(given)}
+
+
+FIVE = [300.0, 310, 320, 330, 340]
+LATER = [700.0, 740, 780, 720, 760]
+NEVER = [math.inf] * 5
+GAINS = [0.10, 0.11, 0.12, 0.13, 0.14]
+
+
+@pytest.mark.parametrize("preset", ["smoke", "laptop", "paper"])
+def test_twins_differ_in_the_shift_alone(preset: str):
+    jobs = RECIPE.jobs(preset, [0, 7])
+    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 8
+    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
+        assert isinstance(ours, TextJob)
+        assert isinstance(theirs, TextJob)
+        ours.config.check()
+        assert ours.label.replace("KV-shift", "vanilla") == theirs.label
+        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
+        assert replace(ours.config, model=theirs.config.model) == theirs.config
+        assert ours.config.probes == "induction"
+
+
+def test_nothing_is_read_twice():
+    rows = {512: 64_477, 1024: 52_334, 2048: 44_384, 4096: 38_383}  # of the corpus, by vocabulary, as counted
+    for config in [*(setting.config(2) for setting in SEARCH), phase.LAPTOP]:
+        assert config.steps * config.batch_size <= rows[config.data.vocab_size]
+        assert config.steps * config.batch_size * config.data.sequence_length <= 25_000_000
+
+
+def test_the_search_tries_each_setting_once_and_vanilla_alone():
+    jobs = RECIPE.jobs("search", [0])
+    assert len({job.label for job in jobs}) == len(jobs) == len(SEARCH)
+    for job, setting in zip(jobs, SEARCH, strict=True):
+        assert isinstance(job, phase_search.SearchJob)
+        job.config.check()
+        assert job.config.model.shift_targets == ()
+        assert job.config.model.num_hidden_layers == 2
+        assert job.config.eval_every * setting.tokens == 409_600
+
+
+def test_a_run_of_the_search_ends_at_the_second_evaluation_at_the_level():
+    callback, control = StopAtLevel(), TrainerControl()
+    for value, ends in [(0.1, False), (0.2, False), (0.19, False), (0.3, False), (0.25, True)]:
+        callback.on_evaluate(None, SimpleNamespace(), control, {"eval_prefix_matching": value})
+        assert control.should_training_stop is ends
+
+
+def test_a_job_of_the_search_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(phase_search, "LEVEL", 0.0)
+    config = replace(phase.SMOKE, steps=9, eval_every=2, eval_rows=2)
+    job = phase_search.SearchJob(label="a setting", config=config)
+    job.run(tmp_path / "run")
+    found = job.record(tmp_path / "run")
+    assert found["curve"]["step"] == [2, 4]
+    assert len(found["curve"]["prefix_matching"]) == 2
+    assert (found["result"]["steps"], found["result"]["tokens"]) == (4, 4 * 2 * 96)
+    assert job.is_finished(tmp_path / "run")
+
+
+def test_when_a_model_changes_is_read_off_between_evaluations():
+    one = records([340.0], [math.inf], [0.1], layers=(2,))
+    assert tokens_to_level(one[0]) == pytest.approx(340 * 4096)
+    assert tokens_to_level(one[1]) is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "verdict"),
+    [(LATER, "holds"), (NEVER, "holds"), ([time / 4 for time in LATER], "fails"), ([*NEVER[:4], 200.0], "not shown")],
+    ids=str,
+)
+def test_whether_models_with_the_shift_change_sooner(theirs: list[float], verdict: str):
+    found = claims(records(FIVE, theirs, GAINS))
+    for layers in ("1 layer", "2 layers"):
+        assert found[f"KV-shift, {layers}: a prefix matching of 0.2 sooner than vanilla, {layers}"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("theirs", "gains", "verdict"),
+    [
+        (LATER, GAINS, "holds"),
+        (LATER, [-gain for gain in GAINS], "fails"),
+        (LATER, [0.1, -0.1, 0.05, -0.06, 0.01], "not shown"),
+        ([*LATER[:4], math.inf], GAINS, "not shown"),  # one has not changed: nothing is known of afterwards
+    ],
+    ids=str,
+)
+def test_whether_the_gain_survives_the_change_of_plain_attention(theirs, gains, verdict):
+    found = claims(records(FIVE, theirs, gains))
+    assert found["2 layers: the gain survives plain attention's own change"] == verdict
+
+
+def test_where_the_gain_is():
+    at_end = "2 layers, at the end:"
+    larger = f"{at_end} the gain is larger on pairs seen in the row before than on targets that follow a new token"
+    plain = f"{at_end} plain attention has the lower loss on targets that follow a new token"
+    found = claims(records(FIVE, LATER, GAINS))
+    assert (found[larger], found[plain]) == ("holds", "holds")
+    found = claims(records(FIVE, LATER, GAINS, kinds=(1.0, 1.0, 3.0)))
+    assert (found[larger], found[plain]) == ("fails", "fails")
+
+
+def test_gains_at_each_moment_are_those_of_a_slow_loop():
+    given = records(FIVE, LATER, GAINS)
+    changes = Changes(given)
+    moments = changes.moments(2)
+    assert [*moments] == [
+        "half way to KV-shift's change",
+        "at KV-shift's change",
+        "at vanilla's change",
+        "at the end",
+    ]
+    for name, expected in zip(moments, ([t / 2 for t in FIVE], FIVE, LATER, [1000.0] * 5), strict=True):
+        assert [*moments[name].values()] == pytest.approx(expected)
+        for loss, part in zip(LOSSES, (1, 2, 0.5, -0.1), strict=True):
+            assert changes.gains(2, loss, moments[name]) == pytest.approx([part * gain for gain in GAINS])
+    assert "at vanilla's change" not in Changes(records(FIVE, [*LATER[:4], math.inf], GAINS)).moments(1)
+    (last,) = [line for line in phase.tables(given).splitlines() if line.startswith("| 2 layers | at the end")]
+    assert f"{statistics.fmean(GAINS):+.3f}" in last
+
+
+def test_the_search_reports_all_that_was_tried():
+    times = [400.0, math.inf, 300.0]
+    given = [
+        record(setting.label, 0, rising(at), {"loss": [4.0] * 10}, setting.config(2))
+        for setting, at in zip((SEARCH[0], SEARCH[1], SEARCH[-1]), times, strict=True)
+    ]
+    (claim,) = RECIPE.claims(given)
+    assert claim.ours.startswith("in 2 of 3 settings; the cheapest is width 64, 2 heads of 32")  # the other is larger
+    assert claim.direction == "not shown"  # a single seed
+    table = phase.tables(given)
+    assert all(setting.label in table for setting in (SEARCH[0], SEARCH[1], SEARCH[-1]))
+    assert table.count("not reached") == 1
+    assert RECIPE.plot(given).axes
+
+
+def test_the_figure_marks_each_change():
+    figure = RECIPE.plot(records(FIVE, [*LATER[:4], math.inf], GAINS))
+    assert len(figure.axes) == 4
+    for axes in figure.axes:
+        upright = [line for line in axes.get_lines() if len({*line.get_xdata()}) == 1 and line.get_linestyle() == ":"]
+        assert len(upright) == 2  # of both depths, where all seeds have changed: with the shift
+        assert {line.get_label() for line in axes.get_lines()} >= {model_label(n, v) for n in (1, 2) for v in PAIR}
