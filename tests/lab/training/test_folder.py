@@ -279,7 +279,7 @@ def test_lines_beyond_the_checkpoint_go_without_a_word(tmp_path):
         assert [record["step"] for record in read_metrics(path, "eval")] == [1, 2]
 
 
-def test_tokenizer_that_does_not_fit(corpus, tmp_path):
+def test_tokenizer_that_does_not_fit(finished, corpus, tmp_path):
     with disk_of(200), pytest.raises(LabError, match=r"cannot save the tokenizer in .*tokenizer") as caught:
         train(tiny(corpus, tmp_path / "run"))
     assert caught.value.exit_code == 3
