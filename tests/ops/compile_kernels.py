@@ -24,7 +24,7 @@ import torch
 SIZES = {"B": 9, "T": 256, "H": 8, "G": 4, "D": 128}
 # Words of a call: one of the first row, any of the second, and of the last which targets are shifted, if not both.
 WORDS = (
-    ("plain", "state", "documents", "padding", "rotated", "step"),
+    ("plain", "state", "documents", "padding", "rotated"),
     ("pack", "norm"),
     ("keys", "values", "none", "single"),
 )
@@ -55,11 +55,9 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
     """Name, options and code of the kernels that `calls` would have launched."""
     from kvshift.ops.triton import backward as triton_backward
     from kvshift.ops.triton import call as triton_call
-    from kvshift.ops.triton import decoding as triton_decoding
     from kvshift.ops.triton import forward as triton_kernels
     from kvshift.ops.triton import launch as triton_launch
     from kvshift.ops.triton import next_state as triton_state
-    from kvshift.ops.triton import step as triton_step
 
     found = []
 
@@ -75,26 +73,23 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
 
     of = dict.fromkeys(("forward", "next_state", "links"), triton_kernels)
     of |= dict.fromkeys(("backward", "backward_state"), triton_backward)
-    of |= {"step": triton_decoding}
     stand_ins = SimpleNamespace(**{name: Kernel(getattr(module, name)) for name, module in of.items()})
-    triton_launch.kernels = triton_state.kernels = triton_step.kernels = lambda: stand_ins
+    triton_launch.kernels = triton_state.kernels = lambda: stand_ins
     triton_call._IS_INTERPRETED = True  # kernels for tensors on the CPU
     calls()
     return found
 
 
 def call(words: list[str], window: int, dtype: torch.dtype) -> None:
-    """Forward, backward and the next state, or a step of decoding, as the WORDS say."""
+    """Forward, backward and the next state, as the WORDS say."""
     from kvshift.ops import ShiftState, kv_shift, shift_tokens
     from kvshift.ops.triton.call import Boundaries, shift_norm_rope_triton
-    from kvshift.ops.triton.step import step_triton
 
     unknown = set(words).difference(*WORDS)
     assert not unknown, unknown
     B, T, H, G, D = SIZES.values()
     pack = torch.tensor([0, 3, 3, 4, 5, 6, 7, 8, 100, T], dtype=torch.int32) if "pack" in words else None
     B = 1 if "pack" in words else B
-    T = 1 if "step" in words else T
 
     def numbers(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.ones(shape, dtype=dtype, requires_grad=True)
@@ -104,12 +99,6 @@ def call(words: list[str], window: int, dtype: torch.dtype) -> None:
     beta = None if {"keys", "none"} & set(words) else numbers(G, window, dtype=torch.float32)
     tables = torch.ones(1, T, D // 2), torch.ones(1, T, D // 2)
     scales = {"q_scale": numbers(D), "k_scale": numbers(D), "eps": 1e-6} if "norm" in words else {}
-    if "step" in words:
-        states, caches = ([torch.zeros(B, rows, G, D, dtype=dtype) for _ in "kv"] for rows in (window - 1, 64))
-        slots = {"state_slots": torch.arange(B), "cache_slots": torch.arange(B), "own_pages": True}
-        with torch.no_grad():
-            step_triton(q, k, v, alpha, beta, *tables, *states, *caches, **slots, **scales)
-        return
     if "rotated" in words:
         results = shift_norm_rope_triton(
             q, k, v, alpha, beta, *tables, **scales, boundaries=Boundaries.of(pack, None, None)

@@ -1,8 +1,6 @@
-"""Decoding and the rotary embedding in one launch on a CUDA device: the step of a token, CUDA graphs, rounding."""
+"""Shift, norm and rotary embedding in one launch on a CUDA device: rounding."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -12,78 +10,9 @@ from kvshift.ops import shift_tokens
 from kvshift.ops.triton.call import Boundaries, shift_norm_rope_triton
 
 from .cases import normal_numbers
-from .device import DEVICE, MARKS, carry, needs_cuda
-from .test_triton_step import a_call
+from .device import DEVICE, MARKS, carry
 
 pytestmark = MARKS
-
-
-def a_call_there(**options: Any) -> Any:
-    call = a_call(**options)
-    return call.with_(**{name: x.to(DEVICE) for name, x in call.tensors.items() if isinstance(x, Tensor)})
-
-
-CHANGED = ("k_state", "v_state", "k_cache", "v_cache")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_step_on_the_device_is_the_split_of_the_whole(dtype):
-    """One token after a state: what `shift_norm_rope_triton` gives, bit for bit; without a slot nothing is written."""
-    call = a_call_there(window=3, rows=2, dtype=dtype, norm=True, tables=5)
-    before = call.copy()
-    q_out = call.run()
-    for b, (slot, place) in enumerate(zip(before["state_slots"].tolist(), before["cache_slots"].tolist(), strict=True)):
-        if slot < 0:
-            assert not q_out[b].any()
-            continue
-        row = slice(b, b + 1)
-        q, k, v = shift_norm_rope_triton(
-            *(before[name][row] for name in ("q", "k", "v")),
-            *(before[name] for name in ("alpha", "beta")),
-            *(before[name][row] for name in ("cos", "sin")),
-            **{name: before[name] for name in ("q_scale", "k_scale", "eps")},
-            k_state=before["k_state"][slot : slot + 1],
-            v_state=before["v_state"][slot : slot + 1],
-        )
-        assert torch.equal(q_out[row], q)
-        if place >= 0:
-            assert torch.equal(call["k_cache"][place // 8, place % 8], k[0, 0])
-            assert torch.equal(call["v_cache"][place // 8, place % 8], v[0, 0])
-        assert torch.equal(call["k_state"][slot, -1], before["k"][b, 0])
-    unused = [s for s in range(8) if s not in before["state_slots"].tolist()]
-    assert torch.equal(call["v_state"][unused], before["v_state"][unused])
-
-
-def test_the_step_keeps_the_rules_of_torch_library():
-    call = a_call_there(norm=True)
-    names = ("q", "k", "v", "alpha", "beta", "cos", "sin", *CHANGED, "state_slots", "cache_slots")
-    arguments = (*(call[name] for name in names), False, call["q_scale"], call["k_scale"], 0.1)
-    torch.library.opcheck(torch.ops.kvshift.step.default, arguments)
-
-
-@needs_cuda
-def test_a_cuda_graph_decodes():
-    """Step after step in place; slots are data."""
-    static = a_call_there(window=3, rows=2, norm=True)
-    eager = static.copy()
-    static.copy().run()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        q_out = static.run()
-    for seed in (2, 3, 5):
-        generator = torch.Generator().manual_seed(seed)
-        for name in ("q", "k", "v"):
-            numbers = torch.randn(eager[name].shape, generator=generator)
-            for call in (static, eager):
-                call[name].copy_(numbers)
-        for call in (static, eager):
-            call["state_slots"].copy_(call["state_slots"].roll(1))
-            call["cache_slots"].copy_((call["cache_slots"] + 7) % 32)
-        graph.replay()
-        assert torch.equal(q_out, eager.run())
-        for name in CHANGED:
-            assert torch.equal(static[name], eager[name]), name
 
 
 def rotated_plainly(

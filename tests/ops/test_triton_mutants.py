@@ -14,7 +14,7 @@ import torch
 from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton.launch import Tiling
 
-from . import checks, test_triton_step
+from . import checks
 from .cases import random_case
 from .conftest import skip_unless_built
 from .fused_cases import random_fused
@@ -24,7 +24,7 @@ from .rounding import assert_within_one_rounding
 
 pytestmark = pytest.mark.slow
 
-FILES = ("forward", "backward", "decoding")  # later ones import from the first
+FILES = ("forward", "backward")  # later ones import from the first
 HOLES = [[0, 1, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
 DOCUMENTS = [[0, 0, 1, 1, 1, 1], [7, -1, -1, -1, -1, 7]]
 
@@ -87,14 +87,6 @@ def check_rotated_padding() -> None:
     assert_within_rounding(random_fused(29, 1, 6, queries=None, mask=HOLES[:1]))
 
 
-def check_step() -> None:
-    test_triton_step.test_a_step_is_the_next_piece_of_each_sequence({"window": 3, "rows": 4, "norm": True})
-
-
-def check_step_elsewhere() -> None:
-    test_triton_step.test_a_step_writes_nothing_else()
-
-
 # Mutants
 
 
@@ -116,8 +108,8 @@ class KernelMutant:
             (folder / f"mutant_{file}.py").write_text(
                 text.replace("from kvshift.ops.triton.forward", "from mutant_forward")
             )
-        imported = "from kvshift.ops.triton import backward, decoding, forward"
-        copies = "import mutant_backward as backward, mutant_decoding as decoding, mutant_forward as forward"
+        imported = "from kvshift.ops.triton import backward, forward"
+        copies = "import mutant_backward as backward, mutant_forward as forward"
         sys.path.insert(0, str(folder))
         try:
             with Mutant("triton/launch.py", imported, copies).in_place(folder):
@@ -128,7 +120,7 @@ class KernelMutant:
                 sys.modules.pop(f"mutant_{file}", None)
 
 
-KERNELS, BACKWARD, DECODING = FILES
+KERNELS, BACKWARD = FILES
 MUTANTS = {
     "links from a position to itself": KernelMutant(
         KERNELS,
@@ -285,24 +277,6 @@ MUTANTS = {
         "    there = sequence < sequences\n",
         "    there = sequence >= 0\n",
         check_three_sequences,
-    ),
-    "state not moved on": KernelMutant(
-        DECODING,
-        "    for i in range(R - 1):\n",
-        "    for i in range(R - 2):\n",
-        check_step,
-    ),
-    "state after the token read": KernelMutant(
-        DECODING,
-        "    newest = row + (slot + 1) * R\n",
-        "    newest = row + (slot + 1) * R - 1\n",
-        check_step,
-    ),
-    "rows that fill up a batch written": KernelMutant(
-        DECODING,
-        "    written = real & (at >= 0)\n",
-        "    written = here & (at >= 0)\n",
-        check_step_elsewhere,
     ),
 }
 

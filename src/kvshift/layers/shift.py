@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from kvshift.layers.options import ShiftOptions, Target
 from kvshift.layers.recompute import KEEP_ALL, recomputed
 from kvshift.ops import ShiftState
-from kvshift.ops.dispatch import Norms, is_worth_recomputing, may_recompute, may_step
-from kvshift.ops.fused import CacheSlot, KeptColumns, recomputation, shift_norm_rope, step_norm_rope
+from kvshift.ops.dispatch import Norms, is_worth_recomputing, may_recompute
+from kvshift.ops.fused import KeptColumns, recomputation, shift_norm_rope
 from kvshift.ops.rope import Rotary
 
 # The paper's letters: alpha mixes keys, beta values; queries are the variant of its appendix G.
@@ -134,32 +134,6 @@ class KVShift(nn.Module):
             cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, keep_state=keep_state, backend=backend,
             kept=self._kept,
         )  # fmt: skip  # type: ignore[return-value]  # queries were given
-
-    def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slot: CacheSlot,
-        rotary: Rotary,
-        norms: Norms | None,
-        *,
-        backend: str = "auto",
-    ) -> Tensor | None:
-        """One token of each sequence in one launch: k and v go into the cache slot and its state, in place.
-
-        Args:
-            q, k, v, rotary, norms, backend: as in `forward`, T = 1.
-
-        Returns:
-            q, normalised and rotated; None where the kernels cannot do it, and nothing was done.
-        """
-        if not may_step(backend):
-            return None
-        alpha, beta, shifts_queries = self._mix("k"), self._mix("v"), "q" in self.targets
-        return step_norm_rope(
-            q, k, v, alpha, beta, slot, rotary, norms, shifts_queries=shifts_queries, backend=backend
-        )  # fmt: skip
 
     def recomputing(
         self,

@@ -263,29 +263,6 @@ class StaticShiftCacheLayer(ShiftCacheLayer):
 class ShiftStaticLayer(StaticShiftCacheLayer, StaticLayer):
     """A buffer for a fixed number of tokens, allocated at the first."""
 
-    def shift_into(
-        self,
-        shift: KVShift,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        seq_idx: Tensor | None,
-        rotary: Rotary | None,
-        norms: Norms | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One token in one launch, which writes into the cache too, where the kernels can."""
-        state = self.shift_state
-        is_next = state is not None and self.is_initialized and k.shape[1] == 1 and mask is seq_idx is None
-        if is_next and rotary is not None:
-            q_out = shift.step(q, k, v, self, rotary, norms)
-            if q_out is not None:
-                self.tokens_fed += 1
-                self.cumulative_length.add_(1)
-                return q_out.transpose(1, 2), self.keys, self.values  # type: ignore[return-value]  # they are there
-        return super().shift_into(shift, q, k, v, mask=mask, seq_idx=seq_idx, rotary=rotary, norms=norms)
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """One token goes where the length says, which is its position: transformers adds it to a range first."""
         if key_states.shape[2] != 1 or not self.is_initialized or key_states.is_mps:

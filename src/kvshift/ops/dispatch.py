@@ -148,16 +148,6 @@ def compiles_training() -> bool:
     return torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_exporting()
 
 
-def may_step(backend: str) -> bool:
-    """Whether one launch for a token and its cache slot may be asked for: where the backend "triton" is."""
-    return (_AUTO if backend == "auto" else backend) == "triton" and not torch.is_grad_enabled()
-
-
-def takes_step(call: Call) -> bool:
-    """Whether a token is shifted, normalised, rotated and written into its cache slot in one launch."""
-    return may_step(call.backend) and fused_path(call) == "launch"
-
-
 def is_worth_recomputing(x: Tensor) -> bool:
     """Whether x is so large that shifting it once more in backward costs less than 1 % of a training step.
 

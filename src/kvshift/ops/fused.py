@@ -1,12 +1,12 @@
 """Shift, QK-norm and rotary embedding together, as attention wants them: in one launch where the kernels can.
 
-Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window, N cached tokens.
+Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from kvshift.ops.dispatch import (
     compiles_training,
     fused_path,
     norm_scales,
-    takes_step,
 )
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, apply_rotary, rotate_heads
@@ -35,27 +34,11 @@ from kvshift.ops.shift import (
 )
 from kvshift.ops.state import ShiftState
 from kvshift.ops.triton.call import Boundaries, next_state_triton, shift_norm_rope_triton
-from kvshift.ops.triton.step import step_triton
 
 Results = tuple[Tensor | None, Tensor, Tensor, ShiftState | None]
 
 _DDP_TAKES_CHECKPOINTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Whether torch.compile can cut a graph with a checkpoint into DDP's buckets: 2.13 does; see pytorch issue 104674."""
-
-
-class CacheSlot(Protocol):
-    """Where decoding writes: a cache of static shape, and the raw rows beside it.
-
-    Attributes:
-        keys, values: (B, G, N, D).
-        cumulative_length: how many tokens each sequence holds, a tensor of one number on the device.
-        shift_state: the raw rows.
-    """
-
-    keys: Tensor
-    values: Tensor
-    cumulative_length: Tensor
-    shift_state: ShiftState
 
 
 def shift_norm_rope(
@@ -133,36 +116,6 @@ def recomputation(
         return k_hat, v_hat
 
     return again
-
-
-def step_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    slot: CacheSlot,
-    rotary: Rotary,
-    norms: Norms | None,
-    *,
-    shifts_queries: bool,
-    backend: str,
-) -> Tensor | None:
-    """One token of each sequence in one launch: k and v go into the cache slot and its state, in place.
-
-    Returns:
-        q, normalised and rotated; None where the kernels cannot do it, and nothing was done.
-    """
-    state, boundaries = slot.shift_state, (None, None, None)
-    call = Call((k, v), (alpha, beta), (state.k, state.v), boundaries, backend, q, shifts_queries, rotary, norms)
-    if not takes_step(call):
-        return None
-    q_scale, k_scale, eps = norm_scales(norms)
-    return step_triton(
-        q, k, v, alpha, beta, *_half_tables(rotary, k), state.k, state.v,
-        slot.keys.transpose(1, 2), slot.values.transpose(1, 2), cache_slots=slot.cumulative_length, own_pages=True,
-        q_scale=q_scale, k_scale=k_scale, eps=eps,
-    )  # fmt: skip
 
 
 def _run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | None, *, keep_state: bool) -> Results:

@@ -52,13 +52,12 @@ ELEMENTS_OF_ROWS = 1024
 @functools.cache
 def kernels() -> SimpleNamespace:
     """The kernels; importing them takes Triton."""
-    from kvshift.ops.triton import backward, decoding, forward
+    from kvshift.ops.triton import backward, forward
 
     return SimpleNamespace(
         forward=forward.forward,
         links=forward.links,
         next_state=forward.next_state,
-        step=decoding.step,
         backward=backward.backward,
         backward_state=backward.backward_state,
     )
