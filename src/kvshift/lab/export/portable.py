@@ -32,9 +32,9 @@ REPLACED = {
 """Definitions of this module by name, and whose they replace."""
 
 DROPPED = {
-    "KVShift": ("step", "recomputing", "coefficients", "extra_repr"),
+    "KVShift": ("recomputing", "coefficients", "extra_repr"),
     "ShiftOptions": ("as_fields",),
-    "ShiftStaticLayer": ("shift_into", "update"),
+    "ShiftStaticLayer": ("update",),
     "ShiftState": ("zeros", "__eq__", "__hash__", "sequences", "reorder", "to", "detach", "split", "stack"),
 }
 """Members that are left out, by class: models do not call them, or compute the same without them."""
