@@ -7,7 +7,7 @@ import torch
 
 from kvshift.benchmarks.peak import peak_bytes
 from kvshift.benchmarks.saved import bytes_saved
-from kvshift.ops.dispatch import is_watched
+from kvshift.ops.dispatch import needs_traceable_ops
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_the_path_that_is_counted_is_that_of_a_user():
     seen = []
 
     def run():
-        seen.append(is_watched())
+        seen.append(needs_traceable_ops())
         return torch.ones(3)
 
     assert bytes_saved(run, CPU) == 0

@@ -13,10 +13,10 @@ from torch.fx import GraphModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from kvshift.ops import dispatch, fused
+from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.dispatch import takes_launch
 from kvshift.ops.triton.call import triton_refusal
-from kvshift.ops.watched import is_watched
+from kvshift.ops.watched import needs_traceable_ops
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, make, tokens
 
 
@@ -129,7 +129,7 @@ def test_only_keys_or_only_values_are_recomputed_and_what_is_frozen_stays(target
 
 def test_transforms_of_functions_are_seen_when_compiled_too():
     def watched(x: Tensor) -> Tensor:
-        return x.sum() * is_watched()
+        return x.sum() * needs_traceable_ops()
 
     x = torch.ones(3)
     assert torch.compile(watched, backend="eager", fullgraph=True)(x) == 0
@@ -144,13 +144,13 @@ def test_where_ddp_refuses_checkpoints_all_is_kept(monkeypatch):
     assert checkpoints(layer, x) == 1
     with torch.no_grad():
         assert checkpoints(layer, x) == 0
-    monkeypatch.setattr(fused, "_DDP_TAKES_CHECKPOINTS", False)
+    monkeypatch.setattr(attention_inputs, "_DDP_TAKES_CHECKPOINTS", False)
     assert checkpoints(layer, x) == 1
     ddp = nn.Identity()
     ddp.bucket_bytes_cap = 25 * 2**20
     monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", ddp)
     assert checkpoints(layer, x) == 0
-    monkeypatch.setattr(fused, "_DDP_TAKES_CHECKPOINTS", True)
+    monkeypatch.setattr(attention_inputs, "_DDP_TAKES_CHECKPOINTS", True)
     if torch.__version__ >= (2, 13):
         assert checkpoints(layer, x) == 1
 

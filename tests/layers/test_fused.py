@@ -13,7 +13,7 @@ from kvshift import KVShift, ShiftOptions, ShiftState
 from kvshift.layers import shift
 from kvshift.layers.attention import HeadNorm
 from kvshift.layers.positions import half_tables
-from kvshift.ops import dispatch, fused
+from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.triton.call import triton_refusal
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, tokens
 
@@ -55,12 +55,12 @@ def launches(monkeypatch) -> list[int]:
     """A list of one number: how often shift and rotation were one launch."""
     counted = [0]
 
-    def counting(*args, real=fused.fused_path):
+    def counting(*args, real=attention_inputs.fused_path):
         path = real(*args)
         counted[0] += path == "launch"
         return path
 
-    monkeypatch.setattr(fused, "fused_path", counting)
+    monkeypatch.setattr(attention_inputs, "fused_path", counting)
     return counted
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from kvshift import KVShift
 from kvshift.layers import shift
 from kvshift.layers.recompute import recomputed
-from kvshift.ops import dispatch, fused
+from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.dispatch import is_worth_recomputing, may_recompute
 from tests.layers.attention_cases import GQA, MHA, VARIED, B, D, E, T, make, tokens
 from tests.layers.kept import bytes_kept
@@ -36,13 +36,13 @@ def _however_small(monkeypatch):
 @pytest.fixture
 def shifts(monkeypatch):
     """A list of one number: how often keys and values have been shifted."""
-    calls, operator = [0], fused.shift_keys_values
+    calls, operator = [0], attention_inputs.shift_keys_values
 
     def counted(*args, **options):
         calls[0] += 1
         return operator(*args, **options)
 
-    monkeypatch.setattr(fused, "shift_keys_values", counted)
+    monkeypatch.setattr(attention_inputs, "shift_keys_values", counted)
     return calls
 
 

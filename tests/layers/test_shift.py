@@ -118,7 +118,9 @@ def test_the_backend_asked_for_is_used_in_decoding_too(monkeypatch):
     with pytest.raises(ValueError, match=r"backend must be one of .* got 'trition'"):
         shift(q, k, v, state=state, backend="trition")
     used = []
-    monkeypatch.setattr("kvshift.ops.fused.shift_keys_values", lambda *a, **where: used.append(where) or kv_shift(*a))
+    monkeypatch.setattr(
+        "kvshift.ops.attention_inputs.shift_keys_values", lambda *a, **where: used.append(where) or kv_shift(*a)
+    )
     shift(q, k, v, state=state, backend="reference")
     assert used[0]["backend"] == "reference"
 

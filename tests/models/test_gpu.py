@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvshift.ops import dispatch, fused
+from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.triton import launch as triton_launch
 from tests.layers.attention_cases import GQA, make, tokens
 from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
@@ -39,12 +39,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list of one number: how often shift and rotation were one launch."""
     counted = [0]
 
-    def path(*args: Any, real: Callable = fused.fused_path) -> str:
+    def path(*args: Any, real: Callable = attention_inputs.fused_path) -> str:
         taken = real(*args)
         counted[0] += taken == "launch"
         return taken
 
-    monkeypatch.setattr(fused, "fused_path", path)
+    monkeypatch.setattr(attention_inputs, "fused_path", path)
     return counted
 
 

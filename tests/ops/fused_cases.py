@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvshift.ops import ShiftState
-from kvshift.ops.fused import Results, shift_norm_rope
+from kvshift.ops.attention_inputs import Results, shift_norm_rope
 from kvshift.ops.rope import half_tables, rotate_half
 from kvshift.ops.triton.call import Boundaries, shift_norm_rope_triton
 

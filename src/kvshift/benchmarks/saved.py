@@ -24,7 +24,7 @@ def bytes_saved(run: Callable[[], Any], device: torch.device) -> int:
     """Bytes that are held after a forward pass and were not before it, what it returns left out.
 
     On CUDA that is what the allocator says, on a CPU what PyTorch's profiler sees, in compiled code too: a mode that
-    sees operations would be given other ones than a user (`kvshift.ops.dispatch.is_watched`).
+    sees operations would be given other ones than a user (`kvshift.ops.dispatch.needs_traceable_ops`).
     """
     if device.type != "cuda":
         result, blocks = memory_blocks(run)

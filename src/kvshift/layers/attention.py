@@ -17,7 +17,7 @@ from kvshift.layers.attention_state import AttentionState, flush_right
 from kvshift.layers.options import ShiftOptions
 from kvshift.layers.positions import Positions, alibi_slopes, cached_positions, count_tokens, rotary_table, visible
 from kvshift.layers.recompute import KEEP_ALL
-from kvshift.layers.shift import KVShift, not_a_shift
+from kvshift.layers.shift import KVShift, shift_type_error
 from kvshift.ops import ShiftState
 from kvshift.ops.shift import check_boundaries, check_tensor
 
@@ -157,7 +157,7 @@ class KVShiftAttention(nn.Module):
             TypeError, ValueError: an argument has the wrong type, dtype, device or shape; the message names it.
         """
         if not hasattr(self.shift, "targets"):
-            raise not_a_shift(self.shift)
+            raise shift_type_error(self.shift)
         self._check(x, positions)
         where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
         sequences = check_boundaries(x, **where)

@@ -94,7 +94,7 @@ class _View:
         return x.as_strided(*self.place)
 
 
-class _LeftOut:
+class _DroppedTensor:
     """One tensor that was left out, in place of which autograd keeps this."""
 
     def __init__(self, source: _Recomputation, index: int, x: Tensor, repeats: int = 1) -> None:
@@ -122,14 +122,14 @@ class _Recomputation:
         self.left: dict[int, int] = {}  # how often each output will still be asked for in this backward pass
         self.made: dict[int, Tensor] = {}
 
-    def pack(self, x: Tensor) -> _Kept | _LeftOut:
+    def pack(self, x: Tensor) -> _Kept | _DroppedTensor:
         if type(x) in _PLAIN and x.layout == torch.strided:
             address = x.untyped_storage().data_ptr()
             for i, output in self.outputs.items():
                 repeats = 1 if address == output.address else _repeats(x, output)
                 if repeats:
                     self.uses[i] += 1
-                    return _LeftOut(self, i, x, repeats)
+                    return _DroppedTensor(self, i, x, repeats)
         return _Kept(x)
 
     def take(self, index: int) -> Tensor:
@@ -144,7 +144,7 @@ class _Recomputation:
         return self.made[index] if self.left[index] else self.made.pop(index)
 
 
-def _unpack(packed: _Kept | _LeftOut) -> Tensor:
+def _unpack(packed: _Kept | _DroppedTensor) -> Tensor:
     return packed.get()
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from kvshift.layers.options import ShiftOptions, Target
 from kvshift.layers.recompute import KEEP_ALL, recomputed
 from kvshift.ops import ShiftState
+from kvshift.ops.attention_inputs import CoefficientCache, recomputation, shift_norm_rope
 from kvshift.ops.dispatch import Norms, is_worth_recomputing, may_recompute
-from kvshift.ops.fused import KeptColumns, recomputation, shift_norm_rope
 from kvshift.ops.rope import Rotary
 
 # The paper's letters: alpha mixes keys, beta values; queries are the variant of its appendix G.
@@ -71,7 +71,7 @@ class KVShift(nn.Module):
             raise ValueError(f'num_heads must be at least 1 when "q" is in targets, got {num_heads}')
         self.options = options
         self.targets = options.targets  # beside them, as every token asks for it
-        self._kept = KeptColumns()
+        self._kept = CoefficientCache()
         for target, name in _COEFFICIENT.items():
             heads = num_heads if target == "q" else num_kv_heads
             width = 1 if options.constraint == "gate" else options.window
@@ -221,7 +221,7 @@ class KVShift(nn.Module):
         return super()._apply(keep_float32, recurse)
 
 
-def not_a_shift(module: nn.Module) -> TypeError:
+def shift_type_error(module: nn.Module) -> TypeError:
     """For a layer that stands in place of a `KVShift` and does not let its attributes, `targets` say, be seen."""
     return TypeError(
         f"shift must be a KVShift, got a {type(module).__name__}. PEFT's target_parameters cannot adapt its "

@@ -54,7 +54,7 @@ def padding_mask(attention_mask: Tensor | None, positions: int) -> Tensor | None
         return None
     latest_BT = attention_mask[:, attention_mask.shape[1] - positions :]
     real_BT = latest_BT == 1
-    if _known(real_BT.all()):
+    if _statically_true(real_BT.all()):
         return None
     if latest_BT.dtype != torch.bool:
         _require(
@@ -127,9 +127,9 @@ def pair_structure(
         "or none, in all heads alike: KV shift mixes it with that one or with none. Not so here, or a document begins "
         "with a call that has a cache. What does not see itself is padding, and nothing may see it",
     )
-    padding = None if _known(real_BT.all()) else real_BT.expand(batch, -1)
+    padding = None if _statically_true(real_BT.all()) else real_BT.expand(batch, -1)
     documents_BT = begins_BT & (before_BT >= 0)
-    return padding, None if _known(~documents_BT.any()) else documents_BT.cumsum(1).expand(batch, -1)
+    return padding, None if _statically_true(~documents_BT.any()) else documents_BT.cumsum(1).expand(batch, -1)
 
 
 def document_index(
@@ -159,7 +159,7 @@ def document_index(
     if positions <= 1:
         return None
     starts_BT = document_starts(named_BT, real_BT, step=step)
-    return None if _known(~starts_BT.any()) else starts_BT.cumsum(1)
+    return None if _statically_true(~starts_BT.any()) else starts_BT.cumsum(1)
 
 
 def require_same_documents(named: Tensor | None, documents: Tensor | None) -> None:
@@ -196,7 +196,7 @@ def tokens_with_gaps(attention_mask: Tensor) -> Tensor | None:
     """Which tokens are real, (B, length) bool, where a row has padding between two of them; else None."""
     real = attention_mask != 0
     ended = (real[:, :-1] & ~real[:, 1:]).cumsum(1) > 0  # padding stands behind a token somewhere before
-    return None if _known(~(ended & ~real[:, :-1] & real[:, 1:]).any()) else real
+    return None if _statically_true(~(ended & ~real[:, :-1] & real[:, 1:]).any()) else real
 
 
 def starts_without_gaps(starts: Tensor, attention_mask: Tensor, seen: int | Tensor) -> Tensor:
@@ -315,6 +315,6 @@ def _require(condition: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
-def _known(condition: Tensor) -> bool:
+def _statically_true(condition: Tensor) -> bool:
     """Whether it holds, where it can be read: a traced graph must not depend on data."""
     return not is_torchdynamo_compiling() and not torch.jit.is_tracing() and bool(condition)

@@ -1,6 +1,6 @@
 """What our models do to a whole cache: make it one that carries the state of the shift, and what it keeps of documents.
 
-`adopt_cache` puts the layers of `kvshift.models.cache_layers` in place of transformers' own while the cache is empty.
+`ensure_shift_cache` puts the layers of `kvshift.models.cache_layers` in place of transformers' own in an empty cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvshift.models.versions import CACHE, NEWEST, OLDEST
 from kvshift.ops.watched import is_exporting
 
 
-def adopt_cache(cache: Cache, config: ShiftConfig) -> None:
+def ensure_shift_cache(cache: Cache, config: ShiftConfig) -> None:
     """Make the layers of an empty cache of transformers, in place, ones that carry the state of the shift.
 
     They also keep where the last document of each sequence began, which is all that a model without shift needs. A
@@ -46,7 +46,7 @@ def adopt_cache(cache: Cache, config: ShiftConfig) -> None:
     if refusal is not None:
         if config.shift_targets:
             raise ValueError(f"{CACHE} {refusal}")
-    elif not _is_adopted(cache):
+    elif not _carries_shift(cache):
         if not cache.layers:
             cache.layers.extend(DynamicCache(config=config).layers)
             cache.layer_class_to_replicate = None
@@ -54,7 +54,7 @@ def adopt_cache(cache: Cache, config: ShiftConfig) -> None:
         layers[:] = [with_shift(layer, window) for layer in layers]
 
 
-def _is_adopted(cache: Cache) -> bool:
+def _carries_shift(cache: Cache) -> bool:
     # torch.compile of 2.11 knows the length of a list, not its truth. Where the first is ours, they all are.
     return len(cache.layers) > 0 and isinstance(cache.layers[0], ShiftCacheLayer)
 
@@ -70,7 +70,7 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
             "is a static cache in a program that torch.export makes (TorchExportableModuleWithStaticCache): it would "
             "keep keys and values from call to call, but not the raw ones of the shift"
         )
-    if _is_adopted(cache):
+    if _carries_shift(cache):
         made_for = cache.layers[0].window
         if made_for == window:
             return None
@@ -131,7 +131,7 @@ def _tokens_in(layer: Any) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def close_gaps(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None) -> Tensor | None:
+def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None) -> Tensor | None:
     """Have layers of a sliding window keep tokens alone where padding follows them, and say where they hold them.
 
     A window counts tokens of the sequence, not the padding between them. So these layers put what they keep of each row
@@ -179,7 +179,7 @@ def kept_document_start(cache: Cache) -> Tensor | None:
 
 def keep_document_start(cache: Cache, start: Tensor) -> None:
     """Keep where the last document of each row began, (B,), for the tokens that come next."""
-    if not _is_adopted(cache):
+    if not _carries_shift(cache):
         raise ValueError(
             f"{CACHE} cannot keep where the last of several documents in a row began, for the tokens that come "
             "next: give a DynamicCache or StaticCache, neither quantized nor offloaded, that was empty at first"

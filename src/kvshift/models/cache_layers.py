@@ -169,7 +169,7 @@ class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer
     """Grows until the attention window is full.
 
     Attributes:
-        closing: (B, length), which tokens are real, if the next `update` is to close gaps; see `close_gaps`.
+        closing: (B, length), which tokens are real, if the next `update` is to close gaps; see `compact_padding`.
         is_closed: whether one did.
     """
 

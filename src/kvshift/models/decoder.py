@@ -2,7 +2,7 @@
 
 The classes stand before transformers' own, which bring embeddings, projections, norms, MLPs and heads. A family of
 rotary models takes `ShiftedAttention` and `RotaryDecoder` whole (`llama/modeling.py`, `retrofit/families.py`); another
-takes `shift_into` in an attention of its own and `ShiftedDecoder.begin` (`retrofit/gpt2.py`).
+takes `shift_into` in an attention of its own and `ShiftedDecoder.prepare_inputs` (`retrofit/gpt2.py`).
 
 Shapes: B batch, T positions of this call, S sequences, H query heads, G KV heads, D head size, E model width.
 """
@@ -26,8 +26,8 @@ from transformers.utils.output_capturing import capture_outputs
 from kvshift.layers import KVShift
 from kvshift.layers.positions import half_tables
 from kvshift.layers.recompute import KEEP_ALL
-from kvshift.layers.shift import not_a_shift
-from kvshift.models.cache import adopt_cache, check_recording, keep_document_start, require_growth, token_count
+from kvshift.layers.shift import shift_type_error
+from kvshift.models.cache import check_recording, ensure_shift_cache, keep_document_start, require_growth, token_count
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.masks import create_masks
 from kvshift.models.versions import CACHE, given_cache, refuse_unknown, warn_if_untested
@@ -171,7 +171,7 @@ def _finish(
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
-class _FinishedShift:
+class _ShiftThenRotate:
     """A shift, and `finish` after it, called like a `KVShift`."""
 
     def __init__(self, shift: KVShift, finish: Finish) -> None:
@@ -211,8 +211,8 @@ def shift_into(
         them, in which backward keeps the raw keys and values in place of the shifted ones (`KVShift.recomputing`).
     """
     if not hasattr(shift, "targets"):
-        raise not_a_shift(shift)
-    shifts: Any = shift if finish is None else _FinishedShift(shift, finish)
+        raise shift_type_error(shift)
+    shifts: Any = shift if finish is None else _ShiftThenRotate(shift, finish)
     if cache is not None and shift.targets:
         layer: Any = cache.layers[layer_idx]
         return *layer.shift_into(shifts, q, k, v, mask=mask, seq_idx=seq_idx, rotary=rotary, norms=norms), KEEP_ALL
@@ -231,7 +231,7 @@ class ShiftedDecoder:
 
     config: ShiftConfig
 
-    def begin(
+    def prepare_inputs(
         self,
         inputs_embeds: Tensor,
         attention_mask: Tensor | dict[str, Tensor | None] | None,
@@ -255,7 +255,7 @@ class ShiftedDecoder:
         """
         self._refuse_unknown_attention()
         if past_key_values is not None:
-            adopt_cache(past_key_values, self.config)
+            ensure_shift_cache(past_key_values, self.config)
         if isinstance(attention_mask, dict) and "starts" in attention_mask:
             masks = attention_mask
         else:
@@ -349,7 +349,7 @@ class RotaryDecoder(ShiftedDecoder):
         cache = given_cache(past_key_values, cache)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        masks, position_ids = self.begin(
+        masks, position_ids = self.prepare_inputs(
             inputs_embeds, attention_mask, position_ids, cache, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
         )
         before = token_count(cache)

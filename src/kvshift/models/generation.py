@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvshift.models.boundaries import document_index
-from kvshift.models.cache import adopt_cache
+from kvshift.models.cache import ensure_shift_cache
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.masks import create_masks
 from kvshift.models.versions import CACHE, given_cache
@@ -60,7 +60,7 @@ class ShiftedGeneration:
             )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         if model_kwargs.get(CACHE) is not None:
-            adopt_cache(model_kwargs[CACHE], self.config)
+            ensure_shift_cache(model_kwargs[CACHE], self.config)
             if generation_config.is_assistant:  # transformers has asked it of the layers that were there before
                 model_kwargs[CACHE].activate_past_recording()
 

@@ -25,7 +25,7 @@ from kvshift.models.boundaries import (
     tokens_with_gaps,
     within_window,
 )
-from kvshift.models.cache import close_gaps, kept_document_start
+from kvshift.models.cache import compact_padding, kept_document_start
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.versions import CACHE
 
@@ -95,7 +95,7 @@ def create_masks(
         if past_key_values is None:
             real, moved = tokens_with_gaps(attention_mask), starts
         else:
-            real, moved = close_gaps(past_key_values, attention_mask, padding), starts
+            real, moved = compact_padding(past_key_values, attention_mask, padding), starts
             if real is not None and starts is not None:
                 moved = starts_without_gaps(starts, attention_mask, seen)
         if real is not None:

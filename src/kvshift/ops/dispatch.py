@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from kvshift.ops.cpu.kernel import cpu_refusal
 from kvshift.ops.rope import Rotary
 from kvshift.ops.triton.call import triton_refusal
-from kvshift.ops.watched import PLAIN, is_exporting, is_watched
+from kvshift.ops.watched import PLAIN, is_exporting, needs_traceable_ops
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
@@ -29,7 +29,7 @@ Norms = tuple[nn.Module, nn.Module]
 """Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
 
 ShiftPath = Literal["reference", "plain", "eager", "cpu", "triton"]
-FusedPath = Literal["next token", "reference", "launch", "apart"]
+FusedPath = Literal["next token", "reference", "launch", "unfused"]
 
 
 class Call(NamedTuple):
@@ -80,7 +80,7 @@ def choose_backend(backend: str) -> str:
 
 
 def shift_path(call: Call) -> ShiftPath:
-    """Which implementation shifts; "plain" where somebody follows the call (`is_watched`), whatever was asked for.
+    """Which implementation shifts; "plain" for every backend where `needs_traceable_ops` says so.
 
     Raises:
         ValueError: the backend that was asked for does not exist or cannot take the tensors.
@@ -88,7 +88,7 @@ def shift_path(call: Call) -> ShiftPath:
     backend: Any = choose_backend(call.backend)
     if backend == "reference":
         return backend
-    if is_watched():
+    if needs_traceable_ops():
         return "plain"
     x, others = call.inputs[0], (*call.inputs[1:], *call.coefficients, *call.states, *call.boundaries)
     if backend == "auto":
@@ -115,18 +115,18 @@ def fused_path(call: Call) -> FusedPath:
         call.backend == _AUTO == "auto"
         and not torch.is_grad_enabled()
         and _is_next_token(call)
-        and not is_watched(by_compiler=True)
+        and not needs_traceable_ops(by_compiler=True)
     ):
         return "next token"
     k, backend = call.inputs[0], choose_backend(call.backend)
     if backend == "reference" and (call.norms is None or all(map(_is_plain, call.norms))):
         return "reference"
     if call.rotary is None or call.shifts_queries or not isinstance(k, Tensor):
-        return "apart"
-    if (backend != "triton" and not (backend == "auto" and k.is_cuda)) or is_watched():
-        return "apart"
+        return "unfused"
+    if (backend != "triton" and not (backend == "auto" and k.is_cuda)) or needs_traceable_ops():
+        return "unfused"
     shifts = any(coefficients is not None for coefficients in call.coefficients)
-    return "launch" if takes_launch(backend, k.is_cuda, shifts=shifts) and _fits_launch(call) else "apart"
+    return "launch" if takes_launch(backend, k.is_cuda, shifts=shifts) and _fits_launch(call) else "unfused"
 
 
 def takes_launch(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
@@ -163,7 +163,7 @@ def may_recompute(*modules: nn.Module) -> bool:
     Only the innermost hooks on saved tensors see a tensor: activation checkpointing, `save_on_cpu` or the user's own
     must get theirs. A compiler decides by itself what to compute again. Hooks on a module may change what it returns.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_watched():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or needs_traceable_ops():
         return False
     autograd = getattr(torch._C, "_autograd", None)
     top = getattr(autograd, "_top_saved_tensors_default_hooks", None)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvshift.ops.boundaries import ShiftPlan
 from kvshift.ops.plain import by_batch, gradients_of_shift, pick, rows_at
-from kvshift.ops.watched import is_watched
+from kvshift.ops.watched import needs_traceable_ops
 
 # Elements of a block: large enough that calls cost little, small enough that its temporaries stay in the cache.
 _BLOCK = 2**19
@@ -82,7 +82,7 @@ class _Slices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, coefficients, state = ctx.saved_tensors
-        if is_watched(grad_y):
+        if needs_traceable_ops(grad_y):
             return gradients_of_shift(x, coefficients, state, None, grad_y)
         now, *earlier = _lags(coefficients, x)
         dtype, lags = now.weight.dtype, len(earlier)
@@ -189,7 +189,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, coefficients, state, sources, readers = ctx.saved_tensors
-        if is_watched(grad_y):
+        if needs_traceable_ops(grad_y):
             return *gradients_of_shift(x, coefficients, state, sources, grad_y), None, None
         lags = _lags(coefficients, x)
         dtype = lags[0].weight.dtype

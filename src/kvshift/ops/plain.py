@@ -1,4 +1,4 @@
-"""The operator by plain PyTorch operations, for whoever follows a call one by one: see `watched.is_watched`.
+"""The operator by plain PyTorch operations, for whoever follows a call one by one: see `watched.needs_traceable_ops`.
 
 No autograd function, nothing in place, no branch on data: tracers record it, `torch.func` transforms it, forward-mode
 AD differentiates it. The bits are those of `eager.py`; it is slower and keeps more for backward.

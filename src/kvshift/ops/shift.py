@@ -20,7 +20,7 @@ from kvshift.ops.plain import shift_plain, state_after
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
 from kvshift.ops.triton.call import Boundaries, next_state_triton, shift_triton
-from kvshift.ops.watched import is_watched
+from kvshift.ops.watched import needs_traceable_ops
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # PyTorch computes with no others
 
@@ -292,7 +292,7 @@ def check_boundaries(x: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | Non
         raise TypeError(f"cu_seqlens must be of dtype torch.int32 or torch.int64; {_say(cu_seqlens=cu_seqlens)}")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens must be (sequences + 1,) on {x.device}; {_say(cu_seqlens=cu_seqlens)}")
-    if not torch.compiler.is_compiling() and not is_watched():
+    if not torch.compiler.is_compiling() and not needs_traceable_ops():
         _check_cu_seqlens(cu_seqlens, positions)
     return cu_seqlens.shape[0] - 1
 

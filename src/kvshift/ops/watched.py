@@ -15,7 +15,7 @@ _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _BATCHED = torch._C._parse_dispatch_key("Batched")  # what `is_grads_batched` hands to backward
 
 
-def is_watched(*gradients: Tensor, by_compiler: bool = False) -> bool:
+def needs_traceable_ops(*gradients: Tensor, by_compiler: bool = False) -> bool:
     """Whether somebody follows this call operation by operation, and must be given plain ones (`plain.py`).
 
     Those who follow are transforms of `torch.func`, tracers (`make_fx`, fake tensors, `torch.jit.trace`) and

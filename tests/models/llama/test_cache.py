@@ -10,7 +10,7 @@ from transformers import DynamicCache, StaticCache
 
 from kvshift import ShiftState
 from kvshift.models.cache_layers import ShiftCacheLayer
-from kvshift.models.llama import adopt_cache
+from kvshift.models.llama import ensure_shift_cache
 from kvshift.models.versions import CACHE
 
 from .checks import ATOL, assert_next, check_crop, check_selection, check_splits, logits_of, reference_of
@@ -27,7 +27,7 @@ every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIAN
 
 def filled(model, row: torch.Tensor, *, recording: bool = False) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    adopt_cache(cache, model.config)
+    ensure_shift_cache(cache, model.config)
     if recording:
         cache.activate_past_recording()
     logits_of(model, row, **{CACHE: cache})
@@ -79,7 +79,7 @@ def test_any_pieces_of_any_sequences_with_drafts_in_between(
     rows = [random_tokens(length, seed=length) for length in lengths]
     ids, mask = left_padded(rows)
     cache = DynamicCache(config=model.config)
-    adopt_cache(cache, model.config)
+    ensure_shift_cache(cache, model.config)
     cache.activate_past_recording()
     pieces, end = [], 0
     for size, drafts in zip(sizes, recorded, strict=True):
@@ -157,7 +157,7 @@ def test_sequences_of_a_static_cache_can_be_reordered(options: dict):
 def test_an_empty_cache_can_be_repeated_selected_and_reordered():
     model, row = tiny_model(torch.float64), random_tokens(1, 4)
     cache = DynamicCache(config=model.config)
-    adopt_cache(cache, model.config)
+    ensure_shift_cache(cache, model.config)
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0]))
     cache.reorder_cache(torch.tensor([0]))
@@ -178,7 +178,7 @@ def test_crop_in_a_left_padded_batch(options: dict):
     ids, mask = left_padded(rows)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
-    adopt_cache(cache, model.config)
+    ensure_shift_cache(cache, model.config)
     cache.activate_past_recording()
     logits_of(model, ids, attention_mask=mask, position_ids=positions, **{CACHE: cache})
     cache.crop(-1)
@@ -267,7 +267,7 @@ def test_every_layer_holds_the_last_raw_keys_and_values(static: bool, sliding: i
 def test_an_adopted_cache_is_left_alone():
     config = tiny_config()
     cache = DynamicCache(config=config)
-    adopt_cache(cache, config)
+    ensure_shift_cache(cache, config)
     layers = list(cache.layers)
-    adopt_cache(cache, config)
+    ensure_shift_cache(cache, config)
     assert all(new is old for new, old in zip(cache.layers, layers, strict=True))

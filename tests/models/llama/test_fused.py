@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from kvshift.models.versions import CACHE
-from kvshift.ops import dispatch, fused
+from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.triton.call import triton_refusal
 
 from .checks import ATOL, assert_greedy, assert_next, logits_of, new_tokens_of
@@ -43,11 +43,11 @@ def launches(monkeypatch) -> list[int]:
     """A list of one number: how often tokens were shifted and rotated in one launch."""
     counted = [0]
 
-    def counting(*args: Any, real: Any = fused.shift_norm_rope_triton, **options: Any) -> Any:
+    def counting(*args: Any, real: Any = attention_inputs.shift_norm_rope_triton, **options: Any) -> Any:
         counted[0] += 1
         return real(*args, **options)
 
-    monkeypatch.setattr(fused, "shift_norm_rope_triton", counting)
+    monkeypatch.setattr(attention_inputs, "shift_norm_rope_triton", counting)
     return counted
 
 

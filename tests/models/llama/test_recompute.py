@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvshift.layers import shift
-from kvshift.ops import dispatch, fused
+from kvshift.ops import attention_inputs, dispatch
 from tests.layers.kept import bytes_kept
 from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
 
@@ -58,9 +58,9 @@ def gradients(model, inputs):
 def test_gradients_keep_every_bit(options, dtype, attention, batch, keep_all, monkeypatch):
     model, inputs = tiny_model(dtype=dtype, attention=attention, **VARIANTS[options]).train(), batches()[batch]
     expected = keep_all(gradients, model, inputs)
-    calls, operator = [], fused.shift_keys_values
+    calls, operator = [], attention_inputs.shift_keys_values
     monkeypatch.setattr(
-        fused, "shift_keys_values", lambda *args, **options: calls.append(None) or operator(*args, **options)
+        attention_inputs, "shift_keys_values", lambda *args, **options: calls.append(None) or operator(*args, **options)
     )
     actual = gradients(model, inputs)
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))

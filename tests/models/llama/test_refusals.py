@@ -8,7 +8,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Qua
 from transformers.cache_utils import QuantizedLayer
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel, adopt_cache
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel, ensure_shift_cache
 from kvshift.models.masks import create_masks
 from kvshift.models.versions import CACHE
 
@@ -46,7 +46,7 @@ def test_a_cache_of_the_wrong_number_of_layers(model, layers: int):
     for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=8)):
         with pytest.raises(ValueError, match=f"{CACHE} has {layers} layers, this model has 2"):
             model(random_tokens(1, 5), **{CACHE: cache})
-        adopt_cache(cache, config)
+        ensure_shift_cache(cache, config)
         with pytest.raises(ValueError, match=f"{CACHE} has {layers} layers, this model has 2"):
             model(random_tokens(1, 5), **{CACHE: cache})
 
@@ -130,7 +130,7 @@ def test_attention_of_transformers_is_not_refused(model, name: str):
 
 def recording_cache(model) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    adopt_cache(cache, model.config)
+    ensure_shift_cache(cache, model.config)
     cache.activate_past_recording()
     return cache
 

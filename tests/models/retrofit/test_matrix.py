@@ -63,7 +63,7 @@ def no_gaps(patch: pytest.MonkeyPatch) -> None:
 def no_graph(patch: pytest.MonkeyPatch) -> None:
     """Gradients of the shift are numbers."""
     for module in (kernel, eager):
-        patch.setattr(module, "is_watched", lambda *_: False)
+        patch.setattr(module, "needs_traceable_ops", lambda *_: False)
 
 
 FAULTS: dict[Callable, tuple[str, ...]] = {

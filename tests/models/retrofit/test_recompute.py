@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvshift.layers import shift
-from kvshift.ops import dispatch, fused
+from kvshift.ops import attention_inputs, dispatch
 from tests.layers.kept import bytes_kept
 
 from ..llama.tiny import left_padded, random_tokens
@@ -32,9 +32,9 @@ def test_gradients_keep_every_bit(dropout, padded, attention, monkeypatch):
         model(input_ids=ids, attention_mask=mask, use_cache=False).logits.square().sum().backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
-    calls, operator = [], fused.shift_keys_values
+    calls, operator = [], attention_inputs.shift_keys_values
     monkeypatch.setattr(
-        fused, "shift_keys_values", lambda *args, **options: calls.append(None) or operator(*args, **options)
+        attention_inputs, "shift_keys_values", lambda *args, **options: calls.append(None) or operator(*args, **options)
     )
     actual = gradients()
     # Two layers. On a CPU matmul, with dropout that of the fused attention too, copies what lies across its batches.

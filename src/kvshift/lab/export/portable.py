@@ -14,10 +14,10 @@ from transformers.cache_utils import Cache
 
 from kvshift.layers import KVShift
 from kvshift.layers.recompute import KEEP_ALL
-from kvshift.models.decoder import Finish, _FinishedShift
+from kvshift.models.decoder import Finish, _ShiftThenRotate
+from kvshift.ops.attention_inputs import Results, _finish
 from kvshift.ops.boundaries import plan_shift
 from kvshift.ops.dispatch import Norms
-from kvshift.ops.fused import Results, _finish
 from kvshift.ops.plain import shift_plain, state_after
 from kvshift.ops.rope import Rotary
 from kvshift.ops.state import ShiftState
@@ -25,8 +25,8 @@ from kvshift.ops.state import ShiftState
 __all__ = ["DROPPED", "REPLACED"]
 
 REPLACED = {
-    "KeptColumns": "kvshift.ops.fused",
-    "shift_norm_rope": "kvshift.ops.fused",
+    "CoefficientCache": "kvshift.ops.attention_inputs",
+    "shift_norm_rope": "kvshift.ops.attention_inputs",
     "shift_into": "kvshift.models.decoder",
 }
 """Definitions of this module by name, and whose they replace."""
@@ -40,7 +40,7 @@ DROPPED = {
 """Members that are left out, by class: models do not call them, or compute the same without them."""
 
 
-class KeptColumns:
+class CoefficientCache:
     """Nothing is kept from token to token here."""
 
 
@@ -60,7 +60,7 @@ def shift_norm_rope(
     mask: Tensor | None = None,
     keep_state: bool = True,
     backend: str = "auto",
-    kept: KeptColumns | None = None,
+    kept: CoefficientCache | None = None,
 ) -> Results:
     """Shift, then normalise queries and keys, then rotate them; arguments as of `KVShift.forward`."""
     if backend != "auto":
@@ -107,7 +107,7 @@ def shift_into(
     `finish` is what a family does to shifted q and k in place of `rotary` and `norms`. Returns q (B, H, T, D), k and v
     (B, G, length, D) with those of the tokens before, and a context for attention.
     """
-    shifts: Any = shift if finish is None else _FinishedShift(shift, finish)
+    shifts: Any = shift if finish is None else _ShiftThenRotate(shift, finish)
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     if cache is not None and shift.targets:
         layer: Any = cache.layers[layer_idx]

@@ -34,7 +34,7 @@ from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaModel
 from kvshift.models.llama.modeling import KVShiftLlamaPreTrainedModel
 from kvshift.ops import shift_tokens
-from kvshift.ops.fused import shift_norm_rope
+from kvshift.ops.attention_inputs import shift_norm_rope
 
 __all__ = ["BidirectionalShift", "EncoderConfig", "EncoderOptions", "LabEncoder", "encoder_config", "shift_both_ways"]
 
@@ -179,17 +179,17 @@ class EncoderModel(UncachedDecoder, KVShiftLlamaModel):
             attention: Any = layer.self_attn
             attention.shift = BidirectionalShift(config.num_key_value_heads, options, direction=config.shift_direction)
 
-    def begin(
+    def prepare_inputs(
         self, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> tuple[dict[str, Tensor | None], Tensor]:
-        """As `ShiftedDecoder.begin`, with another mask of attention."""
+        """As `ShiftedDecoder.prepare_inputs`, with another mask of attention."""
         if self.config._attn_implementation not in _ATTENTION:
             raise ValueError(
                 f"attn_implementation must be one of {', '.join(_ATTENTION)} for an encoder, "
                 f"got {self.config._attn_implementation!r}"
             )
         require_token_mask(attention_mask, "an encoder")
-        masks, position_ids = super().begin(inputs_embeds, attention_mask, *args, **kwargs)
+        masks, position_ids = super().prepare_inputs(inputs_embeds, attention_mask, *args, **kwargs)
         masks["attention"] = _bidirectional_mask(inputs_embeds, masks["padding"], masks["documents"])
         return masks, position_ids
 

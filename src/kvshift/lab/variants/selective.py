@@ -34,7 +34,7 @@ __all__ = ["VARIANT", "SelectiveGPT2", "SelectiveGPT2Config", "SelectiveLlamaCon
 class _SelectiveDecoder:
     """Stands before the decoder of a family, and makes none of its masks of T x T."""
 
-    def begin(
+    def prepare_inputs(
         self,
         inputs_embeds: Tensor,
         attention_mask: Any,
@@ -52,7 +52,7 @@ class _SelectiveDecoder:
         )
         starts = None if documents is None else document_start(documents, 0, None)
         masks = {"attention": None, "padding": real, "documents": documents, "starts": starts}
-        return super().begin(  # type: ignore[misc]
+        return super().prepare_inputs(  # type: ignore[misc]
             inputs_embeds, masks, position_ids, past_key_values, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens
         )
 

@@ -27,7 +27,7 @@ from kvshift.lab.variants.uncached import become
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.boundaries import document_index, padding_mask
-from kvshift.models.cache import adopt_cache
+from kvshift.models.cache import ensure_shift_cache
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
 from kvshift.models.retrofit import KVShiftGPT2Model
 from kvshift.models.versions import given_cache
@@ -118,7 +118,7 @@ class _SmearedDecoder:
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if cache is not None:
-            adopt_cache(cache, self.config)
+            ensure_shift_cache(cache, self.config)
         layer: Any = None if cache is None else cache.layers[0]
         return super().forward(  # type: ignore[misc]
             attention_mask=attention_mask,

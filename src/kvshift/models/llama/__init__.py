@@ -2,7 +2,7 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from kvshift.models.cache import adopt_cache
+from kvshift.models.cache import ensure_shift_cache
 from kvshift.models.llama.configuration import KVShiftLlamaConfig
 from kvshift.models.llama.modeling import (
     KVShiftLlamaForCausalLM,
@@ -24,6 +24,6 @@ __all__ = [
     "KVShiftLlamaForSequenceClassification",
     "KVShiftLlamaModel",
     "KVShiftLlamaPreTrainedModel",
-    "adopt_cache",
+    "ensure_shift_cache",
     "size_config",
 ]

@@ -149,7 +149,7 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
         cache = given_cache(past_key_values, cache)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        masks, position_ids = self.begin(
+        masks, position_ids = self.prepare_inputs(
             inputs_embeds, attention_mask, position_ids, cache, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
         )
         before = token_count(cache)

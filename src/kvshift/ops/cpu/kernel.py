@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvshift.ops.boundaries import ShiftPlan
 from kvshift.ops.plain import gradients_of_shift
-from kvshift.ops.watched import is_watched
+from kvshift.ops.watched import needs_traceable_ops
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # What torch calls the machine: what the compiler does; rows whose gradients of coefficients are summed in float32,
@@ -75,7 +75,7 @@ class _Shift(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, coefficients, state, sources, readers = ctx.saved_tensors
-        if is_watched(grad_y):
+        if needs_traceable_ops(grad_y):
             return *gradients_of_shift(x, coefficients, state, sources, grad_y), None, None
         return *_backward(grad_y, x, coefficients, state, readers), None, None
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kvshift.ops.watched import PLAIN, is_watched
+from kvshift.ops.watched import PLAIN, needs_traceable_ops
 
 Result = TypeVar("Result")
 
@@ -32,7 +32,7 @@ def registered(
         fake: the function's outputs for tensors without data.
         mutates: names of the arguments that it writes to.
         save, backward: of its autograd, as in `torch.library.register_autograd`; its gradients have none themselves.
-        watched_backward: what `backward` does, by plain operations, where `is_watched` says that it must.
+        watched_backward: what `backward` does, by plain operations, where `needs_traceable_ops` says that it must.
     """
 
     def register(launch: Callable[..., Result]) -> Callable[..., Result]:
@@ -44,7 +44,7 @@ def registered(
             alone, watched = backward, watched_backward
 
             def backward_of_either(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-                return (watched if is_watched(*grads) else alone)(ctx, *grads)
+                return (watched if needs_traceable_ops(*grads) else alone)(ctx, *grads)
 
             members = {"forward": launch, "setup_context": save, "backward": backward_of_either}
             function = type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in members.items()})

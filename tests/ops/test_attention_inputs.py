@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from kvshift.ops import fused as fused_module
-from kvshift.ops.fused import Results, shift_norm_rope
+from kvshift.ops import attention_inputs
+from kvshift.ops.attention_inputs import Results, shift_norm_rope
 
 from .cases import DTYPES, LAYOUTS
 from .conftest import skip_unless_built
@@ -56,12 +56,12 @@ def taken(monkeypatch) -> list[str]:
     """The paths of `shift_norm_rope` that were taken, the reference's left out."""
     paths = []
 
-    def record(call: Any, real: Callable = fused_module.fused_path) -> str:
+    def record(call: Any, real: Callable = attention_inputs.fused_path) -> str:
         path = real(call)
         paths.extend([path] if path != "reference" else [])
         return path
 
-    monkeypatch.setattr(fused_module, "fused_path", record)
+    monkeypatch.setattr(attention_inputs, "fused_path", record)
     return paths
 
 
@@ -114,7 +114,7 @@ def test_results_and_gradients(mode, norm, path, taken):
     dtype = torch.float32 if "fp32" in mode else DTYPES[(number + norm) % 2]
     case = random_fused(2, dtype=dtype, norm=norm, **shape)
     assert_like_the_loops(case, by(path, full_tables=bool(number // 2 % 2)))
-    assert taken == ["launch" if launches else "apart"]
+    assert taken == ["launch" if launches else "unfused"]
 
 
 @pytest.mark.parametrize("mode", [*WITH_STATE, "queries too"])
@@ -125,7 +125,7 @@ def test_states(mode, path, taken):
     assert_like_the_loops(case, by(path))
     with torch.no_grad():
         assert_like_the_loops(case, by(path, full_tables=True))
-    assert taken == ["apart", "launch" if path == "launch" and mode != "queries too" else "apart"]
+    assert taken == ["unfused", "launch" if path == "launch" and mode != "queries too" else "unfused"]
 
 
 @pytest.mark.parametrize("mode", NOTHING)
@@ -144,7 +144,7 @@ def test_strides(layout, path):
 def test_norms_of_llama(mode, path, taken):
     """They compute in fp32 whatever they are given."""
     assert_like_the_loops(random_fused(11, **mode), by(path, kind=LlamaRMSNorm))
-    assert taken == ["launch" if path == "launch" else "apart"]
+    assert taken == ["launch" if path == "launch" else "unfused"]
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])

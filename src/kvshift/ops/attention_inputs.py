@@ -57,7 +57,7 @@ def shift_norm_rope(
     mask: Tensor | None = None,
     keep_state: bool = True,
     backend: str = "auto",
-    kept: KeptColumns | None = None,
+    kept: CoefficientCache | None = None,
 ) -> Results:
     """Shift, then normalise queries and keys, then rotate them.
 
@@ -108,7 +108,7 @@ def recomputation(
     boundaries = (cu_seqlens, seq_idx, mask)
     call = Call((k, v), (alpha, beta), states, boundaries, backend, None, shifts_queries, rotary, norms)
     path = fused_path(call)
-    if path == "apart" and alpha is None:  # keys are kept: nobody asks for them
+    if path == "unfused" and alpha is None:  # keys are kept: nobody asks for them
         call = call._replace(rotary=None, norms=None)
 
     def again() -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ def _run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | 
     if path == "launch":
         results = _launch(call, state, keep_state)
     else:
-        results = _apart(call, gamma, state, _finish_by_loops if path == "reference" else _finish, keep_state)
+        results = _unfused(call, gamma, state, _finish_by_loops if path == "reference" else _finish, keep_state)
     return results if keep_state else (*results[:3], None)
 
 
@@ -169,14 +169,14 @@ def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) ->
     return checkpoint(function, k, v, use_reentrant=False, preserve_rng_state=False)
 
 
-def _next_token(call: Call, kept: KeptColumns | None, keep_state: bool) -> Results:
+def _next_token(call: Call, kept: CoefficientCache | None, keep_state: bool) -> Results:
     """The next token of every sequence, by plain operations."""
     q: Any
     rotary: Any
     q, rotary, norms, (k, v), (alpha, beta), new = call.q, call.rotary, call.norms, call.inputs, call.coefficients, None
     if alpha is not None or beta is not None:
         new = ShiftState(k, v, 1) if keep_state else None
-        k, v = _shift_next_token(call, kept or KeptColumns())
+        k, v = _shift_next_token(call, kept or CoefficientCache())
     if norms is not None:
         q, k = norms[0](q), norms[1](k)
     # Rotated together: four operations less.
@@ -184,7 +184,7 @@ def _next_token(call: Call, kept: KeptColumns | None, keep_state: bool) -> Resul
     return q, k, v, new
 
 
-def _shift_next_token(call: Call, kept: KeptColumns) -> list[Tensor]:
+def _shift_next_token(call: Call, kept: CoefficientCache) -> list[Tensor]:
     """Keys and values; a row of state is the token before."""
     dtype = torch.float64 if call.inputs[0].dtype is torch.float64 else torch.float32
     states: Any = call.states  # both are there
@@ -224,7 +224,7 @@ def columns_of(coefficients: Tensor, *, look: bool) -> Columns:
     return Columns(now, before, look and all(map(all, coefficients.tolist())))
 
 
-class KeptColumns:
+class CoefficientCache:
     """The columns of a layer's parameters, kept from token to token: making them takes as long as the shift.
 
     So any device is asked only once whether one is zero. (A zero written through `.data`, which leaves no trace, is
@@ -264,7 +264,7 @@ class KeptColumns:
         return columns
 
 
-def _apart(
+def _unfused(
     call: Call, gamma: Tensor | None, state: ShiftState | None, finish: Callable[..., Any], keep_state: bool
 ) -> Results:
     """One after the other; `finish` is norm and rotation."""
