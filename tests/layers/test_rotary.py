@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvshift import KVShift, ShiftOptions, ShiftState
 from kvshift.layers.positions import half_tables, rotate_half
-from kvshift.ops import attention_inputs
-from kvshift.ops.attention_inputs import columns_of
+from kvshift.ops import attention_inputs, decode
+from kvshift.ops.decode import columns_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 H, G, D, DV = 6, 3, 10, 7
@@ -37,11 +37,11 @@ def counted(monkeypatch) -> list:
     """The calls that were taken as the next token of generation."""
     calls = []
 
-    def count(*args, real=attention_inputs._next_token):
+    def count(*args, real=attention_inputs.next_token, **options):
         calls.append(args)
-        return real(*args)
+        return real(*args, **options)
 
-    monkeypatch.setattr(attention_inputs, "_next_token", count)
+    monkeypatch.setattr(attention_inputs, "next_token", count)
     return calls
 
 
@@ -197,7 +197,7 @@ def test_a_coefficient_that_becomes_zero_reads_nothing(change, inference, counte
 @torch.no_grad()
 def test_a_device_is_asked_once_whether_one_is_zero(monkeypatch):
     asked = []
-    monkeypatch.setattr(attention_inputs, "columns_of", lambda x, look: asked.append(look) or columns_of(x, look=look))
+    monkeypatch.setattr(decode, "columns_of", lambda x, look: asked.append(look) or columns_of(x, look=look))
     layer, given = KVShift(G), inputs(2, 1, torch.float32)
     arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
     for _ in range(3):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from kvshift.layers.options import ShiftOptions, Target
 from kvshift.layers.recompute import KEEP_ALL, recomputed
 from kvshift.ops import ShiftState
-from kvshift.ops.attention_inputs import CoefficientCache, recomputation, shift_norm_rope
+from kvshift.ops.attention_inputs import recomputation, shift_norm_rope
+from kvshift.ops.decode import CoefficientCache
 from kvshift.ops.dispatch import Norms, is_worth_recomputing, may_recompute
 from kvshift.ops.rope import Rotary
 

@@ -5,14 +5,15 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from kvshift.ops.decode import CoefficientCache, next_token
 from kvshift.ops.dispatch import (
     Call,
     FusedPath,
@@ -22,7 +23,7 @@ from kvshift.ops.dispatch import (
     norm_scales,
 )
 from kvshift.ops.reference import norm_rope_reference
-from kvshift.ops.rope import Rotary, apply_rotary, rotate_heads
+from kvshift.ops.rope import Rotary, rotate_heads
 from kvshift.ops.shift import (
     check_boundaries,
     check_coefficients,
@@ -84,7 +85,7 @@ def shift_norm_rope(
     call = Call((k, v), (alpha, beta), states, boundaries, backend, q, gamma is not None, rotary, norms, max_rows)
     path = fused_path(call)
     if path == "next token":
-        return _next_token(call, kept, keep_state)
+        return next_token(call, kept or CoefficientCache(), keep_state=keep_state)
     return _run(path, call, gamma, state, keep_state=keep_state)
 
 
@@ -167,101 +168,6 @@ def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) ->
     if not _DDP_TAKES_CHECKPOINTS and DistributedDataParallel._active_ddp_module is not None:
         return function(k, v)
     return checkpoint(function, k, v, use_reentrant=False, preserve_rng_state=False)
-
-
-def _next_token(call: Call, kept: CoefficientCache | None, keep_state: bool) -> Results:
-    """The next token of every sequence, by plain operations."""
-    q: Any
-    rotary: Any
-    q, rotary, norms, (k, v), (alpha, beta), new = call.q, call.rotary, call.norms, call.inputs, call.coefficients, None
-    if alpha is not None or beta is not None:
-        new = ShiftState(k, v, 1) if keep_state else None
-        k, v = _shift_next_token(call, kept or CoefficientCache())
-    if norms is not None:
-        q, k = norms[0](q), norms[1](k)
-    # Rotated together: four operations less.
-    q, k = torch.split_with_sizes(apply_rotary(torch.cat((q, k), 2), rotary), (q.shape[2], k.shape[2]), 2)
-    return q, k, v, new
-
-
-def _shift_next_token(call: Call, kept: CoefficientCache) -> list[Tensor]:
-    """Keys and values; a row of state is the token before."""
-    dtype = torch.float64 if call.inputs[0].dtype is torch.float64 else torch.float32
-    states: Any = call.states  # both are there
-    outputs = []
-    for x, columns, before in zip(call.inputs, kept.of(call.coefficients, dtype), states, strict=True):
-        if columns is None:
-            outputs.append(x)
-            continue
-        if before.dtype is not dtype:
-            before = before.to(dtype)
-        y = x * columns.now  # in the dtype of the arithmetic
-        if columns.none_is_zero:
-            y.addcmul_(before, columns.before)
-        else:
-            y.masked_fill_(columns.now == 0, 0)
-            y = torch.where(columns.before == 0, y, torch.addcmul(y, before, columns.before))
-        outputs.append(y if x.dtype is dtype else y.to(x.dtype))
-    return outputs
-
-
-class Columns(NamedTuple):
-    """Coefficients (G, 2) as the next token needs them.
-
-    Attributes:
-        now, before: those of the token and of the one before it, (G, 1), views.
-        none_is_zero: every row may be read. (A coefficient of zero reads nothing.)
-    """
-
-    now: Tensor
-    before: Tensor
-    none_is_zero: bool
-
-
-def columns_of(coefficients: Tensor, *, look: bool) -> Columns:
-    """Columns; `look` whether any number is zero: a microsecond on a CPU, a wait for any other device."""
-    now, before = coefficients.unsqueeze(2).unbind(1)
-    return Columns(now, before, look and all(map(all, coefficients.tolist())))
-
-
-class CoefficientCache:
-    """The columns of a layer's parameters, kept from token to token: making them takes as long as the shift.
-
-    So any device is asked only once whether one is zero. (A zero written through `.data`, which leaves no trace, is
-    multiplied like other numbers until the next change.)
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[Tensor | None, int, int, torch.dtype, Columns] | None] = [None, None]
-
-    def of(self, all_coefficients: Sequence[Tensor | None], dtype: torch.dtype) -> list[Columns | None]:
-        """Those of alpha and beta in this dtype; None where a tensor is."""
-        all_columns: list[Columns | None] = []
-        for index, x in enumerate(all_coefficients):
-            kept = self._kept[index]
-            if x is None:
-                all_columns.append(None)
-            elif (
-                kept is not None
-                and x is kept[0]
-                and x.data_ptr() == kept[1]
-                and x._version == kept[2]
-                and dtype is kept[3]
-                and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-            ):
-                all_columns.append(kept[4])
-            else:
-                all_columns.append(self._make(index, x, dtype))
-        return all_columns
-
-    def _make(self, index: int, x: Tensor, dtype: torch.dtype) -> Columns:
-        # A graph that is being captured is to hold for other numbers too, and asks nothing.
-        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        keep = type(x) is nn.Parameter and x.dtype is dtype and not (captured or x.is_inference() or x.is_meta)
-        columns = columns_of(x.to(dtype), look=keep or x.is_cpu)
-        if keep:
-            self._kept[index] = (x, x.data_ptr(), x._version, dtype, columns)
-        return columns
 
 
 def _unfused(

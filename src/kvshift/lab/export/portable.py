@@ -25,7 +25,7 @@ from kvshift.ops.state import ShiftState
 __all__ = ["DROPPED", "REPLACED"]
 
 REPLACED = {
-    "CoefficientCache": "kvshift.ops.attention_inputs",
+    "CoefficientCache": "kvshift.ops.decode",
     "shift_norm_rope": "kvshift.ops.attention_inputs",
     "shift_into": "kvshift.models.decoder",
 }

@@ -1,0 +1,124 @@
+"""The next token of generation in a few plain operations, with the bits of `kv_shift`.
+
+On every device the host takes longer to prepare a launch of a kernel than to call these (docs/findings.md). They
+are for one token of every sequence, rotated, at a window of 2, without gradients: the row of state is the token before.
+
+    k_hat = alpha[:, 0] * k + alpha[:, 1] * state.k          v_hat = beta[:, 0] * v + beta[:, 1] * state.v
+
+Shapes: G KV heads, W window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvshift.ops.dispatch import Call
+from kvshift.ops.rope import apply_rotary
+from kvshift.ops.state import ShiftState
+
+
+def next_token(
+    call: Call, cache: CoefficientCache, *, keep_state: bool
+) -> tuple[Tensor | None, Tensor, Tensor, ShiftState | None]:
+    """Shift, normalise and rotate the next token of every sequence.
+
+    Args:
+        call: one whose path is "next token" (`kvshift.ops.dispatch.fused_path`).
+        cache: of the layer's coefficients.
+        keep_state: whether the new state is returned. It shares memory with the keys and values of the call.
+    """
+    q: Any
+    rotary: Any
+    q, rotary, norms, (k, v), (alpha, beta), new = call.q, call.rotary, call.norms, call.inputs, call.coefficients, None
+    if alpha is not None or beta is not None:
+        new = ShiftState(k, v, 1) if keep_state else None
+        k, v = _shift_next_token(call, cache)
+    if norms is not None:
+        q, k = norms[0](q), norms[1](k)
+    # Rotated together: four operations less.
+    q, k = torch.split_with_sizes(apply_rotary(torch.cat((q, k), 2), rotary), (q.shape[2], k.shape[2]), 2)
+    return q, k, v, new
+
+
+def _shift_next_token(call: Call, cache: CoefficientCache) -> list[Tensor]:
+    """Keys and values; a row of state is the token before."""
+    dtype = torch.float64 if call.inputs[0].dtype is torch.float64 else torch.float32
+    states: Any = call.states  # both are there
+    outputs = []
+    for x, columns, before in zip(call.inputs, cache.columns(call.coefficients, dtype), states, strict=True):
+        if columns is None:
+            outputs.append(x)
+            continue
+        if before.dtype is not dtype:
+            before = before.to(dtype)
+        y = x * columns.now  # in the dtype of the arithmetic
+        if columns.none_is_zero:
+            y.addcmul_(before, columns.before)
+        else:
+            y.masked_fill_(columns.now == 0, 0)
+            y = torch.where(columns.before == 0, y, torch.addcmul(y, before, columns.before))
+        outputs.append(y if x.dtype is dtype else y.to(x.dtype))
+    return outputs
+
+
+class Columns(NamedTuple):
+    """Coefficients (G, 2) as the next token needs them.
+
+    Attributes:
+        now, before: those of the token and of the one before it, (G, 1), views.
+        none_is_zero: every row may be read. (A coefficient of zero reads nothing.)
+    """
+
+    now: Tensor
+    before: Tensor
+    none_is_zero: bool
+
+
+def columns_of(coefficients: Tensor, *, look: bool) -> Columns:
+    """Columns; `look` whether any number is zero: a microsecond on a CPU, a wait for any other device."""
+    now, before = coefficients.unsqueeze(2).unbind(1)
+    return Columns(now, before, look and all(map(all, coefficients.tolist())))
+
+
+class CoefficientCache:
+    """The columns of a layer's parameters, cached from token to token: making them takes as long as the shift.
+
+    A cached column also saves the wait for the device that the search for zeros is. (A zero written through `.data`,
+    which changes no version counter, is multiplied like other numbers until the next change.)
+    """
+
+    def __init__(self) -> None:
+        self._cached: list[tuple[Tensor | None, int, int, torch.dtype, Columns] | None] = [None, None]
+
+    def columns(self, all_coefficients: Sequence[Tensor | None], dtype: torch.dtype) -> list[Columns | None]:
+        """Those of alpha and beta in this dtype; None where a tensor is."""
+        all_columns: list[Columns | None] = []
+        for index, x in enumerate(all_coefficients):
+            cached = self._cached[index]
+            if x is None:
+                all_columns.append(None)
+            elif (
+                cached is not None
+                and x is cached[0]
+                and x.data_ptr() == cached[1]
+                and x._version == cached[2]
+                and dtype is cached[3]
+                and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+            ):
+                all_columns.append(cached[4])
+            else:
+                all_columns.append(self._make(index, x, dtype))
+        return all_columns
+
+    def _make(self, index: int, x: Tensor, dtype: torch.dtype) -> Columns:
+        # A graph that is being captured is to hold for other numbers too, and asks nothing.
+        captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        keeps = type(x) is nn.Parameter and x.dtype is dtype and not (captured or x.is_inference() or x.is_meta)
+        columns = columns_of(x.to(dtype), look=keeps or x.is_cpu)
+        if keeps:
+            self._cached[index] = (x, x.data_ptr(), x._version, dtype, columns)
+        return columns
