@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.dispatch import takes_launch
+from kvshift.ops.torch_ops import needs_traceable_ops
 from kvshift.ops.triton.call import triton_refusal
-from kvshift.ops.watched import needs_traceable_ops
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, make, tokens
 
 

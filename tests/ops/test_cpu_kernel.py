@@ -1,4 +1,4 @@
-"""The compiled kernel: the bits of eager.py, whatever the threads; and what happens where it cannot be used."""
+"""The compiled kernel: the bits of `shift_eager`, whatever the threads; and what happens where it cannot be used."""
 
 from __future__ import annotations
 
@@ -171,7 +171,8 @@ def test_every_tensor_of_a_call_must_be_plain(argument, kernel):
 
 def test_auto_takes_the_kernel(kernel, monkeypatch):
     calls = []
-    monkeypatch.setattr(cpu_kernel, "_forward", lambda *args, real=cpu_kernel._forward: calls.append(1) or real(*args))
+    real = cpu_kernel.shift_cpu
+    monkeypatch.setattr("kvshift.ops.shift.shift_cpu", lambda *args: calls.append(1) or real(*args))
     case = random_case(7)
     case.call("auto")
     assert len(calls) == 2

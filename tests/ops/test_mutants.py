@@ -112,8 +112,9 @@ check_wide_window = partial(check_parity, case=random_case(23, 1, 6, window=4, r
 # The mutants: file, right text, wrong text, check.
 
 Change = tuple[str, str, str, Check]
-SHIFT, PLAN, STATE, EAGER, KERNEL = "shift.py", "boundaries.py", "state.py", "eager.py", "cpu/kernel.cpp"
-CALL = "shift(inputs, all_coefficients, states, plan)"  # of the backend
+SHIFT, PLAN, STATE, EAGER, KERNEL = "shift.py", "boundaries.py", "state.py", "torch_ops.py", "cpu/kernel.cpp"
+CALL = "shift(x, coefficients, state, plan)"  # of the backend
+LAST = "    return outputs, [state_after("
 NEXT = "state_after(x, state, plan, max_rows)"
 FIRST = "first_BT = bound_rank[:, sequence_T]"
 RETURN = "    return ShiftPlan(sources, readers[:, :-1], next_BSR.flatten(1))"
@@ -123,47 +124,47 @@ OF_BOTH: dict[str, Change] = {
     "state forgotten": (
         SHIFT,
         CALL,
-        "shift(inputs, all_coefficients, [torch.zeros_like(x) for x in states], plan)",
+        "shift(x, coefficients, torch.zeros_like(state), plan)",
         check_pieces,
     ),
     "prefill from zeros": (
         SHIFT,
         CALL,
-        "shift(inputs, all_coefficients, [x if positions == 1 else torch.zeros_like(x) for x in states], plan)",
+        "shift(x, coefficients, state if positions == 1 else torch.zeros_like(state), plan)",
         check_pieces,
     ),
     "lags swapped": (
         SHIFT,
         CALL,
-        "shift(inputs, [x.flip(1) for x in all_coefficients], states, plan)",
+        "shift(x, coefficients.flip(1), state, plan)",
         checks.check_hand_worked_values,
     ),
     "heads swapped": (
         SHIFT,
         CALL,
-        "shift(inputs, [x.flip(0) for x in all_coefficients], states, plan)",
+        "shift(x, coefficients.flip(0), state, plan)",
         checks.check_hand_worked_values,
     ),
     "keys and values swap coefficients": (
         SHIFT,
         CALL,
-        "shift(inputs, all_coefficients[::-1], states, plan)",
+        "shift(x, all_coefficients[x is inputs[0]], state, plan)",
         checks.check_hand_worked_values,
     ),
     "coefficients in bf16": (
         SHIFT,
         CALL,
-        "shift(inputs, [x.bfloat16() for x in all_coefficients], states, plan)",
+        "shift(x, coefficients.bfloat16(), state, plan)",
         check_parity,
     ),
     "gradient of the state missing": (
         SHIFT,
         CALL,
-        "shift(inputs, all_coefficients, [x.detach() for x in states], plan)",
+        "shift(x, coefficients, state.detach(), plan)",
         check_parity,
     ),
     "state is a view": (SHIFT, NEXT, "x[:, -max_rows:]", check_inputs),
-    "keys edited in place": (SHIFT, CALL, f"{CALL}; inputs[0].data.copy_(outputs[0])", check_inputs),
+    "keys edited in place": (SHIFT, LAST, f"    inputs[0].data.copy_(outputs[0])\n{LAST}", check_inputs),
     "state at the padded end": (SHIFT, NEXT, "x[:, -rows:].clone()", check_padding),
     "no pad mask": (SHIFT, "seq_idx=seq_idx, mask=mask\n        )", "seq_idx=seq_idx\n        )", check_padding),
     "pads counted as tokens": (
@@ -220,7 +221,7 @@ OF_BOTH: dict[str, Change] = {
 }
 OF_EAGER: dict[str, Change] = {
     "pads multiplied by zero": (
-        "plain.py",
+        EAGER,
         "return torch.where(index[..., None, None] >= 0, x[batch, index.clamp(min=0)], 0)",
         "return x[batch, index.clamp(min=0)] * (index >= 0)[..., None, None]",
         check_pads_of_nan,

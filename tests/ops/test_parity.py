@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from kvshift.ops import ShiftState, eager
+from kvshift.ops import ShiftState, torch_ops
 
 from .cases import DTYPES, LAYOUTS, Case, outcome, random_case
 from .conftest import skip_unless_built
@@ -68,7 +68,7 @@ def test_strides_change_no_bit_but_the_order_of_the_coefficients_sum(
         pytest.skip("the blocks are eager's")
     case = random_case(5, layout=layout, grad_layout=grad_layout, **mode)
     expected = outcome(case.map(lambda x: x.clone(memory_format=torch.contiguous_format)), fast_backend)
-    monkeypatch.setattr(eager, "_BLOCK", block)
+    monkeypatch.setattr(torch_ops, "_BLOCK", block)
     for name, result in outcome(case, fast_backend).items():
         if name not in ("gradient of alpha", "gradient of beta"):
             assert torch.equal(result, expected[name]), name
@@ -96,7 +96,7 @@ def test_search_for_a_call_whose_kernels_differ_from_the_reference(case):
 def test_search_for_a_call_whose_blocks_differ_from_the_reference(case):
     """Blocks of one to three positions: their borders fall everywhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "_BLOCK", 32)
+        patch.setattr(torch_ops, "_BLOCK", 32)
         assert_within_one_rounding(case, "eager", through_state=True)
 
 
@@ -106,7 +106,7 @@ def test_search_for_a_call_whose_blocks_differ_from_the_reference(case):
 def test_blocks_change_no_bit_but_the_order_of_the_coefficients_sum(mode, dtype, block, monkeypatch):
     case = random_case(7, dtype=dtype, **mode)
     whole = outcome(case, "eager")
-    monkeypatch.setattr(eager, "_BLOCK", block)
+    monkeypatch.setattr(torch_ops, "_BLOCK", block)
     for name, result in outcome(case, "eager").items():
         if name not in ("gradient of alpha", "gradient of beta"):
             assert torch.equal(result, whole[name]), name

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift.ops import ShiftState, eager, kv_shift
+from kvshift.ops import ShiftState, kv_shift, torch_ops
 from kvshift.ops.boundaries import plan_shift
 
 from .cases import DTYPES, outcome, random_case
@@ -162,7 +162,7 @@ def test_the_same_bits_on_every_run(shape, monkeypatch, fast_backend):
     """Gradients of the coefficients are sums over all tokens: in one order, also with two threads in each block."""
     if fast_backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter runs one program after the other")
-    monkeypatch.setattr(eager, "_BLOCK", 2**17)
+    monkeypatch.setattr(torch_ops, "_BLOCK", 2**17)
     case = random_case(17, heads=5, k_dim=67, v_dim=61, rows=1, **shape)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshift.ops import eager, kv_shift
+from kvshift.ops import kv_shift, torch_ops
 
 from .cases import DTYPES, Case, outcome, random_case
 from .checks import LENGTHS, check_pieces_are_the_whole
@@ -105,7 +105,7 @@ def test_long_sequences_in_blocks_and_threads(dtype, dims):
     torch.set_num_threads(2)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(eager, "_BLOCK", 64 * 5 * 211)
+            patch.setattr(torch_ops, "_BLOCK", 64 * 5 * 211)
             check_pieces_are_the_whole(case, "eager", [1, 2, 17, 18, 512, 1030], range(1, 1031, 3))
     finally:
         torch.set_num_threads(threads)

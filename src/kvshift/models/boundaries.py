@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils import is_torchdynamo_compiling
 
 from kvshift.ops.boundaries import document_starts, sequence_of_positions
-from kvshift.ops.watched import is_exporting
+from kvshift.ops.torch_ops import is_exporting
 
 _UNSEEN = -1000.0  # e to the power of less is 0 in every dtype
 

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 from kvshift.models.cache_layers import KINDS, ShiftCacheLayer, StaticShiftCacheLayer, with_shift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.versions import CACHE, NEWEST, OLDEST
-from kvshift.ops.watched import is_exporting
+from kvshift.ops.torch_ops import is_exporting
 
 
 def ensure_shift_cache(cache: Cache, config: ShiftConfig) -> None:

@@ -16,8 +16,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from kvshift.ops.cpu.kernel import cpu_refusal
 from kvshift.ops.rope import Rotary
+from kvshift.ops.torch_ops import PLAIN, is_exporting, needs_traceable_ops
 from kvshift.ops.triton.call import triton_refusal
-from kvshift.ops.watched import PLAIN, is_exporting, needs_traceable_ops
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
@@ -28,7 +28,7 @@ _WORTH_RECOMPUTING = {"cpu": 2**20, "device": 2**21}  # elements
 Norms = tuple[nn.Module, nn.Module]
 """Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
 
-ShiftPath = Literal["reference", "plain", "eager", "cpu", "triton"]
+ShiftPath = Literal["reference", "traceable", "eager", "cpu", "triton"]
 FusedPath = Literal["next token", "reference", "launch", "unfused"]
 
 
@@ -80,7 +80,7 @@ def choose_backend(backend: str) -> str:
 
 
 def shift_path(call: Call) -> ShiftPath:
-    """Which implementation shifts; "plain" for every backend where `needs_traceable_ops` says so.
+    """Which implementation shifts; "traceable" for every backend where `needs_traceable_ops` says so.
 
     Raises:
         ValueError: the backend that was asked for does not exist or cannot take the tensors.
@@ -89,7 +89,7 @@ def shift_path(call: Call) -> ShiftPath:
     if backend == "reference":
         return backend
     if needs_traceable_ops():
-        return "plain"
+        return "traceable"
     x, others = call.inputs[0], (*call.inputs[1:], *call.coefficients, *call.states, *call.boundaries)
     if backend == "auto":
         if torch.compiler.is_compiling():  # which fuses eager's few operations with their neighbours

@@ -15,12 +15,10 @@ from torch import Tensor
 from kvshift.ops.boundaries import plan_shift
 from kvshift.ops.cpu.kernel import shift_cpu
 from kvshift.ops.dispatch import Call, shift_path
-from kvshift.ops.eager import shift_eager
-from kvshift.ops.plain import shift_plain, state_after
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
+from kvshift.ops.torch_ops import needs_traceable_ops, shift_eager, shift_traceable, state_after
 from kvshift.ops.triton.call import Boundaries, next_state_triton, shift_triton
-from kvshift.ops.watched import needs_traceable_ops
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # PyTorch computes with no others
 
@@ -217,8 +215,11 @@ def _shift(
             for x, coefficients, state in zip(inputs, all_coefficients, states, strict=True)
         ]
         return [y for y, _ in pairs], [next_state for _, next_state in pairs]
-    shift = {"cpu": shift_cpu, "eager": shift_eager, "plain": shift_plain}[backend]
-    outputs = shift(inputs, all_coefficients, states, plan)
+    shift = {"cpu": shift_cpu, "eager": shift_eager, "traceable": shift_traceable}[backend]
+    outputs = [
+        x if coefficients is None else shift(x, coefficients, state, plan)
+        for x, coefficients, state in zip(inputs, all_coefficients, states, strict=True)
+    ]
     if not keep_state:
         return outputs, [None] * len(inputs)
     return outputs, [state_after(x, state, plan, max_rows) for x, state in zip(inputs, states, strict=True)]

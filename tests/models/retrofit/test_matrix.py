@@ -6,8 +6,7 @@ import pytest
 
 from kvshift.models import masks
 from kvshift.models.cache_layers import ShiftCacheLayer, StaticShiftCacheLayer
-from kvshift.ops import eager
-from kvshift.ops.cpu import kernel
+from kvshift.ops import torch_ops
 
 from .matrix import CELLS, PAGE, REFUSED, SLOW, page
 from .tiny_families import FAMILIES
@@ -62,8 +61,7 @@ def no_gaps(patch: pytest.MonkeyPatch) -> None:
 
 def no_graph(patch: pytest.MonkeyPatch) -> None:
     """Gradients of the shift are numbers."""
-    for module in (kernel, eager):
-        patch.setattr(module, "needs_traceable_ops", lambda *_: False)
+    patch.setattr(torch_ops, "needs_traceable_ops", lambda *_: False)
 
 
 FAULTS: dict[Callable, tuple[str, ...]] = {

@@ -225,7 +225,7 @@ class PagedShift(KVShift):
         heads, lags = self.weights.shape[0], self.weights.shape[1] - 1
         x, state = kv.view(1, -1, heads, self.head_size), state.view(-1, lags, heads, self.head_size)
         if self.path == "cpu":
-            [y] = shift_cpu([x], [self.weights], [state], metadata.plan)
+            y = shift_cpu(x, self.weights, state, metadata.plan)
         else:
             y, *_ = shift_keys_values(
                 x, x, self.weights, None, state=ShiftState(state, state, lags), cu_seqlens=metadata.cu_seqlens,

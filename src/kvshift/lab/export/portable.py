@@ -1,8 +1,8 @@
 """What stands in a self-contained file in place of the package's choice among implementations: PyTorch operations only.
 
 Each definition here replaces the one of the same name in the module that `REPLACED` names. It computes the same by the
-plain operations of `kvshift.ops.plain`, which autograd follows by itself: no kernels, no backward of its own, nothing
-recomputed, and no second check of arguments that a model has made itself.
+traceable form of `kvshift.ops.torch_ops`, which autograd differentiates by itself: no kernels, no backward of its own,
+nothing recomputed, and no second check of arguments that a model has made itself.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvshift.models.decoder import Finish, _ShiftThenRotate
 from kvshift.ops.attention_inputs import Results, _finish
 from kvshift.ops.boundaries import plan_shift
 from kvshift.ops.dispatch import Norms
-from kvshift.ops.plain import shift_plain, state_after
 from kvshift.ops.rope import Rotary
 from kvshift.ops.state import ShiftState
+from kvshift.ops.torch_ops import shift_traceable, state_after
 
 __all__ = ["DROPPED", "REPLACED"]
 
@@ -83,7 +83,10 @@ def shift_norm_rope(
             most = window - 1 if state is None else state.max_rows
             after = [state_after(x, old, plan, most) for x, old in zip(inputs, states, strict=True)]
             new = ShiftState(after[1], after[2], most, None if gamma is None else after[0])
-        shifted = shift_plain(inputs, coefficients, states, plan)
+        shifted = [
+            x if c is None else shift_traceable(x, c, rows, plan)
+            for x, c, rows in zip(inputs, coefficients, states, strict=True)
+        ]
         q, k, v = None if q is None else shifted[0], shifted[1], shifted[2]
     return *_finish(q, k, norms, rotary), v, new
 

@@ -18,7 +18,7 @@ from kvshift.lab.variants.mixing import Heads, TokenMixing
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.ops import ShiftState
 from kvshift.ops.boundaries import ShiftPlan, plan_shift
-from kvshift.ops.plain import pick, state_after
+from kvshift.ops.torch_ops import pick, state_after
 
 __all__ = ["ChannelConvolution", "convolve"]
 

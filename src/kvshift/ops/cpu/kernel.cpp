@@ -5,7 +5,7 @@
 // position t reads row Q + t - j. Strides count elements; within a head elements lie next to each other.
 //
 // A plain C interface, without Python or PyTorch: one binary serves every version of both. Products and sums are
-// rounded in the same order as in eager.py, which gives the same bits.
+// rounded in the same order as in torch_ops.py, which gives the same bits.
 
 #include <immintrin.h>
 #include <omp.h>

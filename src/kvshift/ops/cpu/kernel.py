@@ -1,7 +1,7 @@
 """The operator through the compiled kernel of `kernel.cpp`: one pass over memory forward, one backward.
 
 The kernel is built when the package is installed (`hatch_build.py`). Where it is missing, or cannot take the tensors,
-`cpu_refusal` says why, and "auto" takes `eager.py`, which computes the same up to rounding.
+`cpu_refusal` says why, and "auto" takes `torch_ops.shift_eager`, which computes the same bits.
 
 Shapes: B batch, T positions, S sequences, R rows of state, Q rows of state per batch entry, G KV heads, D head
 size, W window.
@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvshift.ops.boundaries import ShiftPlan
-from kvshift.ops.plain import gradients_of_shift
-from kvshift.ops.watched import needs_traceable_ops
+from kvshift.ops.torch_ops import differentiable
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # What torch calls the machine: what the compiler does; rows whose gradients of coefficients are summed in float32,
@@ -30,24 +27,6 @@ _MAX_WINDOW = 16
 _PARALLEL = 2**15  # elements from which a second thread pays
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _ROWS = (_POINTER, _INT, _INT, _INT)  # a tensor (B, rows, G, D) and its first three strides
-
-
-def shift_cpu(
-    inputs: Sequence[Tensor],
-    all_coefficients: Sequence[Tensor | None],
-    states: Sequence[Tensor],
-    plan: ShiftPlan | None,
-) -> list[Tensor]:
-    """What `shift_eager` does, with the same arguments."""
-    sources, readers = (None, None) if plan is None else (plan.sources, plan.readers)
-    outputs = []
-    for x, coefficients, state in zip(inputs, all_coefficients, states, strict=True):
-        if coefficients is None:
-            outputs.append(x)
-            continue
-        tracked = torch.is_grad_enabled() and (x.requires_grad or coefficients.requires_grad or state.requires_grad)
-        outputs.append((_Shift.apply if tracked else _forward)(x, coefficients, state, sources, readers))
-    return outputs
 
 
 def cpu_refusal(x: Tensor, window: int) -> str | None:
@@ -63,24 +42,7 @@ def cpu_refusal(x: Tensor, window: int) -> str | None:
     return _kernels().refusal
 
 
-class _Shift(torch.autograd.Function):
-    # With a `setup_context` PyTorch would inspect the signature in every call: longer than a small tensor takes.
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, coefficients, state, sources, readers)
-        return _forward(x, coefficients, state, sources, readers)
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        x, coefficients, state, sources, readers = ctx.saved_tensors
-        if needs_traceable_ops(grad_y):
-            return *gradients_of_shift(x, coefficients, state, sources, grad_y), None, None
-        return *_backward(grad_y, x, coefficients, state, readers), None, None
-
-
-def _forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None) -> Tensor:
+def _forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     x, state, weights = _dense_heads(x), state.contiguous(), _weights(coefficients, x)
     index = None if sources is None else sources.contiguous()
@@ -97,9 +59,13 @@ def _forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | N
 
 
 def _backward(
-    grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor, readers: Tensor | None
+    grad_y: Tensor,
+    x: Tensor,
+    coefficients: Tensor,
+    state: Tensor,
+    sources: Tensor | None,
+    readers: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, coefficients and state."""
     grad_x = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     grad_state = torch.empty(state.shape, dtype=x.dtype, device="cpu")
     grad_y, x, state, weights = _dense_heads(grad_y), _dense_heads(x), state.contiguous(), _weights(coefficients, x)
@@ -126,6 +92,9 @@ def _backward(
         threads,
     )
     return grad_x, sums.sum(0).to(coefficients.dtype), grad_state
+
+
+shift_cpu = differentiable(_forward, _backward)
 
 
 def _sizes(x: Tensor, state: Tensor, coefficients: Tensor) -> tuple[int, ...]:

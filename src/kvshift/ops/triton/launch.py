@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvshift.ops.boundaries import plan_shift
-from kvshift.ops.plain import gradients, shift_norm_rope_plain
+from kvshift.ops.torch_ops import gradients, shift_norm_rope_traceable
 from kvshift.ops.triton.registration import registered
 
 
@@ -322,7 +322,7 @@ def _watched_backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) 
     returned = (ctx.has_q, cos is not None or alpha is not None, beta is not None)
 
     def forward(q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale) -> tuple[Tensor, ...]:
-        outputs = shift_norm_rope_plain(
+        outputs = shift_norm_rope_traceable(
             q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, ctx.eps, sources, sequences
         )
         return tuple(y for y, is_one in zip(outputs, returned, strict=True) if y is not None and is_one)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from kvshift.ops.boundaries import plan_shift
-from kvshift.ops.plain import gradients, state_after
+from kvshift.ops.torch_ops import gradients, state_after
 from kvshift.ops.triton.launch import accumulator, kernels, on_device, power_of_2, sequences_of_a_tile, strides
 from kvshift.ops.triton.registration import registered
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kvshift.ops.watched import PLAIN, needs_traceable_ops
+from kvshift.ops.torch_ops import PLAIN, needs_traceable_ops
 
 Result = TypeVar("Result")
 

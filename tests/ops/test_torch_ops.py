@@ -1,6 +1,6 @@
 """Tracers, transforms of functions, forward-mode AD and batches of gradients get what the reference gives.
 
-Of every backend that may be asked for; the plain operations that take such a call are `kvshift.ops.plain`.
+Of every backend that may be asked for; `kvshift.ops.torch_ops.shift_traceable` takes all such calls.
 """
 
 from __future__ import annotations

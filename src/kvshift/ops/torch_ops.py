@@ -1,0 +1,511 @@
+"""The operator in PyTorch operations, on any device and with any strides, in two forms with the same bits.
+
+`shift_eager` works through the positions in blocks that stay in the CPU's cache, by an autograd function: one pass over
+memory forward, one backward, nothing kept for backward but the inputs, no temporary larger than a block. A compiler
+and a GPU are given the whole as one block.
+
+`shift_traceable` has no autograd function, no operation in place and no branch on data: tracers record it, `torch.func`
+transforms it, forward-mode AD differentiates it. It is slower and keeps more for backward.
+
+Without boundaries a lag is a slice; with padding or documents it is a gather along a `ShiftPlan`.
+
+Shapes: B batch, T positions, S sequences, R rows of state, Q rows of state per batch entry, H query heads, G KV heads,
+D head size, W window, n positions of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch._C import _TorchDispatchModeKey
+from torch.autograd import forward_ad
+
+from kvshift.ops.boundaries import ShiftPlan
+
+Shift = Callable[[Tensor, Tensor, Tensor, "ShiftPlan | None"], Tensor]
+"""Mixes every token of x with those before it in its sequence.
+
+    y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ... + coefficients[W-1] * x[t-W+1]
+
+Arguments: x (B, T, G, D); coefficients (G, W); state (S, R, G, D), the rows before each sequence, R >= W - 1; the plan,
+None where every row of x is one piece of one sequence, without padding. Returns y like x.
+"""
+
+# Elements of a block: large enough that calls cost little, small enough that its temporaries stay in the cache.
+_BLOCK = 2**19
+
+PLAIN: tuple[type, ...] = (Tensor, torch.nn.Parameter)
+_TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+_BATCHED = torch._C._parse_dispatch_key("Batched")  # what `is_grads_batched` hands to backward
+
+
+# Which of the two forms -----------------------------------------------------------------------------------------------
+
+
+def needs_traceable_ops(*gradients: Tensor, by_compiler: bool = False) -> bool:
+    """Whether this call is recorded or transformed operation by operation.
+
+    By transforms of `torch.func`, tracers (`make_fx`, fake tensors, `torch.jit.trace`) and forward-mode AD: they would
+    miss what a kernel writes or an autograd function computes. Modes that only count memory or operations are shown
+    what runs otherwise. torch.compile and torch.export trace in ways of their own; only a transform within them counts.
+
+    Args:
+        by_compiler: whether those two count as well.
+        gradients: in backward, those that came in. Then also counts whether backward is differentiated
+            (`create_graph=True`), and whether gradients come in batches (`is_grads_batched=True`).
+    """
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if torch.compiler.is_compiling():
+        return by_compiler
+    return (
+        (torch._C._len_torch_dispatch_stack() > 0 and any(map(_is_active, _TRACERS)))
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or (len(gradients) > 0 and (torch.is_grad_enabled() or any(map(_is_batched, gradients))))
+    )
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces. (`torch.compiler.is_exporting` says so of torch.compile too in 2.10 and 2.11.)"""
+    return torch.compiler._is_exporting_flag
+
+
+def _is_active(tracer: _TorchDispatchModeKey) -> bool:
+    return torch._C._get_dispatch_mode(tracer) is not None
+
+
+def _is_batched(gradient: Tensor) -> bool:
+    return torch._C._dispatch_keys(gradient).has(cast(Any, _BATCHED))
+
+
+# The traceable form ---------------------------------------------------------------------------------------------------
+
+
+def shift_traceable(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
+    """See `Shift`."""
+    return weighted_sum(x, coefficients, state, None if plan is None else plan.sources).to(x.dtype)
+
+
+def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
+    """The sum of the lags, in the dtype of the arithmetic; `sources` as in a `ShiftPlan`, None without boundaries."""
+    batch, length = x.shape[:2]
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weights = coefficients.to(dtype).unsqueeze(2).unbind(1)
+    if batch * length == 0:  # no token to look up
+        return x.to(dtype) * weights[0]
+    rows = torch.cat([by_batch(state, x), x], dim=1).to(dtype)
+    slots = rows.shape[1] - length
+    total = None
+    for lag, weight in enumerate(weights):
+        span = slice(slots - lag, slots - lag + length)
+        total = _traceable_add(total, rows[:, span] if sources is None else pick(rows, sources[:, :, lag]), weight)
+    return cast(Tensor, total)
+
+
+def _traceable_add(total: Tensor | None, term: Tensor, weight: Tensor) -> Tensor:
+    """total + weight * term; where weight is zero, every bit of total, whatever the term.
+
+    The derivative by the weight is the term there too: a `where` by itself would cut it, and an infinity in the branch
+    that is not taken would make it NaN.
+    """
+    zero = weight == 0
+    term = torch.where(zero & ~term.isfinite(), 0, term)
+    product = weight * term
+    nothing = product.detach() - product  # is 0, and has the derivative
+    if total is None:
+        return torch.where(zero, 0 - nothing, product)
+    return torch.where(zero, total - nothing, torch.addcmul(total, term, weight))
+
+
+def shift_norm_rope_traceable(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    k_state: Tensor | None,
+    v_state: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    eps: float,
+    sources: Tensor | None,
+    sequences: int,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Shift, QK-norm and RoPE; arguments as of `triton.launch.shift`, and `sources` as of `weighted_sum`."""
+
+    def shifted(x: Tensor, coefficients: Tensor | None, state: Tensor | None) -> Tensor:
+        if coefficients is None:
+            return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        if state is None:
+            state = x.new_zeros(sequences, coefficients.shape[1] - 1, *x.shape[2:])
+        return weighted_sum(x, coefficients, state, sources)
+
+    def finished(y: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is not None:
+            y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * scale.to(y.dtype)
+        if cos is None or sin is None:
+            return y
+        c, s = cos.to(y.dtype).unsqueeze(2), sin.to(y.dtype).unsqueeze(2)
+        low, high = y.chunk(2, dim=-1)
+        return torch.cat([low * c - high * s, high * c + low * s], dim=-1)
+
+    q_out = None if q is None else finished(shifted(q, None, None), q_scale).to(q.dtype)
+    return q_out, finished(shifted(k, alpha, k_state), k_scale).to(k.dtype), shifted(v, beta, v_state).to(v.dtype)
+
+
+def gradients_of_shift(
+    x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, grad_y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of x, coefficients and state, in a backward pass that is differentiated or traced."""
+
+    def forward(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
+        return weighted_sum(x, coefficients, state, sources).to(x.dtype)
+
+    return cast(Any, tuple(gradients(forward, (x, coefficients, state), grad_y)))
+
+
+def gradients(function: Callable[..., Any], inputs: Sequence[Tensor | None], grads: Any) -> list[Tensor | None]:
+    """Of `function` at its inputs, from those of its results; None for those that are None."""
+
+    def of_tensors(*tensors: Tensor) -> Any:
+        left = iter(tensors)
+        return function(*(None if x is None else next(left) for x in inputs))
+
+    pull = cast(Any, torch.func.vjp(of_tensors, *(x for x in inputs if x is not None)))[1]
+    pulled = iter(pull(grads))
+    return [None if x is None else next(pulled) for x in inputs]
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+def state_after(x: Tensor, state: Tensor, plan: ShiftPlan | None, max_rows: int) -> Tensor:
+    """The last rows of each sequence, state included, in memory of their own.
+
+    Args:
+        x, state: one of the inputs of `shift_eager` and its state; plan: as there.
+        max_rows: how many to return at most; with a plan it is always R.
+    """
+    if plan is None:
+        return _newest(x, state, max_rows)
+    if x.shape[0] * x.shape[1] == 0:
+        return state.clone()
+    return rows_at(x, by_batch(state, x), plan.next_state).reshape(state.shape)
+
+
+def _newest(x: Tensor, state: Tensor, rows: int) -> Tensor:
+    """The last rows of state and x together, in memory of their own.
+
+    A view would keep all of x alive, and follow when the caller fills the same x with the next token.
+    """
+    length, held = x.shape[1], state.shape[1]
+    if torch.compiler.is_compiling() and held == rows:  # one program, however many of the rows are new
+        t = torch.arange(length - rows, length, device=x.device)
+        before = state[:, (t + held).clamp(max=held - 1)]
+        return torch.where((t >= 0)[:, None, None], x[:, t.clamp(min=0)], before)
+    if length < rows:
+        return torch.cat([state, x], dim=1)[:, -rows:]
+    return x[:, length - rows :].clone()
+
+
+def by_batch(state: Tensor, x: Tensor) -> Tensor:
+    """(S, R, ...) as (B, Q, ...): the sequences of a pack one after another, those of batch entries as they are."""
+    return state.reshape(x.shape[0], state.shape[0] // x.shape[0] * state.shape[1], *state.shape[2:])
+
+
+def rows_at(x: Tensor, state_BQGD: Tensor, index: Tensor) -> Tensor:
+    """The rows that a `ShiftPlan` numbers so: (B, n, G, D)."""
+    slots = state_BQGD.shape[1]
+    in_state = torch.where(index < slots, index, -1)
+    return torch.where(index[..., None, None] >= slots, pick(x, index - slots), pick(state_BQGD, in_state))
+
+
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    """x[b, index[b, i]], and zero where index is negative; whatever stands in x elsewhere, NaN too, cannot matter."""
+    batch = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    return torch.where(index[..., None, None] >= 0, x[batch, index.clamp(min=0)], 0)
+
+
+# The blocked form -----------------------------------------------------------------------------------------------------
+
+
+def differentiable(
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+) -> Shift:
+    """A `Shift` whose gradients autograd does not derive.
+
+    Args:
+        forward: y, of x, coefficients, state and the sources of the plan, or None.
+        backward: the gradients of x, coefficients and state; of that of y, those four, and the readers of the plan.
+    """
+
+    class Function(torch.autograd.Function):
+        # With a `setup_context` PyTorch would inspect the signature in every call: longer than a small tensor takes.
+        @staticmethod
+        def forward(
+            ctx: Any, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None
+        ) -> Tensor:
+            ctx.save_for_backward(x, coefficients, state, sources, readers)
+            return forward(x, coefficients, state, sources)
+
+        @staticmethod
+        def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+            x, coefficients, state, sources, readers = ctx.saved_tensors
+            if needs_traceable_ops(grad_y):
+                return *gradients_of_shift(x, coefficients, state, sources, grad_y), None, None
+            return *backward(grad_y, x, coefficients, state, sources, readers), None, None
+
+    def shift(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
+        sources, readers = (None, None) if plan is None else (plan.sources, plan.readers)
+        if torch.is_grad_enabled() and (x.requires_grad or coefficients.requires_grad or state.requires_grad):
+            return cast(Tensor, Function.apply(x, coefficients, state, sources, readers))
+        return forward(x, coefficients, state, sources)
+
+    return shift
+
+
+def shift_eager(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
+    """See `Shift`."""
+    if x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
+        return _cast(_weighted_sum([x], _lags(coefficients, x)[:1]), x)
+    return _shift_in_blocks(x, coefficients, state, plan)
+
+
+def _forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
+    if sources is None:
+        return _forward_of_slices(x, coefficients, state)
+    return _forward_of_gathers(x, coefficients, state, sources)
+
+
+def _backward(
+    grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if sources is None or readers is None:
+        return _backward_of_slices(grad_y, x, coefficients, state)
+    return _backward_of_gathers(grad_y, x, coefficients, state, sources, readers)
+
+
+_shift_in_blocks = differentiable(_forward, _backward)
+
+
+def _forward_of_slices(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
+    now, *earlier = _lags(coefficients, x)
+    dtype, lags = now.weight.dtype, len(earlier)
+    if x.shape[1] == 1:  # every lag is a row of state
+        rows = state.shape[1]
+        before = [state[:, rows - lag : rows - lag + 1] for lag in range(1, lags + 1)]
+        return _cast(_weighted_sum([x, *before], [now, *earlier]), x)
+    if torch.compiler.is_compiling():
+        return _cast(_weighted_sum([_earlier(x, state, lag) for lag in range(lags + 1)], [now, *earlier]), x)
+
+    def block(start: int, end: int, out: Tensor | None) -> Tensor:
+        x_window = x[:, max(0, start - lags) : end].to(dtype)
+        y = now.times(x_window[:, start - end :], out)
+        for lag, span, source in _spans(x_window, state, start, end, lags):
+            if lag:
+                earlier[lag - 1].add_to(y[:, span], source)
+        return y
+
+    return _in_blocks(x, block, dtype)
+
+
+def _backward_of_slices(
+    grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    now, *earlier = _lags(coefficients, x)
+    dtype, lags = now.weight.dtype, len(earlier)
+    partial_sums: list[list[Tensor]] = [[] for _ in (now, *earlier)]  # by lag: (G, D) of each span
+    products = torch.empty(0, dtype=dtype, device=x.device)  # one buffer for all blocks: new pages cost more
+
+    def block(start: int, end: int, out: Tensor | None) -> Tensor:
+        g = grad_y[:, start : end + lags].to(dtype)  # the last block has nothing to look ahead to
+        x_window = x[:, max(0, start - lags) : end].to(dtype)
+        grad_block = now.times(g[:, : end - start], out)
+        for j, lag in enumerate(earlier, 1):
+            later = g[:, j : j + end - start]
+            lag.add_to(grad_block[:, : later.shape[1]], later)
+        for lag, span, source in _spans(x_window, state, start, end, lags):
+            product = torch.mul(g[:, span], source.to(dtype), out=products.resize_(source.shape))
+            partial_sums[lag].append(product.sum((0, 1)))
+        return grad_block
+
+    if torch.compiler.is_compiling():
+        g = grad_y.to(dtype)
+        sums = [(g * _earlier(x, state, lag)).sum(3).sum((0, 1)) for lag in range(lags + 1)]
+        grad_coefficients = torch.stack(sums, dim=1)
+        grad_x = _weighted_sum([_later(grad_y, lag) for lag in range(lags + 1)], [now, *earlier])
+        grad_x = _cast(grad_x, x)
+    else:
+        grad_x = _in_blocks(x, block, dtype)
+        grad_coefficients = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
+    # Rows of state are read like positions before the first.
+    before = torch.arange(-lags, 0, device=x.device)
+    newest = _weighted_sum([_at(grad_y, before + lag) for lag in range(1, lags + 1)], earlier)
+    grad_state = torch.nn.functional.pad(newest, (0, 0, 0, 0, state.shape[1] - lags, 0))
+    return grad_x, grad_coefficients.to(coefficients.dtype), grad_state.to(state.dtype)
+
+
+def _spans(x_window: Tensor, state: Tensor, start: int, end: int, lags: int) -> Iterator[tuple[int, slice, Tensor]]:
+    """Where the positions start .. end - 1 find their rows: (lag, positions of the block, rows they read).
+
+    Args:
+        x_window: the positions max(0, start - lags) .. end - 1.
+    """
+    before, rows = min(start, lags), state.shape[1]
+    for lag in range(lags + 1):
+        first = max(start, lag)  # positions before this one read state
+        if start < lag:
+            stop = min(end, lag)
+            yield lag, slice(0, stop - start), state[:, rows - lag + start : rows - lag + stop]
+        if first < end:
+            offset = before + first - start - lag
+            yield lag, slice(first - start, end - start), x_window[:, offset : offset + end - first]
+
+
+def _earlier(x: Tensor, state: Tensor, lag: int) -> Tensor:
+    """x[t - lag], for a compiler to fuse with what is done to it."""
+    if lag == 0:
+        return x
+    t = torch.arange(x.shape[1], device=x.device)
+    before = state[:, (t + state.shape[1] - lag).clamp(max=state.shape[1] - 1)]
+    return torch.where((t >= lag)[:, None, None], x[:, (t - lag).clamp(min=0)], before)
+
+
+def _later(x: Tensor, lag: int) -> Tensor:
+    """x[t + lag], and zero beyond the end, for a compiler."""
+    return x if lag == 0 else _at(x, torch.arange(lag, lag + x.shape[1], device=x.device))
+
+
+def _at(x: Tensor, t: Tensor) -> Tensor:
+    """x[:, t], and zero where there is no such position; no slice, whose bounds a compiler would remember."""
+    is_position = (t >= 0) & (t < x.shape[1])
+    return torch.where(is_position[:, None, None], x[:, t.clamp(min=0, max=x.shape[1] - 1)], 0)
+
+
+def _forward_of_gathers(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor) -> Tensor:
+    lags = _lags(coefficients, x)
+    state_BQGD = by_batch(state, x)
+
+    def block(start: int, end: int, out: Tensor | None) -> Tensor:
+        rows = sources[:, start:end]
+        now = torch.where(rows[:, :, 0, None, None] >= 0, x[:, start:end], 0)
+        terms = [now, *(rows_at(x, state_BQGD, rows[:, :, lag]) for lag in range(1, len(lags)))]
+        return _weighted_sum(terms, lags, out)
+
+    return _in_blocks(x, block, lags[0].weight.dtype)
+
+
+def _backward_of_gathers(
+    grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor, readers: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    lags = _lags(coefficients, x)
+    dtype = lags[0].weight.dtype
+    state_BQGD = by_batch(state, x)
+    slots = state_BQGD.shape[1]
+    partial_sums = []
+
+    def block(start: int, end: int, out: Tensor | None) -> Tensor:
+        real = sources[:, start:end, 0, None, None] >= 0
+        g = torch.where(real, grad_y[:, start:end], 0).to(dtype)
+        partial_sums.append(
+            torch.stack(
+                [(g * rows_at(x, state_BQGD, sources[:, start:end, lag])).sum((0, 1)) for lag in range(len(lags))]
+            )
+        )
+        readers_of_x = readers[:, slots + start : slots + end]
+        later = [pick(grad_y, readers_of_x[:, :, lag]) for lag in range(1, len(lags))]
+        return _weighted_sum([g, *later], lags, out)
+
+    grad_x = _in_blocks(x, block, dtype)
+    grad_coefficients = torch.stack(partial_sums).sum((0, 3)).t().to(coefficients.dtype)
+    grad_state = _weighted_sum([pick(grad_y, readers[:, :slots, lag]) for lag in range(len(lags))], lags)
+    return grad_x, grad_coefficients, grad_state.to(state.dtype).reshape(state.shape)
+
+
+class _Lag(NamedTuple):
+    """The coefficients of one lag; a head whose coefficient is zero reads nothing there: no infinity becomes NaN."""
+
+    weight: Tensor
+    """In the dtype of the arithmetic; broadcasts against (G, D)."""
+    zero: Tensor | None
+    """(G, 1), the heads where it is zero; None if there are none."""
+
+    def times(self, term: Tensor, out: Tensor | None = None) -> Tensor:
+        """weight * term, in `out` where one is given."""
+        product = torch.mul(_cast(term, self.weight), self.weight, out=out)
+        return product if self.zero is None else product.masked_fill_(self.zero, 0)
+
+    def add_to(self, total: Tensor, term: Tensor) -> None:
+        """total += weight * term, rounded once."""
+        term = _cast(term, self.weight)
+        if self.zero is None:
+            total.addcmul_(term, self.weight)
+        else:
+            total.copy_(torch.where(self.zero, total, torch.addcmul(total, term, self.weight)))
+
+
+def _lags(coefficients_GW: Tensor, x: Tensor) -> list[_Lag]:
+    """All W of them. On a CPU one may look whether any coefficient is zero; elsewhere that would wait for the device.
+
+    For long inputs weights are spread over D in memory: a multiplication then runs over G * D elements at a stretch.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    coefficients_GW1 = (coefficients_GW if coefficients_GW.dtype == dtype else coefficients_GW.to(dtype)).unsqueeze(2)
+    zero_GW1 = coefficients_GW1 == 0
+    eager_on_cpu = x.is_cpu and not torch.compiler.is_compiling()
+    zeros = [None] * coefficients_GW.shape[1] if eager_on_cpu and not zero_GW1.any() else zero_GW1.unbind(1)
+    if not torch.compiler.is_compiling() and x.shape[1] > 16:
+        coefficients_GW1 = coefficients_GW1.expand(-1, -1, x.shape[3]).transpose(0, 1).contiguous().transpose(0, 1)
+    return [_Lag(weight, zero) for weight, zero in zip(coefficients_GW1.unbind(1), zeros, strict=True)]
+
+
+def _weighted_sum(terms: list[Tensor], lags: list[_Lag], out: Tensor | None = None) -> Tensor:
+    """The sum of the terms times their weights in the dtype of the weights, in `out` where one is given."""
+    if torch.compiler.is_compiling():
+        # Nothing in place, and no `to` that does nothing: torch.compile of 2.11 gets the gradients of an autograd
+        # function wrong whose output is a tensor that its forward had before.
+        weight, zero = lags[0]
+        total = (_cast(terms[0], weight) * weight).masked_fill(zero, 0)  # type: ignore[arg-type]  # never None here
+        for term, (weight, zero) in zip(terms[1:], lags[1:], strict=True):
+            total = torch.where(zero, total, torch.addcmul(total, _cast(term, weight), weight))  # type: ignore[arg-type]
+        return total
+    total = lags[0].times(terms[0], out)
+    for term, lag in zip(terms[1:], lags[1:], strict=True):
+        lag.add_to(total, term)
+    return total
+
+
+def _cast(x: Tensor, like: Tensor) -> Tensor:
+    # `to` is a call even where it does nothing; what it matters for in 2.11, `_weighted_sum` says.
+    return x if x.dtype == like.dtype else x.to(like.dtype)
+
+
+def _in_blocks(x: Tensor, block: Callable[[int, int, Tensor | None], Tensor], dtype: torch.dtype) -> Tensor:
+    """Fill a tensor like x with what `block(start, end, out)` computes in `dtype`; rounded once to that of x.
+
+    A compiler and a GPU are given the whole at once.
+    """
+    batch, length, heads, size = x.shape
+    # Asked in this order, a compiler makes no assumption about the length.
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return _cast(block(0, length, None), x)
+    step = max(1, _BLOCK // max(1, batch * heads * size))
+    if length <= step:
+        return _cast(block(0, length, None), x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for start in range(0, length, step):
+        y_block = y[:, start : start + step]
+        if x.dtype == dtype:
+            block(start, min(start + step, length), y_block)
+        else:
+            y_block.copy_(block(start, min(start + step, length), None))
+    return y
