@@ -44,7 +44,7 @@ from kvshift.benchmarks.twins import shifting_by
 from kvshift.lab.runs.folder import environment
 from kvshift.models.decoder import ShiftedDecoder
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
-from kvshift.ops import fused
+from kvshift.ops import attention_inputs
 from kvshift.ops.triton import call as triton_call
 
 OPTIONS = {"sizes": ["0.2B", "2.9B"], "shape": [2, 4096], "dtype": "bfloat16", "gpu": "NVIDIA H200"}
@@ -225,7 +225,7 @@ def planned(implementation: str, fields: dict[str, Any], batch: int, length: int
             def kept(function: Callable, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
                 return function(k, v)
 
-            stack.enter_context(patch.object(fused, "compiled_to_recompute", kept))
+            stack.enter_context(patch.object(attention_inputs, "compiled_to_recompute", kept))
         with FakeTensorMode(allow_non_fake_inputs=True):
             _fill(model)
             x = torch.empty(batch, length, settings.hidden_size, dtype=torch.bfloat16, requires_grad=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvshift import KVShift, ShiftOptions, ShiftState
-from kvshift.layers import shift
+from kvshift.layers import recompute
 from kvshift.layers.attention import HeadNorm
 from kvshift.layers.positions import half_tables
 from kvshift.ops import attention_inputs, dispatch
@@ -60,7 +60,8 @@ def launches(monkeypatch) -> list[int]:
         counted[0] += path == "launch"
         return path
 
-    monkeypatch.setattr(attention_inputs, "fused_path", counting)
+    for module in (attention_inputs, recompute):
+        monkeypatch.setattr(module, "fused_path", counting)
     return counted
 
 
@@ -313,7 +314,7 @@ def test_attention(options, where, launches, monkeypatch):
 @pytest.mark.parametrize(("heads", "dtype"), [(MHA, torch.float64), (GQA, torch.bfloat16)], ids=["mha", "gqa"])
 def test_what_backward_recomputes_has_the_same_bits(heads, dtype, where, launches, monkeypatch):
     monkeypatch.setattr(dispatch, "_AUTO", "triton")
-    monkeypatch.setattr(dispatch, "_WORTH_RECOMPUTING", {"cpu": 0})
+    monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0})
     layer = make(heads, dtype=dtype, qk_norm=True)
     x = tokens(1 if where == "cu_seqlens" else 2, 11, dtype=dtype)
 
@@ -325,7 +326,7 @@ def test_what_backward_recomputes_has_the_same_bits(heads, dtype, where, launche
     recomputed = gradients()
     assert launches[0] == 2  # forward's, and the one that backward will make
     with monkeypatch.context() as patch:
-        patch.setattr(shift, "may_recompute", lambda *modules: False)
+        patch.setattr(recompute, "may_recompute", lambda *modules: False)
         kept = gradients()
     assert launches[0] == 3
     for own, expected in zip(recomputed, kept, strict=True):
@@ -341,7 +342,7 @@ def test_what_is_frozen_is_left_out_of_it(frozen, launches, monkeypatch):
     wanted = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     results = []
     for limit in (0, 2**20):
-        monkeypatch.setattr(dispatch, "_WORTH_RECOMPUTING", {"cpu": limit})
+        monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": limit})
         results.append(torch.autograd.grad(layer(x)[0].square().sum(), wanted))
     assert launches[0] == 3
     for own, expected in zip(*results, strict=True):

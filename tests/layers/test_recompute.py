@@ -10,10 +10,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.utils.checkpoint import checkpoint
 
 from kvshift import KVShift
-from kvshift.layers import shift
-from kvshift.layers.recompute import recomputed
-from kvshift.ops import attention_inputs, dispatch
-from kvshift.ops.dispatch import is_worth_recomputing, may_recompute
+from kvshift.layers import recompute
+from kvshift.layers.recompute import is_worth_recomputing, may_recompute, recomputed, recomputing
+from kvshift.ops import attention_inputs
 from tests.layers.attention_cases import GQA, MHA, VARIED, B, D, E, T, make, tokens
 from tests.layers.kept import bytes_kept
 
@@ -30,7 +29,7 @@ WHERE = {
 
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch):
-    monkeypatch.setattr(dispatch, "_WORTH_RECOMPUTING", {"cpu": 0})
+    monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0})
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def keep_all(monkeypatch):
 
     def call(function, *args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(shift, "may_recompute", lambda *modules: False)
+            patch.setattr(recompute, "may_recompute", lambda *modules: False)
             return function(*args, **options)
 
     return call
@@ -146,7 +145,7 @@ def test_a_part_of_the_graph_and_then_all_of_it(keep_all):
 
 
 def test_without_gradients_nothing_is_done(monkeypatch):
-    monkeypatch.setattr(shift, "recomputed", None)
+    monkeypatch.setattr(recompute, "recomputed", None)
     layer, x = make(), tokens(B, T)
     with torch.no_grad():
         layer(x)
@@ -196,9 +195,9 @@ def test_small_tensors_are_kept(monkeypatch):
 def test_hooks_of_others_get_their_tensors(shifts, keep_all):
     layer, x = make(), tokens(B, T)
     seen = {True: [], False: []}
-    for recomputing, found in seen.items():
+    for is_recomputed, found in seen.items():
         with saved_tensors_hooks(lambda t, found=found: found.append(t.shape) or t.detach(), lambda t: t):
-            out = (layer(x) if recomputing else keep_all(layer, x))[0]
+            out = (layer(x) if is_recomputed else keep_all(layer, x))[0]
         out.sum().backward()
     assert seen[True] == seen[False]
     shifts[0] = 0
@@ -273,7 +272,7 @@ def test_raw_and_kept_tensors_changed_in_place_are_errors(where):
     layer, inputs = KVShift(3).double(), [2 * x.transpose(1, 2) for x in (q, k, v)]
     k_hat, v_hat = (x.transpose(1, 2) for x in layer(*inputs)[1:3])
     query = inputs[0].transpose(1, 2)
-    with layer.recomputing((inputs[1], inputs[2]), (k_hat, v_hat)):
+    with recomputing(layer, (inputs[1], inputs[2]), (k_hat, v_hat)):
         out = F.scaled_dot_product_attention(query, k_hat, v_hat).softmax(3)
     with torch.no_grad():
         {"k": inputs[1], "query": query, "result": out}[where].add_(1)
@@ -347,7 +346,7 @@ def test_a_node_that_is_asked_for_what_it_keeps_gives_it():
     q, k, v = (tokens(1, 3, seed=i)[..., : D * 2].unflatten(2, (2, D)).requires_grad_() for i in range(3))
     layer = KVShift(2).double()
     k_hat, v_hat = (x.transpose(1, 2) for x in layer(q, k, v)[1:3])
-    with layer.recomputing((k, v), (k_hat, v_hat)):
+    with recomputing(layer, (k, v), (k_hat, v_hat)):
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k_hat, v_hat, is_causal=True)
     for _ in range(2):
         assert torch.equal(out.grad_fn._saved_key, k_hat)

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvshift.layers import KVShift, KVShiftAttention
+from kvshift.layers import KVShift, KVShiftAttention, recompute
 from kvshift.layers.positions import rotary_table
 from kvshift.ops import ShiftState, dispatch
 from tests.layers.attention_cases import with_shift_options
@@ -86,7 +86,7 @@ def test_batches_of_gradients_through_shift_norm_and_rotation(normed, bounded, a
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"shift_targets": ("q", "k", "v")}], ids=str)
 def test_second_derivatives_are_those_of_transforms(options, bounded, recomputes, asked, monkeypatch):
     """Of the norm of the gradient, as a gradient penalty has it; for each tensor by itself, as autograd prunes."""
-    monkeypatch.setattr(dispatch, "_WORTH_RECOMPUTING", {"cpu": 0} if recomputes else {"cpu": 2**40})
+    monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0} if recomputes else {"cpu": 2**40})
     layer = make(**options)
     where: dict[str, Any] = {}
     if bounded:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kvshift.layers.attention_state import AttentionState, flush_right
 from kvshift.layers.options import ShiftOptions
 from kvshift.layers.positions import Positions, alibi_slopes, cached_positions, count_tokens, rotary_table, visible
-from kvshift.layers.recompute import KEEP_ALL
+from kvshift.layers.recompute import KEEP_ALL, recomputing
 from kvshift.layers.shift import KVShift, shift_type_error
 from kvshift.ops import ShiftState
 from kvshift.ops.shift import check_boundaries, check_tensor
@@ -190,7 +190,7 @@ class KVShiftAttention(nn.Module):
         heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         keep_raw = KEEP_ALL
         if state is None and torch.is_grad_enabled():
-            keep_raw = self.shift.recomputing(raw, heads[1:], state=start, **where, **finish)
+            keep_raw = recomputing(self.shift, raw, heads[1:], state=start, **where, **finish)
         with keep_raw:
             attended = self._attend(*heads, bias)
         out = self.o_proj(attended)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
 
@@ -15,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from kvshift.layers.options import ShiftOptions, Target
-from kvshift.layers.recompute import KEEP_ALL, recomputed
 from kvshift.ops import ShiftState
-from kvshift.ops.attention_inputs import recomputation, shift_norm_rope
+from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.decode import CoefficientCache
-from kvshift.ops.dispatch import Norms, is_worth_recomputing, may_recompute
+from kvshift.ops.dispatch import Norms
 from kvshift.ops.rope import Rotary
 
 # The paper's letters: alpha mixes keys, beta values; queries are the variant of its appendix G.
@@ -135,54 +133,6 @@ class KVShift(nn.Module):
             cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, keep_state=keep_state, backend=backend,
             kept=self._kept,
         )  # fmt: skip  # type: ignore[return-value]  # queries were given
-
-    def recomputing(
-        self,
-        raw: tuple[Tensor, Tensor],
-        shifted: tuple[Tensor, Tensor],
-        *,
-        state: ShiftState | None = None,
-        cu_seqlens: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        mask: Tensor | None = None,
-        rotary: Rotary | None = None,
-        norms: Norms | None = None,
-        backend: str = "auto",
-    ) -> AbstractContextManager[None]:
-        """While it is open, attention keeps the raw k and v for backward in place of the shifted ones.
-
-        The shift keeps the raw ones anyway, for the gradients of its coefficients; backward shifts them once more.
-        Nothing changes, the bits of gradients included, but memory and that one pass. What is not trained, or where
-        somebody else handles what autograd keeps, or hooks on this module may, is kept as it is: see
-        `kvshift.layers.recompute`.
-
-        Args:
-            raw: k and v as `forward` got them.
-            shifted: what it made of them and attention is about to be given, in any view.
-            state, cu_seqlens, seq_idx, mask, rotary, norms, backend: as `forward` got them.
-        """
-        if not (is_worth_recomputing(raw[0]) and may_recompute(self, *(norms or ()))):
-            return KEEP_ALL
-        parameters = [getattr(self, _COEFFICIENT[target]) for target in ("k", "v")]
-        if any(parameter is not None and not isinstance(parameter, nn.Parameter) for parameter in parameters):
-            return KEEP_ALL  # parametrized or pruned: asked for once more, it might be another
-        trained = [parameter is not None and parameter.requires_grad for parameter in parameters]
-        if not any(trained) or any(type(tensor) is not Tensor for tensor in (*raw, *shifted)):
-            return KEEP_ALL
-        k, v = raw[0].detach(), raw[1].detach()
-        with torch.no_grad():
-            alpha = self._mix("k") if trained[0] else None
-            beta = self._mix("v") if trained[1] else None
-        k_norm = None if norms is None else norms[1]
-        again = recomputation(
-            k, v, alpha, beta, shifts_queries="q" in self.targets, rotary=rotary, norms=norms, state=state,
-            cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, backend=backend,
-        )  # fmt: skip
-        state_tensors = () if state is None else (state.k, state.v)
-        read = [] if k_norm is None else [*k_norm.parameters(), *k_norm.buffers()]
-        inputs = (k, v, alpha, beta, *state_tensors, cu_seqlens, seq_idx, mask, *(rotary or ()), *read)
-        outputs = [tensor if is_trained else None for tensor, is_trained in zip(shifted, trained, strict=True)]
-        return recomputed(outputs, again, [tensor for tensor in inputs if tensor is not None])
 
     def extra_repr(self) -> str:
         return repr(self.options).removeprefix("ShiftOptions(").removesuffix(")")

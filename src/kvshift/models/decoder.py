@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
 from kvshift.layers.positions import half_tables
-from kvshift.layers.recompute import KEEP_ALL
+from kvshift.layers.recompute import KEEP_ALL, recomputing
 from kvshift.layers.shift import shift_type_error
 from kvshift.models.cache import check_recording, ensure_shift_cache, keep_document_start, require_growth, token_count
 from kvshift.models.configuration import ShiftConfig
@@ -208,7 +208,7 @@ def shift_into(
 
     Returns:
         q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before; and a context for attention over
-        them, in which backward keeps the raw keys and values in place of the shifted ones (`KVShift.recomputing`).
+        them, in which backward keeps the raw keys and values in place of the shifted ones (`kvshift.layers.recompute`).
     """
     if not hasattr(shift, "targets"):
         raise shift_type_error(shift)
@@ -223,7 +223,7 @@ def shift_into(
     if cache is not None:
         return q, *cache.update(k, v, layer_idx), KEEP_ALL
     may_recompute = finish is None and torch.is_grad_enabled()
-    return q, k, v, shift.recomputing(raw, (k, v), **where) if may_recompute else KEEP_ALL
+    return q, k, v, recomputing(shift, raw, (k, v), **where) if may_recompute else KEEP_ALL
 
 
 class ShiftedDecoder:

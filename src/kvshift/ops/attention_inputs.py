@@ -86,40 +86,11 @@ def shift_norm_rope(
     path = fused_path(call)
     if path == "next token":
         return next_token(call, kept or CoefficientCache(), keep_state=keep_state)
-    return _run(path, call, gamma, state, keep_state=keep_state)
+    return run(path, call, gamma, state, keep_state=keep_state)
 
 
-def recomputation(
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    *,
-    shifts_queries: bool,
-    rotary: Rotary | None,
-    norms: Norms | None,
-    state: ShiftState | None,
-    cu_seqlens: Tensor | None,
-    seq_idx: Tensor | None,
-    mask: Tensor | None,
-    backend: str,
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A function that computes keys and values once more, on the path that `shift_norm_rope` takes now."""
-    states = (None, None) if state is None else (state.k, state.v)
-    boundaries = (cu_seqlens, seq_idx, mask)
-    call = Call((k, v), (alpha, beta), states, boundaries, backend, None, shifts_queries, rotary, norms)
-    path = fused_path(call)
-    if path == "unfused" and alpha is None:  # keys are kept: nobody asks for them
-        call = call._replace(rotary=None, norms=None)
-
-    def again() -> tuple[Tensor, Tensor]:
-        _, k_hat, v_hat, _ = _run(path, call, None, state, keep_state=False)
-        return k_hat, v_hat
-
-    return again
-
-
-def _run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | None, *, keep_state: bool) -> Results:
+def run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | None, *, keep_state: bool) -> Results:
+    """`shift_norm_rope` on a path that was chosen, which is not "next token"."""
     if path == "launch":
         results = _launch(call, state, keep_state)
     else:

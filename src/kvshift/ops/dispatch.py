@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from kvshift.ops.cpu.kernel import cpu_refusal
 from kvshift.ops.rope import Rotary
@@ -23,7 +22,6 @@ BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
 _REFUSALS: dict[str, Any] = {"cpu": cpu_refusal, "triton": triton_refusal}
 _PLAIN = {"cpu": PLAIN, "triton": (*PLAIN, torch._subclasses.FakeTensor)}  # what kernels can read by its address
-_WORTH_RECOMPUTING = {"cpu": 2**20, "device": 2**21}  # elements
 
 Norms = tuple[nn.Module, nn.Module]
 """Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
@@ -146,35 +144,6 @@ def takes_launch(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
 def compiles_training() -> bool:
     """Whether a compiler looks on that makes forward and backward; one that exports makes neither."""
     return torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_exporting()
-
-
-def is_worth_recomputing(x: Tensor) -> bool:
-    """Whether x is so large that shifting it once more in backward costs less than 1 % of a training step.
-
-    Each layer takes some 0.2 ms of CPU time whatever the size. On a CPU that is 1 % where a layer's part of a step
-    takes 20 ms; on a GPU it is nothing as long as the host waits for the GPU, not the GPU for it.
-    """
-    return x.numel() >= _WORTH_RECOMPUTING["cpu" if x.is_cpu else "device"]
-
-
-def may_recompute(*modules: nn.Module) -> bool:
-    """Whether a graph is being recorded eagerly whose saved tensors nobody else handles, through `modules` as they are.
-
-    Only the innermost hooks on saved tensors see a tensor: activation checkpointing, `save_on_cpu` or the user's own
-    must get theirs. A compiler decides by itself what to compute again. Hooks on a module may change what it returns.
-    """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or needs_traceable_ops():
-        return False
-    autograd = getattr(torch._C, "_autograd", None)
-    top = getattr(autograd, "_top_saved_tensors_default_hooks", None)
-    enabled = getattr(autograd, "_saved_tensors_hooks_is_enabled", None)
-    if top is None or enabled is None or not enabled() or top(True) is not None:
-        return False
-    if _has_any_global_hook():
-        return False
-    return not any(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules
-    )
 
 
 def norm_scales(norms: Norms | None) -> tuple[Tensor | None, Tensor | None, float]:

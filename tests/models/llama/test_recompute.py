@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvshift.layers import shift
-from kvshift.ops import attention_inputs, dispatch
+from kvshift.layers import recompute
+from kvshift.ops import attention_inputs
 from tests.layers.kept import bytes_kept
 from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
 
@@ -20,14 +20,14 @@ VARIANTS = {
 
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch):
-    monkeypatch.setattr(dispatch, "_WORTH_RECOMPUTING", {"cpu": 0})
+    monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0})
 
 
 @pytest.fixture
 def keep_all(monkeypatch):
     def call(function, *args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(shift, "may_recompute", lambda *modules: False)
+            patch.setattr(recompute, "may_recompute", lambda *modules: False)
             return function(*args, **options)
 
     return call

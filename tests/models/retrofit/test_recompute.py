@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvshift.layers import shift
-from kvshift.ops import attention_inputs, dispatch
+from kvshift.layers import recompute
+from kvshift.ops import attention_inputs
 from tests.layers.kept import bytes_kept
 
 from ..llama.tiny import left_padded, random_tokens
@@ -13,7 +13,7 @@ from .tiny import shifted_gpt2, tiny_gpt2
 
 @pytest.fixture(autouse=True)
 def _however_small(monkeypatch):
-    monkeypatch.setattr(dispatch, "_WORTH_RECOMPUTING", {"cpu": 0})
+    monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0})
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "upcast"])
@@ -39,7 +39,7 @@ def test_gradients_keep_every_bit(dropout, padded, attention, monkeypatch):
     actual = gradients()
     # Two layers. On a CPU matmul, with dropout that of the fused attention too, copies what lies across its batches.
     assert len(calls) == 2 * 2 or dropout or attention != "sdpa"
-    monkeypatch.setattr(shift, "may_recompute", lambda *modules: False)
+    monkeypatch.setattr(recompute, "may_recompute", lambda *modules: False)
     assert all(torch.equal(a, e) for a, e in zip(actual, gradients(), strict=True))
 
 

@@ -32,7 +32,7 @@ REPLACED = {
 """Definitions of this module by name, and whose they replace."""
 
 DROPPED = {
-    "KVShift": ("recomputing", "coefficients", "extra_repr"),
+    "KVShift": ("coefficients", "extra_repr"),
     "ShiftOptions": ("as_fields",),
     "ShiftStaticLayer": ("update",),
     "ShiftState": ("zeros", "__eq__", "__hash__", "sequences", "reorder", "to", "detach", "split", "stack"),
