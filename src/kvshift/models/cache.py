@@ -1,11 +1,13 @@
-"""What our models do to a whole cache: make it one that carries the state of the shift, and what it keeps of documents.
+"""Caches that carry the last raw keys and values beside the shifted and rotated ones.
 
-`ensure_shift_cache` puts the layers of `kvshift.models.cache_layers` in place of transformers' own in an empty cache.
+Transformers builds a cache from `config.layer_types`; its "hybrid" layers have a buffer for such a state, but some of
+their methods move the keys and values only. Every operation on the layers below moves both. `ensure_shift_cache` puts
+them in place of transformers' own in an empty cache.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -13,16 +15,302 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
     EncoderDecoderCache,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
     QuantizedCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
-from kvshift.models.cache_layers import KINDS, ShiftCacheLayer, StaticShiftCacheLayer, with_shift
+from kvshift.layers import KVShift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.versions import CACHE, NEWEST, OLDEST
+from kvshift.ops import ShiftState
+from kvshift.ops.dispatch import Norms
+from kvshift.ops.rope import Rotary
 from kvshift.ops.torch_ops import is_exporting
+
+
+class ShiftCacheLayer:
+    """The part common to all cache layers of our models; stands before transformers' own layer class.
+
+    Attributes:
+        shift_state: the raw rows after the last token cached; None before the first.
+        document_start: (B,), which token of each row began the document that is last in it; None for the first.
+        window: the W of the shift; 1 without a shift.
+        record_past: keep the raw rows of all tokens until `crop` is called, as assisted generation asks for.
+    """
+
+    shift_state: ShiftState | None = None
+    document_start: Tensor | None = None
+    window: int
+    record_past: bool = False
+
+    def __init__(self, window: int, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.window = window
+
+    def shift_into(
+        self,
+        shift: KVShift,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None,
+        seq_idx: Tensor | None,
+        rotary: Rotary | None,
+        norms: Norms | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Shift the next tokens, continuing from the state, and put them behind those that are here.
+
+        Args:
+            q, k, v, mask, seq_idx, rotary, norms: as in `KVShift.forward`.
+
+        Returns:
+            q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before.
+        """
+        state = self.shift_state
+        if self.record_past:
+            if mask is not None:
+                # Padding on the left can as well be zeros: one raw row is kept for every position, as `crop` counts.
+                padding = ~mask[:, :, None, None]
+                q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+                mask = None
+            state = self._with_space(q, k, v, with_queries="q" in shift.targets)
+        q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, rotary=rotary, norms=norms)
+        self.write_shift(state)
+        return q.transpose(1, 2), *self.update(k.transpose(1, 2), v.transpose(1, 2))  # type: ignore[attr-defined]
+
+    def _with_space(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState:
+        """The rows before the tokens of k and v, (B, T, G, D), and space for these too."""
+        state = self.shift_state
+        if state is None:
+            rows = self.window - 1
+            k_rows, v_rows, q_rows = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v, q))
+            state = ShiftState(k_rows, v_rows, rows, q_rows if with_queries else None)
+        return ShiftState(state.k, state.v, state.rows + k.shape[1], state.q)
+
+    def write_shift(self, state: ShiftState) -> None:
+        self.shift_state = state
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        self.shift_state = self.document_start = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self._select_shift(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        if self.keys is not None:  # type: ignore[attr-defined]
+            batch = self.keys.shape[0] // repeats  # type: ignore[attr-defined]
+            self._select_shift(torch.arange(batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)  # type: ignore[misc]
+        self._select_shift(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens (0 or a negative number, as in transformers).
+
+        Raises:
+            RuntimeError: their raw keys and values are no longer held; call `activate_past_recording` beforehand.
+        """
+        tokens_to_remove = int(tokens_to_remove)  # assisted generation of older transformers gives a tensor
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be 0 or negative, got {tokens_to_remove}")
+        state, tokens, length = self.shift_state, -tokens_to_remove, int(self.get_seq_length())  # type: ignore[attr-defined]
+        if tokens > length:
+            raise ValueError(f"cannot crop {tokens} tokens from a cache of {length}")
+        if self.document_start is not None and tokens < length < tokens + int(self.document_start.max()):
+            raise RuntimeError(
+                f"cannot crop {tokens} tokens: the last document of a row is shorter, and where the one before it "
+                "began is not known"
+            )
+        if state is not None and tokens < length:
+            left = state.rows - tokens
+            if left < self.window - 1:
+                raise RuntimeError(
+                    f"cannot crop {tokens} tokens: the cache holds raw keys and values of the last {state.rows} and "
+                    f"needs {self.window - 1} afterwards; they cannot be recovered from shifted ones. Call "
+                    "`activate_past_recording()` before the tokens to be taken back are fed"
+                )
+            state = state.crop(tokens, window=self.window)
+            keep = slice(state.rows - (self.window - 1), None)
+            q = None if state.q is None else state.q[:, keep]
+            state = ShiftState(state.k[:, keep], state.v[:, keep], self.window - 1, q)
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+        self.shift_state = state if tokens < length else None
+        self.document_start = self.document_start if tokens < length else None
+
+    def _select_shift(self, indices: Tensor) -> None:
+        if self.shift_state is not None:
+            self.shift_state = self.shift_state.select(indices)
+        self._select_document_start(indices)
+
+    def _select_document_start(self, indices: Tensor) -> None:
+        if self.document_start is not None:
+            self.document_start = self.document_start.index_select(0, indices.to(self.document_start.device))
+
+
+class _DynamicShiftCacheLayer(ShiftCacheLayer):
+    def reset(self) -> None:
+        super().reset()
+        self.keys = self.values = None  # before version 5.17 transformers zeroed them and kept their length
+        self.is_initialized = False
+
+
+class ShiftDynamicLayer(_DynamicShiftCacheLayer, DynamicLayer):
+    """Grows with every token."""
+
+
+class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer):
+    """Grows until the attention window is full.
+
+    Attributes:
+        closing: (B, length), which tokens are real, if the next `update` is to close gaps; see `compact_padding`.
+        is_closed: whether one did.
+    """
+
+    closing: Tensor | None = None
+    is_closed: bool = False
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if self.closing is not None:
+            order = self.closing[:, -keys.shape[2] :].sort(dim=1, stable=True).indices[:, None, :, None]
+            kept = slice(1 - self.sliding_window, None)
+            self.keys = keys.gather(2, order.expand_as(keys))[:, :, kept]
+            self.values = values.gather(2, order.expand_as(values))[:, :, kept]
+            self.closing, self.is_closed = None, True
+        visible = self.sliding_window - 1 + key_states.shape[-2]  # transformers 5.16 returns all that it recorded
+        return keys[:, :, -visible:], values[:, :, -visible:]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.is_closed and tokens_to_remove and not self.record_past:
+            raise RuntimeError(
+                f"cannot crop {-tokens_to_remove} tokens: the cache holds padding after a token. Call "
+                "`activate_past_recording()` before the tokens to be taken back are fed"
+            )
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.closing, self.is_closed = None, False
+
+
+class StaticShiftCacheLayer(ShiftCacheLayer):
+    """The rows stay at one address, which compiled decoding and CUDA graphs ask for.
+
+    Attributes:
+        tokens_fed: tokens since the start, an integer of the host where `get_seq_length` may be a tensor of the
+            device; compiled calls do not count theirs.
+    """
+
+    is_croppable = False
+    tokens_fed: int = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not torch.compiler.is_compiling():
+            self.tokens_fed += key_states.shape[2]
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+
+    def write_shift(self, state: ShiftState) -> None:
+        if self.shift_state is not None:
+            self._overwrite(self.shift_state, state)
+            return
+        self.shift_state = state.clone()
+        if not torch.compiler.is_compiling():
+            for rows in (self.shift_state.k, self.shift_state.v, self.shift_state.q):
+                if rows is not None:
+                    torch._dynamo.mark_static_address(rows)
+
+    def reset(self) -> None:
+        kept = self.shift_state
+        super().reset()
+        self.tokens_fed = 0
+        self.shift_state = kept
+        if kept is not None:
+            self._overwrite(kept, kept.reset())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError("a static cache has a fixed batch size: use a DynamicCache to repeat its rows")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise NotImplementedError("a static cache has a fixed batch size: use a DynamicCache to select of its rows")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError("a static cache cannot take tokens back: use a DynamicCache")
+
+    def activate_past_recording(self) -> None:
+        raise NotImplementedError("a static cache cannot take tokens back: use a DynamicCache")
+
+    def _select_shift(self, indices: Tensor) -> None:
+        if self.shift_state is not None:
+            self._overwrite(self.shift_state, self.shift_state.select(indices))
+        self._select_document_start(indices)
+
+    @staticmethod
+    def _overwrite(kept: ShiftState, state: ShiftState) -> None:
+        old, new = [kept.k, kept.v], [state.k, state.v]
+        if kept.q is not None:
+            old.append(kept.q)
+            new.append(cast(Tensor, state.q))
+        torch._foreach_copy_(old, new)  # one operation, and one launch on a GPU
+
+
+class ShiftStaticLayer(StaticShiftCacheLayer, StaticLayer):
+    """A buffer for a fixed number of tokens, allocated at the first."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """One token goes where the length says, which is its position: transformers adds it to a range first."""
+        if key_states.shape[2] != 1 or not self.is_initialized or key_states.is_mps:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self.tokens_fed += 1
+        self.keys.index_copy_(2, self.cumulative_length, key_states)
+        self.values.index_copy_(2, self.cumulative_length, value_states)
+        self.cumulative_length.add_(1)
+        return self.keys, self.values  # type: ignore[return-value]
+
+
+class ShiftStaticSlidingWindowLayer(StaticShiftCacheLayer, StaticSlidingWindowLayer):
+    """A buffer for one attention window, allocated at the first token."""
+
+
+KINDS: dict[type, type[ShiftCacheLayer]] = {
+    DynamicLayer: ShiftDynamicLayer,
+    LinearAttentionAndFullAttentionLayer: ShiftDynamicLayer,
+    DynamicSlidingWindowLayer: ShiftSlidingWindowLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: ShiftSlidingWindowLayer,
+    StaticLayer: ShiftStaticLayer,
+    LinearAttentionAndStaticFullAttentionLayer: ShiftStaticLayer,
+    StaticSlidingWindowLayer: ShiftStaticSlidingWindowLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer: ShiftStaticSlidingWindowLayer,
+}
+
+
+def with_shift(layer: Any, window: int) -> ShiftCacheLayer:
+    """An empty layer of the same kind that carries the state of the shift."""
+    sizes = {name: getattr(layer, name) for name in ("max_cache_len", "sliding_window") if hasattr(layer, name)}
+    if isinstance(layer, StaticSlidingWindowLayer):
+        sizes["sliding_window"] = layer.max_cache_len  # the smaller of the two, which is all that it keeps of them
+    new = KINDS[type(layer)](window, **sizes)
+    new.record_past = getattr(layer, "record_past", False)
+    return new
+
+
+# A whole cache --------------------------------------------------------------------------------------------------------
 
 
 def ensure_shift_cache(cache: Cache, config: ShiftConfig) -> None:

@@ -29,7 +29,7 @@ from kvshift.layers.recompute import KEEP_ALL, recomputing
 from kvshift.layers.shift import shift_type_error
 from kvshift.models.cache import check_recording, ensure_shift_cache, keep_document_start, require_growth, token_count
 from kvshift.models.configuration import ShiftConfig
-from kvshift.models.masks import create_masks
+from kvshift.models.documents import create_masks
 from kvshift.models.versions import CACHE, given_cache, refuse_unknown, warn_if_untested
 from kvshift.ops.dispatch import Norms
 from kvshift.ops.rope import Rotary

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from kvshift.models.boundaries import document_index
 from kvshift.models.cache import ensure_shift_cache
 from kvshift.models.configuration import ShiftConfig
-from kvshift.models.masks import create_masks
+from kvshift.models.documents import create_masks, document_index
 from kvshift.models.versions import CACHE, given_cache
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from kvshift.models.cache_layers import ShiftCacheLayer
+from kvshift.models.cache import ShiftCacheLayer
 from kvshift.models.check import PROPERTIES, check_model
 from kvshift.models.versions import CACHE
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvshift import KVShift, ShiftState
-from kvshift.models import decoder, masks
-from kvshift.models.cache_layers import ShiftCacheLayer, ShiftSlidingWindowLayer, StaticShiftCacheLayer
+from kvshift.models import decoder, documents
+from kvshift.models.cache import ShiftCacheLayer, ShiftSlidingWindowLayer, StaticShiftCacheLayer
 
 from ..llama.tiny import tiny_model
 
@@ -80,21 +80,21 @@ def static_state_not_written(patch: Patch) -> None:
 
 def padding_ignored(patch: Patch) -> None:
     """The mask reaches attention alone."""
-    patch.setattr(masks, "padding_mask", lambda attention_mask, positions: None)
+    patch.setattr(documents, "padding_mask", lambda attention_mask, positions: None)
 
 
 def padding_of_the_first_columns(patch: Patch) -> None:
     """Of the whole mask the beginning is taken, not the end."""
-    patch.setattr(masks, "padding_mask", lambda mask, positions: None if mask is None else mask[:, :positions] != 0)
+    patch.setattr(documents, "padding_mask", lambda mask, positions: None if mask is None else mask[:, :positions] != 0)
 
 
 def documents_ignored(patch: Patch) -> None:
-    patch.setattr(masks, "document_index", lambda *a, **k: None)
+    patch.setattr(documents, "document_index", lambda *a, **k: None)
 
 
 def documents_met_in_attention(patch: Patch) -> None:
     """The shift stops at their boundaries, attention does not."""
-    patch.setattr(masks, "same_document", lambda start, seen: lambda batch, head, query, key: key >= 0)
+    patch.setattr(documents, "same_document", lambda start, seen: lambda batch, head, query, key: key >= 0)
 
 
 def documents_met_in_the_shift(patch: Patch) -> None:
@@ -115,12 +115,12 @@ def documents_met_beside_a_cache(patch: Patch) -> None:
 
 
 def seq_idx_ignored(patch: Patch) -> None:
-    index = masks.document_index
+    index = documents.document_index
 
     def document_index(*given: Any, seq_idx: Tensor | None = None, **named: Any) -> Tensor | None:
         return index(*given, **named)
 
-    patch.setattr(masks, "document_index", document_index)
+    patch.setattr(documents, "document_index", document_index)
 
 
 def window_one_short(patch: Patch) -> None:

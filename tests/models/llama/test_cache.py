@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 from kvshift import ShiftState
-from kvshift.models.cache_layers import ShiftCacheLayer
+from kvshift.models.cache import ShiftCacheLayer
 from kvshift.models.llama import ensure_shift_cache
 from kvshift.models.versions import CACHE
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvshift import KVShift, ShiftState
-from kvshift.models import decoder, masks
-from kvshift.models.cache_layers import ShiftCacheLayer, StaticShiftCacheLayer
+from kvshift.models import decoder, documents
+from kvshift.models.cache import ShiftCacheLayer, StaticShiftCacheLayer
 
 from .checks import (
     check_beams,
@@ -80,12 +80,12 @@ def static_state_not_overwritten(patch: pytest.MonkeyPatch) -> None:
 
 def no_padding_mask(patch: pytest.MonkeyPatch) -> None:
     """The mask reaches attention alone."""
-    patch.setattr(masks, "padding_mask", lambda attention_mask, positions: None)
+    patch.setattr(documents, "padding_mask", lambda attention_mask, positions: None)
 
 
 def padding_mask_of_the_first_columns(patch: pytest.MonkeyPatch) -> None:
     """Of the whole mask the beginning is taken, not the end."""
-    patch.setattr(masks, "padding_mask", lambda mask, positions: None if mask is None else mask[:, :positions] != 0)
+    patch.setattr(documents, "padding_mask", lambda mask, positions: None if mask is None else mask[:, :positions] != 0)
 
 
 def state_at_the_padded_end(patch: pytest.MonkeyPatch) -> None:
@@ -122,12 +122,12 @@ def crop_one_row_too_deep(patch: pytest.MonkeyPatch) -> None:
 
 
 def documents_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(masks, "document_index", lambda *a, **k: None)
+    patch.setattr(documents, "document_index", lambda *a, **k: None)
 
 
 def attention_ignores_documents(patch: pytest.MonkeyPatch) -> None:
     """The shift stops at their boundaries, attention does not."""
-    patch.setattr(masks, "same_document", lambda start, seen: lambda batch, head, query, key: key >= 0)
+    patch.setattr(documents, "same_document", lambda start, seen: lambda batch, head, query, key: key >= 0)
 
 
 def documents_heeded_without_a_cache_alone(patch: pytest.MonkeyPatch) -> None:
@@ -142,13 +142,13 @@ def documents_heeded_without_a_cache_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def documents_begin_one_too_late(patch: pytest.MonkeyPatch) -> None:
-    index = masks.document_index
+    index = documents.document_index
 
     def late(*args: object, **options: object) -> Tensor | None:
         found = index(*args, **options)
         return None if found is None else found.roll(1, 1)
 
-    patch.setattr(masks, "document_index", late)
+    patch.setattr(documents, "document_index", late)
 
 
 def keys_mixed_like_values(patch: pytest.MonkeyPatch) -> None:

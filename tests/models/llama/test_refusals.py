@@ -8,8 +8,8 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Qua
 from transformers.cache_utils import QuantizedLayer
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
+from kvshift.models.documents import create_masks
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel, ensure_shift_cache
-from kvshift.models.masks import create_masks
 from kvshift.models.versions import CACHE
 
 from .checks import logits_of, new_tokens_of

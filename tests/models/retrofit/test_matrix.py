@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvshift.models import masks
-from kvshift.models.cache_layers import ShiftCacheLayer, StaticShiftCacheLayer
+from kvshift.models import documents
+from kvshift.models.cache import ShiftCacheLayer, StaticShiftCacheLayer
 from kvshift.ops import torch_ops
 
 from .matrix import CELLS, PAGE, REFUSED, SLOW, page
@@ -42,21 +42,21 @@ def no_state(patch: pytest.MonkeyPatch) -> None:
 
 def no_padding(patch: pytest.MonkeyPatch) -> None:
     """The mask reaches attention alone. (Positions begin again after padding, as those of a document do.)"""
-    patch.setattr(masks, "padding_mask", lambda attention_mask, positions: None)
+    patch.setattr(documents, "padding_mask", lambda attention_mask, positions: None)
     no_documents(patch)
 
 
 def no_documents(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(masks, "document_index", lambda *_, **__: None)
+    patch.setattr(documents, "document_index", lambda *_, **__: None)
 
 
 def no_pairs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(masks, "pair_structure", lambda *_: (None, None))
+    patch.setattr(documents, "pair_structure", lambda *_: (None, None))
 
 
 def no_gaps(patch: pytest.MonkeyPatch) -> None:
     """Windows count padding."""
-    patch.setattr(masks, "tokens_with_gaps", lambda _: None)
+    patch.setattr(documents, "tokens_with_gaps", lambda _: None)
 
 
 def no_graph(patch: pytest.MonkeyPatch) -> None:

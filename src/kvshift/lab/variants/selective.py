@@ -25,7 +25,7 @@ from kvshift.lab.variants.uncached import (
     become,
 )
 from kvshift.lab.variants.variant import ModelVariant
-from kvshift.models.boundaries import document_index, document_start, padding_mask
+from kvshift.models.documents import document_index, document_start, padding_mask
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 __all__ = ["VARIANT", "SelectiveGPT2", "SelectiveGPT2Config", "SelectiveLlamaConfig", "SelectiveLlamaForCausalLM"]

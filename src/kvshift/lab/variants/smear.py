@@ -26,8 +26,8 @@ from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.uncached import become
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.layers import KVShift, ShiftOptions
-from kvshift.models.boundaries import document_index, padding_mask
 from kvshift.models.cache import ensure_shift_cache
+from kvshift.models.documents import document_index, padding_mask
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
 from kvshift.models.retrofit import KVShiftGPT2Model
 from kvshift.models.versions import given_cache

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from kvshift.models.masks import create_masks
+from kvshift.models.documents import create_masks
 from kvshift.models.versions import CACHE
 
 from .llama.checks import logits_of
