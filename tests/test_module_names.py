@@ -13,7 +13,6 @@ ALIKE = {
     "shift",  # the operator and its layer: one stem names both
     "mqar",  # the task and the recipe that is typed by its name
     "task",  # of each task that is a folder
-    "boundaries",  # ops: where a document begins; models: what transformers' arguments say of it
     "configuration",  # models: the fields of the shift; models/llama, models/baichuan_m1: the families that have them
     "modeling",  # of these two families, as in transformers
 }
