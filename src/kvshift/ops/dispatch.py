@@ -17,6 +17,7 @@ from kvshift.ops.cpu.kernel import cpu_refusal
 from kvshift.ops.rope import Rotary
 from kvshift.ops.torch_ops import PLAIN, is_exporting, needs_traceable_ops
 from kvshift.ops.triton.call import triton_refusal
+from kvshift.ops.triton.self_test import passes_self_test
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
@@ -92,8 +93,9 @@ def shift_path(call: Call) -> ShiftPath:
     if backend == "auto":
         if torch.compiler.is_compiling():  # which fuses eager's few operations with their neighbours
             return "eager"
-        kernels = "triton" if x.is_cuda else "cpu"
-        return "eager" if _refusal(kernels, call.window(), x, *others) is not None else kernels
+        kernels = "triton" if is_gpu(x) else "cpu"
+        refused = _refusal(kernels, call.window(), x, *others) is not None
+        return "eager" if refused or (kernels == "triton" and not _passes_self_test(call)) else kernels
     if backend in _REFUSALS:
         refusal = _refusal(backend, call.window(), x, *others)
         if refusal is not None:
@@ -121,10 +123,17 @@ def fused_path(call: Call) -> FusedPath:
         return "reference"
     if call.rotary is None or call.shifts_queries or not isinstance(k, Tensor):
         return "unfused"
-    if (backend != "triton" and not (backend == "auto" and k.is_cuda)) or needs_traceable_ops():
+    if (backend != "triton" and not (backend == "auto" and is_gpu(k))) or needs_traceable_ops():
         return "unfused"
     shifts = any(coefficients is not None for coefficients in call.coefficients)
-    return "launch" if takes_launch(backend, k.is_cuda, shifts=shifts) and _fits_launch(call) else "unfused"
+    if not takes_launch(backend, is_gpu(k), shifts=shifts) or not _fits_launch(call):
+        return "unfused"
+    return "launch" if backend == "triton" or _passes_self_test(call) else "unfused"
+
+
+def is_gpu(x: Tensor) -> bool:
+    """Whether "auto" takes the Triton kernels for x."""
+    return x.is_cuda
 
 
 def takes_launch(backend: str, on_gpu: bool, *, shifts: bool) -> bool:
@@ -152,6 +161,14 @@ def norm_scales(norms: Norms | None) -> tuple[Tensor | None, Tensor | None, floa
         return None, None, 0.0
     q_norm, k_norm = norms
     return q_norm.weight, k_norm.weight, _epsilon(q_norm)  # type: ignore[return-value]
+
+
+def _passes_self_test(call: Call) -> bool:
+    """Whether the Triton kernels compute on this device what they should; asked where "auto" would take them."""
+    k, v = call.inputs[0], call.inputs[-1]
+    return passes_self_test(
+        (k.device, k.dtype, k.shape[3], v.shape[3], call.window(), call.rotary is not None, call.norms is not None)
+    )
 
 
 def _refusal(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:

@@ -194,7 +194,7 @@ class PagedShift(KVShift):
     @cached_property
     def path(self) -> ShiftPath:
         """Which implementation shifts."""
-        kv = torch.empty(0, dtype=self.dtype, device=self.weights.device)
+        kv = torch.empty(0, 1, 1, self.head_size, dtype=self.dtype, device=self.weights.device)
         return shift_path(Call((kv,), (self.weights,), (), (None, None, None), "auto"))
 
     def shift_batch(self, kv: Tensor, shifted: Tensor, rows: Tensor, metadata: PagedShiftMetadata) -> None:

@@ -1,0 +1,232 @@
+"""Small calls at the operator's edges: their results by a backend, and how far these may lie from the exact ones.
+
+`kvshift doctor` runs all of them; `triton/self_test.py` runs some before "auto" first takes the kernels of a GPU.
+
+Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvshift.ops.attention_inputs import shift_norm_rope
+from kvshift.ops.shift import kv_shift
+from kvshift.ops.state import ShiftState
+
+_HEADS, _QUERY_HEADS = 3, 5
+
+
+class Kind(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        k_size, v_size: D of keys and of values.
+        window: W; 1 where nothing is shifted.
+        rotated, normed: whether rotary embedding and QK-norm follow in the same launch.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    k_size: int
+    v_size: int
+    window: int
+    rotated: bool = False
+    normed: bool = False
+
+    def __str__(self) -> str:
+        sizes = self.k_size if self.k_size == self.v_size else f"{self.k_size} (values {self.v_size})"
+        after = ", QK-norm" * self.normed + ", rotary embedding" * self.rotated
+        return f"{_name(self.dtype)}, head size {sizes}, window {self.window}{after}"
+
+
+class Edge(NamedTuple):
+    """A call with random numbers; padding holds NaN.
+
+    Attributes:
+        cu_seqlens, seq_idx, mask: as in `kv_shift`, as lists.
+        has_state: whether the sequences continue a state, of W + 1 rows.
+        strided: whether keys and values are every other position of a slice of a wider tensor.
+        has_zeros: whether the first head's coefficients are (1, 0, ...), with infinities in its keys and values.
+    """
+
+    batch: int = 2
+    positions: int = 7
+    cu_seqlens: list[int] | None = None
+    seq_idx: list[list[int]] | None = None
+    mask: list[list[int]] | None = None
+    has_state: bool = False
+    strided: bool = False
+    has_zeros: bool = False
+
+
+_DOCUMENTS = [[0, 0, 1, 1, 1, 2, 3], [5, 4, 4, 4, 4, 4, 5]]
+_HOLES = [[0, 1, 0, 0, 1, 1, 0], [1, 0, 1, 1, 0, 1, 1]]
+
+EDGES = {
+    "first token": Edge(),
+    "state": Edge(has_state=True),
+    "no token": Edge(positions=0, has_state=True),
+    "one token": Edge(positions=1, has_state=True),
+    "packed documents": Edge(1, cu_seqlens=[0, 3, 3, 4, 7], has_state=True),
+    "numbered documents": Edge(seq_idx=_DOCUMENTS, has_state=True),
+    "left padding": Edge(mask=[[0, 0, 0, 1, 1, 1, 1], [0] * 7], has_state=True),
+    "right padding": Edge(mask=[[1, 1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0]], has_state=True),
+    "padding inside": Edge(mask=_HOLES),
+    "padded documents": Edge(seq_idx=_DOCUMENTS, mask=_HOLES),
+    "strides": Edge(strided=True),
+    "zero coefficients": Edge(has_zeros=True),
+}
+
+
+def outcome(edge: Edge, kind: Kind, backend: str, *, exact: bool = False) -> dict[str, Tensor]:
+    """Every result of a call and, but where a launch that rotates has a state, the gradient of every input, by name.
+
+    Args:
+        exact: compute with the same numbers in float64.
+    """
+    generator = torch.Generator().manual_seed(20)
+    wide = torch.float64 if exact else None
+
+    def given(x: Tensor, dtype: torch.dtype = kind.dtype) -> Tensor:
+        return x.to(dtype).to(kind.device, wide)
+
+    def normal(*shape: int, dtype: torch.dtype = kind.dtype) -> Tensor:
+        return given(torch.randn(shape, generator=generator, dtype=torch.float64), dtype)
+
+    (batch, positions), (k_size, v_size, window) = edge[:2], kind[2:5]
+    sequences, rows = batch if edge.cu_seqlens is None else len(edge.cu_seqlens) - 1, window + 1
+    q = normal(batch, positions, _QUERY_HEADS, k_size) if kind.rotated else None
+    k, v = (normal(batch, positions, _HEADS, size) for size in (k_size, v_size))
+    alpha, beta = (normal(_HEADS, window, dtype=torch.float32) if window > 1 else None for _ in "kv")
+    rows_of = [normal(sequences, rows, _HEADS, size) for size in (k_size, v_size)]
+    bounds = {name: getattr(edge, name) for name in ("cu_seqlens", "seq_idx", "mask")}
+    bounds = {name: None if x is None else torch.tensor(x, device=kind.device) for name, x in bounds.items()}
+    mask = bounds["mask"] = None if bounds["mask"] is None else bounds["mask"].bool()
+    for x, coefficients in ((k, alpha), (v, beta)):
+        if mask is not None and window > 1:  # without a shift padding is a token like others
+            x[~mask] = torch.nan
+        if edge.has_zeros and coefficients is not None:
+            coefficients[0] = torch.eye(1, window, device=kind.device)[0]
+            x[0, 2, 0] = torch.inf
+    if edge.strided:
+        k, v = map(_strided, (k, v))
+    leaves = {"q": q, "k": k, "v": v, "alpha": alpha, "beta": beta}
+    state = rotary = norms = None
+    if edge.has_state and window > 1:
+        state = ShiftState(rows_of[0], rows_of[1], rows)
+        leaves |= {"state.k": state.k, "state.v": state.v}
+    if kind.rotated:
+        angles = torch.randn(batch, positions, 1, k_size // 2, generator=generator)
+        rotary = given(angles.cos(), torch.float32), given(angles.sin(), torch.float32)
+    if kind.normed:
+        norms = nn.RMSNorm(k_size, 1e-6), nn.RMSNorm(k_size, 1e-6)
+        for name, norm in zip("qk", norms, strict=True):
+            leaves[f"gain of {name}"] = norm.weight = nn.Parameter(normal(k_size))
+    if edge.has_zeros:  # whose gradients are not finite
+        leaves |= {"alpha": None, "beta": None}
+    leaves = {name: x for name, x in leaves.items() if x is not None}
+    differentiable = not (kind.rotated and state is not None)
+    with torch.set_grad_enabled(differentiable):
+        for x in leaves.values():
+            x.requires_grad_(differentiable)
+        where: dict[str, Any] = {"state": state, "backend": backend, **bounds}
+        if kind.rotated:
+            *outputs, new = shift_norm_rope(q, k, v, alpha, beta, rotary=rotary, norms=norms, **where)
+        else:
+            *outputs, new = kv_shift(k, v, alpha, beta, **where)
+        results: dict[str, Any] = dict(zip("qkv" if kind.rotated else "kv", outputs, strict=True))
+        if new is not None:
+            results |= {"new state.k": new.k, "new state.v": new.v}
+        upstream = [normal(*y.shape) for y in results.values()]
+        pairs = [(y, gradient) for y, gradient in zip(results.values(), upstream, strict=True) if y.requires_grad]
+        if pairs:
+            ys, gradients = zip(*pairs, strict=True)
+            gradients = torch.autograd.grad(ys, list(leaves.values()), gradients, materialize_grads=True)
+            results |= {f"gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return {name: x.detach() for name, x in results.items()}
+
+
+def difference(results: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> str | None:
+    """The first result that is off, and by how much; None if all are right. An element may be off by
+
+        (2 eps(dtype of the result) + 1024 eps(dtype of the arithmetic)) max |exact|        max over the finite elements
+
+    A wrong row is off by about as much as the largest element. Right sums were off by 4 eps of the arithmetic at most,
+    but those for alpha before a norm by 66: their terms nearly cancel. Infinities must be the same.
+    """
+    arithmetic = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    for name, expected in exact.items():
+        result = results[name].to(expected.device, torch.float64)
+        if result.shape != expected.shape:
+            return f"{name} is of shape {tuple(result.shape)}, not {tuple(expected.shape)}"
+        largest = torch.where(expected.isfinite(), expected, 0).abs().max().item() if expected.numel() else 0.0
+        allowed = (2 * torch.finfo(results[name].dtype).eps + 1024 * arithmetic) * largest
+        error = torch.where(result == expected, 0, (result - expected).abs())
+        off = ~(error <= allowed)  # NaN too
+        if off.any():
+            at = tuple(off.nonzero()[0].tolist())
+            return (
+                f"{name}: {int(off.sum())} of {off.numel()} elements are off, the first at {at}: "
+                f"{result[at].item():.6g}, not {expected[at].item():.6g} (allowed {allowed:.1g})"
+            )
+    return None
+
+
+def split_fault(kind: Kind, backend: str) -> str | None:
+    """Whether a sequence in pieces gives the bits of the whole, for every split in two, and token by token."""
+    k, v, alpha, beta = _sequence(kind)
+    *whole, last = kv_shift(k, v, alpha, beta, backend=backend)
+    length = k.shape[1]
+    for sizes in [(first, length - first) for first in range(length + 1)] + [(1,) * length]:
+        state, parts = None, []
+        for k_part, v_part in zip(k.split(sizes, 1), v.split(sizes, 1), strict=True):
+            *part, state = kv_shift(k_part, v_part, alpha, beta, state=state, backend=backend)
+            parts.append(part)
+        joined = [torch.cat(each, 1) for each in zip(*parts, strict=True)]
+        if state != last or not all(map(torch.equal, joined, whole)):
+            return f"pieces of {sizes} tokens are not, bit for bit, the whole"
+    return None
+
+
+def rollback_fault(kind: Kind, backend: str) -> str | None:
+    """Whether tokens that are taken back leave no trace."""
+    k, v, alpha, beta = _sequence(kind)
+    begin = ShiftState.zeros(
+        1, _HEADS, kind.k_size, kind.v_size, rows=kind.window + 1, dtype=kind.dtype, device=kind.device
+    )
+
+    def feed(state: ShiftState, span: slice) -> tuple[Tensor, Tensor, ShiftState]:
+        return kv_shift(k[:, span], v[:, span], alpha, beta, state=state, backend=backend)
+
+    straight = feed(feed(begin, slice(2))[2], slice(4, 5))
+    rejected = feed(begin, slice(4))[2].crop(2, window=kind.window)
+    again = feed(rejected, slice(4, 5))
+    if not all(map(torch.equal, straight[:2], again[:2])):
+        return "after two tokens were taken back, the next one is not what it is without them"
+    return None
+
+
+FAULTS = {"every split": split_fault, "state rolled back": rollback_fault}
+
+
+def _sequence(kind: Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """k, v, alpha, beta of one sequence of 5 tokens."""
+    normal = torch.Generator().manual_seed(21)
+    shapes = [(1, 5, _HEADS, size) for size in (kind.k_size, kind.v_size)]
+    k, v = (torch.randn(shape, generator=normal).to(kind.device, kind.dtype) for shape in shapes)
+    alpha, beta = (torch.randn(_HEADS, kind.window, generator=normal).to(kind.device) for _ in "kv")
+    return k, v, alpha, beta
+
+
+def _strided(x: Tensor) -> Tensor:
+    """The same numbers in memory of (B, G, 2 T, D + 3), whose other elements are NaN."""
+    batch, positions, heads, size = x.shape
+    wide = x.new_full((batch, heads, 2 * positions, size + 3), torch.nan)
+    return wide.transpose(1, 2)[:, ::2, :, 1 : size + 1].copy_(x)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

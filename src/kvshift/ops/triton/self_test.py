@@ -1,0 +1,146 @@
+"""Before "auto" first takes the Triton kernels for a kind of call, small calls of that kind are compared on the device.
+
+Outputs, new states and gradients of the kernels must be those of plain operations in float64, within the tolerance of
+`kvshift.ops.edge_suite.difference`: for a document, for packed ones, and for documents with padding and a state. Where
+one raises or differs there is one warning, and "auto" takes plain operations for the rest of the process. Later calls
+of the kind cost one look into a dict. KVSHIFT_SELF_TEST=0 switches the test off.
+
+The test runs in a thread of its own, which no autocast, no hooks on saved tensors, no modes and no compiler of the
+caller reach. torch.compile runs it while it traces; the program, which is for these head sizes and this window, keeps
+the verdict. While a CUDA graph is captured, and in a backward pass, for which the test's own would wait, it cannot run:
+a kind that nobody has tested then gets plain operations in that call, and the next one tests it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from kvshift.ops.edge_suite import Edge, Kind
+
+Key = tuple[torch.device, torch.dtype, int, int, int, bool, bool]
+"""The fields of an `edge_suite.Kind`."""
+
+_SWITCH = os.environ.get("KVSHIFT_SELF_TEST", "1")
+_POSITIONS = 67  # more than a tile has
+_VERDICTS: dict[Key, bool] = {}
+_LOCK = threading.Lock()
+
+
+def passes_self_test(key: Key) -> bool:
+    """Whether "auto" may take the kernels for calls of this kind.
+
+    Raises:
+        ValueError: KVSHIFT_SELF_TEST is neither 0 nor 1.
+    """
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        device, dtype, k_size, v_size, window, *after = key
+        return _passes_while_tracing(device, dtype, *(guard_scalar(n) for n in (k_size, v_size, window)), *after)
+    verdict = _VERDICTS.get(key)
+    return _decide(key) if verdict is None else verdict
+
+
+def self_test_fault(kind: Kind) -> str | None:
+    """What is wrong with the kernels for calls of this kind, in one line; None if nothing is."""
+    from kvshift.ops.edge_suite import difference, outcome
+
+    try:
+        for name, edge in _edges(kind.rotated).items():
+            results = outcome(edge, kind, "triton")
+            fault = difference(results, outcome(edge, kind, "eager", exact=True), kind.dtype)
+            if fault is not None:
+                return f"{name}: {fault}"
+    except Exception as error:  # of whatever kind: compilers and drivers have their own
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0]}"
+    return None
+
+
+def _edges(rotated: bool) -> dict[str, Edge]:
+    """Each makes the kernels anew, which takes a while; a launch that rotates has no gradients beside a state."""
+    from kvshift.ops.edge_suite import Edge
+
+    positions = range(_POSITIONS)
+    packed = [0, 40, 40, 41, 42, _POSITIONS]
+    documents = [[t // 5 for t in positions], [t // 64 for t in positions]]
+    mask = [[int(t % 7 != 3) for t in positions], [int(2 < t < 66) for t in positions]]
+    edges = {
+        "one document": Edge(positions=_POSITIONS),
+        "packed documents": Edge(1, _POSITIONS, cu_seqlens=packed, has_state=not rotated),
+        "padded documents": Edge(2, _POSITIONS, seq_idx=documents, mask=mask, has_state=True),
+    }
+    if rotated:
+        edges["padded documents without a state"] = edges["padded documents"]._replace(has_state=False)
+    return edges
+
+
+def _passes_while_tracing(*key: object) -> bool:
+    return _decide(key)  # type: ignore[arg-type]
+
+
+# As by `torch.compiler.assume_constant_result`, which imports all of torch._dynamo: seconds, for who never compiles.
+_passes_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _decide(key: Key) -> bool:
+    if _SWITCH not in ("0", "1"):
+        raise ValueError(f"the environment variable KVSHIFT_SELF_TEST must be 0 or 1; got {_SWITCH!r}")
+    if _SWITCH == "0":
+        return _VERDICTS.setdefault(key, True)
+    from kvshift.ops.edge_suite import Kind
+
+    kind, fault = Kind(*key), None
+    with _LOCK:
+        if key in _VERDICTS:
+            return _VERDICTS[key]
+        if not all(_VERDICTS.values()):
+            return _VERDICTS.setdefault(key, False)
+        capturing = kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing or torch._C._current_graph_task_id() != -1:
+            return False
+        fault = _in_a_thread(kind)
+        _VERDICTS[key] = fault is None
+        if fault is not None:
+            _VERDICTS.update(dict.fromkeys(_VERDICTS, False))
+    if fault is not None:
+        warnings.warn(
+            f"the Triton kernels fail their self-test on {_device_name(kind.device)} ({kind}): {fault}. "
+            'For the rest of this process backend "auto" takes plain operations there, which are slower. Please report '
+            "this with the output of `kvshift doctor`. KVSHIFT_SELF_TEST=0 switches the test off.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return fault is None
+
+
+def _in_a_thread(kind: Kind) -> str | None:
+    """`self_test_fault` where nothing of the caller's is in force."""
+    faults: list[str | None] = ["the test did not end"]
+
+    def run() -> None:
+        faults[0] = self_test_fault(kind)
+
+    compiling, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
+    waits = torch.cuda.get_sync_debug_mode() if kind.device.type == "cuda" else 0
+    if waits:  # on which a user may have put a warning or an error
+        torch.cuda.set_sync_debug_mode(0)
+    try:
+        thread = threading.Thread(target=run, name="kvshift self-test")
+        thread.start()
+        thread.join()
+    finally:
+        torch.compiler._is_compiling_flag = compiling
+        if waits:
+            torch.cuda.set_sync_debug_mode(waits)
+    return faults[0]
+
+
+def _device_name(device: torch.device) -> str:
+    return f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else str(device)
