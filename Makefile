@@ -117,7 +117,7 @@ dist: build/venv/stamp  ## Build sdist, manylinux wheel and pure wheel into dist
 
 .PHONY: clean
 clean:  ## Remove environments, caches and build output
-	@rm -rf .venv .venv-newest .venv-oldest .venv-vllm build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*.so
+	@rm -rf .venv .venv-newest .venv-oldest .venv-vllm build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # As environment variables, the constraints also reach the build of the package itself. torch must

@@ -17,6 +17,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LEVELS = ("x86-64-v3", "x86-64-v4")
 SOURCE = Path("src/kvshift/ops/cpu/kernel.cpp")
+NOTE = SOURCE.with_name("_kernel.build.txt")  # why there is no kernel, for `kvshift doctor`
+NOTE_LINES = 20  # of the compiler's, the last
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-exceptions", "-fno-rtti",
     "-ffp-contract=off",  # one order of roundings, whatever the length of a loop
@@ -29,23 +31,36 @@ class CPUKernelHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and mark the wheel as one for this platform."""
-        compiler = os.environ.get("CXX") or shutil.which("g++")
-        supported = sys.platform == "linux" and platform.machine() == "x86_64"
-        if not supported or compiler is None or os.environ.get("KVSHIFT_PURE") == "1":
-            self.app.display_info("kvshift: built without the CPU kernel (it needs Linux on x86-64 and g++)")
+        note = Path(self.root) / NOTE
+        why = self._build()
+        if why is not None:
+            self.app.display_warning(f"kvshift: built without the CPU kernel: {why}")
+            note.write_text(why + "\n", encoding="utf-8")
+            build_data["artifacts"] += [f"/{NOTE}"]
             return
+        note.unlink(missing_ok=True)
+        build_data["artifacts"] += [f"/{SOURCE.parent}/*.so"]
+        build_data["pure_python"] = False
+        tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{tag}"
+
+    def _build(self) -> str | None:
+        """Compile for every level; returns why there is no kernel, with the compiler's last lines."""
+        if os.environ.get("KVSHIFT_PURE") == "1":
+            return "it was left out, as KVSHIFT_PURE=1 asks"
+        if sys.platform != "linux" or platform.machine() != "x86_64":
+            return f"it is for Linux on x86-64, and was to be built on {platform.system()}, {platform.machine()}"
+        compiler = os.environ.get("CXX") or shutil.which("g++")
+        if compiler is None:
+            return "no compiler was found: no g++ is on PATH, and CXX is not set"
         try:
             for level in LEVELS:
                 self._compile(compiler, level)
         except (OSError, subprocess.CalledProcessError) as error:
-            said = getattr(error, "stderr", None) or error
-            self.app.display_warning(f"kvshift: built without the CPU kernel, which does not compile:\n{said}")
             self._clean()
-            return
-        tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["artifacts"] += [f"/{SOURCE.parent}/*.so"]
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{tag}"
+            lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+            return "\n".join([f"{compiler} failed; its last lines:", *lines[-NOTE_LINES:]])
+        return None
 
     def clean(self, versions: list[str]) -> None:
         """Called by `hatch clean`."""
@@ -70,5 +85,5 @@ class CPUKernelHook(BuildHookInterface):
         linked.unlink()
 
     def _clean(self) -> None:
-        for binary in (Path(self.root) / SOURCE.parent).glob("_kernel.*.so"):
-            binary.unlink()
+        for path in (Path(self.root) / SOURCE.parent).glob("_kernel.*"):
+            path.unlink()
