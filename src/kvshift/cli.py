@@ -116,6 +116,12 @@ _COMMANDS = {
         "kvshift.lab.check.checking:check",
         "kvshift check runs/mine",
     ),
+    "doctor": _Command(
+        "Report versions, devices and backends of this installation, and test the operator",
+        "kvshift.lab.doctor.doctor_config:DoctorConfig",
+        "kvshift.lab.doctor.doctor:doctor",
+        "kvshift doctor",
+    ),
     "plan": _Command(
         "Estimate parameters, FLOPs, memory and hours of a run",
         "kvshift.lab.plan.plan_config:PlanConfig",
@@ -160,7 +166,7 @@ _COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `kvshift` on `arguments` (default: those of the process); returns the exit code.
 
-    0: done. 1: a fault of ours, with its traceback; from `check`, a model that is wrong. 2: bad options or input.
+    0: done. 1: a fault of ours, with its traceback; from `check` and `doctor`, what is wrong. 2: bad options or input.
     3: the run failed while it ran. 4: the run folder is in use. 128 + the number of the signal that ended it: 130, 143.
     """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]

@@ -1,0 +1,1 @@
+"""`kvshift doctor`: what this installation would do, and whether that is right."""

@@ -1,0 +1,296 @@
+"""`kvshift doctor`: versions, devices, kernels, which backend takes which call, and the operator's edge suite.
+
+Each part is printed as soon as it is known, the first before torch is imported. What raises becomes a line of the
+report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, metadata, version
+from pathlib import Path
+from typing import Any
+
+import kvshift
+from kvshift.lab.analysis.tables import as_text
+from kvshift.lab.doctor.doctor_config import DoctorConfig
+from kvshift.lab.errors import LabError
+
+__all__ = ["SomethingWrongError", "doctor"]
+
+_PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "vllm", "numpy")
+_VARIABLES = ("KVSHIFT_", "TRITON_", "CUDA_", "OMP_", "PYTORCH_", "TORCH")  # how those begin that change what runs
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_K_SIZE, _V_SIZE = 20, 19  # longer than a vector of the CPU, and no multiple of it
+
+# Where a token finds its predecessor depends on no dtype, and each of these has Triton kernels of its own to compile.
+_FOR_ONE_DTYPE = {"every split", "state rolled back", "one token", "numbered documents", "padding inside"}
+
+
+class SomethingWrongError(LabError):
+    """The report is complete, and something in it is wrong."""
+
+    exit_code = 1
+
+
+def doctor(config: DoctorConfig) -> None:
+    """Print the report.
+
+    Raises:
+        LabError: there is no such device.
+        SomethingWrongError: a part of the report could not be made, or a result of the edge suite is wrong.
+    """
+    config.check()
+    wrong: list[str] = []
+    report: dict[str, Any] = {}
+    parts: dict[str, Callable[[], Any]] = {
+        "versions": _versions,
+        "environment": lambda: {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)},
+        "devices": lambda: {str(device): _describe(device) for device in _devices(config.device)},
+        "kernels": lambda: _kernels(config.device),
+        "backends": lambda: _backends(config.device, wrong),
+        "edge suite": lambda: _edge_suite(config.device, wrong),
+    }
+    for name, part in parts.items():
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            report[name] = _attempt(part, name, wrong)
+        messages = list(dict.fromkeys(str(warning.message) for warning in warned))
+        if messages:
+            report[f"{name}, warnings"] = messages
+            wrong += [message for message in messages if "fail their self-test" in message]
+        if not config.json:
+            print(*(_as_text(key, report[key]) for key in report if key.startswith(name)), sep="\n", flush=True)
+    report["wrong"] = wrong
+    print(json.dumps(report, indent=1) if config.json else _as_text("wrong", wrong or "nothing"))
+    if config.output is not None:
+        config.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if wrong:
+        raise SomethingWrongError(f"{len(wrong)} wrong; please report all of this at {_address_of_issues()}")
+
+
+def _attempt(function: Callable[[], Any], name: str, wrong: list[str]) -> Any:
+    """What the function returns; where it raises, a line about that, which is wrong."""
+    try:
+        return function()
+    except LabError:
+        raise
+    except Exception as error:  # whatever a broken installation raises
+        line = _line(error)
+        wrong.append(f"{name}: {line}")
+        return line
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _as_text(name: str, found: Any) -> str:
+    """A part of the report on the terminal."""
+    if isinstance(found, dict):
+        width = max(map(len, found), default=0)
+        texts = {key: str(value).replace("\n", "\n" + " " * (width + 4)) for key, value in found.items()}
+        lines = [f"{key:<{width}}  {text}" for key, text in texts.items()]
+    elif isinstance(found, list) and found and isinstance(found[0], dict):
+        lines = as_text([tuple(found[0]), *(tuple(map(str, row.values())) for row in found)], left=None).splitlines()
+    else:
+        lines = found if isinstance(found, list) else [found]
+    return "\n".join([name, *(f"  {line}" for line in lines or ["none"]), ""])
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "kvshift": f"{kvshift.__version__}, {Path(kvshift.__file__).parent}",
+        "python": f"{platform.python_version()}, {sys.executable}",
+        "platform": platform.platform(),
+    }
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _address_of_issues() -> str:
+    try:
+        urls = dict(url.split(", ", 1) for url in metadata("kvshift").get_all("Project-URL") or ())
+        return urls["Issues"]
+    except (PackageNotFoundError, KeyError, ValueError):  # from a checkout that is not installed
+        return "the project's page of issues"
+
+
+def _devices(name: str) -> list[Any]:
+    import torch
+
+    if name == "auto":
+        return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    try:
+        return [torch.empty(0, device=name).device]
+    except Exception as error:  # RuntimeError, AssertionError, AcceleratorError
+        raise LabError(f"device must be one of this machine, got {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def _describe(device: Any) -> str:
+    import torch
+
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        runtime = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
+        return f"{found.name}, capability {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB, {runtime}"
+    if device.type != "cpu":
+        return device.type
+    from kvshift.lab.runs.folder import environment
+
+    found = environment(device, processes=1)["hardware"]
+    return f"{found['cpu']}, {found['instructions']}, {found['cores']} cores, {found['threads']} threads of torch"
+
+
+def _kernels(name: str) -> dict[str, str]:
+    """Whether there are kernels for each device; if not, why not."""
+    import torch
+
+    from kvshift.ops.cpu import kernel
+    from kvshift.ops.triton.call import triton_refusal
+
+    found = {}
+    for device in _devices(name):
+        x = torch.empty(0, device=device)
+        if device.type == "cpu":
+            refusal = kernel.cpu_refusal(x, 2)
+            note = Path(kernel.__file__).with_name("_kernel.build.txt")
+            if refusal is not None and note.exists():
+                refusal += "\n" + note.read_text(encoding="utf-8", errors="replace").strip()
+            found["cpu kernel"] = "built, and it loads" if refusal is None else f"missing: {refusal}"
+        found[f"triton on {device}"] = triton_refusal(x, 2) or "kernels can be launched"
+    return found
+
+
+def _backends(name: str, wrong: list[str]) -> list[dict[str, str]]:
+    """Which implementation backend "auto" takes for each kind of call."""
+    rows: list[dict[str, str]] = []
+    for device in _devices(name):
+        for dtype in _DTYPES if device.type == "cpu" else _DTYPES[:2]:  # on a GPU the self-test compiles for each
+            for call, decide in _calls(device, dtype).items():
+                takes = _attempt(decide, f"backends: {call}, {dtype} on {device}", wrong)
+                why = _attempt(partial(_why, takes, device, dtype, call), "backends", wrong)
+                row = {"device": str(device), "call": call, "dtype": dtype, "backend": takes, "why": why}
+                same = [r for r in rows if {**r, "dtype": ""} == {**row, "dtype": ""}]
+                if same:
+                    same[0]["dtype"] += f", {dtype}"
+                else:
+                    rows.append(row)
+    return rows
+
+
+def _why(takes: str, device: Any, dtype: str, call: str) -> str:
+    import torch
+
+    from kvshift.ops.cpu.kernel import cpu_refusal
+    from kvshift.ops.triton.call import triton_refusal
+
+    if os.environ.get("KVSHIFT_BACKEND", "auto") != "auto":
+        return f"KVSHIFT_BACKEND={os.environ['KVSHIFT_BACKEND']}"
+    if takes.startswith(("cpu", "triton")):
+        return "its kernels can take the tensors"
+    if takes == "plain operations":
+        return "a launch would take longer to prepare"
+    if takes == "eager" and device.type == "cpu" and "compiled" in call:
+        return "the compiler fuses its operations"
+    x = torch.empty(0, dtype=getattr(torch, dtype), device=device)
+    return (triton_refusal if device.type == "cuda" else cpu_refusal)(x, 2) or "the kernels failed their self-test"
+
+
+def _calls(device: Any, dtype: str) -> dict[str, Callable[[], str]]:
+    """By what is called: a function that asks `kvshift.ops.dispatch` which implementation takes it."""
+    import torch
+
+    from kvshift.ops.dispatch import Call, fused_path, shift_path
+
+    def numbers(*shape: int) -> Any:
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+
+    def make(positions: int, state: bool = False) -> Any:
+        k, coefficients = numbers(1, positions, 1, 64), torch.ones(1, 2, device=device)
+        states = (numbers(1, 1, 1, 64),) * 2 if state else (None, None)
+        return Call((k, k), (coefficients,) * 2, states, (None, None, None), "auto", max_rows=1)
+
+    def shift() -> str:
+        return shift_path(make(16))
+
+    def attention(positions: int, state: bool = False) -> str:
+        call, table = make(positions, state), torch.ones(1, positions, 1, 32, device=device)
+        path = fused_path(call._replace(q=call.inputs[0], rotary=(table, table)))
+        if path == "launch":
+            return "triton, with rotary embedding in the same launch"
+        return "plain operations" if path == "next token" else shift_path(call)
+
+    def next_token() -> str:
+        with torch.no_grad():
+            return attention(1, state=True)
+
+    def compiled(function: Callable[[], str]) -> str:
+        return torch.compile(function, backend="eager", fullgraph=True)()
+
+    return {
+        "kv_shift": shift,
+        "attention, training or prefill": partial(attention, 16),
+        "attention, next token": next_token,
+        "attention, training, compiled": partial(compiled, partial(attention, 16)),
+    }
+
+
+def _edge_suite(name: str, wrong: list[str]) -> list[dict[str, str]]:
+    """The results of every backend that can be used, beside those of the reference in float64 on the CPU."""
+    import torch
+
+    from kvshift.ops.cpu.kernel import cpu_refusal
+    from kvshift.ops.edge_suite import EDGES, FAULTS, Kind, difference, outcome
+    from kvshift.ops.triton.call import triton_refusal
+
+    @cache
+    def exact(edge: str, kind: Kind) -> dict[str, Any]:
+        return outcome(EDGES[edge], kind, "reference", exact=True)
+
+    def fault(edge: str, kind: Kind, backend: str) -> str | None:
+        if edge in FAULTS:
+            return FAULTS[edge](kind, backend)
+        expected = exact(edge, kind._replace(device=torch.device("cpu")))
+        return difference(outcome(EDGES[edge], kind, backend), expected, kind.dtype)
+
+    rows = []
+    refusals: dict[str, Callable[..., Any]] = {"cpu": cpu_refusal, "triton": triton_refusal, "eager": lambda *_: None}
+    for device in _devices(name):
+        for backend, refusal in refusals.items():
+            if refusal(torch.empty(0, device=device), 2) is not None:
+                continue
+            kinds = [Kind(device, getattr(torch, dtype), _K_SIZE, _V_SIZE, 2) for dtype in _DTYPES]
+            if backend == "triton":
+                kinds += [Kind(device, torch.bfloat16, _K_SIZE, _K_SIZE, 3, rotated=True, normed=True)]
+            else:
+                kinds += [kinds[0]._replace(window=3)]
+            for kind in kinds:
+                left_out: set[str] = {*FAULTS, "zero coefficients"} if kind.rotated else set()  # inf, rotated, is NaN
+                if backend == "triton" and kind.dtype != torch.bfloat16:
+                    left_out |= _FOR_ONE_DTYPE
+                edges = [edge for edge in (*EDGES, *FAULTS) if edge not in left_out]
+                faults: dict[str, list[str]] = {}
+                for edge in edges:
+                    try:
+                        line = fault(edge, kind, backend)
+                    except Exception as error:  # whatever compilers and drivers raise
+                        line = _line(error)
+                    if line is not None:
+                        faults.setdefault(line, []).append(edge)
+                place = f"edge suite: {backend} on {device}, {kind}"
+                wrong += [f"{place}, {', '.join(found)}: {line}" for line, found in faults.items()]
+                right = f"{len(edges) - sum(map(len, faults.values()))} of {len(edges)}"
+                rows.append({"device": str(device), "backend": backend, "kind": str(kind), "right": right})
+    return rows
