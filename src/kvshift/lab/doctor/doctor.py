@@ -202,7 +202,9 @@ def _why(takes: str, device: Any, dtype: str, call: str) -> str:
         return "its kernels can take the tensors"
     if takes == "plain operations":
         return "a launch would take longer to prepare"
-    if takes == "eager" and device.type == "cpu" and "compiled" in call:
+    if takes != "eager":  # an error
+        return "-"
+    if device.type == "cpu" and "compiled" in call:
         return "the compiler fuses its operations"
     x = torch.empty(0, dtype=getattr(torch, dtype), device=device)
     return (triton_refusal if device.type == "cuda" else cpu_refusal)(x, 2) or "the kernels failed their self-test"
