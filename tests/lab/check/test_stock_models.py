@@ -51,7 +51,8 @@ KNOWN = {
 }
 if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):  # the oldest supported
     wrong, names = KNOWN["inkling_text"]
-    KNOWN["inkling_text"] = ({*wrong, "generate: assisted", "generate: prompt lookup"}, names)
+    embeds = {name for name in PROPERTIES if "inputs_embeds" in name}
+    KNOWN["inkling_text"] = ({*wrong, *embeds, "generate: assisted", "generate: prompt lookup"}, names)
     KNOWN["lfm2"] = ({*KNOWN["lfm2"][0], "documents: all of these"}, NAMES)  # it passes over seq_idx
 
 
