@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops import dispatch, kv_shift, shift_tokens
-from kvshift.ops.edge_suite import EDGES, FAULTS, Kind, difference, outcome
 from kvshift.ops.attention_inputs import shift_norm_rope
+from kvshift.ops.edge_suite import EDGES, FAULTS, Kind, difference, outcome
 from kvshift.ops.triton import launch, self_test
 
 from .conftest import skip_unless_built

@@ -84,8 +84,8 @@ def test_a_kernel_that_is_wrong_is_named(capsys, no_interpreter, few, monkeypatc
     skip_unless_built("cpu")
     right = shift.shift_cpu
 
-    def without_state(inputs, coefficients, states, plan):
-        return right(inputs, coefficients, [torch.zeros_like(state) for state in states], plan)
+    def without_state(x, coefficients, state, plan):
+        return right(x, coefficients, torch.zeros_like(state), plan)
 
     monkeypatch.setattr(shift, "shift_cpu", without_state)
     assert main(["doctor"]) == 1
