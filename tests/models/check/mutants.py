@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from kvshift import KVShift, ShiftState
 from kvshift.models import decoder, documents
 from kvshift.models.cache import ShiftCacheLayer, ShiftSlidingWindowLayer, StaticShiftCacheLayer
+from kvshift.models.check import PROPERTIES
 
 from ..llama.tiny import tiny_model
 
@@ -170,22 +171,32 @@ def sliding() -> PreTrainedModel:
     return tiny_model(sliding_window=8)
 
 
-_CACHED = ("token by token", "without position_ids", "every split", "batch", "left padding", "right padding", "static")
-_GENERATED = ("greedy", "left padding", "beams", "assisted", "prompt lookup", "static cache")
-CACHED = [f"cache: {name}" for name in _CACHED]
-GENERATED = [f"generate: {name}" for name in _GENERATED]
+CACHED = [name for name in PROPERTIES if name.startswith("cache")]
+GENERATED = [name for name in PROPERTIES if name.startswith("generate")]
+CONTINUED = ["documents: several rows, cache", "documents: padding, cache"]
 DOCUMENTS = [f"documents: position_ids{beside}" for beside in ("", ", mask", ", cache")]
-ALL_DOCUMENTS = [
-    *DOCUMENTS,
-    *(f"documents: {name}" for name in ("seq_idx", "cu_seq_lens", "all of these", "gradients")),
-]
+ALL_DOCUMENTS = [name for name in PROPERTIES if name.startswith("documents")]
+ROWS = {
+    "documents: several rows": ("3 rows, document 1", 3),
+    "documents: several rows, cache": ("3 rows, document 1", 3),
+    "documents: padding": ("left padding, document 1", 10),
+    "documents: padding, cache": ("left padding, document 1", 10),
+    "documents: chunked prefill": ("document 1", 3),
+}
+BOUNDARIES = {
+    **dict.fromkeys(ALL_DOCUMENTS, ("document 1", 3)),
+    **ROWS,
+    "documents: several rows, seq_idx": ("3 rows, document 1", 2),
+    "documents: padding, seq_idx": ("right padding, document 1", 3),
+    "documents: gradients": ("document 1", 0),
+}
 
 # What is wrong of sequences of up to 16 tokens, documents of 3, 1, 5, 2 and 5; in brackets where it begins, as far
 # as it matters: the case and the position.
 MUTANTS: dict[str, tuple[Callable[[Patch], None], dict[str, tuple[str, int] | None]]] = {
     "state never read": (
         state_never_read,
-        dict.fromkeys([*CACHED, *GENERATED])
+        dict.fromkeys([*CONTINUED, "documents: chunked prefill", *CACHED, *GENERATED])
         | {
             "documents: position_ids, cache": ("token 1 after the pack", 16),
             "cache: token by token": ("", 1),
@@ -194,7 +205,10 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], dict[str, tuple[str, int] | No
     ),
     "state of another sequence": (
         state_of_another_sequence,
-        {
+        dict.fromkeys(["cache: chunked prefill", "generate: inputs_embeds", "generate: chunked prefill"])
+        | {
+            "documents: several rows, cache": ("3 rows, token 1 after the pack", 16),
+            "documents: padding, cache": ("left padding, token 1 after the pack", 16),
             "cache: batch": ("", 3),
             "cache: left padding": ("split at 1", 1),
             "cache: right padding": ("token 1 after the prompt", 3),
@@ -204,7 +218,8 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], dict[str, tuple[str, int] | No
     ),
     "state at the padded end": (
         state_at_the_padded_end,
-        {"cache: left padding": ("split at 1", 0), "cache: right padding": ("token 1 after the prompt", 3)},
+        dict.fromkeys(["cache: chunked prefill", "generate: chunked prefill"])
+        | {"cache: left padding": ("split at 1", 0), "cache: right padding": ("token 1 after the prompt", 3)},
     ),
     "beams without state": (beams_without_state, {"generate: beams": ("tokens of the beams", 7)}),
     "rollback keeps the newest state": (
@@ -218,7 +233,8 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], dict[str, tuple[str, int] | No
     ),
     "padding ignored": (
         padding_ignored,
-        {
+        dict.fromkeys(["cache: chunked prefill", "generate: chunked prefill"])
+        | {
             "left padding: mask alone": ("batch of 4", 0),
             "cache: left padding": ("split at 8", 0),
             "cache: right padding": ("token 1 after the prompt", 3),
@@ -226,29 +242,32 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], dict[str, tuple[str, int] | No
     ),
     "padding of the first columns": (
         padding_of_the_first_columns,
-        {"cache: left padding": ("split at 1", 0), "generate: left padding": ("", 4)},
+        dict.fromkeys(["cache: chunked prefill", "generate: inputs_embeds", "generate: chunked prefill"])
+        | {
+            "documents: padding, cache": ("left padding, token 1 after the pack", 16),
+            "cache: left padding": ("split at 1", 0),
+            "generate: left padding": ("", 4),
+        },
     ),
     "documents ignored": (
         documents_ignored,
-        dict.fromkeys([*DOCUMENTS, "documents: all of these"], ("document 1", 3))
-        | {"documents: gradients": ("document 1", 0)}
-        | dict.fromkeys(["documents: seq_idx", "documents: cu_seq_lens"]),
+        BOUNDARIES | dict.fromkeys([name for name in ALL_DOCUMENTS if name.endswith(("seq_idx", "cu_seq_lens"))]),
     ),
     "documents met in attention": (
         documents_met_in_attention,
-        dict.fromkeys(ALL_DOCUMENTS, ("document 1", 3)) | {"documents: gradients": ("document 1", 0)},
+        BOUNDARIES,
     ),
     "documents met in the shift": (
         documents_met_in_the_shift,
-        dict.fromkeys(ALL_DOCUMENTS, ("document 1", 3)) | {"documents: gradients": ("document 1", 0)},
+        BOUNDARIES,
     ),
     "documents met beside a cache": (
         documents_met_beside_a_cache,
-        {"documents: position_ids, cache": ("document 1", 3)},
+        {name: begins for name, begins in BOUNDARIES.items() if name.endswith(("cache", "chunked prefill"))},
     ),
     "window one short": (
         window_one_short,
-        dict.fromkeys([name for name in [*CACHED, *GENERATED] if "static" not in name])
+        dict.fromkeys([CONTINUED[0], *(name for name in [*CACHED, *GENERATED] if "static" not in name)])
         | {"cache: token by token": ("", 7), "cache: every split": ("split at 7", 7)},
     ),
     "next token seen": (
@@ -268,8 +287,13 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], dict[str, tuple[str, int] | No
                 "left padding",
                 "left padding: mask alone",
                 "right padding",
+                *(name for name in ROWS if "rows" in name or "padding" in name),
+                "documents: several rows, seq_idx",
+                "documents: padding, seq_idx",
                 *CACHED[3:],
                 "generate: left padding",
+                "generate: inputs_embeds",
+                "generate: chunked prefill",
                 "generate: beams",
                 "generate: static cache",
             ]

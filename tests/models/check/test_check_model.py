@@ -8,7 +8,16 @@ import json
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertModel,
+    CTRLConfig,
+    CTRLLMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 from kvshift.models.check import PROPERTIES, check_model
 from kvshift.models.check.findings import Comparison, NotSupportedError, is_refusal
@@ -43,6 +52,54 @@ def test_our_models_are_right(name):
         if verdict.verdict == "right" and verdict.tolerance:
             assert verdict.error < verdict.tolerance / 4  # far from the line
     assert report.tolerance < report.spread / 1000
+
+
+def tiny_ctrl() -> CTRLLMHeadModel:
+    """It multiplies the embeddings that it is given or looks up in place."""
+    torch.manual_seed(0)
+    return CTRLLMHeadModel(CTRLConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4, dff=48, n_positions=128)).eval()
+
+
+def tiny_xlnet(attention: str) -> XLNetLMHeadModel:
+    """It takes positions before sequences; its max_position_embeddings, -1, says that it has no limit."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}
+    return XLNetLMHeadModel(XLNetConfig(attn_type=attention, **sizes)).eval()
+
+
+def test_ctrl_is_right_but_for_documents_beside_a_mask_or_a_cache():
+    """Those are wrong in all of transformers' models."""
+    report = check_model(tiny_ctrl(), length=12)
+    wrong = {verdict.property for verdict in report.wrong}
+    assert report.of("causality").verdict == "right"
+    assert wrong == {
+        "documents: position_ids, mask",
+        "documents: position_ids, cache",
+        "documents: several rows, cache",
+        "documents: padding",
+        "documents: padding, cache",
+        "documents: chunked prefill",
+    }
+
+
+def test_a_later_token_that_ctrl_sees_is_found():
+    """The gradients of a model that scales its embeddings in place are those of its logits."""
+    model = tiny_ctrl()
+    model.transformer.layernorm.register_forward_hook(lambda norm, given, x: x + x.flip(1))
+    verdict = check_model(model, length=12, properties=["causality"]).of("causality")
+    assert verdict.verdict == "wrong"
+    assert (verdict.first["case"], verdict.first["position"]) == ("position 0", 1)
+
+
+@pytest.mark.parametrize(("attention", "causality"), [("uni", "right"), ("bi", "wrong")])
+def test_xlnet_has_no_longest_sequence(attention, causality):
+    report = check_model(tiny_xlnet(attention), length=40, properties=["causality", "batch", "inputs_embeds"])
+    assert [verdict.verdict for verdict in report.verdicts] == [causality, "right", "right"]
+
+
+def test_documents_of_a_model_without_position_ids_are_not_supported():
+    report = check_model(tiny_xlnet("uni"), length=12, properties=[name for name in PROPERTIES if "documents" in name])
+    assert {verdict.verdict for verdict in report.verdicts if "padding" not in verdict.property} == {"not supported"}
 
 
 def test_drafts_were_rejected():

@@ -1,11 +1,26 @@
 """`check_model` finds a fault in every mutant, where it is, and nothing else."""
 
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from kvshift.models.check import Report, check_model
 
 from ..llama.tiny import tiny_model
+from ..retrofit.tiny import shifted_gpt2
+from ..retrofit.tiny_families import shifted
+from .input_mutants import FAULTS, NAMED
 from .mutants import CHANGES_EVERYTHING, MUTANTS, sliding
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "KVShiftLlama": tiny_model,
+    "GPT-2": shifted_gpt2,
+    "Qwen3": partial(shifted, "Qwen3", torch.float32),
+    "Gemma 3": partial(shifted, "Gemma 3", torch.float32, sliding_window=16),
+}
 
 
 def check_mutant(name: str, patch: pytest.MonkeyPatch, properties: list[str] | None) -> Report:
@@ -14,9 +29,9 @@ def check_mutant(name: str, patch: pytest.MonkeyPatch, properties: list[str] | N
     return check_model(model, length=16, properties=properties)
 
 
-def assert_found(report: Report, name: str, properties: list[str]) -> None:
+def assert_found(report: Report, table: Mapping[str, tuple[str, int] | None], properties: Iterable[str]) -> None:
     for wanted in properties:
-        verdict, begins = report.of(wanted), MUTANTS[name][1][wanted]
+        verdict, begins = report.of(wanted), table[wanted]
         if begins is not None:
             assert (verdict.first["case"], verdict.first["position"]) == begins
             assert verdict.verdict == "wrong"
@@ -28,7 +43,7 @@ def assert_found(report: Report, name: str, properties: list[str]) -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_found_where_it_begins(name, monkeypatch):
     wanted = [found for found, begins in MUTANTS[name][1].items() if begins is not None][:2]
-    assert_found(check_mutant(name, monkeypatch, wanted), name, wanted)
+    assert_found(check_mutant(name, monkeypatch, wanted), MUTANTS[name][1], wanted)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -36,7 +51,7 @@ def test_a_fault_is_found_where_it_begins(name, monkeypatch):
 def test_nothing_else_is_found(name, monkeypatch):
     report = check_mutant(name, monkeypatch, None)
     wanted = list(MUTANTS[name][1])
-    assert_found(report, name, wanted)
+    assert_found(report, MUTANTS[name][1], wanted)
     found = {verdict.property for verdict in report.verdicts if verdict.verdict != "right"}
     if name in CHANGES_EVERYTHING:
         assert found > {"batch", "cache: every split", "generate: greedy"}
@@ -44,3 +59,39 @@ def test_nothing_else_is_found(name, monkeypatch):
         assert found == {*wanted, "cache: right padding"}  # a window counts the padding on the right, mutant or not
     else:
         assert found == set(wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        pytest.param(name, family, marks=[] if "Llama" in family or name in NAMED else pytest.mark.slow)
+        for name in FAULTS
+        for family in FAMILIES
+    ],
+)
+def test_a_fault_of_what_a_call_is_given_is_found_in_every_family(name, family, monkeypatch):
+    mutate, table = FAULTS[name]
+    model = FAMILIES[family]()
+    mutate(model, monkeypatch)
+    wanted = [found for found, begins in table.items() if begins is not None]
+    assert_found(check_model(model, length=16, properties=wanted), table, wanted)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.slow
+def test_nothing_else_of_what_a_call_is_given_is_found(name, monkeypatch):
+    mutate, table = FAULTS[name]
+    model = tiny_model()
+    mutate(model, monkeypatch)
+    report = check_model(model, length=16)
+    assert_found(report, table, table)
+    assert {verdict.property for verdict in report.verdicts if verdict.verdict != "right"} == set(table)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("KVShiftLlama", "GPT-2")])
+@pytest.mark.slow
+def test_without_a_fault_every_family_is_right(family):
+    """The other two: test_check_model.py."""
+    assert not [
+        verdict for verdict in check_model(FAMILIES[family](), length=16).verdicts if verdict.verdict != "right"
+    ]

@@ -6,6 +6,7 @@ Shapes: B batch, T positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, cycle, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from kvshift.models.check.subject import Subject
 
 __all__ = [
     "batch_by_token",
+    "chunked_prefill",
     "default_positions",
     "every_split",
     "left_padding_splits",
@@ -34,9 +36,15 @@ def token_by_token(subject: Subject, found: Comparison) -> None:
 
 
 def default_positions(subject: Subject, found: Comparison) -> None:
-    """The same where no position_ids are given: the model counts on from the cache."""
+    """Calls of 1, 1, 3, 2, 5, 1 ... tokens without position_ids: the model counts on from the cache."""
     tokens = subject.tokens(1, subject.length)
-    _feed(subject, found, tokens, [1] * tokens.shape[1], positions=False)
+    _feed(subject, found, tokens, _calls(subject.length), positions=False)
+
+
+def _calls(length: int) -> list[int]:
+    """How many tokens each call gets: 1, 1, 3, 2, 5 and so on, as far as `length` goes."""
+    ends = [*takewhile(lambda end: end < length, accumulate(cycle((1, 1, 3, 2, 5)), initial=0)), length]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def batch_by_token(subject: Subject, found: Comparison) -> None:
@@ -46,15 +54,17 @@ def batch_by_token(subject: Subject, found: Comparison) -> None:
 
 
 def every_split(subject: Subject, found: Comparison) -> None:
-    """Two calls, for every place where the second may begin; then calls of 2, 3 and 5 tokens."""
-    tokens = subject.tokens(subject.length).unsqueeze(0)
+    """Two calls, for every place where the second may begin."""
+    tokens = subject.tokens(1, subject.length)
     length = tokens.shape[1]
     for first in range(1, length):
         found.case = f"split at {first}"
         _feed(subject, found, tokens, [first, length - first])
-    for size in (2, 3, 5):
-        found.case = f"calls of {size}"
-        _feed(subject, found, tokens, [size] * (length // size) + [length % size] * (length % size > 0))
+
+
+def chunked_prefill(subject: Subject, found: Comparison) -> None:
+    """A left-padded batch in calls of ... 5, 2, 3, 1, 1 tokens: the last but one holds padding of one sequence."""
+    _feed_padded(subject, found, unequal(subject), _calls(subject.length)[::-1])
 
 
 def _feed(
@@ -79,39 +89,46 @@ def _feed(
 
 def left_padding_splits(subject: Subject, found: Comparison) -> None:
     """A left-padded batch in two calls, also where the first holds nothing but padding of some sequences."""
-    sequences = unequal(subject)
-    ids, mask = padded(subject, sequences, left=True)
-    length = ids.shape[1]
+    sequences, length = unequal(subject), subject.length
     for first in sorted({1, 2, length // 2, length - 3, length - 1}):
         found.case = f"split at {first}"
-        cache = None
-        for part in (slice(0, first), slice(first, length)):
-            named = {name: value[:, part] for name, value in subject.positions(mask).items()}
-            logits, cache = subject.resume(ids[:, part], cache, attention_mask=mask[:, : part.stop], **named)
-            for number, (got, tokens) in enumerate(zip(logits, sequences, strict=True)):
-                real = mask[number, part].bool()
-                before = int(mask[number, : part.start].sum())
-                expected = subject.alone(tokens)[before : before + int(real.sum())]
-                found.add(got[real], expected, sequence=number, start=before)
+        _feed_padded(subject, found, sequences, [first, length - first])
+
+
+def _feed_padded(subject: Subject, found: Comparison, sequences: list[Tensor], sizes: Sequence[int]) -> None:
+    """Feed a left-padded batch in calls of these sizes, each from the cache of the one before."""
+    ids, mask = padded(subject, sequences, left=True)
+    cache, start = None, 0
+    for size in sizes:
+        part = slice(start, start + size)
+        named = {name: value[:, part] for name, value in subject.positions(mask).items()}
+        logits, cache = subject.resume(ids[:, part], cache, attention_mask=mask[:, : part.stop], **named)
+        for number, (got, tokens) in enumerate(zip(logits, sequences, strict=True)):
+            real = mask[number, part].bool()
+            before = int(mask[number, :start].sum())
+            expected = subject.alone(tokens)[before : before + int(real.sum())]
+            found.add(got[real], expected, sequence=number, start=before)
+        start += size
 
 
 def right_padding_continued(subject: Subject, found: Comparison) -> None:
     """Tokens after a right-padded prompt: the padding stays in the cache, and the mask says so."""
-    sequences = unequal(subject)
-    ids, mask = padded(subject, sequences, left=False)
+    prompts, steps = unequal(subject), 3
+    ids, mask = padded(subject, prompts, left=False)
+    new = subject.tokens(len(prompts), steps)
+    truths = [subject.alone(torch.cat(both)) for both in zip(prompts, new, strict=True)]
     found.case = "prompt"
     logits, cache = subject.resume(ids, attention_mask=mask, **subject.positions(mask))
-    for number, (got, tokens) in enumerate(zip(logits, sequences, strict=True)):
-        found.add(got[: len(tokens)], subject.alone(tokens), sequence=number)
-    for step in range(3):
+    for number, (got, tokens, truth) in enumerate(zip(logits, prompts, truths, strict=True)):
+        found.add(got[: len(tokens)], truth[: len(tokens)], sequence=number)
+    for step in range(steps):
         found.case = f"token {step + 1} after the prompt"
-        new = subject.tokens(len(sequences), 1)
-        mask = torch.cat([mask, torch.ones_like(new)], dim=1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         named = {name: value[:, -1:] for name, value in subject.positions(mask).items()}
-        logits, cache = subject.resume(new, cache, attention_mask=mask, **named)
-        sequences = [torch.cat([tokens, token]) for tokens, token in zip(sequences, new, strict=True)]
-        for number, (got, tokens) in enumerate(zip(logits, sequences, strict=True)):
-            found.add(got, subject.alone(tokens)[-1:], sequence=number, start=len(tokens) - 1)
+        logits, cache = subject.resume(new[:, step : step + 1], cache, attention_mask=mask, **named)
+        for number, (got, tokens, truth) in enumerate(zip(logits, prompts, truths, strict=True)):
+            place = len(tokens) + step
+            found.add(got, truth[place : place + 1], sequence=number, start=place)
 
 
 def static_reset(subject: Subject, found: Comparison) -> None:

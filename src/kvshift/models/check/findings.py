@@ -30,7 +30,7 @@ VerdictName = Literal["right", "wrong", "refused", "not supported"]
 _REFUSING = re.compile(
     r"not (yet )?(been )?(supported|implemented|compatible|available|possible|allowed)|(n't|not) support|unsupported|"
     r"incompatible|\b(cannot|can't) (use|be used|carry|hold|keep|crop|take)|only supported|must (be|not)|has no path|"
-    r"is an argument of|\brequires?\b",
+    r"is an argument of|\brequires?\b|forwarding implemented",  # the last of `generate` from inputs_embeds
     re.IGNORECASE,
 )
 _DELIBERATE = (ValueError, NotImplementedError, TypeError, RuntimeError)

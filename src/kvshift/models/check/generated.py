@@ -16,7 +16,16 @@ from kvshift.models.check.batches import padded, unequal
 from kvshift.models.check.findings import Comparison
 from kvshift.models.check.subject import Subject
 
-__all__ = ["assisted", "beams", "greedy", "left_padded_greedy", "prompt_lookup", "static_cache"]
+__all__ = [
+    "assisted",
+    "beams",
+    "chunked_greedy",
+    "embedded_greedy",
+    "greedy",
+    "left_padded_greedy",
+    "prompt_lookup",
+    "static_cache",
+]
 
 _NEW = 6
 
@@ -34,6 +43,21 @@ def left_padded_greedy(subject: Subject, found: Comparison) -> None:
     prompts = unequal(subject)
     ids, mask = padded(subject, prompts, left=True)
     _compare(subject, found, prompts, subject.generate(ids, mask, new=_NEW))
+
+
+def embedded_greedy(subject: Subject, found: Comparison) -> None:
+    """The same from the embeddings of the prompts, for which `generate` returns the new tokens alone."""
+    subject.require("inputs_embeds")
+    prompts = unequal(subject)[:2]
+    ids, mask = padded(subject, prompts, left=True)
+    _compare(subject, found, prompts, subject.generate(ids, mask, new=_NEW, embedded=True))
+
+
+def chunked_greedy(subject: Subject, found: Comparison) -> None:
+    """The same where `generate` feeds the prompts in calls of 5 tokens."""
+    prompts = unequal(subject)[::3]
+    ids, mask = padded(subject, prompts, left=True)
+    _compare(subject, found, prompts, subject.generate(ids, mask, new=_NEW, prefill_chunk_size=5))
 
 
 def static_cache(subject: Subject, found: Comparison) -> None:

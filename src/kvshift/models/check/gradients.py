@@ -21,16 +21,16 @@ def token_gradients(subject: Subject, ids: Tensor, spans: Sequence[Tensor], **in
     """For each span of positions, how much its logits depend on each token: (T,), the largest gradient of each.
 
     The logits of a span are weighed at random, so that gradients of one token do not cancel. Every table that is
-    looked up by (1, T) numbers counts, those of positions too, which depend on no other token.
+    looked up by (1, T) or (T, 1) numbers counts, those of positions too, which depend on no other token.
     """
-    positions = ids.shape[1]
+    layouts = ids.shape, ids.mT.shape  # XLNet has positions first
     leaves: list[Tensor] = []
 
     def cut(module: nn.Module, given: Any, output: Tensor) -> Tensor | None:
-        if not given or given[0].shape[-1] != positions or output.ndim != 3:
+        if not given or not isinstance(given[0], Tensor) or given[0].shape not in layouts or output.ndim != 3:
             return None
         leaves.append(output.detach().requires_grad_())
-        return leaves[-1]
+        return leaves[-1].clone()  # some models scale it in place, which a leaf does not allow
 
     tables = [module for module in subject.model.modules() if isinstance(module, nn.Embedding)]
     hooks = [table.register_forward_hook(cut) for table in tables]
@@ -47,7 +47,7 @@ def token_gradients(subject: Subject, ids: Tensor, spans: Sequence[Tensor], **in
     for span in spans:
         objective = (logits[span] * weights[span]).nan_to_num(0.0, 0.0, 0.0).sum()
         gradients = torch.autograd.grad(objective, leaves, retain_graph=True, allow_unused=True)
-        sizes = [gradient[0].abs().amax(-1).cpu().double() for gradient in gradients if gradient is not None]
+        sizes = [gradient.abs().amax(-1).flatten().cpu().double() for gradient in gradients if gradient is not None]
         found.append(torch.stack(sizes).amax(0))
     return found
 

@@ -10,8 +10,8 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from kvshift.models.versions import CACHE
 __all__ = ["Subject", "undisturbed"]
 
 _CACHES = ("cache", "past_key_values", "cache_params", "state")  # what models call theirs
+_KEPT = 40  # truths that may be needed again; with a large vocabulary each takes tens of megabytes
 _SAFETY = 8.0  # times the measured noise; docs/check.md shows how far right and wrong lie from it
 
 
@@ -52,28 +53,31 @@ class Subject:
         self._uses = {"use_cache"} if others or "use_cache" in self._arguments else set()
         self._alone: dict[tuple[int, ...], Tensor] = {}
         self._seed, self._generator = seed, torch.Generator()
-        self.restart("")
-        probe = self.tokens(length)
-        self.spread = _spread(self.alone(probe))
-        self.noise = self._noise(probe)
+        self.restart()
+        self._probe = self.tokens(length)
+        self.spread = _spread(self.alone(self._probe))
+        self.noise = self._noise(self._probe)
         # A model that is off by much more than rounding, such as one with dropout, must not excuse itself by it.
         self.tolerance = min(_SAFETY * self.noise, self.spread * self._eps() ** 0.25)
 
-    def restart(self, name: str) -> None:
-        """Draw the tokens of this property from now on, whatever was drawn before; forget the truths of others."""
-        self._alone.clear()
-        self._generator.manual_seed(self._seed + crc32(name.encode()))
+    def restart(self) -> None:
+        """Draw the same tokens again: every property does, whatever was drawn before, so most truths are shared."""
+        self._generator.manual_seed(self._seed)
 
     def takes(self, name: str) -> bool:
         """Whether `forward` names this argument."""
         return name in self._arguments
+
+    def require(self, name: str) -> None:
+        if not self.takes(name):
+            raise NotSupportedError(f"forward has no argument {name}")
 
     def tokens(self, *shape: int) -> Tensor:
         """Random tokens; padding is made of them too, so that what it embeds to is seen where it leaks."""
         return self.vocabulary[torch.randint(len(self.vocabulary), shape, generator=self._generator)]
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
-        """Logits (B, T, V) of (B, T) without a cache, in float64 on the CPU."""
+        """Logits (B, T, V) of (B, T) without a cache, in float64 on the CPU; `inputs` as in `call`."""
         with torch.no_grad():
             return self._logits(self.call(ids, cached=False, **inputs), ids)
 
@@ -87,17 +91,19 @@ class Subject:
             raise NotSupportedError("forward returns no cache")
         return self._logits(output, ids), getattr(output, self.cache)
 
-    def call(self, ids: Tensor, *, cached: bool, **inputs: Any) -> Any:
-        """The output of `forward`, with gradients where they are on."""
+    def call(self, ids: Tensor, *, cached: bool, embedded: bool = False, **inputs: Any) -> Any:
+        """The output of `forward`, with gradients where they are on; embedded: given inputs_embeds, not input_ids."""
         inputs |= dict.fromkeys(self._uses, cached)
         placed = {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        return self.model(input_ids=ids.to(self.device), **placed)
+        return self.model(**self._tokens(ids, embedded), **placed)
 
     def alone(self, tokens: Tensor) -> Tensor:
         """The truth: logits (T, V) of one sequence by itself."""
         key = tuple(tokens.tolist())
-        if key not in self._alone:
-            self._alone[key] = self.forward(tokens.unsqueeze(0))[0]
+        truth = self._alone.pop(key, None)
+        if len(self._alone) == _KEPT:
+            del self._alone[next(iter(self._alone))]  # the one that was needed least recently
+        self._alone[key] = self.forward(tokens.unsqueeze(0))[0] if truth is None else truth
         return self._alone[key]
 
     def greedy(self, tokens: Tensor, new: int) -> Tensor:
@@ -107,10 +113,27 @@ class Subject:
         return tokens
 
     def positions(self, mask: Tensor) -> dict[str, Tensor]:
-        """position_ids for a padded batch as `generate` makes them, for a model that takes them."""
-        return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if self.takes("position_ids") else {}
+        """position_ids for a padded batch, for a model that takes them: they count the tokens of each row."""
+        if not self.takes("position_ids"):
+            return {}
+        return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0) + self.first_position}
 
-    def generate(self, ids: Tensor, mask: Tensor | None = None, *, new: int, **options: Any) -> Any:
+    @cached_property
+    def first_position(self) -> int:
+        """Where the model itself begins to count: at 0, or, as RoBERTa does, after the number of the padding token."""
+        padding = getattr(self.model.config.get_text_config(decoder=True), "pad_token_id", None)
+        starts = [0] if padding is None else [0, padding + 1]
+        return next(filter(self.agrees_from, starts), 0) if self.takes("position_ids") else 0
+
+    def agrees_from(self, first: int) -> bool:
+        """Whether position_ids that begin with this number change nothing but rounding."""
+        positions = torch.arange(len(self._probe)) + first
+        moved = self.forward(self._probe.unsqueeze(0), position_ids=positions.unsqueeze(0))[0]
+        return float((moved - self.alone(self._probe)).abs().nan_to_num(0.0).max()) <= self.tolerance
+
+    def generate(
+        self, ids: Tensor, mask: Tensor | None = None, *, new: int, embedded: bool = False, **options: Any
+    ) -> Any:
         """Greedy `generate` of exactly `new` tokens, with the logits of each."""
         config = GenerationConfig(
             do_sample=False,
@@ -123,7 +146,12 @@ class Subject:
             **options,
         )
         mask = torch.ones_like(ids) if mask is None else mask
-        return self.model.generate(ids.to(self.device), attention_mask=mask.to(self.device), generation_config=config)
+        given = self._tokens(ids, embedded)
+        return self.model.generate(**given, attention_mask=mask.to(self.device), generation_config=config)
+
+    def _tokens(self, ids: Tensor, embedded: bool) -> dict[str, Tensor]:
+        ids = ids.to(self.device)
+        return {"inputs_embeds": self.model.get_input_embeddings()(ids)} if embedded else {"input_ids": ids}
 
     def _logits(self, output: Any, ids: Tensor) -> Tensor:
         logits = output.logits if hasattr(output, "logits") else output[0]

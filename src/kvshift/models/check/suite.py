@@ -15,6 +15,7 @@ import kvshift
 from kvshift.models.check.batches import batch, left_padding, left_padding_mask_alone, right_padding, same_bits
 from kvshift.models.check.cached import (
     batch_by_token,
+    chunked_prefill,
     default_positions,
     every_split,
     left_padding_splits,
@@ -22,6 +23,7 @@ from kvshift.models.check.cached import (
     static_reset,
     token_by_token,
 )
+from kvshift.models.check.embeds import embedded, embedded_documents, embedded_padding, embedded_with_cache
 from kvshift.models.check.findings import (
     Comparison,
     NotSupportedError,
@@ -30,9 +32,24 @@ from kvshift.models.check.findings import (
     WrongShapeError,
     raised_at,
 )
-from kvshift.models.check.generated import assisted, beams, greedy, left_padded_greedy, prompt_lookup, static_cache
+from kvshift.models.check.generated import (
+    assisted,
+    beams,
+    chunked_greedy,
+    embedded_greedy,
+    greedy,
+    left_padded_greedy,
+    prompt_lookup,
+    static_cache,
+)
 from kvshift.models.check.gradients import causality
-from kvshift.models.check.packs import document_gradients, documents_by
+from kvshift.models.check.packs import (
+    document_gradients,
+    documents_by,
+    documents_in_chunks,
+    padded_rows,
+    several_rows,
+)
 from kvshift.models.check.subject import Subject, undisturbed
 
 __all__ = ["PROPERTIES", "check_model"]
@@ -53,15 +70,29 @@ PROPERTIES: dict[str, Callable[[Subject, Comparison], None]] = {
     "documents: cu_seq_lens": documents_by("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
     "documents: all of these": documents_by(*_ALL_NAMES),
     "documents: gradients": document_gradients,
+    "documents: several rows": documents_by("position_ids", packs=several_rows((0, 1, 2), (2, 0))),
+    "documents: several rows, seq_idx": documents_by("seq_idx", packs=several_rows((2, 1, 0))),
+    "documents: several rows, cache": documents_by("position_ids", packs=several_rows((0, 1, 2)), cache=True),
+    "documents: padding": documents_by("position_ids", packs=padded_rows("left", "right", "inner"), mask=True),
+    "documents: padding, seq_idx": documents_by("seq_idx", packs=padded_rows("right"), mask=True),
+    "documents: padding, cache": documents_by("position_ids", packs=padded_rows("left"), mask=True, cache=True),
+    "documents: chunked prefill": documents_in_chunks,
+    "inputs_embeds": embedded,
+    "inputs_embeds: padding": embedded_padding,
+    "inputs_embeds: documents": embedded_documents,
+    "inputs_embeds: cache": embedded_with_cache,
     "cache: token by token": token_by_token,
     "cache: without position_ids": default_positions,
     "cache: every split": every_split,
     "cache: batch": batch_by_token,
+    "cache: chunked prefill": chunked_prefill,
     "cache: left padding": left_padding_splits,
     "cache: right padding": right_padding_continued,
     "cache: static": static_reset,
     "generate: greedy": greedy,
     "generate: left padding": left_padded_greedy,
+    "generate: inputs_embeds": embedded_greedy,
+    "generate: chunked prefill": chunked_greedy,
     "generate: beams": beams,
     "generate: assisted": assisted,
     "generate: prompt lookup": prompt_lookup,
@@ -161,7 +192,7 @@ def _verdict(subject: Subject, name: str) -> Verdict:
         "gradients" if of_gradients else "logits",
     )
     raised: Exception | None = None
-    subject.restart(name)
+    subject.restart()
     try:
         PROPERTIES[name](subject, found)
     except Exception as error:  # whatever a model raises is a finding; what this package raises is not
@@ -194,7 +225,7 @@ def _require_length(length: int, config: Any) -> None:
     if length < 12:
         raise ValueError(f"length must be 12 or more, got {length}")
     most = getattr(config, "max_position_embeddings", None)
-    if isinstance(most, int) and most < 2 * length + 16:
+    if isinstance(most, int) and 0 <= most < 2 * length + 16:  # XLNet has no limit, which it calls -1
         raise ValueError(
             f"length must be at most {(most - 16) // 2} for a model of max_position_embeddings={most}, got {length}"
         )
