@@ -117,7 +117,7 @@ _COMMANDS = {
         "kvshift check runs/mine",
     ),
     "doctor": _Command(
-        "Report versions, devices and backends of this installation, and test the operator",
+        "Report what this installation would run, and test the operator",
         "kvshift.lab.doctor.doctor_config:DoctorConfig",
         "kvshift.lab.doctor.doctor:doctor",
         "kvshift doctor",

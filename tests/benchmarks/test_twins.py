@@ -10,6 +10,7 @@ import torch
 
 from kvshift.benchmarks.twins import shifting_by
 from kvshift.layers import KVShift
+from kvshift.layers.recompute import may_recompute
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 CONFIG = {
@@ -24,24 +25,20 @@ CONFIG = {
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_every_call_takes_the_path_that_is_named(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In training, prefill, decoding and decoding with a static cache, whose one-token call is asked for everywhere."""
-    asked: dict[str, set[str]] = {}
-    for name in ("forward", "step"):
+    """In training, prefill, decoding and decoding with a static cache; nothing is recomputed by another in backward."""
+    asked: set[str] = set()
 
-        def spy(name: str, whole: Callable) -> Callable:
-            def call(self: KVShift, *given: Any, **options: Any) -> Any:
-                asked.setdefault(name, set()).add(options.get("backend", "auto"))
-                return whole(self, *given, **options)
+    def spy(self: KVShift, *given: Any, whole: Callable = KVShift.forward, **options: Any) -> Any:
+        asked.add(options.get("backend", "auto"))
+        return whole(self, *given, **options)
 
-            return call
-
-        monkeypatch.setattr(KVShift, name, spy(name, getattr(KVShift, name)))
+    monkeypatch.setattr(KVShift, "forward", spy)
     model = shifting_by(backend, KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**CONFIG)))
     ids = torch.randint(1, 31, (2, 7), generator=torch.Generator().manual_seed(0))
     model(input_ids=ids, labels=ids).loss.backward()
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)
     static = model.generate(ids, max_new_tokens=4, do_sample=False, cache_implementation="static")
     assert torch.equal(static, expected)
-    assert asked == {"forward": {backend}, "step": {backend}}
-    shifts: list[Any] = [part for part in model.modules() if isinstance(part, KVShift)]
-    assert [shift.recomputing.keywords for shift in shifts] == [{"backend": backend}] * 2  # too small to be asked here
+    assert asked == {backend}
+    shifts = [part for part in model.modules() if isinstance(part, KVShift)]
+    assert [may_recompute(shift) for shift in shifts] == [False, False]

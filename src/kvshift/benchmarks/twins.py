@@ -30,11 +30,10 @@ def exactly(module: Any) -> Any:
 
 
 def shifting_by(backend: str, module: Any) -> Any:
-    """Have every shift of a module done by one backend, decoding and what backward recomputes included; in place."""
+    """Have every shift of a module done by one backend, and none once more in backward; in place."""
     for part in module.modules():
         if isinstance(part, KVShift):
-            for name in ("forward", "step", "recomputing"):
-                setattr(part, name, functools.partial(getattr(part, name), backend=backend))
+            part.forward = functools.partial(part.forward, backend=backend)  # such a forward is not recomputed
     return module
 
 

@@ -57,13 +57,12 @@ def test_it_finds_nothing_wrong_here(capsys, no_interpreter):
     assert printed.endswith("wrong\n  nothing\n\n")
 
 
-def test_json_holds_the_same_parts(capsys, no_interpreter, few, tmp_path):
-    found = report(capsys, "--device", "cpu", "--output", str(tmp_path / "report.json"))
+def test_json_holds_the_same_parts(capsys, no_interpreter, few):
+    found = report(capsys, "--device", "cpu")
     assert list(found) == PARTS
     assert found["wrong"] == []
     assert {row["backend"] for row in found["edge suite"]} <= {"cpu", "eager"}
     assert found["versions"]["torch"] == torch.__version__
-    assert json.loads((tmp_path / "report.json").read_text()) == found
 
 
 def test_why_the_cpu_kernel_is_missing(capsys, no_interpreter, few, monkeypatch, tmp_path):
@@ -164,13 +163,6 @@ def test_a_torch_that_cannot_be_imported_is_a_line(fault, tmp_path):
 def test_a_device_that_is_not_there_is_refused_by_name(device, capsys):
     assert main(["doctor", "--device", device]) == 2
     assert f"device must be one of this machine, got '{device}': " in capsys.readouterr().err
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(capsys, tmp_path):
-    assert main(["doctor", "--output", str(tmp_path / "no" / "report.json")]) == 2
-    printed, said = capsys.readouterr()
-    assert printed == ""
-    assert "output must be a file in a folder that exists" in said
 
 
 def test_a_backend_of_the_environment_is_the_reason(capsys, no_interpreter, few, monkeypatch):

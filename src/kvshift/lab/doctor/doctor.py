@@ -46,7 +46,6 @@ def doctor(config: DoctorConfig) -> None:
         LabError: there is no such device.
         SomethingWrongError: a part of the report could not be made, or a result of the edge suite is wrong.
     """
-    config.check()
     wrong: list[str] = []
     report: dict[str, Any] = {}
     parts: dict[str, Callable[[], Any]] = {
@@ -69,8 +68,6 @@ def doctor(config: DoctorConfig) -> None:
             print(*(_as_text(key, report[key]) for key in report if key.startswith(name)), sep="\n", flush=True)
     report["wrong"] = wrong
     print(json.dumps(report, indent=1) if config.json else _as_text("wrong", wrong or "nothing"))
-    if config.output is not None:
-        config.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if wrong:
         raise SomethingWrongError(f"{len(wrong)} wrong; please report all of this at {_address_of_issues()}")
 
