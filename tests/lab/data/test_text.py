@@ -18,7 +18,7 @@ import torch
 import tyro
 from torch.utils.data import DataLoader
 
-from kvshift.lab.data import dataset_cache, packing, sources
+from kvshift.lab.data import dataset_cache, files, packing, sources
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
@@ -54,7 +54,7 @@ def test_bundled_corpus_becomes_sequences(tmp_path):
     whole = data.tokenizer.decode(
         [token for part in (data.train, data.validation) for row in tokens(part) for token in row]
     )
-    corpus = (sources._corpora() / "tinyshakespeare.txt").read_text()
+    corpus = (files._corpora() / "tinyshakespeare.txt").read_text()
     assert len(corpus) - len(whole) < 2 * 256 * 8  # all but two tails
     assert whole[:900_000] == corpus[:900_000]
 

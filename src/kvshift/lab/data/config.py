@@ -68,17 +68,16 @@ class DataConfig:
 
 
 def check_data_paths(corpus: str, validation: str | None, option: str) -> None:
-    """Raise `LabError` where local files are named that cannot be read as text; without an import of datasets.
+    """Raise `LabError` for text that is not there, or files that cannot be read as text; without an import of datasets.
 
     Args:
         corpus, validation: as in `DataConfig`.
         option: that names the corpus.
     """
-    from kvshift.lab.data.files import find_files, is_local  # pyarrow
+    from kvshift.lab.data.files import find_corpus, find_files  # pyarrow
 
-    if not corpus.isidentifier() and is_local(corpus):  # not a bundled corpus
-        find_files(corpus, option)
-    if validation is not None:
+    files = find_corpus(corpus, option)
+    if validation is not None and files is not None:  # else it is a split of the hub dataset
         find_files(validation, "validation")
 
 
