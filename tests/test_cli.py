@@ -86,6 +86,11 @@ def test_planning_needs_no_torch(options):
         (["train", "--out", "{0}/new", "--data.corpus", "{0}/notes.xyz"], "corpus: .*notes.xyz is of no known format"),
         (["train", "--out", "{0}/new", "--data.validation", "{0}/*.txt"], "validation: .*"),
         (
+            ["train", "--out", "{0}/new", "--data.corpus", "shakespeer"],
+            "corpus: 'shakespeer' is neither a bundled corpus",
+        ),
+        (["eval", "{0}", "{0}/missing.txt"], "texts: .*missing.txt' is neither a bundled corpus"),
+        (
             ["compare", "--out", "{0}/new", "--data.corpus", "{0}/notes.xyz"],
             "corpus: .*notes.xyz is of no known format",
         ),
@@ -94,7 +99,7 @@ def test_planning_needs_no_torch(options):
         (["retrofit", "{0}/model", "{0}"], "out must be a folder that is not there yet, or is empty"),
         (["export", "{0}/model", "{0}"], "out must be a folder that is not there yet, or is empty"),
     ],
-    ids=["train", "validation", "compare", "steps", "eval", "retrofit", "export"],
+    ids=["train", "validation", "corpus", "text", "compare", "steps", "eval", "retrofit", "export"],
 )
 def test_bad_paths_and_options_are_said_before_torch_is_imported(arguments, said, tmp_path):
     """It takes seconds."""

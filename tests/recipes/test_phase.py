@@ -184,16 +184,20 @@ def test_gains_at_each_moment_are_those_of_a_slow_loop():
 
 
 def test_the_search_reports_all_that_was_tried():
-    times = [400.0, math.inf, 300.0]
+    largest = next(setting for setting in SEARCH if setting.width == 256)
+    tried = (SEARCH[0], SEARCH[1], largest, SEARCH[-1])
+    times = [400.0, math.inf, 300.0, 100.0]
     given = [
         record(setting.label, 0, rising(at), {"loss": [4.0] * 10}, setting.config(2))
-        for setting, at in zip((SEARCH[0], SEARCH[1], SEARCH[-1]), times, strict=True)
+        for setting, at in zip(tried, times, strict=True)
     ]
-    (claim,) = RECIPE.claims(given)
+    claim, of_repeats = RECIPE.claims(given)
     assert claim.ours.startswith("in 2 of 3 settings; the cheapest is width 64, 2 heads of 32")  # the other is larger
     assert claim.direction == "not shown"  # a single seed
+    assert of_repeats.statement.endswith("on text with repeated spans")
+    assert of_repeats.ours.startswith("in 1 of 1 settings; the cheapest is width 64, 2 heads of 32, BPE 1,024")
     table = phase.tables(given)
-    assert all(setting.label in table for setting in (SEARCH[0], SEARCH[1], SEARCH[-1]))
+    assert all(setting.label in table for setting in tried)
     assert table.count("not reached") == 1
     assert RECIPE.plot(given).axes
 

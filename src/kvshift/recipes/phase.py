@@ -82,7 +82,7 @@ def _is_search(records: Sequence[Record]) -> bool:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Of the search, what it found; else when models change, and the gain before, at and after that."""
-    return [phase_search.claim(records)] if _is_search(records) else _claims(Changes(records))
+    return phase_search.claims(records) if _is_search(records) else _claims(Changes(records))
 
 
 def _claims(changes: Changes) -> list[Claim]:

@@ -16,7 +16,8 @@ import pytest
 
 from kvshift.lab.data import sources
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.data.sources import bundled_corpora, load_documents
+from kvshift.lab.data.files import bundled_corpora
+from kvshift.lab.data.sources import load_documents
 from kvshift.lab.errors import LabError
 
 pytestmark = pytest.mark.no_models

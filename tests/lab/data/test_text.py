@@ -18,7 +18,7 @@ import torch
 import tyro
 from torch.utils.data import DataLoader
 
-from kvshift.lab.data import dataset_cache, packing, sources
+from kvshift.lab.data import dataset_cache, files, packing, sources
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
@@ -54,7 +54,7 @@ def test_bundled_corpus_becomes_sequences(tmp_path):
     whole = data.tokenizer.decode(
         [token for part in (data.train, data.validation) for row in tokens(part) for token in row]
     )
-    corpus = (sources._corpora() / "tinyshakespeare.txt").read_text()
+    corpus = (files._corpora() / "tinyshakespeare.txt").read_text()
     assert len(corpus) - len(whole) < 2 * 256 * 8  # all but two tails
     assert whole[:900_000] == corpus[:900_000]
 
@@ -185,6 +185,10 @@ def test_second_load_reads_the_cache(tmp_path, folder, monkeypatch):
         ({"validation_fraction": 1.0}, "validation_fraction must"),
         ({"validation_fraction": float("nan")}, "validation_fraction must"),
         ({"packing": "rows"}, "packing must be concat or documents, got 'rows'"),
+        ({"repeated_spans": 0.0}, "repeated_spans must be above 0 and at most 1, got 0.0"),
+        ({"repeated_spans": 1.5}, "repeated_spans must be above 0"),
+        ({"repeated_spans": 0.5, "packing": "documents"}, "repeated_spans must be left out with packing documents"),
+        ({"repeated_spans": 0.5, "sequence_length": 63}, "sequence_length must be 64 or more with repeated_spans, got"),
         ({"corpus": ""}, "corpus must not be empty"),
         ({"tokenizer": ""}, "tokenizer must not be empty"),
         ({"tokenizer": "missing/tokenizer"}, "tokenizer: there is no folder missing/tokenizer here"),

@@ -16,6 +16,9 @@ SHARED = "KVSHIFT_SHARED_DATA"
 # A byte-level BPE starts from the 256 bytes; the end-of-text token comes on top.
 SMALLEST_VOCABULARY = 257
 
+SHORTEST_WITH_SPANS = 64
+"""Tokens of a sequence in which a span may be repeated: the shortest has a quarter of them, 16."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -59,19 +62,22 @@ class DataConfig:
     """How documents share a sequence. concat: attention and shift cross from one document to the next, as in the paper.
     documents: no document sees another."""
 
+    repeated_spans: float | None = None
+    """Fraction of the training sequences in which a span of tokens is copied over a later one, so that there is more to
+    learn from what followed last time: above 0, at most 1, with packing concat. Validation text stays as it is."""
+
 
 def check_data_paths(corpus: str, validation: str | None, option: str) -> None:
-    """Raise `LabError` where local files are named that cannot be read as text; without an import of datasets.
+    """Raise `LabError` for text that is not there, or files that cannot be read as text; without an import of datasets.
 
     Args:
         corpus, validation: as in `DataConfig`.
         option: that names the corpus.
     """
-    from kvshift.lab.data.files import find_files, is_local  # pyarrow
+    from kvshift.lab.data.files import find_corpus, find_files  # pyarrow
 
-    if not corpus.isidentifier() and is_local(corpus):  # not a bundled corpus
-        find_files(corpus, option)
-    if validation is not None:
+    files = find_corpus(corpus, option)
+    if validation is not None and files is not None:  # else it is a split of the hub dataset
         find_files(validation, "validation")
 
 
@@ -87,6 +93,14 @@ def check_data_config(config: DataConfig) -> None:
         raise LabError(f"validation_fraction must lie between 0 and 1, both excluded, got {config.validation_fraction}")
     if config.packing not in ("concat", "documents"):
         raise LabError(f"packing must be concat or documents, got {config.packing!r}")
+    if config.repeated_spans is not None and not 0 < config.repeated_spans <= 1:
+        raise LabError(f"repeated_spans must be above 0 and at most 1, got {config.repeated_spans}")
+    if config.repeated_spans and config.packing != "concat":
+        raise LabError(f"repeated_spans must be left out with packing {config.packing}: a span would cross documents")
+    if config.repeated_spans and config.sequence_length < SHORTEST_WITH_SPANS:
+        raise LabError(
+            f"sequence_length must be {SHORTEST_WITH_SPANS} or more with repeated_spans, got {config.sequence_length}"
+        )
     if config.tokenizer is None and config.vocab_size < SMALLEST_VOCABULARY:
         raise LabError(
             f"vocab_size must be {SMALLEST_VOCABULARY} or more (256 bytes and <|endoftext|>), got {config.vocab_size}"

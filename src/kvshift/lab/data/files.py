@@ -7,14 +7,17 @@ Hugging Face datasets has loaders for these formats; they are not used, since in
 from __future__ import annotations
 
 import codecs
+import difflib
 import glob
 import gzip
 import io
 import json
 import lzma
+import re
 import shlex
 from collections.abc import Iterable, Iterator
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,18 @@ import pyarrow.parquet as pq
 
 from kvshift.lab.errors import LabError
 
-__all__ = ["FORMATS", "FileStamp", "find_files", "is_data_file", "is_local", "of_chats", "read_files", "read_pieces"]
+__all__ = [
+    "FORMATS",
+    "FileStamp",
+    "bundled_corpora",
+    "find_corpus",
+    "find_files",
+    "is_data_file",
+    "is_local",
+    "of_chats",
+    "read_files",
+    "read_pieces",
+]
 
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".parquet")
 _COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -53,6 +67,35 @@ def is_local(corpus: str) -> bool:
     """Whether a corpus that is not a bundled one is a file, a folder or a glob; else it may be a hub dataset."""
     path = Path(corpus).expanduser()
     return path.exists() or path.is_symlink() or glob.has_magic(corpus)
+
+
+def bundled_corpora() -> list[str]:
+    """Names of the corpora that come with the package."""
+    return sorted(file.name.removesuffix(".txt") for file in _corpora().iterdir() if file.name.endswith(".txt"))
+
+
+def find_corpus(corpus: str, option: str) -> tuple[FileStamp, ...] | None:
+    """The files of a bundled corpus, or those that `find_files` finds; None where it is a hub dataset.
+
+    Raises:
+        LabError: it is none of these, or `find_files` raises it. `option` is named.
+    """
+    if corpus in bundled_corpora():
+        return find_files(str(_corpora() / f"{corpus}.txt"), option)
+    if is_local(corpus):
+        return find_files(corpus, option)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", corpus) and not is_data_file(Path(corpus)):
+        return None
+    close = difflib.get_close_matches(corpus, bundled_corpora(), n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    raise LabError(
+        f"{option}: {corpus!r} is neither a bundled corpus ({', '.join(bundled_corpora())}){hint}, nor a file or "
+        "folder that exists, nor a hub dataset (owner/name)"
+    )
+
+
+def _corpora() -> Path:
+    return Path(str(resources.files("kvshift.lab.data") / "corpora"))
 
 
 def find_files(pattern: str, option: str) -> tuple[FileStamp, ...]:

@@ -7,6 +7,8 @@ left at the end is dropped. With documents A = a1 a2 a3, B = b1 and C = c1 c2, e
     position_ids   0  1  2  3 |  0  1  0  1      packing "documents" only
     labels         -  2  3  $ |  -  $  -  c2     - is -100: not predicted
 
+`repeat_spans` copies a span over a later one in a fraction of the sequences.
+
 Shapes: B sequences, T positions in a sequence.
 """
 
@@ -27,7 +29,7 @@ from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
 from kvshift.lab.data.pieces import cut, parts_at_lines
 from kvshift.lab.data.sources import Documents, texts
 
-__all__ = ["collate", "count_tokens", "encoder", "pack", "pack_documents", "pack_stream"]
+__all__ = ["collate", "count_tokens", "encoder", "pack", "pack_documents", "pack_stream", "repeat_spans"]
 
 # Characters handed to the tokenizer at once, to work on with all its threads.
 _BATCH_CHARACTERS = 2**20
@@ -35,9 +37,15 @@ _BATCH_CHARACTERS = 2**20
 # Sequences of a stream that wait to be drawn from, to shuffle documents.
 _SHUFFLE_ROWS = 1024
 
+_SPANS = 5081  # of the generator of spans, beside the number of the sequence
+
 
 def pack_documents(
-    documents: datasets.Dataset, tokenizer: PreTrainedTokenizerFast, sequence_length: int, packing: str
+    documents: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerFast,
+    sequence_length: int,
+    packing: str,
+    repeated_spans: float | None = None,
 ) -> datasets.Dataset:
     """The sequences of `documents`, kept in the cache of Hugging Face datasets."""
     backend = tokenizer.backend_tokenizer.to_str()
@@ -49,6 +57,7 @@ def pack_documents(
         tokenizer.eos_token_id,
         sequence_length,
         packing,
+        *([repeated_spans] if repeated_spans else []),
     )
     return cached_dataset(
         _rows,
@@ -59,6 +68,7 @@ def pack_documents(
         eos=tokenizer.eos_token_id,
         sequence_length=sequence_length,
         packing=packing,
+        repeated_spans=repeated_spans,
     ).with_format("torch")
 
 
@@ -67,6 +77,8 @@ def pack_stream(
     tokenizer: PreTrainedTokenizerFast,
     sequence_length: int,
     packing: str,
+    repeated_spans: float | None = None,
+    *,
     seed: int | None = None,
 ) -> datasets.IterableDataset:
     """The sequences of `documents`, made while they are read; with a seed, shuffled, every pass in the same order.
@@ -84,6 +96,7 @@ def pack_stream(
             "eos": tokenizer.eos_token_id,
             "sequence_length": sequence_length,
             "packing": packing,
+            "repeated_spans": repeated_spans,
         },
     )
 
@@ -156,10 +169,37 @@ def count_tokens(documents: Documents, tokenizer: PreTrainedTokenizerFast) -> in
     return sum(len(document) + 1 for batch in _encoded(texts(documents), encode) for document in batch)
 
 
+def repeat_spans(tokens: np.ndarray, number: int, fraction: float) -> np.ndarray:
+    """With a probability of `fraction`, the sequence with one span copied over a later one; else as it is.
+
+        tokens[b : b + n] = tokens[a : a + n],  n in 16 .. T / 4,  a in 0 .. T - 2 n,  b in a + n .. T - n, all uniform
+
+    Args:
+        tokens: (T,), T >= 64.
+        number: of the sequence, which decides all draws: the same on every run, whatever its seed.
+        fraction: between 0 and 1.
+    """
+    random = np.random.default_rng([_SPANS, number])
+    if random.random() >= fraction:
+        return tokens
+    length = len(tokens)
+    n = int(random.integers(16, length // 4 + 1))
+    source = int(random.integers(length - 2 * n + 1))
+    target = int(random.integers(source + n, length - n + 1))
+    tokens = tokens.copy()
+    tokens[target : target + n] = tokens[source : source + n]
+    return tokens
+
+
 def _rows(
-    documents: Documents, backend: str, eos: int, sequence_length: int, packing: str
+    documents: Documents, backend: str, eos: int, sequence_length: int, packing: str, repeated_spans: float | None
 ) -> Iterator[dict[str, np.ndarray]]:
-    yield from pack(texts(documents), encoder(backend), eos, sequence_length, packing)
+    rows = pack(texts(documents), encoder(backend), eos, sequence_length, packing)
+    if not repeated_spans:
+        yield from rows
+        return
+    for number, row in enumerate(rows):
+        yield {"input_ids": repeat_spans(row["input_ids"], number, repeated_spans)}
 
 
 def _shuffled_rows(seed: int | None, **options: Any) -> Iterator[dict[str, np.ndarray]]:

@@ -5,10 +5,7 @@ Wherever the text comes from, what leaves this module is a dataset with one colu
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,10 +13,10 @@ import datasets
 
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
-from kvshift.lab.data.files import FileStamp, find_files, is_data_file, is_local, of_chats, read_files, read_pieces
+from kvshift.lab.data.files import FileStamp, find_corpus, find_files, of_chats, read_files, read_pieces
 from kvshift.lab.errors import LabError
 
-__all__ = ["Documents", "bundled_corpora", "load_documents", "read_text", "texts"]
+__all__ = ["Documents", "load_documents", "read_text", "texts"]
 
 Documents = datasets.Dataset | datasets.IterableDataset
 
@@ -28,11 +25,6 @@ STREAM_VALIDATION_DOCUMENTS = 1000
 
 # 64-bit offsets: one document may be larger than 2 GiB.
 _FEATURES = datasets.Features({"text": datasets.Value("large_string")})
-
-
-def bundled_corpora() -> list[str]:
-    """Names of the corpora that come with the package."""
-    return sorted(file.name.removesuffix(".txt") for file in _corpora().iterdir() if file.name.endswith(".txt"))
 
 
 def load_documents(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
@@ -81,21 +73,10 @@ def _column(documents: Documents) -> Iterator[str]:
 
 def _find(config: DataConfig, option: str) -> tuple[FileStamp, ...] | None:
     """The files of the corpus; None where it is a hub dataset."""
-    corpus = config.corpus
-    if corpus in bundled_corpora():
+    files = find_corpus(config.corpus, option)
+    if files is not None:
         _refuse_hub_options(config)
-        return find_files(str(_corpora() / f"{corpus}.txt"), option)
-    if is_local(corpus):
-        _refuse_hub_options(config)
-        return find_files(corpus, option)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", corpus) and not is_data_file(Path(corpus)):
-        return None
-    close = difflib.get_close_matches(corpus, bundled_corpora(), n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    raise LabError(
-        f"{option}: {corpus!r} is neither a bundled corpus ({', '.join(bundled_corpora())}){hint}, nor a file or "
-        "folder that exists, nor a hub dataset (owner/name)"
-    )
+    return files
 
 
 def _local(config: DataConfig, files: tuple[FileStamp, ...]) -> tuple[Documents, datasets.Dataset]:
@@ -214,7 +195,3 @@ def _refuse_hub_options(config: DataConfig) -> None:
         value = getattr(config, option)
         if value != neutral:
             raise LabError(f"{option} is for hub datasets; got {value!r} with corpus {config.corpus}")
-
-
-def _corpora() -> Path:
-    return Path(str(resources.files("kvshift.lab.data") / "corpora"))

@@ -62,7 +62,7 @@ class EvalConfig:
     """Put the beginning-of-text token (bos, or eos if there is none) before each sequence, so that the first token is
     scored too. auto: if the tokenizer does so by default."""
     text_column: str = "text"
-    """Column that holds the text, in .jsonl and .parquet files and hub datasets."""
+    """Column that holds the text, in .jsonl, .json and .parquet files and hub datasets."""
     hub_config: str | None = None
     """Configuration of the hub dataset."""
     split: str = "train"

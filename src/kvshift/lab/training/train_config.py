@@ -260,9 +260,10 @@ def config_hash(config: Mapping[str, Any]) -> str:
     for name in ("init_from", "tune", "lora_rank"):
         if decisive.get(name) is None:
             decisive.pop(name, None)
-    late = ("variant", "zero_outputs")
-    model = {name: value for name, value in decisive.get("model", {}).items() if name not in late or value is not None}
-    decisive |= {"model": model} if model else {}
+    for part, late in {"model": ("variant", "zero_outputs"), "data": ("repeated_spans",)}.items():
+        fields = decisive.get(part, {})
+        kept = {name: value for name, value in fields.items() if name not in late or value is not None}
+        decisive |= {part: kept} if kept else {}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
