@@ -221,8 +221,9 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     about = {"description": command.summary, "example": command.example, "first": command.first}
     try:
         options = _imported(reader)(_imported(command.options), arguments, prog=f"kvshift {name}", **about)
-        for look in ("check", "check_paths"):  # at what is wrong without a look at torch
-            getattr(options, look, lambda: None)()
+        if os.environ.get("RANK", "0") == "0":  # of several processes the first says what is wrong; torchrun ends all
+            for look in ("check", "check_paths"):  # before torch is imported
+                getattr(options, look, lambda: None)()
         _imported(command.function)(options)
     except LabError as error:
         fault = error

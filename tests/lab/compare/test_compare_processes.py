@@ -73,14 +73,17 @@ def test_a_fault_of_the_child_reaches_the_user_and_leaves_nothing(there, tmp_pat
     out = tmp_path / "out"
     if there:
         out.mkdir()
-    command = kvshift("compare", "--out", out, *TINY, "--data.corpus", tmp_path / "nothing.txt")
+    text = tmp_path / "short.txt"
+    text.write_text("to be")
+    command = kvshift("compare", "--out", out, *TINY, "--data.corpus", text)
     run = subprocess.run(command, env=child_environment, capture_output=True, text=True)
     assert run.returncode == 2
     said = run.stderr.splitlines()
-    assert any(line.startswith("kvshift train:") and "nothing.txt" in line for line in said)
+    assert any(line.startswith("kvshift train:") and "short.txt" in line for line in said)
     assert said[-1].startswith("kvshift compare: seed 0, vanilla (1 of 2): training ended with exit code 2")
     assert "Traceback" not in run.stderr
-    assert [*tmp_path.rglob("*")] == [out] * there
+    assert {*tmp_path.iterdir()} - {tmp_path / "cache"} == {text, *[out] * there}
+    assert not there or not any(out.iterdir())
 
 
 @pytest.mark.slow

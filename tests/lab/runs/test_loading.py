@@ -149,8 +149,9 @@ def test_weights_that_are_not_finite_are_named(number: float, model_folder: Path
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"num_attention_heads": 0}, "a value in its config.json does not fit .ZeroDivisionError"),
         ({"num_key_value_heads": 0}, "a value in its config.json does not fit .ZeroDivisionError"),
-        ({"layer_types": 5}, "a value in its config.json does not fit .TypeError"),
-        ({"id2label": []}, "a value in its config.json does not fit .AttributeError"),
+        # By transformers' own validation before 5.24.
+        ({"layer_types": 5}, "(a value in its config.json does not fit .TypeError|'int' object is not iterable)"),
+        ({"id2label": []}, "(a value in its config.json does not fit .AttributeError|Field 'id2label' with value)"),
         ({"dtype": "float33"}, "a value in its config.json does not fit .AttributeError: .*float33"),
     ],
     ids=["heads", "type", "no heads", "no key heads", "layers", "labels", "dtype"],
