@@ -133,14 +133,14 @@ def shift_norm_rope_triton(
     if (k_state is not None or v_state is not None) and trained and torch.is_grad_enabled():
         raise ValueError("k_state and v_state must be None where gradients are recorded: none flows through a state")
     found = boundaries or Boundaries()
-    table = aligned_tables(cos, sin)
+    table = _aligned_tables(cos, sin)
     q_out, k_out, v_out = _shift(
         q, k, v, alpha, beta, k_state, v_state, *table, q_scale, k_scale, eps, boundaries=found
     )
     return q_out, k_out, v if beta is None else v_out
 
 
-def aligned_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _aligned_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """With the same strides, those of a row side by side, as the kernels read them."""
     if cos.stride(2) == 1 and cos.stride() == sin.stride() and cos.dtype == sin.dtype:
         return cos, sin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,7 +17,6 @@ def registered(
     name: str,
     *,
     fake: Callable[..., Any],
-    mutates: Sequence[str] = (),
     save: Callable[..., None] | None = None,
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
     watched_backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
@@ -30,13 +29,12 @@ def registered(
     Args:
         name: of the operator.
         fake: the function's outputs for tensors without data.
-        mutates: names of the arguments that it writes to.
         save, backward: of its autograd, as in `torch.library.register_autograd`; its gradients have none themselves.
         watched_backward: what `backward` does, by plain operations, where `needs_traceable_ops` says that it must.
     """
 
     def register(launch: Callable[..., Result]) -> Callable[..., Result]:
-        operator = torch.library.custom_op(f"kvshift::{name}", launch, mutates_args=mutates)
+        operator = torch.library.custom_op(f"kvshift::{name}", launch, mutates_args=())
         operator.register_fake(fake)
         differentiable = None
         if backward is not None and watched_backward is not None:
