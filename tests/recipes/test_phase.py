@@ -185,7 +185,8 @@ def test_gains_at_each_moment_are_those_of_a_slow_loop():
 
 def test_the_search_reports_all_that_was_tried():
     largest = next(setting for setting in SEARCH if setting.width == 256)
-    tried = (SEARCH[0], SEARCH[1], largest, SEARCH[-1])
+    repeated = next(setting for setting in SEARCH if setting.repeated_spans)
+    tried = (SEARCH[0], SEARCH[1], largest, repeated)
     times = [400.0, math.inf, 300.0, 100.0]
     given = [
         record(setting.label, 0, rising(at), {"loss": [4.0] * 10}, setting.config(2))

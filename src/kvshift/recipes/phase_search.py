@@ -121,6 +121,10 @@ SEARCH = (
     Setting(128, 2, 2e-3),
     Setting(64, 2, 4e-3, vocabulary=512),
     Setting(64, 2, 4e-3, qk_norm=True),
+    # Where text alone does not bring two plain layers to copy: text in which spans are repeated.
+    Setting(64, 2, 4e-3, repeated_spans=0.1),
+    Setting(64, 2, 4e-3, repeated_spans=0.3),
+    # More of text alone.
     Setting(128, 4, 4e-3, qk_norm=True),
     Setting(64, 1, 4e-3),
     Setting(64, 2, 2e-3),
@@ -136,9 +140,6 @@ SEARCH = (
     Setting(128, 2, 4e-3),
     Setting(128, 2, 2e-3, tokens=4096),
     Setting(256, 4, 1e-3),
-    # Where text alone does not bring two plain layers to copy: text in which spans are repeated.
-    Setting(64, 2, 4e-3, repeated_spans=0.1),
-    Setting(64, 2, 4e-3, repeated_spans=0.3),
 )
 
 
