@@ -9,6 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvshift.ops.boundaries import NOTHING, plan_shift
+
 from .cases import DTYPES, random_case
 from .checks import (
     LENGTHS,
@@ -134,3 +136,17 @@ def test_causality_within_documents(backend):
         (gradient,) = torch.autograd.grad(replace(case, k=k).call(backend)[0], k, picked)
         reached = (gradient != 0).all(3).all(2)[0].tolist()
         assert reached == [s == t or (s == t - 1 and t % 2 == 1) for s in range(6)]
+
+
+def test_a_plan_names_rows_of_state_from_its_end():
+    """Two sequences of 2 and 1 tokens with padding between, two rows of state each: -4 and -3, then -2 and -1."""
+    bounds = torch.tensor([0, 3, 4], dtype=torch.int32)
+    mask = torch.tensor([[True, False, True, True]])
+    plan = plan_shift(1, 4, 3, 2, torch.device("cpu"), cu_seqlens=bounds, mask=mask, backward=True)
+    no = NOTHING
+    assert plan.sources.tolist() == [[[0, -3, -4], [no, no, no], [2, 0, -3], [3, -1, -2]]]
+    assert plan.next_state.tolist() == [[0, 2, -1, 3]]
+    of_state = [[no, no, 0], [no, 0, 2], [no, no, 3], [no, 3, no]]
+    assert plan.readers.tolist() == [[*of_state, [0, 2, no], [no, no, no], [2, no, no], [3, no, no]]]
+    assert {x.dtype for x in plan} == {torch.int32}
+    assert plan_shift(1, 4, 3, 2, torch.device("cpu"), cu_seqlens=bounds, mask=mask).readers is None

@@ -117,7 +117,7 @@ CALL = "shift(x, coefficients, state, plan)"  # of the backend
 LAST = "    return outputs, [state_after("
 NEXT = "state_after(x, state, plan, max_rows)"
 FIRST = "first_BT = bound_rank[:, sequence_T]"
-RETURN = "    return ShiftPlan(sources, readers[:, :-1], next_BSR.flatten(1))"
+RETURN = "    return ShiftPlan(sources.int(), next_BSR.flatten(1).int(), readers)"
 CROP = "return self._map(lambda x: x[:, :left].clone())"
 
 OF_BOTH: dict[str, Change] = {
@@ -166,7 +166,7 @@ OF_BOTH: dict[str, Change] = {
     "state is a view": (SHIFT, NEXT, "x[:, -max_rows:]", check_inputs),
     "keys edited in place": (SHIFT, LAST, f"    inputs[0].data.copy_(outputs[0])\n{LAST}", check_inputs),
     "state at the padded end": (SHIFT, NEXT, "x[:, -rows:].clone()", check_padding),
-    "no pad mask": (SHIFT, "seq_idx=seq_idx, mask=mask\n        )", "seq_idx=seq_idx\n        )", check_padding),
+    "no pad mask": (SHIFT, '"seq_idx": seq_idx, "mask": mask}', '"seq_idx": seq_idx}', check_padding),
     "pads counted as tokens": (
         PLAN,
         "rank_BT = real_BT.cumsum(1) - 1",
@@ -189,19 +189,19 @@ OF_BOTH: dict[str, Change] = {
     "one token emits no state": (
         PLAN,
         RETURN,
-        f"    next_BSR[end_BS - first_BS == 1] = -1\n{RETURN}",
+        f"    next_BSR[end_BS - first_BS == 1] = NOTHING\n{RETURN}",
         check_packs,
     ),
     "no token loses its state": (
         PLAN,
         RETURN,
-        f"    next_BSR[end_BS == first_BS] = -1\n{RETURN}",
+        f"    next_BSR[end_BS == first_BS] = NOTHING\n{RETURN}",
         check_packs,
     ),
     "gradient across boundaries": (
         PLAN,
         RETURN,
-        f"    readers[:, slots : slots + positions - 1, 1] = position_T[1:]\n{RETURN}",
+        f"    if readers is not None:\n        readers[:, slots:-1, 1] = position_T[1:]\n{RETURN}",
         check_packs,
     ),
     "state not reordered": (
@@ -271,20 +271,25 @@ OF_EAGER: dict[str, Change] = {
     ),
 }
 OF_AUTO: dict[str, Change] = {
-    "lags swapped": (KERNEL, ": n.Q + t - j;", ": n.Q + t - (n.W - 1 - j);", check_parity),
+    "lags swapped": (KERNEL, ": t - j;", ": t - (n.W - 1 - j);", check_parity),
     "the oldest row of the state": (
         KERNEL,
-        "row.add(state.at(b, r), state.head, j)",
+        "row.add(state.at(b, n.Q + r), state.head, j)",
         "row.add(state.at(b, 0), state.head, j)",
         check_wide_window,
     ),
     "state read for nothing": (
         KERNEL,
-        "else if (r >= 0) row.add(state.at(b, r), state.head, j)",
-        "else row.add(state.at(b, r < 0 ? 0 : r), state.head, j)",
+        "else if (r >= -n.Q) row.add(state.at(b, n.Q + r), state.head, j)",
+        "else row.add(state.at(b, r < -n.Q ? 0 : n.Q + r), state.head, j)",
         check_documents_with_a_state,
     ),
-    "strides of heads ignored": (KERNEL, "x.at(b, r - n.Q), x.head, j)", "x.at(b, r - n.Q), n.D, j)", check_strides),
+    "strides of heads ignored": (
+        KERNEL,
+        "row.add(x.at(b, r), x.head, j)",
+        "row.add(x.at(b, r), n.D, j)",
+        check_strides,
+    ),
     "zero times infinity": (KERNEL, "return weights[lags[i]] != 0;", "return true;", check_identity),
     "cut off, not rounded": (
         KERNEL,

@@ -8,7 +8,7 @@ free of synchronisation on a GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,22 +37,26 @@ def sequence_of_positions(cu_seqlens: Tensor, positions: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].contiguous(), position_P, right=True)
 
 
-@dataclass(frozen=True)
-class ShiftPlan:
-    """Where every output takes its rows from.
+NOTHING = -(2**31)
+"""In a `ShiftPlan`: a row of zeros is read, or no position reads the row."""
 
-    Rows are numbered per batch entry as if its state stood before it: 0 .. Q-1 are rows of state (Q = R for batch
-    entries; Q = S * R for a pack, sequence after sequence), Q .. Q+T-1 are the positions. -1 means zero.
+
+class ShiftPlan(NamedTuple):
+    """Where every output takes its rows from: the one form in which all implementations read boundaries.
+
+    A row is named by an int32: 0 .. T-1 is a position of its batch entry; -1, -2, ... -Q is a row of the batch entry's
+    state, counted from the end (Q = R for batch entries; Q = S * R for a pack, sequence after sequence).
 
     Attributes:
-        sources: (B, T, W), the row that lag j of position t reads.
-        readers: (B, Q + T, W), the position whose lag j reads this row: the inverse of `sources`.
-        next_state: (B, N), the rows that make up the next state.
+        sources: (B, T, W), the row that lag j of position t reads, or `NOTHING`.
+        next_state: (B, N), the rows that make up the next state, or `NOTHING`.
+        readers: (B, Q + T, W), the inverse of `sources` for backward: the position whose lag j reads a row of state or,
+            behind those, a position; or `NOTHING`. None where no gradient is asked for.
     """
 
     sources: Tensor
-    readers: Tensor
     next_state: Tensor
+    readers: Tensor | None
 
 
 def plan_shift(
@@ -65,6 +69,7 @@ def plan_shift(
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
     mask: Tensor | None = None,
+    backward: bool = False,
 ) -> ShiftPlan:
     """Number the real tokens of each document, and find for every token those that came 1 .. W-1 before it.
 
@@ -75,12 +80,13 @@ def plan_shift(
         rows: R.
         device: where to build the plan.
         cu_seqlens, seq_idx, mask: as in `kv_shift`; at most one of the first two.
+        backward: whether gradients are asked for.
     """
     position_T = torch.arange(positions, device=device)
     real_BT = torch.ones(batch, positions, dtype=torch.bool, device=device) if mask is None else mask
     rank_BT = real_BT.cumsum(1) - 1  # how many real tokens stand before a real token of this row
     spare = positions  # one column beyond the end takes the writes and reads of padding
-    no_position = torch.full((batch, positions + 1), -1, dtype=torch.long, device=device)
+    no_position = torch.full((batch, positions + 1), NOTHING, dtype=torch.long, device=device)
     at_rank = no_position.scatter(1, torch.where(real_BT, rank_BT, spare), position_T.expand(batch, -1))
 
     if cu_seqlens is not None:
@@ -88,10 +94,10 @@ def plan_shift(
         real_before = torch.cat([real_BT.new_zeros(1, 1, dtype=torch.long), rank_BT + 1], dim=1)
         bound_rank = real_before[:, cu_seqlens.long()]  # (1, S + 1): real tokens before each boundary
         first_BT = bound_rank[:, sequence_T]
-        state_BT = (sequence_T * rows).expand(batch, -1)  # where this token's state begins
         slots = rows * (cu_seqlens.shape[0] - 1)
+        state_BT = ((sequence_T + 1) * rows - slots).expand(batch, -1)  # behind the newest row of a token's state
         end_BS, first_BS = bound_rank[:, 1:], bound_rank[:, :-1]
-        state_BS = torch.arange(cu_seqlens.shape[0] - 1, device=device).mul(rows).expand(batch, -1)
+        state_BS = torch.arange(1, cu_seqlens.shape[0], device=device).mul(rows).sub(slots).expand(batch, -1)
     else:
         first_BT = torch.zeros_like(rank_BT)
         state_BT = torch.zeros_like(rank_BT)
@@ -101,27 +107,27 @@ def plan_shift(
         state_BS = torch.zeros_like(end_BS)
         if seq_idx is not None:
             first_BT = torch.where(document_starts(seq_idx, real_BT), rank_BT, 0).cummax(1).values
-            state_BT = torch.where(first_BT > 0, -1, 0)  # only a row's first document continues its state
+            state_BT = torch.where(first_BT > 0, NOTHING, 0)  # only a row's first document continues its state
             first_BS = torch.cat([first_BS, first_BT], dim=1).amax(1, keepdim=True)
-            state_BS = torch.where(first_BS > 0, -1, 0)
+            state_BS = torch.where(first_BS > 0, NOTHING, 0)
 
     def row_of(rank: Tensor, first: Tensor, state: Tensor) -> Tensor:
         """The row that holds the token of this rank; ranks below `first` reach back into state."""
         behind = rank - first  # -1 is the newest row of state
-        from_state = torch.where(state >= 0, state + rows + behind, -1)
+        from_state = (state + behind).clamp(min=NOTHING)
         index = torch.where(behind >= 0, rank, spare).clamp(max=spare)
-        from_positions = at_rank.gather(1, index.flatten(1)).view_as(index) + slots
-        return torch.where(behind >= 0, from_positions, from_state)
+        return torch.where(behind >= 0, at_rank.gather(1, index.flatten(1)).view_as(index), from_state)
 
     lag_W = torch.arange(window, device=device)
     sources = row_of(rank_BT.unsqueeze(2) - lag_W, first_BT.unsqueeze(2), state_BT.unsqueeze(2))
-    sources = torch.where(real_BT.unsqueeze(2), sources, -1)
-
-    no_reader = torch.full((batch, slots + positions + 1, window), -1, dtype=torch.long, device=device)
-    readers = no_reader.scatter(
-        1, torch.where(sources >= 0, sources, slots + positions), position_T[None, :, None].expand_as(sources)
-    )
+    sources = torch.where(real_BT.unsqueeze(2), sources, NOTHING)
 
     row_R = torch.arange(rows, device=device)
     next_BSR = row_of(end_BS.unsqueeze(2) - rows + row_R, first_BS.unsqueeze(2), state_BS.unsqueeze(2))
-    return ShiftPlan(sources, readers[:, :-1], next_BSR.flatten(1))
+
+    readers = None
+    if backward:
+        no_reader = torch.full((batch, slots + positions + 1, window), NOTHING, dtype=torch.int, device=device)
+        row = torch.where(sources >= -slots, sources + slots, slots + positions)
+        readers = no_reader.scatter(1, row, position_T.int()[None, :, None].expand_as(row))[:, :-1]
+    return ShiftPlan(sources.int(), next_BSR.flatten(1).int(), readers)

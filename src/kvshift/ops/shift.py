@@ -204,9 +204,9 @@ def _shift(
     bounded = cu_seqlens is not None or seq_idx is not None or mask is not None
     plan = None
     if bounded and backend != "reference":
-        plan = plan_shift(
-            batch, positions, window, rows, inputs[0].device, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask
-        )
+        where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
+        backward = torch.is_grad_enabled()
+        plan = plan_shift(batch, positions, window, rows, inputs[0].device, **where, backward=backward)
 
     if backend == "reference":
         keep = rows if bounded else min(max_rows, rows + positions)

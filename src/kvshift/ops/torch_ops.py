@@ -104,7 +104,8 @@ def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor
     total = None
     for lag, weight in enumerate(weights):
         span = slice(slots - lag, slots - lag + length)
-        total = _traceable_add(total, rows[:, span] if sources is None else pick(rows, sources[:, :, lag]), weight)
+        term = rows[:, span] if sources is None else pick(rows, sources[:, :, lag] + slots)
+        total = _traceable_add(total, term, weight)
     return cast(Tensor, total)
 
 
@@ -222,10 +223,9 @@ def by_batch(state: Tensor, x: Tensor) -> Tensor:
 
 
 def rows_at(x: Tensor, state_BQGD: Tensor, index: Tensor) -> Tensor:
-    """The rows that a `ShiftPlan` numbers so: (B, n, G, D)."""
-    slots = state_BQGD.shape[1]
-    in_state = torch.where(index < slots, index, -1)
-    return torch.where(index[..., None, None] >= slots, pick(x, index - slots), pick(state_BQGD, in_state))
+    """The rows that a `ShiftPlan` names so: (B, n, G, D)."""
+    in_state = torch.where(index < 0, index + state_BQGD.shape[1], -1)
+    return torch.where(index[..., None, None] >= 0, pick(x, index), pick(state_BQGD, in_state))
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:

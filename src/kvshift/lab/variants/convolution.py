@@ -44,7 +44,7 @@ def convolve(
     y = x.to(dtype) if residual else torch.zeros_like(x, dtype=dtype)
     for lag, of_lag in enumerate(weight.to(dtype).view(*x.shape[2:], window).unbind(-1)):
         start = past - lag
-        before = all_rows[:, start : start + length] if plan is None else pick(all_rows, plan.sources[:, :, lag])
+        before = all_rows[:, start : start + length] if plan is None else pick(all_rows, plan.sources[:, :, lag] + past)
         y = torch.addcmul(y, before, of_lag)
     return y.to(x.dtype)
 

@@ -1,8 +1,9 @@
 // The operator on a CPU, forward and backward, in one pass over memory each.
 //
 // Letters: B batch, T positions, G heads, D head size, W window, Q rows of state per batch entry.
-// Rows are numbered as in ops/boundaries.py: 0 .. Q-1 are state, Q .. Q+T-1 positions, -1 none. Without a plan, lag j of
-// position t reads row Q + t - j. Strides count elements; within a head elements lie next to each other.
+// Rows are named as in ops/boundaries.py: 0 .. T-1 are positions, -1 .. -Q state from its end, what is below is zero.
+// Without a plan, lag j of position t reads row t - j. Strides count elements; within a head elements lie next to each
+// other.
 //
 // A plain C interface, without Python or PyTorch: one binary serves every version of both. Products and sums are
 // rounded in the same order as in torch_ops.py, which gives the same bits.
@@ -261,7 +262,7 @@ inline bool should_stream(const Shape& n, const T* y) {
 }
 
 template <class T, class A, bool streams>
-void forward(const Shape& n, T* y, Rows<const T> x, Rows<const T> state, const A* weights, const int64_t* sources,
+void forward(const Shape& n, T* y, Rows<const T> x, Rows<const T> state, const A* weights, const int32_t* sources,
              int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -270,9 +271,9 @@ void forward(const Shape& n, T* y, Rows<const T> x, Rows<const T> state, const A
             const int64_t b = bt / n.T, t = bt % n.T;
             Row<T, A, streams> row;
             for (int64_t j = 0; j < n.W; ++j) {
-                const int64_t r = sources ? sources[bt * n.W + j] : n.Q + t - j;
-                if (r >= n.Q) row.add(x.at(b, r - n.Q), x.head, j);
-                else if (r >= 0) row.add(state.at(b, r), state.head, j);
+                const int64_t r = sources ? sources[bt * n.W + j] : t - j;
+                if (r >= 0) row.add(x.at(b, r), x.head, j);
+                else if (r >= -n.Q) row.add(state.at(b, n.Q + r), state.head, j);
             }
             row.write(y + bt * n.G * n.D, weights, n);
         }
@@ -285,7 +286,7 @@ void forward(const Shape& n, T* y, Rows<const T> x, Rows<const T> state, const A
 // bits whatever the number of threads. `scratch` holds (threads, G, W, 128 bytes).
 template <class T, class A, bool streams>
 void backward(const Shape& n, T* grad_x, T* grad_state, double* grad_weights, void* scratch, int64_t spans,
-              Rows<const T> grad_y, Rows<const T> x, Rows<const T> state, const A* weights, const int64_t* readers,
+              Rows<const T> grad_y, Rows<const T> x, Rows<const T> state, const A* weights, const int32_t* readers,
               int threads) {
     using L = Lanes<T>;
     const int64_t rows = n.B * (n.Q + n.T), coefficients = n.G * n.W, span = (rows + spans - 1) / spans;
@@ -320,7 +321,7 @@ void backward(const Shape& n, T* grad_x, T* grad_state, double* grad_weights, vo
     extern "C" void kvshift_forward_##NAME(int64_t B, int64_t N, int64_t G, int64_t D, int64_t W, int64_t Q, T* y,   \
                                            const T* x, int64_t xb, int64_t xr, int64_t xh, const T* state,           \
                                            int64_t pb, int64_t pr, int64_t ph, const A* weights,                     \
-                                           const int64_t* sources, int threads) {                                    \
+                                           const int32_t* sources, int threads) {                                    \
         const Shape n{B, N, G, D, W, Q};                                                                             \
         const auto run = should_stream(n, y) ? forward<T, A, true> : forward<T, A, false>;                           \
         run(n, y, {x, xb, xr, xh}, {state, pb, pr, ph}, weights, sources, threads);                                  \
@@ -330,7 +331,7 @@ void backward(const Shape& n, T* grad_x, T* grad_state, double* grad_weights, vo
         double* grad_weights, void* scratch, int64_t spans, const T* grad_y, int64_t gb, int64_t gr, int64_t gh,     \
         const T* x, int64_t xb,                                                                                      \
         int64_t xr, int64_t xh, const T* state, int64_t pb, int64_t pr, int64_t ph, const A* weights,                \
-        const int64_t* readers, int threads) {                                                                       \
+        const int32_t* readers, int threads) {                                                                       \
         const Shape n{B, N, G, D, W, Q};                                                                             \
         const bool streams = should_stream(n, grad_x) && should_stream(n, grad_state);                               \
         const auto run = streams ? backward<T, A, true> : backward<T, A, false>;                                     \
