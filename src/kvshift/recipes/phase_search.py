@@ -124,6 +124,8 @@ SEARCH = (
     # Where text alone does not bring two plain layers to copy: text in which spans are repeated.
     Setting(64, 2, 4e-3, repeated_spans=0.1),
     Setting(64, 2, 4e-3, repeated_spans=0.3),
+    Setting(64, 2, 4e-3, repeated_spans=1.0),
+    Setting(64, 4, 4e-3, tokens=4096, repeated_spans=1.0),
     # More of text alone.
     Setting(128, 4, 4e-3, qk_norm=True),
     Setting(64, 1, 4e-3),
