@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 SIZES = {"B": 9, "T": 256, "H": 8, "G": 4, "D": 128}
-# Words of a call: one of the first row, any of the second, and of the last which targets are shifted, if not both.
+# Words of a call: one of the first row, any of the second, which targets are shifted, if not both, and the head size.
 WORDS = (
     ("plain", "state", "documents", "padding", "rotated"),
     ("pack", "norm"),
     ("keys", "values", "none", "single"),
+    ("head 40", "head 72", "head 100"),
 )
 
 
@@ -55,9 +56,8 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
     """Name, options and code of the kernels that `calls` would have launched."""
     from kvshift.ops.triton import backward as triton_backward
     from kvshift.ops.triton import call as triton_call
-    from kvshift.ops.triton import forward as triton_kernels
+    from kvshift.ops.triton import forward as triton_forward
     from kvshift.ops.triton import launch as triton_launch
-    from kvshift.ops.triton import next_state as triton_state
 
     found = []
 
@@ -71,10 +71,8 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
 
             return launch
 
-    of = dict.fromkeys(("forward", "next_state", "links"), triton_kernels)
-    of |= dict.fromkeys(("backward", "backward_state"), triton_backward)
-    stand_ins = SimpleNamespace(**{name: Kernel(getattr(module, name)) for name, module in of.items()})
-    triton_launch.kernels = triton_state.kernels = lambda: stand_ins
+    stand_ins = SimpleNamespace(forward=Kernel(triton_forward.forward), backward=Kernel(triton_backward.backward))
+    triton_launch.kernels = lambda: stand_ins
     triton_call._IS_INTERPRETED = True  # kernels for tensors on the CPU
     calls()
     return found
@@ -83,11 +81,14 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
 def call(words: list[str], window: int, dtype: torch.dtype) -> None:
     """Forward, backward and the next state, as the WORDS say."""
     from kvshift.ops import ShiftState, kv_shift, shift_tokens
-    from kvshift.ops.triton.call import Boundaries, shift_norm_rope_triton
+    from kvshift.ops.inputs import Inputs
+    from kvshift.ops.shift import with_plan
+    from kvshift.ops.triton.call import shift_triton
 
     unknown = set(words).difference(*WORDS)
     assert not unknown, unknown
     B, T, H, G, D = SIZES.values()
+    D = next((int(word.removeprefix("head ")) for word in words if word.startswith("head ")), D)
     pack = torch.tensor([0, 3, 3, 4, 5, 6, 7, 8, 100, T], dtype=torch.int32) if "pack" in words else None
     B = 1 if "pack" in words else B
 
@@ -98,11 +99,10 @@ def call(words: list[str], window: int, dtype: torch.dtype) -> None:
     alpha = None if {"values", "none"} & set(words) else numbers(G, window, dtype=torch.float32)
     beta = None if {"keys", "none"} & set(words) else numbers(G, window, dtype=torch.float32)
     tables = torch.ones(1, T, D // 2), torch.ones(1, T, D // 2)
-    scales = {"q_scale": numbers(D), "k_scale": numbers(D), "eps": 1e-6} if "norm" in words else {}
+    scales = {"q_scale": numbers(D), "k_scale": numbers(D)} if "norm" in words else {}
     if "rotated" in words:
-        results = shift_norm_rope_triton(
-            q, k, v, alpha, beta, *tables, **scales, boundaries=Boundaries.of(pack, None, None)
-        )
+        given = Inputs(q, k, v, alpha, beta, cos=tables[0], sin=tables[1], **scales)
+        results = shift_triton(with_plan(given, pack, None, None), 1e-6)[:3]
     elif "single" in words:
         results = shift_tokens(k, alpha, state=numbers(B, window, G, D), backend="triton")
     else:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from kvshift.ops import ShiftState
 from kvshift.ops.attention_inputs import Results, shift_norm_rope
+from kvshift.ops.inputs import Inputs
 from kvshift.ops.rope import half_tables, rotate_half
-from kvshift.ops.triton.call import Boundaries, shift_norm_rope_triton
+from kvshift.ops.shift import with_plan
+from kvshift.ops.triton.call import shift_triton
 
 from .cases import boundaries, lay_out, normal_numbers, spread
 
@@ -165,24 +167,18 @@ def random_fused(
     )
 
 
+def inputs_of(case: FusedCase) -> Inputs:
+    """As the kernels are given them."""
+    given = Inputs(
+        case.q, case.k, case.v, case.alpha, case.beta, case.k_state, case.v_state,
+        case.cos, case.sin, case.q_scale, case.k_scale,
+    )  # fmt: skip
+    return with_plan(given, **case.where())
+
+
 def launched(case: FusedCase) -> Outputs:
     """By the kernels."""
-    q, k, v = shift_norm_rope_triton(
-        case.q,
-        case.k,
-        case.v,
-        case.alpha,
-        case.beta,
-        case.cos,
-        case.sin,
-        q_scale=case.q_scale,
-        k_scale=case.k_scale,
-        eps=case.eps,
-        k_state=case.k_state,
-        v_state=case.v_state,
-        boundaries=Boundaries.of(**case.where()),
-    )
-    return None if case.q is None else q, k, v
+    return shift_triton(inputs_of(case), case.eps)[:3]
 
 
 def fused(

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from kvshift.ops import shift_tokens
-from kvshift.ops.triton.call import Boundaries, shift_norm_rope_triton
+from kvshift.ops.inputs import Inputs
+from kvshift.ops.shift import with_plan
+from kvshift.ops.triton.call import shift_triton
 
 from .cases import normal_numbers
 from .device import DEVICE, MARKS, carry
@@ -18,7 +20,7 @@ pytestmark = MARKS
 def rotated_plainly(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, cos: Tensor, sin: Tensor, scales: tuple, bounds: dict
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula of `shift_norm_rope_triton`, each operation in the dtype of its arguments."""
+    """The formula of `shift_triton`, each operation in the dtype of its arguments."""
     k = shift_tokens(k, alpha, backend="eager", **bounds)[0]
     v = shift_tokens(v, beta, backend="eager", **bounds)[0]
     rotated = []
@@ -65,8 +67,8 @@ def test_shift_norm_and_rotation_in_one_launch(packed, norm, dtype):
         if op == "plain":
             outputs = rotated_plainly(*five, cos, sin, tuple(scales.values()), {"cu_seqlens": bounds})
         else:
-            found = Boundaries.of(bounds, None, None)
-            outputs = shift_norm_rope_triton(*five, cos, sin, **scales, eps=0.1 if norm else 0.0, boundaries=found)
+            given = with_plan(Inputs(*five, cos=cos, sin=sin, **scales), bounds, None, None)
+            outputs = shift_triton(given, 0.1 if norm else 0.0)[:3]
         given = torch.autograd.grad(outputs, list(leaves.values()), grads)
         names = ["q_out", "k_out", "v_out", *(f"gradient of {name}" for name in leaves)]
         return {name: x.detach().double().cpu() for name, x in zip(names, (*outputs, *given), strict=True)}

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvshift.ops import ShiftState, kv_shift
+from kvshift.ops.inputs import Inputs
+from kvshift.ops.shift import with_plan
 from kvshift.ops.triton import launch as triton_launch
-from kvshift.ops.triton.call import Boundaries
 
 from . import checks
 from .cases import Case, outcome, random_case
@@ -181,12 +182,12 @@ def test_operators_keep_the_rules_of_torch_library(mode):
     inputs = [case.k, case.v, case.alpha, case.beta, *(() if case.state is None else (state.k, state.v))]
     for x in inputs:
         x.requires_grad_()
-    bounds = Boundaries.of(case.cu_seqlens, case.seq_idx, case.mask).tensors()
-    args = (None, case.k, case.v, case.alpha, case.beta, state.k, state.v, *(None,) * 4, 0.0, *bounds)
-    torch.library.opcheck(torch.ops.kvshift.shift.default, args)
-    sequences = case.k.shape[0] if case.cu_seqlens is None else len(case.cu_seqlens) - 1
-    rows = case.window - 1
-    torch.library.opcheck(torch.ops.kvshift.next_state.default, (*args[1:3], *args[5:7], sequences, rows, *bounds))
+    given = Inputs(None, case.k, case.v, case.alpha, case.beta, state.k, state.v)
+    given = with_plan(given, case.cu_seqlens, case.seq_idx, case.mask)
+    torch.library.opcheck(torch.ops.kvshift.shift.default, (*given, 0.0, 0))
+    with torch.no_grad():
+        rows = 2 if given.next_state is None else given.next_state.shape[1]
+        torch.library.opcheck(torch.ops.kvshift.shift.default, (*given, 0.0, rows))
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

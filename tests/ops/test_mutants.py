@@ -117,7 +117,7 @@ CALL = "shift(x, coefficients, state, plan)"  # of the backend
 LAST = "    return outputs, [state_after("
 NEXT = "state_after(x, state, plan, max_rows)"
 FIRST = "first_BT = bound_rank[:, sequence_T]"
-RETURN = "    return ShiftPlan(sources.int(), next_BSR.flatten(1).int(), readers)"
+RETURN = "    return ShiftPlan("
 CROP = "return self._map(lambda x: x[:, :left].clone())"
 
 OF_BOTH: dict[str, Change] = {

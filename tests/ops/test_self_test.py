@@ -22,7 +22,7 @@ from kvshift.ops.edge_suite import EDGES, FAULTS, Kind, difference, outcome
 from kvshift.ops.triton import launch, self_test
 
 from .conftest import skip_unless_built
-from .test_triton_mutants import MUTANTS
+from .test_triton_mutants import MUTANTS, PLAIN
 
 CPU = torch.device("cpu")
 ROTARY = tuple(torch.randn(2, 1, 5, 1, 4, generator=torch.Generator().manual_seed(5)))
@@ -179,7 +179,11 @@ def test_who_asks_for_triton_gets_it(broken):
 
 
 # What makes no difference to results beyond rounding, and a kernel that "auto" does not launch.
-UNSEEN = {"rounded twice"} | {name for name, mutant in MUTANTS.items() if mutant.file == "decoding"}
+UNSEEN = {
+    "rounded twice",
+    "next state of every fourth row",
+    *(name for name, mutant in MUTANTS.items() if mutant.file == PLAIN),
+}
 
 
 @pytest.mark.slow
@@ -201,7 +205,7 @@ def test_a_mutant_is_noticed(name, tmp_path):
 @pytest.mark.interpreted
 def test_one_mutant_is_noticed_by_the_first_call(tmp_path):
     """In a gradient, at documents, though the call has neither."""
-    with MUTANTS["walk forward across the end"].in_place(tmp_path), torch.no_grad():
+    with MUTANTS["gradient across documents"].in_place(tmp_path), torch.no_grad():
         with pytest.warns(RuntimeWarning, match=r"packed documents: gradient of k: \d+ of"):
             shifted = kv_shift(**inputs())
         assert all(map(torch.equal, shifted[:2], kv_shift(**inputs(), backend="eager")[:2]))

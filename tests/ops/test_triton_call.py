@@ -18,9 +18,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
 from kvshift.ops import ShiftState, dispatch, kv_shift, shift, shift_tokens
+from kvshift.ops.inputs import Inputs
+from kvshift.ops.shift import with_plan
 from kvshift.ops.triton import call as triton_call
 from kvshift.ops.triton import launch as triton_launch
-from kvshift.ops.triton.call import Boundaries
 from kvshift.ops.triton.launch import Tiling
 
 from . import checks
@@ -44,19 +45,6 @@ def test_a_window_of_three_in_every_dtype_of_keys_and_of_coefficients(dtype):
     for coefficient_dtype in DTYPES:
         case = random_case(3, 1, 5, dtype=dtype, coefficient_dtype=coefficient_dtype, rows=2, window=3)
         assert_within_one_rounding(case, "triton", through_state=True)
-
-
-@pytest.mark.parametrize("positions", [0, 1, 7, 1025])
-def test_every_position_is_linked_to_the_real_ones_beside_it(positions):
-    """Sequences with holes, with padding at both ends, with a single token, with none."""
-    rows = [[t % 3 > 0 for t in range(positions)], [2 < t < positions - 2 for t in range(positions)]]
-    rows += [[t == positions // 2 for t in range(positions)], [False] * positions]
-    found = triton_launch.links(torch.tensor(rows, dtype=torch.bool).view(4, positions))
-    for real, pairs in zip(rows, found.tolist(), strict=True):
-        real_positions = [t for t in range(positions) if real[t]]
-        for t, (before, after) in enumerate(pairs):
-            assert before == max((s for s in real_positions if s < t), default=-1)
-            assert after == min((s for s in real_positions if s > t), default=positions)
 
 
 @pytest.mark.parametrize(
@@ -154,23 +142,6 @@ def test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum(tiling, mode,
     assert_within_one_rounding(case, "triton", through_state=True)
 
 
-@pytest.mark.parametrize("sequences", [pytest.param(n, marks=() if n == 2 else pytest.mark.slow) for n in (1, 2, 4)])
-@pytest.mark.parametrize(
-    "mode",
-    [{"lengths": [3, 0, 1, 5, 2]}, {"mask": [[1, 0, 1], [0, 0, 0], [1, 1, 0], [0, 1, 1], [1, 1, 1]]}],
-    ids=["pack", "padding"],
-)
-def test_tiles_of_state_change_no_bit_but_the_order_of_the_coefficients_sum(sequences, mode, monkeypatch):
-    """Tiles of one sequence, of several, and of more than are left at the end."""
-    case = random_case(79, 5, 3, rows=2, window=3, k_dim=8, v_dim=3, **mode)
-    whole = outcome(case, "triton")
-    monkeypatch.setattr(triton_launch, "ELEMENTS_OF_ROWS", 8 * sequences)
-    for name, result in outcome(case, "triton").items():
-        if name not in ("gradient of alpha", "gradient of beta"):
-            assert torch.equal(result, whole[name]), name
-    assert_within_one_rounding(case, "triton", through_state=True)
-
-
 @pytest.mark.slow
 def test_the_same_bits_on_every_run():
     case = random_case(61, 3, 149, heads=2, k_dim=67, v_dim=61, rows=1)
@@ -198,21 +169,31 @@ def test_offsets_beyond_32_bits(dimension, tmp_path):
 
 @pytest.mark.parametrize("mode", [{}, {"rows": 2}, {"lengths": [2, 0, 3], "rows": 1}, {"mask": [[1, 0, 1]]}], ids=str)
 def test_memory_kept_for_backward_is_the_inputs(mode):
-    """Nothing of the size of k but k, of the size of v but v; with padding two 32-bit numbers for each token."""
+    """Of the size of k only k, of the size of v only v; with boundaries some 32-bit numbers for each token."""
     case = random_case(73, 1, **({"positions": 3} | mode), heads=5)
     inputs = [case.k, case.v, case.alpha, case.beta]
     inputs += [] if case.state is None else [case.state.k, case.state.v]
     addresses = {x.requires_grad_().data_ptr() for x in inputs}
-    addresses |= {x.data_ptr() for x in (case.cu_seqlens, case.mask) if x is not None}
+    tokens = case.k.shape[0] * case.k.shape[1]
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         results = case.call("triton")
     assert results[0].requires_grad
-    links = {x.data_ptr() for x in kept} - addresses
-    assert len(links) == ("mask" in mode)
     for x in kept:
-        if x.data_ptr() in links:
-            assert (x.dtype, x.numel()) == (torch.int32, 2 * case.mask.numel())
+        if x.data_ptr() not in addresses:
+            assert x.dtype in (torch.int32, torch.int64, torch.bool)  # who reads whom; the rows of the next state
+            assert x.numel() <= case.window * (tokens + 3 * 2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", [0, 1, 2, 9])
+@pytest.mark.parametrize(("rows", "max_rows"), [(None, 2), (5, 5), (2, 7)])
+def test_a_launch_without_gradients_writes_the_next_state(rows, max_rows, positions, monkeypatch):
+    monkeypatch.setitem(triton_launch.TILING, "forward", Tiling(positions=4))
+    case = random_case(83, 3, positions, window=3, rows=rows)
+    if case.state is not None:
+        case = replace(case, state=replace(case.state, max_rows=max_rows))
+    checks.assert_same_state(case.call("triton")[2], case.call("reference")[2])
 
 
 # The operators that torch sees
@@ -240,12 +221,12 @@ def test_operators_keep_the_rules_of_torch_library(mode):
     inputs = [case.k, case.v, case.alpha, case.beta, *(() if case.state is None else (state.k, state.v))]
     for x in inputs:
         x.requires_grad_()
-    bounds = Boundaries.of(case.cu_seqlens, case.seq_idx, case.mask).tensors()
-    rotated = (None,) * 4
-    args = (None, case.k, case.v, case.alpha, case.beta, state.k, state.v, *rotated, 0.0, *bounds)
-    torch.library.opcheck(torch.ops.kvshift.shift.default, args)
-    sequences = case.k.shape[0] if case.cu_seqlens is None else len(case.cu_seqlens) - 1
-    torch.library.opcheck(torch.ops.kvshift.next_state.default, (*args[1:3], *args[5:7], sequences, 2, *bounds))
+    given = Inputs(None, case.k, case.v, case.alpha, case.beta, state.k, state.v)
+    given = with_plan(given, case.cu_seqlens, case.seq_idx, case.mask)
+    torch.library.opcheck(torch.ops.kvshift.shift.default, (*given, 0.0, 0))
+    with torch.no_grad():
+        rows = 2 if given.next_state is None else given.next_state.shape[1]
+        torch.library.opcheck(torch.ops.kvshift.shift.default, (*given, 0.0, rows))
 
 
 COMPILED = {

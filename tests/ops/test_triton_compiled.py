@@ -1,8 +1,8 @@
 """What compilers make of the Triton kernels, on a machine without a GPU: code for the architectures that matter.
 
-Next to nothing in local memory: no more spilled from registers than the pair that ptxas gives up here and there for
-more threads at once, nothing indexed where it must not be. No atomics, whose order, and so whose sums, differ from run
-to run. Rows of 128 numbers move 16 bytes a thread at a time.
+Next to nothing in local memory: no more spilled from registers than the pair (of heads of 40, two pairs) that ptxas
+gives up here and there for more threads at once, nothing indexed where it must not be. No atomics, whose order, and so
+whose sums, differ from run to run. Wide loads and stores.
 """
 
 from __future__ import annotations
@@ -46,6 +46,13 @@ CALLS = {  # together in one process, which takes 3 seconds to begin
         "rotated, norm, window 4, float32",
         "rotated, pack, norm, window 2, float64",
     ],
+    (90, "heads"): [
+        "plain, head 40, window 2, bfloat16",
+        "plain, head 100, pack, window 2, bfloat16",
+        "state, head 72, window 2, bfloat16",
+        "rotated, norm, head 40, window 2, bfloat16",
+        "rotated, norm, head 72, window 2, bfloat16",
+    ],
     (80, "plain, rotated"): ["plain, window 2, bfloat16", "rotated, norm, window 2, bfloat16"],
     (100, "plain, rotated"): ["plain, window 2, bfloat16", "rotated, norm, window 2, bfloat16"],
 }
@@ -68,16 +75,16 @@ def test_kernels_compile_without_spilling_and_atomics(architecture, kind):
     calls = CALLS[architecture, kind]
     found = compiled(architecture, calls)
     for call in calls:
-        expected = {"forward", "backward"} | (set() if "rotated" in call else {"next_state"})
-        expected |= {"backward_state"} if call.startswith("state") else set()
-        expected |= {"links"} if call.startswith("padding") else set()
-        assert {kernel["kernel"] for kernel in found if kernel["call"] == call} == expected, call
+        assert {kernel["kernel"] for kernel in found if kernel["call"] == call} == {"forward", "backward"}, call
     for kernel in found:
         print(kernel["call"], {name: kernel[name] for name in ("kernel", "tile", "registers", "shared")})
         instructions = kernel["instructions"]
         assert kernel["local"] == 0, kernel
-        assert kernel["stack"] <= 8, kernel
+        assert kernel["stack"] <= (16 if "head 40" in kernel["call"] else 8), kernel
         assert not [name for name in instructions if name.startswith(("ATOM", "RED."))], kernel
         if kernel["kernel"] in ("forward", "backward"):
-            wide = {name for name in instructions if name.startswith(("LDG", "STG")) and ".128" in name}
-            assert {name[:3] for name in wide} == {"LDG", "STG"}, instructions
+            # Rows of 128 numbers move 16 bytes a thread at a time, others 8; those of 16 bits never one by one.
+            wide = (".64", ".128") if kind == "heads" else (".128",)
+            moves = [name for name in instructions if name.startswith(("LDG", "STG"))]
+            assert {name[:3] for name in moves if any(width in name for width in wide)} == {"LDG", "STG"}, instructions
+            assert not [name for name in moves if ".U16" in name or ".S16" in name], instructions

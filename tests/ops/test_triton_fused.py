@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvshift.ops.triton import launch as triton_launch
-from kvshift.ops.triton.call import Boundaries
 from kvshift.ops.triton.launch import Tiling
 
 from .cases import DTYPES, LAYOUTS
@@ -22,6 +21,7 @@ from .fused_cases import (
     WITH_STATE,
     FusedCase,
     by_loops,
+    inputs_of,
     launched,
     outcome,
     random_fused,
@@ -212,7 +212,7 @@ def test_a_gradient_may_come_back_to_a_single_result(only, norm):
 @pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
 @pytest.mark.parametrize("mode", [{}, {"mask": HOLES}, {"lengths": [2, 0, 3]}], ids=["sequences", "padding", "pack"])
 def test_memory_kept_for_backward_is_the_inputs(mode, norm):
-    """Queries only with a norm; with padding two 32-bit numbers for each token."""
+    """Queries only with a norm; with boundaries some 32-bit numbers for each token."""
     case = random_fused(41, **mode, norm=norm)
     wanted = [name for name in LEAVES if getattr(case, name) is not None]
     for name in wanted:
@@ -222,9 +222,11 @@ def test_memory_kept_for_backward_is_the_inputs(mode, norm):
         launched(case)
     addresses = {name: getattr(case, name).data_ptr() for name in (*wanted, "cos", "sin")}
     assert (addresses["q"] in {x.data_ptr() for x in kept}) == norm
-    addresses |= {name: x.data_ptr() for name, x in case.where().items() if x is not None}
     others = [x for x in kept if x.data_ptr() not in addresses.values()]
-    assert [(x.dtype, x.numel()) for x in others] == [(torch.int32, 20)] * ("mask" in mode)
+    (batch, positions), sequences = case.k.shape[:2], len(mode.get("lengths", "bb"))
+    rows = positions + sequences // batch
+    sizes = [2 * batch * positions, 2 * batch * rows] if mode else []
+    assert [(x.dtype, x.numel()) for x in others] == [(torch.int32, size) for size in sizes]
 
 
 @pytest.mark.parametrize("mode", NOTHING.values(), ids=NOTHING)
@@ -241,7 +243,4 @@ def test_operators_keep_the_rules_of_torch_library():
     case = random_fused(47, 2, 3, mask=[[0, 1, 1], [1, 0, 1]])
     for name in LEAVES:
         getattr(case, name).requires_grad_()
-    shifted = (case.q, case.k, case.v, case.alpha, case.beta, None, None)
-    finished = (case.cos, case.sin, case.q_scale, case.k_scale, case.eps)
-    bounds = Boundaries.of(**case.where()).tensors()
-    torch.library.opcheck(torch.ops.kvshift.shift.default, (*shifted, *finished, *bounds))
+    torch.library.opcheck(torch.ops.kvshift.shift.default, (*inputs_of(case), case.eps, 0))

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from kvshift.layers.positions import half_tables, rotary_table, rotate_half
 from kvshift.ops import BACKENDS, kv_shift
-from kvshift.ops.triton.call import shift_norm_rope_triton, triton_refusal
+from kvshift.ops.inputs import Inputs
+from kvshift.ops.triton.call import shift_triton, triton_refusal
 
 __all__ = ["Formulation", "Table", "in_one_launch", "rotary_tables", "rotary_then", "with_rotary", "without"]
 
@@ -259,7 +260,9 @@ def in_one_launch(table: Table) -> list[Formulation]:
     halves = cos[..., :half], sin[..., half:]  # the first half of sin is negated
 
     def rotated(k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Pair:
-        return shift_norm_rope_triton(None, k, v, alpha, beta, *halves)[1:]
+        given = Inputs(None, k, v, alpha, beta, cos=halves[0], sin=halves[1])
+        results: Any = shift_triton(given, 0.0)
+        return results[1:3]
 
     def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
         return rotated(k, v.clone(), None, None)

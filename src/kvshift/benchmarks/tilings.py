@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kvshift.ops.inputs import Inputs
 from kvshift.ops.triton.launch import TILING, Tiling
 
 __all__ = ["candidates", "main", "tune"]
@@ -91,12 +92,11 @@ def _work(kernel: str, shape: tuple[int, int, int, int, int], device: torch.devi
     q = cos = sin = None
     if kernel.endswith("rotated"):
         q, (cos, sin) = normal(batch, positions, heads, size), normal(2, 1, positions, size // 2)
-    none = (None,) * 4
-    inputs = (q, k, v, alpha, beta, None, None, cos, sin, None, None, 0.0, *none)
+    inputs = Inputs(q, k, v, alpha, beta, cos=cos, sin=sin)
     if kernel.startswith("forward"):
-        return lambda: torch.ops.kvshift.shift(*inputs)
+        return lambda: torch.ops.kvshift.shift(*inputs, 0.0, 0)
     grads = (None if q is None else torch.randn_like(q), torch.randn_like(k), torch.randn_like(v))
-    return lambda: torch.ops.kvshift.shift_backward(*grads, *inputs)
+    return lambda: torch.ops.kvshift.shift_backward(*grads, *inputs, 0.0)
 
 
 def _time(run: Callable[[], object]) -> float | None:

@@ -22,6 +22,7 @@ from kvshift.ops.dispatch import (
     fused_path,
     norm_scales,
 )
+from kvshift.ops.inputs import Inputs
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, rotate_heads
 from kvshift.ops.shift import (
@@ -32,9 +33,10 @@ from kvshift.ops.shift import (
     check_state,
     shift_keys_values,
     shift_tokens,
+    with_plan,
 )
 from kvshift.ops.state import ShiftState
-from kvshift.ops.triton.call import Boundaries, next_state_triton, shift_norm_rope_triton
+from kvshift.ops.triton.call import shift_triton
 
 Results = tuple[Tensor | None, Tensor, Tensor, ShiftState | None]
 
@@ -107,27 +109,25 @@ def _launch(call: Call, state: ShiftState | None, keep_state: bool) -> Results:
             check_coefficients(name, coefficients, k)
     if state is not None:
         check_state(state, k, v, sequences, call.window())
-    boundaries = Boundaries.of(*call.boundaries)
     rotary, norms = cast(Rotary, call.rotary), call.norms
     q_scale, k_scale, eps = norm_scales(norms)
+    cos, sin = _half_tables(rotary, k)
+    given = Inputs(call.q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale)
+    given = with_plan(given, *call.boundaries)
+    max_rows = 0 if not keep_state or call.window() == 1 else call.window() - 1 if state is None else state.max_rows
 
-    def rotated(q: Tensor | None, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return shift_norm_rope_triton(
-            q, k, v, alpha, beta, *_half_tables(rotary, k), q_scale=q_scale, k_scale=k_scale, eps=eps,
-            k_state=k_state, v_state=v_state, boundaries=boundaries,
-        )  # fmt: skip
+    def shifted(x: Inputs) -> tuple[Any, ...]:
+        return shift_triton(x, eps, sequences=sequences, max_rows=max_rows)
 
     if compiles_training():
         q_hat, _ = _finish(call.q, None, norms, rotary)
-        k_hat, v_hat = compiled_to_recompute(lambda k, v: rotated(None, k, v)[1:], k, v)
+        alone = given._replace(q=None, q_scale=None)
+        k_hat, v_hat, *next_rows = compiled_to_recompute(
+            lambda k, v: tuple(y for y in shifted(alone._replace(k=k, v=v)) if y is not None), k, v
+        )
     else:
-        q_hat, k_hat, v_hat = rotated(call.q, k, v)
-        q_hat = None if call.q is None else q_hat
-    if not keep_state or call.window() == 1:
-        return q_hat, k_hat, v_hat, None
-    max_rows = call.window() - 1 if state is None else state.max_rows
-    k_rows, v_rows = next_state_triton(k, v, k_state, v_state, sequences, call.window(), max_rows, boundaries)
-    return q_hat, k_hat, v_hat, ShiftState(k_rows, v_rows, max_rows)
+        q_hat, k_hat, v_hat, *next_rows = shifted(given)
+    return q_hat, k_hat, v_hat, ShiftState(next_rows[0], next_rows[1], max_rows) if max_rows else None
 
 
 def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) -> Any:

@@ -45,7 +45,8 @@ class ShiftPlan(NamedTuple):
     """Where every output takes its rows from: the one form in which all implementations read boundaries.
 
     A row is named by an int32: 0 .. T-1 is a position of its batch entry; -1, -2, ... -Q is a row of the batch entry's
-    state, counted from the end (Q = R for batch entries; Q = S * R for a pack, sequence after sequence).
+    state, counted from the end (Q = R for batch entries; Q = S * R for a pack, sequence after sequence). All are
+    contiguous.
 
     Attributes:
         sources: (B, T, W), the row that lag j of position t reads, or `NOTHING`.
@@ -129,5 +130,5 @@ def plan_shift(
     if backward:
         no_reader = torch.full((batch, slots + positions + 1, window), NOTHING, dtype=torch.int, device=device)
         row = torch.where(sources >= -slots, sources + slots, slots + positions)
-        readers = no_reader.scatter(1, row, position_T.int()[None, :, None].expand_as(row))[:, :-1]
-    return ShiftPlan(sources.int(), next_BSR.flatten(1).int(), readers)
+        readers = no_reader.scatter(1, row, position_T.int()[None, :, None].expand_as(row))[:, :-1].contiguous()
+    return ShiftPlan(sources.int().contiguous(), next_BSR.flatten(1).int().contiguous(), readers)

@@ -50,6 +50,7 @@ class Edge(NamedTuple):
         has_state: whether the sequences continue a state, of W + 1 rows.
         strided: whether keys and values are every other position of a slice of a wider tensor.
         has_zeros: whether the first head's coefficients are (1, 0, ...), with infinities in its keys and values.
+        inference: without gradients.
     """
 
     batch: int = 2
@@ -60,6 +61,7 @@ class Edge(NamedTuple):
     has_state: bool = False
     strided: bool = False
     has_zeros: bool = False
+    inference: bool = False
 
 
 _DOCUMENTS = [[0, 0, 1, 1, 1, 2, 3], [5, 4, 4, 4, 4, 4, 5]]
@@ -78,11 +80,12 @@ EDGES = {
     "padded documents": Edge(seq_idx=_DOCUMENTS, mask=_HOLES),
     "strides": Edge(strided=True),
     "zero coefficients": Edge(has_zeros=True),
+    "inference": Edge(seq_idx=_DOCUMENTS, mask=_HOLES, has_state=True, inference=True),
 }
 
 
 def outcome(edge: Edge, kind: Kind, backend: str, *, exact: bool = False) -> dict[str, Tensor]:
-    """Every result of a call and, but where a launch that rotates has a state, the gradient of every input, by name.
+    """Every result of a call and, but for inference and a launch that rotates with a state, all gradients, by name.
 
     Args:
         exact: compute with the same numbers in float64.
@@ -128,7 +131,7 @@ def outcome(edge: Edge, kind: Kind, backend: str, *, exact: bool = False) -> dic
     if edge.has_zeros:  # whose gradients are not finite
         leaves |= {"alpha": None, "beta": None}
     leaves = {name: x for name, x in leaves.items() if x is not None}
-    differentiable = not (kind.rotated and state is not None)
+    differentiable = not (edge.inference or (kind.rotated and state is not None))
     with torch.set_grad_enabled(differentiable):
         for x in leaves.values():
             x.requires_grad_(differentiable)

@@ -15,10 +15,11 @@ from torch import Tensor
 from kvshift.ops.boundaries import plan_shift
 from kvshift.ops.cpu.kernel import shift_cpu
 from kvshift.ops.dispatch import Call, shift_path
+from kvshift.ops.inputs import Inputs
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import needs_traceable_ops, shift_eager, shift_traceable, state_after
-from kvshift.ops.triton.call import Boundaries, next_state_triton, shift_triton
+from kvshift.ops.triton.call import shift_triton
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # PyTorch computes with no others
 
@@ -182,34 +183,24 @@ def _shift(
     Returns:
         The tensors and their next states, each None where it is not kept.
     """
-    window = _window(*all_coefficients)
-    backend = shift_path(
-        Call(tuple(inputs), tuple(all_coefficients), tuple(states), (cu_seqlens, seq_idx, mask), backend)
-    )
+    boundaries = (cu_seqlens, seq_idx, mask)
+    backend = shift_path(Call(tuple(inputs), tuple(all_coefficients), tuple(states), boundaries, backend))
+    both: Any = ((*of_each, None)[:2] for of_each in (inputs, all_coefficients, states))
+    (k, v), (alpha, beta), (k_state, v_state) = both
+    given = Inputs(None, k, v, alpha, beta, k_state, v_state)
+    if backend != "reference":
+        given = with_plan(given, *boundaries)
     if backend == "triton":
-        boundaries = Boundaries.of(cu_seqlens, seq_idx, mask)
-        outputs = shift_triton(inputs, all_coefficients, states, boundaries)
-        if not keep_state:
-            return outputs, [None] * len(inputs)
-        second, second_state = (inputs[1], states[1]) if len(inputs) > 1 else (None, None)
-        return outputs, next_state_triton(
-            inputs[0], second, states[0], second_state, sequences, window, max_rows, boundaries
-        )
+        results: Any = shift_triton(given, 0.0, sequences=sequences, max_rows=max_rows if keep_state else 0)
+        return list(results[1 : 1 + len(inputs)]), list(results[3 : 3 + len(inputs)])
+    rows, plan = given.window() - 1 if states[0] is None else states[0].shape[1], given.plan()
     states = [
-        x.new_zeros(sequences, window - 1, *x.shape[2:]) if state is None else state
+        x.new_zeros(sequences, rows, *x.shape[2:]) if state is None else state
         for x, state in zip(inputs, states, strict=True)
     ]
-    batch, positions = inputs[0].shape[:2]
-    rows = states[0].shape[1]
-    bounded = cu_seqlens is not None or seq_idx is not None or mask is not None
-    plan = None
-    if bounded and backend != "reference":
-        where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
-        backward = torch.is_grad_enabled()
-        plan = plan_shift(batch, positions, window, rows, inputs[0].device, **where, backward=backward)
-
     if backend == "reference":
-        keep = rows if bounded else min(max_rows, rows + positions)
+        is_bounded = any(bound is not None for bound in boundaries)
+        keep = rows if is_bounded else min(max_rows, rows + k.shape[1])
         pairs = [
             shift_reference(x, coefficients, state, keep, cu_seqlens, seq_idx, mask)
             for x, coefficients, state in zip(inputs, all_coefficients, states, strict=True)
@@ -223,6 +214,17 @@ def _shift(
     if not keep_state:
         return outputs, [None] * len(inputs)
     return outputs, [state_after(x, state, plan, max_rows) for x, state in zip(inputs, states, strict=True)]
+
+
+def with_plan(x: Inputs, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> Inputs:
+    """x, and who reads whom in it; as it is without boundaries or where nothing is shifted."""
+    window = x.window()
+    if window == 1 or cu_seqlens is seq_idx is mask is None:
+        return x
+    (batch, positions), rows = x.k.shape[:2], window - 1 if x.k_state is None else x.k_state.shape[1]
+    where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
+    plan = plan_shift(batch, positions, window, rows, x.k.device, **where, backward=torch.is_grad_enabled())
+    return x._replace(**plan._asdict())
 
 
 def _window(*coefficients: Tensor | None) -> int:

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch._C import _TorchDispatchModeKey
 from torch.autograd import forward_ad
 
-from kvshift.ops.boundaries import ShiftPlan
+from kvshift.ops.boundaries import NOTHING, ShiftPlan
+from kvshift.ops.inputs import Inputs
 
 Shift = Callable[[Tensor, Tensor, Tensor, "ShiftPlan | None"], Tensor]
 """Mixes every token of x with those before it in its sequence.
@@ -124,42 +125,28 @@ def _traceable_add(total: Tensor | None, term: Tensor, weight: Tensor) -> Tensor
     return torch.where(zero, total - nothing, torch.addcmul(total, term, weight))
 
 
-def shift_norm_rope_traceable(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    k_state: Tensor | None,
-    v_state: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    eps: float,
-    sources: Tensor | None,
-    sequences: int,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Shift, QK-norm and RoPE; arguments as of `triton.launch.shift`, and `sources` as of `weighted_sum`."""
+def shift_norm_rope_traceable(x: Inputs, eps: float) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Shift, QK-norm and rotation, as `kvshift.ops.triton.launch.shift` does them."""
 
-    def shifted(x: Tensor, coefficients: Tensor | None, state: Tensor | None) -> Tensor:
+    def shifted(y: Tensor, coefficients: Tensor | None, state: Tensor | None) -> Tensor:
         if coefficients is None:
-            return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+            return y.to(torch.float64 if y.dtype == torch.float64 else torch.float32)
         if state is None:
-            state = x.new_zeros(sequences, coefficients.shape[1] - 1, *x.shape[2:])
-        return weighted_sum(x, coefficients, state, sources)
+            state = y.new_zeros(y.shape[0], coefficients.shape[1] - 1, *y.shape[2:])
+        return weighted_sum(y, coefficients, state, x.sources)
 
     def finished(y: Tensor, scale: Tensor | None) -> Tensor:
         if scale is not None:
             y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * scale.to(y.dtype)
-        if cos is None or sin is None:
+        if x.cos is None or x.sin is None:
             return y
-        c, s = cos.to(y.dtype).unsqueeze(2), sin.to(y.dtype).unsqueeze(2)
+        cos, sin = x.cos.to(y.dtype).unsqueeze(2), x.sin.to(y.dtype).unsqueeze(2)
         low, high = y.chunk(2, dim=-1)
-        return torch.cat([low * c - high * s, high * c + low * s], dim=-1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
-    q_out = None if q is None else finished(shifted(q, None, None), q_scale).to(q.dtype)
-    return q_out, finished(shifted(k, alpha, k_state), k_scale).to(k.dtype), shifted(v, beta, v_state).to(v.dtype)
+    q = None if x.q is None else finished(shifted(x.q, None, None), x.q_scale).to(x.q.dtype)
+    k = finished(shifted(x.k, x.alpha, x.k_state), x.k_scale).to(x.k.dtype)
+    return q, k, None if x.v is None else shifted(x.v, x.beta, x.v_state).to(x.v.dtype)
 
 
 def gradients_of_shift(
@@ -171,6 +158,29 @@ def gradients_of_shift(
         return weighted_sum(x, coefficients, state, sources).to(x.dtype)
 
     return cast(Any, tuple(gradients(forward, (x, coefficients, state), grad_y)))
+
+
+def gradients_of_state(
+    grad_y: Tensor, coefficients: Tensor, state: Tensor, readers: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of the state, and its rows' share of those of the coefficients.
+
+    Args:
+        readers: as in a `ShiftPlan`.
+    """
+    if grad_y.shape[0] * grad_y.shape[1] == 0:  # no token that reads any
+        return torch.zeros_like(state), torch.zeros_like(coefficients)
+    state_BQGD, dtype = by_batch(state, grad_y), coefficients.dtype
+    slots, lags = state_BQGD.shape[1], range(coefficients.shape[1])
+    if readers is None:
+        reader_QW = torch.arange(-slots, 0, device=state.device)[:, None] + torch.arange(len(lags), device=state.device)
+        readers = torch.where(reader_QW < grad_y.shape[1], reader_QW, NOTHING).expand(grad_y.shape[0], -1, -1)
+    read = [pick(grad_y, readers[:, :slots, lag]).to(dtype) for lag in lags]
+    weights = coefficients.unsqueeze(2).unbind(1)
+    grad_state = torch.stack([torch.where(w == 0, 0, g * w) for g, w in zip(read, weights, strict=True)]).sum(0)
+    is_read = readers[:, :slots].amax(2)[..., None, None] >= 0  # others may hold anything
+    share = torch.stack([(g * torch.where(is_read, state_BQGD, 0)).sum((0, 1, 3)) for g in read], dim=1)
+    return grad_state.to(state.dtype).reshape(state.shape), share
 
 
 def gradients(function: Callable[..., Any], inputs: Sequence[Tensor | None], grads: Any) -> list[Tensor | None]:

@@ -45,14 +45,13 @@ def cpu_refusal(x: Tensor, window: int) -> str | None:
 def _forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     x, state, weights = _dense_heads(x), state.contiguous(), _weights(coefficients, x)
-    index = None if sources is None else sources.contiguous()
     _kernels().forward[x.dtype](
         *_sizes(x, state, coefficients),
         y.data_ptr(),
         *_rows(x),
         *_state_rows(state, x),
         weights.data_ptr(),
-        None if index is None else index.data_ptr(),
+        None if sources is None else sources.data_ptr(),
         _threads(x),
     )
     return y
@@ -69,7 +68,6 @@ def _backward(
     grad_x = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     grad_state = torch.empty(state.shape, dtype=x.dtype, device="cpu")
     grad_y, x, state, weights = _dense_heads(grad_y), _dense_heads(x), state.contiguous(), _weights(coefficients, x)
-    index = None if readers is None else readers.contiguous()
     sizes = _sizes(x, state, coefficients)
     batch, positions, *_, slots = sizes
     threads = _threads(x)
@@ -88,7 +86,7 @@ def _backward(
         *_rows(x),
         *_state_rows(state, x),
         weights.data_ptr(),
-        None if index is None else index.data_ptr(),
+        None if readers is None else readers.data_ptr(),
         threads,
     )
     return grad_x, sums.sum(0).to(coefficients.dtype), grad_state

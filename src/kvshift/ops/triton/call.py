@@ -2,46 +2,25 @@
 
 Nothing waits for the device and no shape depends on data, so that CUDA graphs can be made of it.
 
-Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
+Shapes: B batch, T positions, S sequences, R rows of state, G KV heads, D head size, W window.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvshift.ops.triton.launch import compute_dtype, links, shift
-from kvshift.ops.triton.next_state import next_state
+from kvshift.ops.inputs import Inputs
+from kvshift.ops.torch_ops import state_after
+from kvshift.ops.triton.launch import compute_dtype, shift
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MAX_WINDOW = 8
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # then Triton runs kernels as Python, on CPU tensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class Boundaries:
-    """Padding and documents, as in `kv_shift`, in the form that the kernels read."""
-
-    cu_seqlens: Tensor | None = None
-    seq_idx: Tensor | None = None
-    mask: Tensor | None = None
-    links: Tensor | None = None
-    """(B, T, 2) int32, the real position before and the one after; -1 and T where there is none."""
-
-    @classmethod
-    def of(cls, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> Boundaries:
-        """Of the tensors that `kv_shift` takes."""
-        cu_seqlens, seq_idx, mask = (x if x is None else x.contiguous() for x in (cu_seqlens, seq_idx, mask))
-        return cls(cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, links=None if mask is None else links(mask))
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.cu_seqlens, self.seq_idx, self.mask, self.links
 
 
 def triton_refusal(x: Tensor, window: int) -> str | None:
@@ -58,113 +37,61 @@ def triton_refusal(x: Tensor, window: int) -> str | None:
 
 
 def shift_triton(
-    inputs: Sequence[Tensor],
-    coefficients: Sequence[Tensor | None],
-    states: Sequence[Tensor | None],
-    boundaries: Boundaries,
-) -> list[Tensor]:
-    """Shift one or two tensors that share their boundaries, as `kvshift.ops.shift._shift`."""
-    k, v = inputs[0], inputs[-1]
-    alpha, beta = coefficients[0], coefficients[1] if len(coefficients) > 1 else None
-    k_state, v_state = states[0], states[1] if len(states) > 1 else None
-    not_rotated = (None, None, None, None, 0.0)
-    _, k_hat, v_hat = _shift(None, k, v, alpha, beta, k_state, v_state, *not_rotated, boundaries=boundaries)
-    return [x if own is None else y for x, own, y in zip(inputs, coefficients, (k_hat, v_hat), strict=False)]
-
-
-def next_state_triton(
-    k: Tensor,
-    v: Tensor | None,
-    k_state: Tensor | None,
-    v_state: Tensor | None,
-    sequences: int,
-    window: int,
-    max_rows: int,
-    boundaries: Boundaries,
-) -> list[Tensor]:
-    """The next states of k and, where there is one, of v."""
-    rows = window - 1 if k_state is None else k_state.shape[1]
-    if boundaries.cu_seqlens is None and boundaries.seq_idx is None and boundaries.mask is None:
-        rows = min(max_rows, rows + k.shape[1])
-    states = [None if state is None else state.contiguous() for state in (k_state, v_state)]
-    states = next_state(k, v, *states, sequences, rows, *boundaries.tensors())
-    return list(states[: 1 if v is None else 2])
-
-
-def shift_norm_rope_triton(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    eps: float = 0.0,
-    k_state: Tensor | None = None,
-    v_state: Tensor | None = None,
-    boundaries: Boundaries | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shift keys and values, normalise and rotate queries and keys, in one launch.
-
-        y = shift(k, alpha);  z = y / sqrt(mean(y^2) + eps) * k_scale;  k_out = (z1 cos - z2 sin, z2 cos + z1 sin)
-
-    z1 and z2 are the halves of a head. Queries the same without shift; values are shifted alone. Everything between
-    input and output is in float32 (float64 for float64).
+    x: Inputs, eps: float, *, sequences: int = 0, max_rows: int = 0
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """All that `kvshift.ops.triton.launch.shift` does, for tensors as callers have them.
 
     Args:
-        q: (B, T, H, D), or None; k: (B, T, G, D), v: (B, T, G, Dv).
-        alpha, beta: (G, W), or None: not shifted.
-        cos, sin: (L, T, D/2), L = 1 or B.
-        q_scale, k_scale: (D,), both or None: without norm.
-        eps: of the norm.
-        k_state, v_state: states, (S, R, G, D); without gradients alone.
-        boundaries: padding and documents.
+        x: with any strides.
+        eps: of the norm. (No default: to torch.compile it would be a number that changes.)
+        sequences: S.
+        max_rows: how many rows of state to keep at most; 0: none.
 
     Returns:
-        q, k and v as attention takes them; for no q an empty tensor.
+        q, k, v, and the next states of k and of v, (S, R, G, D). What is neither shifted nor rotated comes back as it
+        is; None for what is not there or not kept.
 
     Raises:
-        ValueError: gradients are to be recorded, and there are states.
+        ValueError: gradients of a rotated call are recorded, and it has a state.
     """
-    trained = any(x is not None and x.requires_grad for x in (q, k, v, alpha, beta, q_scale, k_scale))
-    if (k_state is not None or v_state is not None) and trained and torch.is_grad_enabled():
+    records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x)
+    if records and x.cos is not None and (x.k_state is not None or x.v_state is not None):
         raise ValueError("k_state and v_state must be None where gradients are recorded: none flows through a state")
-    found = boundaries or Boundaries()
-    table = _aligned_tables(cos, sin)
-    q_out, k_out, v_out = _shift(
-        q, k, v, alpha, beta, k_state, v_state, *table, q_scale, k_scale, eps, boundaries=found
-    )
-    return q_out, k_out, v if beta is None else v_out
+    rows = x.window() - 1 if x.k_state is None else x.k_state.shape[1]
+    if x.sources is None:
+        rows = min(max_rows, rows + x.k.shape[1])
+    in_launch = 0 if records or max_rows == 0 else rows if x.next_state is None else x.next_state.shape[1]
+    q, k, v, *next_rows = shift(_as_kernels_read(x), eps, in_launch)
+    k_next = v_next = None
+    if in_launch:
+        k_next, v_next = (
+            None if y is None else of_y.view(sequences, rows, *y.shape[2:])
+            for y, of_y in zip((x.k, x.v), next_rows, strict=True)
+        )
+    elif max_rows:
+        k_next = _state_after(x, x.k, x.k_state, sequences, max_rows)
+        v_next = None if x.v is None else _state_after(x, x.v, x.v_state, sequences, max_rows)
+    k, v = x.k if x.alpha is x.cos is None else k, x.v if x.beta is None else v
+    return None if x.q is None else q, k, v, k_next, v_next
 
 
-def _aligned_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """With the same strides, those of a row side by side, as the kernels read them."""
-    if cos.stride(2) == 1 and cos.stride() == sin.stride() and cos.dtype == sin.dtype:
-        return cos, sin
-    return cos.contiguous(), sin.contiguous()
+def _state_after(x: Inputs, of: Tensor, state: Tensor | None, sequences: int, max_rows: int) -> Tensor:
+    """By operations that have gradients."""
+    if state is None:
+        state = of.new_zeros(sequences, x.window() - 1, *of.shape[2:])
+    return state_after(of, state, x.plan(), max_rows)
 
 
-def _shift(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    k_state: Tensor | None,
-    v_state: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    eps: float,
-    *,
-    boundaries: Boundaries,
-) -> tuple[Tensor, Tensor, Tensor]:
-    compute = compute_dtype(k)
-    coefficients = [x if x is None else x.to(compute).contiguous() for x in (alpha, beta)]
-    states = [x if x is None else x.contiguous() for x in (k_state, v_state)]
-    scales = [x if x is None else x.contiguous() for x in (q_scale, k_scale)]
-    return shift(q, k, v, *coefficients, *states, cos, sin, *scales, eps, *boundaries.tensors())
+def _as_kernels_read(x: Inputs) -> Inputs:
+    """Coefficients in the dtype of the arithmetic; rows of the tables with the same strides; the rest contiguous."""
+    cos, sin, compute = x.cos, x.sin, compute_dtype(x.k)
+    if cos is not None and sin is not None and not _are_alike(cos, sin):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    dense = {name: getattr(x, name) for name in ("k_state", "v_state", "q_scale", "k_scale")}
+    dense |= {name: None if y is None else y.to(compute) for name, y in (("alpha", x.alpha), ("beta", x.beta))}
+    dense = {name: None if y is None else y.contiguous() for name, y in dense.items()}
+    return x._replace(cos=cos, sin=sin, **dense)
+
+
+def _are_alike(cos: Tensor, sin: Tensor) -> bool:
+    return cos.stride(2) == 1 and cos.stride() == sin.stride() and cos.dtype == sin.dtype

@@ -1,15 +1,17 @@
 """Launches of the kernels that shift, registered with torch.library: torch.compile and torch.export take them whole.
 
-`kvshift::shift` is forward, for keys and values and, with a rotary embedding, queries; `kvshift::shift_backward` its
-gradients.
+`kvshift::shift` is forward, for keys and values, with a rotary embedding queries, and the next state;
+`kvshift::shift_backward` its gradients.
 
-Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
+Shapes: B batch, T positions, Q rows of state per batch entry, N rows of the next, H query heads, G KV heads, D head
+size, W window.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.ops.boundaries import plan_shift
-from kvshift.ops.torch_ops import gradients, shift_norm_rope_traceable
+from kvshift.ops.inputs import Inputs
+from kvshift.ops.torch_ops import gradients, gradients_of_state, shift_norm_rope_traceable
 from kvshift.ops.triton.registration import registered
 
 
@@ -45,27 +47,21 @@ TILING = {
     "backward, rotated": Tiling(elements=2048, heads=4),
 }
 
-# Of a tile at most, in the kernels of the state: a row each of several sequences.
-ELEMENTS_OF_ROWS = 1024
-
 
 @functools.cache
 def kernels() -> SimpleNamespace:
     """The kernels; importing them takes Triton."""
     from kvshift.ops.triton import backward, forward
 
-    return SimpleNamespace(
-        forward=forward.forward,
-        links=forward.links,
-        next_state=forward.next_state,
-        backward=backward.backward,
-        backward_state=backward.backward_state,
-    )
+    return SimpleNamespace(forward=forward.forward, backward=backward.backward)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Of the arithmetic."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# How a launch is cut --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,314 +72,248 @@ class _Grid:
     q_lanes: int
     k_lanes: int
     v_lanes: int
-    batch: int
     meta: dict[str, Any]
 
     @property
-    def programs(self) -> int:
-        return self.batch * self.tiles * (self.q_lanes + self.k_lanes + self.v_lanes)
+    def lanes(self) -> int:
+        return self.q_lanes + self.k_lanes + self.v_lanes
 
 
-def _grid(
-    direction: str,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    *,
-    rotated: bool,
-    normed: bool,
-) -> _Grid:
+def _grid(direction: str, x: Inputs, eps: float, *strided: Tensor | None) -> _Grid:
+    """
+    Args:
+        strided: the tensors that are read by their strides, those of q, k and v first.
+    """
+    rotated, normed = x.cos is not None, x.k_scale is not None
     tiling = TILING[f"{direction}, rotated" if rotated else direction]
-    batch, positions, heads, size = k.shape
-    block_k = power_of_2(size // 2 if rotated else size)
-    block_v = power_of_2(v.shape[3])
+    _, positions, heads, size = x.k.shape
+    v_size = 1 if x.v is None else x.v.shape[3]
+    block_k = _power_of_2(size // 2 if rotated else size)
+    block_v = _power_of_2(v_size)
     widest = max(block_k * (2 if rotated else 1), block_v)
-    window = window_of(alpha, beta)
-    wide = k.dtype == torch.float64
+    window = x.window()
+    wide = x.k.dtype == torch.float64
     halvings = (window > 2) + wide + (wide and window > 4) + (direction == "backward" and normed)
-    block_t = min(power_of_2(positions), tiling.positions, max(1, (tiling.elements >> halvings) // widest))
+    block_t = min(_power_of_2(positions), tiling.positions, max(1, (tiling.elements >> halvings) // widest))
     lanes = -(-heads // tiling.heads)
+    q, k, v = strided[:3]
+    align = math.gcd(16, *(stride for y in strided if y is not None for stride in y.stride()[:3]))
     return _Grid(
         tiles=-(-positions // block_t),
         q_lanes=0 if q is None else -(-q.shape[2] // tiling.heads),
-        k_lanes=lanes if rotated or alpha is not None else 0,
-        v_lanes=0 if beta is None else lanes,
-        batch=batch,
+        k_lanes=0 if k is None else lanes,
+        v_lanes=0 if v is None else lanes,
         meta={
+            "Dk": size,
+            "Dv": v_size,
             "W": window,
+            "EPS": eps,
             "HEADS": tiling.heads,
             "BLOCK_T": block_t,
             "BLOCK_K": block_k,
             "BLOCK_V": block_v,
-            "ACC": accumulator(k),
+            "ALIGN": align,
+            "ALIGN_TABLE": math.gcd(16, *_table_strides(x.cos)) or 1,
+            "ACC": _accumulator(x.k),
             "num_warps": tiling.warps,
         },
     )
 
 
-def accumulator(x: Tensor) -> Any:
+def _accumulator(x: Tensor) -> Any:
     """`compute_dtype` in Triton's words."""
     import triton.language as tl
 
     return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
-def power_of_2(n: int) -> int:
+def _power_of_2(n: int) -> int:
     """The smallest that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
-def sequences_of_a_tile(sequences: int, widest: int) -> int:
-    """Of the kernels that work on single rows of each sequence; `widest` is a head's block of elements."""
-    return min(power_of_2(sequences), max(1, ELEMENTS_OF_ROWS // widest))
+def _strides(align: int, *tensors: Tensor | None) -> list[int]:
+    """As the kernels take them, those of heads and above in units of `align`; zeros for a tensor that is not there."""
+    strides: list[int] = []
+    for x in tensors:
+        b, t, g, d = (0, 0, 0, 0) if x is None else x.stride()
+        strides += [b // align, t // align, g // align, d]
+    return strides
 
 
-def window_of(*coefficients: Tensor | None) -> int:
-    """W of those that there are, (G, W); 1 where nothing is shifted."""
-    return next((x.shape[1] for x in coefficients if x is not None), 1)
+def _table_strides(cos: Tensor | None, align: int = 1) -> tuple[int, int]:
+    """Of batch entries and positions of a table (L, T, D/2), in units of `align`; sin has the same."""
+    if cos is None:
+        return 0, 0
+    return 0 if cos.shape[0] == 1 else cos.stride(0) // align, cos.stride(1) // align
 
 
-def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:
-    return k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def _rows_per_entry(x: Inputs) -> int:
+    """Q, the rows of state of a batch entry: those of the sequences of a pack one after another."""
+    if x.k_state is None:
+        return 0 if x.readers is None else x.readers.shape[1] - x.k.shape[1]
+    return x.k_state.shape[0] * x.k_state.shape[1] // max(1, x.k.shape[0])
 
 
-def strides(x: Tensor | None) -> tuple[int, ...]:
-    """As a kernel takes them, for a tensor that may be absent."""
-    return (0, 0, 0, 0) if x is None else x.stride()
-
-
-def table_strides(cos: Tensor | None) -> tuple[int, int]:
-    """Of batch entries and positions of a table (L, T, D/2), as a kernel takes them; sin has the same."""
-    return (0, 0) if cos is None else (0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1))
-
-
-def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
+def _on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, wherever the tensors are."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
-def _like_links(mask: Tensor) -> Tensor:
-    return mask.new_empty(*mask.shape, 2, dtype=torch.int32)
+# The operators --------------------------------------------------------------------------------------------------------
+
+# As torch.library writes it.
+_INPUTS = ", ".join(f"Tensor{'' if name == 'k' else '?'} {name}" for name in Inputs._fields)
 
 
-@registered("links", fake=_like_links)
-def links(mask: Tensor) -> Tensor:
-    """Of every position of (B, T) the real one before it and the one after: (B, T, 2), -1 and T where there is none."""
-    found = _like_links(mask)
-    if found.numel():
-        batch, positions = mask.shape
-        block = min(1024, power_of_2(positions))
-        with on_device(mask):
-            kernels().links[(batch,)](found, mask, positions, -(-positions // block), BLOCK=block)
-    return found
+def _like(x: Tensor | None, k: Tensor) -> Tensor:
+    """For an output like x; no element where there is none."""
+    return k.new_empty(0) if x is None else x.new_empty(x.shape)
 
 
-def _like_gradients(
-    gq_out: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    k_state: Tensor | None,
-    v_state: Tensor | None,
-    cos: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-) -> list[Tensor]:
-    """For the gradients of q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale; no element where none is due."""
-    shifted_k = None if alpha is None and cos is None else k
-    shifted_v = None if beta is None else v
-    due = (gq_out, shifted_k, shifted_v, alpha, beta, k_state, v_state, q_scale, k_scale)
-    return [k.new_empty(0) if x is None else x.new_empty(x.shape) for x in due]
+def _outputs(x: Inputs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What each output is like; None where there is nothing to compute."""
+    return x.q, None if x.alpha is None and x.cos is None else x.k, None if x.beta is None else x.v
 
 
-def _fake_gradients(
-    gq_out, gk_out, gv_out, q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, *_: Any
-) -> list[Tensor]:
-    return _like_gradients(gq_out, k, v, alpha, beta, k_state, v_state, cos, q_scale, k_scale)
+def _like_outputs(x: Inputs, rows: int) -> tuple[Tensor, ...]:
+    return *(_like(y, x.k) for y in _outputs(x)), *(_like_rows(y, x.k, rows) for y in (x.k, x.v))
 
 
-@registered("shift_backward", fake=_fake_gradients)
-def shift_backward(
-    gq_out: Tensor | None,
-    gk_out: Tensor | None,
-    gv_out: Tensor | None,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    k_state: Tensor | None,
-    v_state: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    eps: float,
-    cu_seqlens: Tensor | None,
-    seq_idx: Tensor | None,
-    mask: Tensor | None,
-    links: Tensor | None,
-) -> list[Tensor]:
-    """Gradients of q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale; q is looked at only if there is a norm."""
-    gradients = _like_gradients(gq_out, k, v, alpha, beta, k_state, v_state, cos, q_scale, k_scale)
-    gq, gk, gv, galpha, gbeta, gk_state, gv_state, gq_scale, gk_scale = gradients
-    grid = _grid("backward", gq_out, k, v, alpha, beta, rotated=cos is not None, normed=k_scale is not None)
-    if grid.programs == 0:
+def _like_rows(x: Tensor | None, k: Tensor, rows: int) -> Tensor:
+    return k.new_empty(0) if x is None else x.new_empty(x.shape[0], rows, *x.shape[2:])
+
+
+def _like_gradients(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, x: Inputs) -> list[Tensor]:
+    """For the gradients of q, k, v, alpha, beta, q_scale, k_scale."""
+    due = (gq_out, None if gk_out is None else x.k, None if gv_out is None else x.v)
+    return [_like(y, x.k) for y in (*due, x.alpha, x.beta, x.q_scale, x.k_scale)]
+
+
+@registered(
+    "shift_backward",
+    schema=f"(Tensor? gq_out, Tensor? gk_out, Tensor? gv_out, {_INPUTS}, float eps) -> Tensor[]",
+    fake=lambda gq_out, gk_out, gv_out, *args: _like_gradients(gq_out, gk_out, gv_out, Inputs(*args[:-1])),
+)
+def _shift_backward(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, *args: Any) -> list[Tensor]:
+    x, eps = Inputs(*args[:-1]), args[-1]
+    gradients = _like_gradients(gq_out, gk_out, gv_out, x)
+    gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = gradients
+    grid = _grid("backward", x, eps, gq_out, gk_out, gv_out, x.q, x.k, x.v)
+    tiles, heads, window = x.k.shape[0] * grid.tiles, x.k.shape[2], x.window()
+    if tiles * grid.lanes == 0:
         for gradient in gradients:
             gradient.zero_()
         return gradients
-    sequences, (heads, window) = _sequences(k, cu_seqlens), (k.shape[2], grid.meta["W"])
-    compute, tiles = compute_dtype(k), grid.batch * grid.tiles
-    block_s = sequences_of_a_tile(sequences, max(grid.meta["BLOCK_K"], grid.meta["BLOCK_V"]))
-    state_programs = 0 if k_state is None else -(-sequences // block_s) * (window - 1)
-    # What each program gives to the coefficients; added up by one reduction, in one order.
-    partials = torch.empty(2, tiles + state_programs, heads, window, dtype=compute, device=k.device)
-    q_partials, k_partials = (
-        None if scale is None else torch.empty(tiles * lanes, k.shape[3], dtype=compute, device=k.device)
-        for scale, lanes in ((q_scale, grid.q_lanes), (k_scale, grid.k_lanes))
-    )
-    bounds = (cu_seqlens, seq_idx, mask, links)
-    sizes = (k.shape[2], k.shape[3], v.shape[3])
-    with on_device(k):
-        kernels().backward[(grid.programs,)](
-            gq, gk, gv, gq_out, gk_out, gv_out, q, k, v, alpha, beta, q_scale, k_scale,
-            cos, sin, *table_strides(cos), partials[0], partials[1], q_partials, k_partials, *bounds,
-            k.shape[1], grid.tiles, 0 if gq_out is None else gq_out.shape[2], *sizes, sequences, sequences.bit_length(),
-            grid.q_lanes, grid.k_lanes, grid.v_lanes,
-            *strides(gq_out), *strides(gk_out), *strides(gv_out), *strides(q), *k.stride(), *v.stride(),
-            EPS=eps, **grid.meta,
+
+    def partials(of: Tensor | None, *shape: int) -> Tensor | None:
+        """What each program gives to the gradient of `of`; added up by one reduction, in one order."""
+        return None if of is None else torch.empty(tiles, *shape, dtype=compute_dtype(x.k), device=x.k.device)
+
+    k_sums, v_sums = partials(x.alpha, heads, window), partials(x.beta, heads, window)
+    q_scale_sums = partials(x.q_scale, grid.q_lanes, x.k.shape[3])
+    k_scale_sums = partials(x.k_scale, grid.k_lanes, x.k.shape[3])
+    with _on_device(x.k):
+        kernels().backward[(tiles * grid.lanes,)](
+            gq, gk, gv, gq_out, gk_out, gv_out, k_sums, v_sums, q_scale_sums, k_scale_sums,
+            x.q, x.k, x.v, x.alpha, x.beta, x.cos, x.sin, x.q_scale, x.k_scale, x.sources, x.readers,
+            x.k.shape[1], 0 if gq_out is None else gq_out.shape[2], heads, _rows_per_entry(x), grid.tiles,
+            grid.q_lanes, grid.k_lanes, grid.v_lanes, *_table_strides(x.cos, grid.meta["ALIGN_TABLE"]),
+            *_strides(grid.meta["ALIGN"], gq_out, gk_out, gv_out, x.q, x.k, x.v), **grid.meta,
         )  # fmt: skip
-        if k_state is not None and state_programs:
-            for state in (gk_state, gv_state):
-                state.zero_()  # rows older than a window reads
-            k_lanes, v_lanes = 0 if alpha is None else heads, 0 if beta is None else heads
-            meta = {name: grid.meta[name] for name in ("W", "BLOCK_K", "BLOCK_V", "ACC")}
-            kernels().backward_state[(state_programs * (k_lanes + v_lanes),)](
-                gk_state, gv_state, gk_out, gv_out, alpha, beta, k_state, v_state, partials[0], partials[1], *bounds,
-                k.shape[1], *sizes, k_state.shape[1], sequences, k_lanes, v_lanes, tiles,
-                *strides(gk_out), *strides(gv_out), BLOCK_S=block_s, **meta,
-            )  # fmt: skip
-    sums = partials.sum(1)
-    galpha = galpha if alpha is None else sums[0].clone()
-    gbeta = gbeta if beta is None else sums[1].clone()
-    gq_scale = gq_scale if q_partials is None else q_partials.sum(0).to(gq_scale.dtype)
-    gk_scale = gk_scale if k_partials is None else k_partials.sum(0).to(gk_scale.dtype)
-    return [gq, gk, gv, galpha, gbeta, gk_state, gv_state, gq_scale, gk_scale]
+    galpha, gbeta = (like if sums is None else sums.sum(0) for sums, like in ((k_sums, galpha), (v_sums, gbeta)))
+    gq_scale, gk_scale = (
+        like if sums is None else sums.sum((0, 1)).to(like.dtype)
+        for sums, like in ((q_scale_sums, gq_scale), (k_scale_sums, gk_scale))
+    )
+    return [gq, gk, gv, galpha, gbeta, gq_scale, gk_scale]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, eps, *bounds = inputs
-    ctx.has_q, ctx.eps = q is not None, eps
-    kept_q = None if q_scale is None else q
-    ctx.save_for_backward(kept_q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, *bounds)
+    x = Inputs(*inputs[:-2])
+    ctx.has_q, ctx.eps = x.q is not None, inputs[-2]
+    ctx.save_for_backward(*x._replace(q=None if x.q_scale is None else x.q, next_state=None))
 
 
-def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, *bounds = ctx.saved_tensors
-    gq, gk, gv, galpha, gbeta, gk_state, gv_state, gq_scale, gk_scale = shift_backward(
-        gq_out if ctx.has_q else None,
-        gk_out if cos is not None or alpha is not None else None,
-        gv_out if beta is not None else None,
-        q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, ctx.eps, *bounds,
-    )  # fmt: skip
-
-    def of(x: Tensor | None, gradient: Tensor) -> Tensor | None:
-        return None if x is None else gradient
-
-    return (
-        gq if ctx.has_q else None,
-        gk if cos is not None or alpha is not None else None,
-        of(beta, gv),
-        of(alpha, galpha),
-        of(beta, gbeta),
-        of(k_state, gk_state),
-        of(v_state, gv_state),
-        None,
-        None,
-        of(q_scale, gq_scale),
-        of(k_scale, gk_scale),
-        *(None,) * 5,
-    )
+def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    x = Inputs(*ctx.saved_tensors)
+    due = (ctx.has_q, x.cos is not None or x.alpha is not None, x.beta is not None)
+    grads = [g if is_due else None for g, is_due in zip((gq_out, gk_out, gv_out), due, strict=True)]
+    found = [g if g.numel() else None for g in _shift_backward(*grads, *x, ctx.eps)]
+    gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = found
+    gk_state = gv_state = None
+    if x.k_state is not None and x.alpha is not None:
+        gk_state, share = gradients_of_state(gk_out, x.alpha, x.k_state, x.readers)
+        galpha = share if galpha is None else galpha + share
+    if x.v_state is not None and x.beta is not None:
+        gv_state, share = gradients_of_state(gv_out, x.beta, x.v_state, x.readers)
+        gbeta = share if gbeta is None else gbeta + share
+    return gq, gk, gv, galpha, gbeta, gk_state, gv_state, None, None, gq_scale, gk_scale, *(None,) * 5
 
 
-def _watched_backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, cu_seqlens, seq_idx, mask, _ = ctx.saved_tensors
-    if ctx.has_q and q is None:  # rotated alone: any numbers will do
-        q = k.new_zeros(gq_out.shape)
-    rows = window_of(alpha, beta) - 1 if k_state is None else k_state.shape[1]
-    bounds = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
-    sources = None
-    if any(bound is not None for bound in bounds.values()):
-        sources = plan_shift(k.shape[0], k.shape[1], window_of(alpha, beta), rows, k.device, **bounds).sources
-    sequences = _sequences(k, cu_seqlens)
-    returned = (ctx.has_q, cos is not None or alpha is not None, beta is not None)
+def _traceable_backward(
+    ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor, *_: Tensor
+) -> tuple[Tensor | None, ...]:
+    x = Inputs(*ctx.saved_tensors)
+    if ctx.has_q and x.q is None:  # rotated alone: any numbers will do
+        x = x._replace(q=x.k.new_zeros(gq_out.shape))
+    due = [y is not None for y in _outputs(x)]
+    differentiable = [*x[:7], *x[9:11]]
 
     def forward(q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale) -> tuple[Tensor, ...]:
-        outputs = shift_norm_rope_traceable(
-            q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale, ctx.eps, sources, sequences
-        )
-        return tuple(y for y, is_one in zip(outputs, returned, strict=True) if y is not None and is_one)
+        given = Inputs(q, k, v, alpha, beta, k_state, v_state, x.cos, x.sin, q_scale, k_scale, x.sources)
+        outputs = shift_norm_rope_traceable(given, ctx.eps)
+        return tuple(y for y, is_due in zip(outputs, due, strict=True) if y is not None and is_due)
 
-    inputs = (q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale)
-    grads = tuple(g for g, is_one in zip((gq_out, gk_out, gv_out), returned, strict=True) if is_one)
-    *given, gq_scale, gk_scale = gradients(forward, inputs, grads)
-    return (*given, None, None, gq_scale, gk_scale, *(None,) * 5)
+    grads = tuple(g for g, is_due in zip((gq_out, gk_out, gv_out), due, strict=True) if is_due)
+    *given, gq_scale, gk_scale = gradients(forward, differentiable, grads)
+    return *given, None, None, gq_scale, gk_scale, *(None,) * 5
 
 
-def _like_outputs(
-    q: Tensor | None, k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None, cos: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For the outputs; no element where there is nothing to compute."""
-    nothing = k.new_empty
-    return (
-        nothing(0) if q is None else q.new_empty(q.shape),
-        nothing(0) if alpha is None and cos is None else k.new_empty(k.shape),
-        nothing(0) if beta is None else v.new_empty(v.shape),
-    )
+@registered(
+    "shift",
+    schema=f"({_INPUTS}, float eps, SymInt rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=lambda *args: _like_outputs(Inputs(*args[:-2]), args[-1]),
+    save=_save_inputs,
+    backward=_backward,
+    traceable_backward=_traceable_backward,
+)
+def _shift(*args: Any) -> tuple[Tensor, ...]:
+    x, eps, rows = Inputs(*args[:-2]), args[-2], args[-1]
+    outputs = _like_outputs(x, rows)
+    q_out, k_out, v_out = (y if like is not None else None for y, like in zip(outputs[:3], _outputs(x), strict=True))
+    k_next, v_next = (y if rows and of is not None else None for y, of in zip(outputs[3:], (x.k, x.v), strict=True))
+    k = x.k if k_out is not None or k_next is not None else None
+    v = x.v if v_out is not None or v_next is not None else None
+    grid = _grid("forward", x, eps, x.q, k, v)
+    batch, positions, heads, _ = x.k.shape
+    programs = batch * (grid.tiles + (rows > 0)) * grid.lanes
+    if programs:
+        with _on_device(x.k):
+            kernels().forward[(programs,)](
+                q_out, k_out, v_out, k_next, v_next, *x[:-1],
+                batch, positions, 0 if x.q is None else x.q.shape[2], heads, _rows_per_entry(x), rows, grid.tiles,
+                grid.q_lanes, grid.k_lanes, grid.v_lanes, *_table_strides(x.cos, grid.meta["ALIGN_TABLE"]),
+                *_strides(grid.meta["ALIGN"], x.q, x.k, x.v), **grid.meta,
+            )  # fmt: skip
+    return outputs
 
 
-def _fake_outputs(q, k, v, alpha, beta, k_state, v_state, cos, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_outputs(q, k, v, alpha, beta, cos)
+def shift(x: Inputs, eps: float, rows: int) -> tuple[Tensor, ...]:
+    """Shift k and v, normalise and rotate q and k, and keep the next states: all that `x` has the tensors for.
 
+        y = shift(k, alpha);  z = y / sqrt(mean(y^2) + eps) * k_scale;  k_out = (z1 cos - z2 sin, z2 cos + z1 sin)
 
-@registered("shift", fake=_fake_outputs, save=_save_inputs, backward=_backward, watched_backward=_watched_backward)
-def shift(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    k_state: Tensor | None,
-    v_state: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    eps: float,
-    cu_seqlens: Tensor | None,
-    seq_idx: Tensor | None,
-    mask: Tensor | None,
-    links: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs for q, k and v, as in `call.shift_norm_rope_triton`; with cos None, k and v are shifted alone.
+    z1 and z2 are the halves of a head. Queries the same without shift; values are shifted alone. Everything between
+    input and output is in float32 (float64 for float64). Gradients flow back from the first three results.
 
-    An empty tensor where there is nothing to compute: for no q, for k with neither alpha nor cos, for v without beta.
+    Args:
+        x: contiguous but for q, k, v; coefficients in the dtype of the arithmetic.
+        eps: of the norm.
+        rows: N, of the next state of each batch entry; 0: none is kept.
+
+    Returns:
+        q, k, v and the next states of k and of v, (B, N, G, D). An empty tensor where there is nothing to compute: for
+        no q, for k with neither alpha nor cos, for v without beta.
     """
-    q_out, k_out, v_out = _like_outputs(q, k, v, alpha, beta, cos)
-    grid = _grid("forward", q, k, v, alpha, beta, rotated=cos is not None, normed=k_scale is not None)
-    if grid.programs == 0:
-        return q_out, k_out, v_out
-    sequences = _sequences(k, cu_seqlens)
-    with on_device(k):
-        kernels().forward[(grid.programs,)](
-            q_out, k_out, v_out, q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale,
-            cos, sin, *table_strides(cos), cu_seqlens, seq_idx, mask, links,
-            k.shape[1], grid.tiles, 0 if q is None else q.shape[2], k.shape[2], k.shape[3], v.shape[3],
-            0 if k_state is None else k_state.shape[1], sequences, sequences.bit_length(),
-            grid.q_lanes, grid.k_lanes, grid.v_lanes, *strides(q), *k.stride(), *v.stride(),
-            EPS=eps, **grid.meta,
-        )  # fmt: skip
-    return q_out, k_out, v_out
+    return _shift(*x, eps, rows)

@@ -16,10 +16,11 @@ Result = TypeVar("Result")
 def registered(
     name: str,
     *,
+    schema: str,
     fake: Callable[..., Any],
     save: Callable[..., None] | None = None,
     backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
-    watched_backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
+    traceable_backward: Callable[..., tuple[Tensor | None, ...]] | None = None,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Register a function with torch.library, as "kvshift::NAME".
 
@@ -28,21 +29,22 @@ def registered(
 
     Args:
         name: of the operator.
+        schema: its arguments and results, as torch.library writes them.
         fake: the function's outputs for tensors without data.
         save, backward: of its autograd, as in `torch.library.register_autograd`; its gradients have none themselves.
-        watched_backward: what `backward` does, by plain operations, where `needs_traceable_ops` says that it must.
+        traceable_backward: what `backward` does, by plain operations, where `needs_traceable_ops` says that it must.
     """
 
     def register(launch: Callable[..., Result]) -> Callable[..., Result]:
-        operator = torch.library.custom_op(f"kvshift::{name}", launch, mutates_args=())
+        operator = torch.library.custom_op(f"kvshift::{name}", launch, mutates_args=(), schema=schema)
         operator.register_fake(fake)
         differentiable = None
-        if backward is not None and watched_backward is not None:
+        if backward is not None and traceable_backward is not None:
             operator.register_autograd(backward, setup_context=save)
-            alone, watched = backward, watched_backward
+            alone, traceable = backward, traceable_backward
 
             def backward_of_either(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-                return (watched if needs_traceable_ops(*grads) else alone)(ctx, *grads)
+                return (traceable if needs_traceable_ops(*grads) else alone)(ctx, *grads)
 
             members = {"forward": launch, "setup_context": save, "backward": backward_of_either}
             function = type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in members.items()})

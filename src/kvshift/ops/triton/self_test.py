@@ -73,11 +73,14 @@ def _edges(rotated: bool) -> dict[str, Edge]:
     mask = [[int(t % 7 != 3) for t in positions], [int(2 < t < 66) for t in positions]]
     edges = {
         "one document": Edge(positions=_POSITIONS),
+        "a prompt": Edge(positions=_POSITIONS, inference=True),
         "packed documents": Edge(1, _POSITIONS, cu_seqlens=packed, has_state=not rotated),
         "padded documents": Edge(2, _POSITIONS, seq_idx=documents, mask=mask, has_state=True),
     }
     if rotated:
         edges["padded documents without a state"] = edges["padded documents"]._replace(has_state=False)
+    else:
+        edges["inference"] = edges["padded documents"]._replace(inference=True)
     return edges
 
 
