@@ -130,7 +130,7 @@ OF_BOTH: dict[str, Change] = {
     "prefill from zeros": (
         SHIFT,
         CALL,
-        "shift(x, coefficients, state if positions == 1 else torch.zeros_like(state), plan)",
+        "shift(x, coefficients, state if x.shape[1] == 1 else torch.zeros_like(state), plan)",
         check_pieces,
     ),
     "lags swapped": (
