@@ -81,7 +81,7 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
 def call(words: list[str], window: int, dtype: torch.dtype) -> None:
     """Forward, backward and the next state, as the WORDS say."""
     from kvshift.ops import ShiftState, kv_shift, shift_tokens
-    from kvshift.ops.inputs import Inputs
+    from kvshift.ops.call import Call
     from kvshift.ops.shift import with_plan
     from kvshift.ops.triton.call import shift_triton
 
@@ -101,8 +101,8 @@ def call(words: list[str], window: int, dtype: torch.dtype) -> None:
     tables = torch.ones(1, T, D // 2), torch.ones(1, T, D // 2)
     scales = {"q_scale": numbers(D), "k_scale": numbers(D)} if "norm" in words else {}
     if "rotated" in words:
-        given = Inputs(q, k, v, alpha, beta, cos=tables[0], sin=tables[1], **scales)
-        results = shift_triton(with_plan(given, pack, None, None), 1e-6)[:3]
+        rotated = Call(q, k, v, alpha, beta, None, None, *tables, **scales, cu_seqlens=pack, eps=1e-6, max_rows=0)
+        results = shift_triton(with_plan(rotated), B)[:3]
     elif "single" in words:
         results = shift_tokens(k, alpha, state=numbers(B, window, G, D), backend="triton")
     else:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvshift.ops import ShiftState
 from kvshift.ops.attention_inputs import Results, shift_norm_rope
-from kvshift.ops.inputs import Inputs
+from kvshift.ops.call import Call
 from kvshift.ops.rope import half_tables, rotate_half
 from kvshift.ops.shift import with_plan
 from kvshift.ops.triton.call import shift_triton
@@ -167,18 +167,19 @@ def random_fused(
     )
 
 
-def inputs_of(case: FusedCase) -> Inputs:
-    """As the kernels are given them."""
-    given = Inputs(
-        case.q, case.k, case.v, case.alpha, case.beta, case.k_state, case.v_state,
-        case.cos, case.sin, case.q_scale, case.k_scale,
+def call_of(case: FusedCase) -> Call:
+    """As the kernels are given it."""
+    return with_plan(
+        Call(
+            case.q, case.k, case.v, case.alpha, case.beta, case.k_state, case.v_state,
+            case.cos, case.sin, case.q_scale, case.k_scale, **case.where(), eps=case.eps, max_rows=0,
+        )
     )  # fmt: skip
-    return with_plan(given, **case.where())
 
 
 def launched(case: FusedCase) -> Outputs:
     """By the kernels."""
-    return shift_triton(inputs_of(case), case.eps)[:3]
+    return shift_triton(call_of(case), case.k.shape[0])[:3]
 
 
 def fused(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvshift.ops import shift_tokens
-from kvshift.ops.inputs import Inputs
+from kvshift.ops.call import Call
 from kvshift.ops.shift import with_plan
 from kvshift.ops.triton.call import shift_triton
 
@@ -67,8 +67,9 @@ def test_shift_norm_and_rotation_in_one_launch(packed, norm, dtype):
         if op == "plain":
             outputs = rotated_plainly(*five, cos, sin, tuple(scales.values()), {"cu_seqlens": bounds})
         else:
-            given = with_plan(Inputs(*five, cos=cos, sin=sin, **scales), bounds, None, None)
-            outputs = shift_triton(given, 0.1 if norm else 0.0)[:3]
+            eps = 0.1 if norm else 0.0
+            call = Call(*five, cos=cos, sin=sin, **scales, cu_seqlens=bounds, eps=eps, max_rows=0)
+            outputs = shift_triton(with_plan(call), batch)[:3]
         given = torch.autograd.grad(outputs, list(leaves.values()), grads)
         names = ["q_out", "k_out", "v_out", *(f"gradient of {name}" for name in leaves)]
         return {name: x.detach().double().cpu() for name, x in zip(names, (*outputs, *given), strict=True)}

@@ -114,7 +114,7 @@ check_wide_window = partial(check_parity, case=random_case(23, 1, 6, window=4, r
 Change = tuple[str, str, str, Check]
 SHIFT, PLAN, STATE, EAGER, KERNEL = "shift.py", "boundaries.py", "state.py", "torch_ops.py", "cpu/kernel.cpp"
 CALL = "shift(x, coefficients, state, plan)"  # of the backend
-LAST = "    return outputs, [state_after("
+LAST = "        return y, state_after("
 NEXT = "state_after(x, state, plan, max_rows)"
 FIRST = "first_BT = bound_rank[:, sequence_T]"
 RETURN = "    return ShiftPlan("
@@ -148,7 +148,7 @@ OF_BOTH: dict[str, Change] = {
     "keys and values swap coefficients": (
         SHIFT,
         CALL,
-        "shift(x, all_coefficients[x is inputs[0]], state, plan)",
+        "shift(x, call.beta if x is call.k else call.alpha, state, plan)",
         checks.check_hand_worked_values,
     ),
     "coefficients in bf16": (
@@ -164,8 +164,8 @@ OF_BOTH: dict[str, Change] = {
         check_parity,
     ),
     "state is a view": (SHIFT, NEXT, "x[:, -max_rows:]", check_inputs),
-    "keys edited in place": (SHIFT, LAST, f"    inputs[0].data.copy_(outputs[0])\n{LAST}", check_inputs),
-    "state at the padded end": (SHIFT, NEXT, "x[:, -rows:].clone()", check_padding),
+    "keys edited in place": (SHIFT, LAST, f"        x.data.copy_(y)\n{LAST}", check_inputs),
+    "state at the padded end": (SHIFT, NEXT, "x[:, -state.shape[1] :].clone()", check_padding),
     "no pad mask": (SHIFT, '"seq_idx": seq_idx, "mask": mask}', '"seq_idx": seq_idx}', check_padding),
     "pads counted as tokens": (
         PLAN,
@@ -339,8 +339,8 @@ OF_AUTO: dict[str, Change] = {
     ),
     "one token without norm": (
         "decode.py",
-        "q, k = norms[0](q), norms[1](k)\n    # Rotated",
-        "q, k = norms[1](q), k\n    # Rotated",
+        "q, k = call.norms[0](q), call.norms[1](k)\n    # Rotated",
+        "q, k = call.norms[1](q), k\n    # Rotated",
         check_one_token,
     ),
 }

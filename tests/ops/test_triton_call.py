@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
 from kvshift.ops import ShiftState, dispatch, kv_shift, shift, shift_tokens
-from kvshift.ops.inputs import Inputs
+from kvshift.ops.call import TENSORS, Call
 from kvshift.ops.shift import with_plan
 from kvshift.ops.triton import call as triton_call
 from kvshift.ops.triton import launch as triton_launch
@@ -221,12 +221,12 @@ def test_operators_keep_the_rules_of_torch_library(mode):
     inputs = [case.k, case.v, case.alpha, case.beta, *(() if case.state is None else (state.k, state.v))]
     for x in inputs:
         x.requires_grad_()
-    given = Inputs(None, case.k, case.v, case.alpha, case.beta, state.k, state.v)
-    given = with_plan(given, case.cu_seqlens, case.seq_idx, case.mask)
-    torch.library.opcheck(torch.ops.kvshift.shift.default, (*given, 0.0, 0))
+    bounds = {"cu_seqlens": case.cu_seqlens, "seq_idx": case.seq_idx, "mask": case.mask}
+    given = with_plan(Call(None, case.k, case.v, case.alpha, case.beta, state.k, state.v, **bounds))
+    torch.library.opcheck(torch.ops.kvshift.shift.default, (*given[:TENSORS], 0.0, 0))
     with torch.no_grad():
         rows = 2 if given.next_state is None else given.next_state.shape[1]
-        torch.library.opcheck(torch.ops.kvshift.shift.default, (*given, 0.0, rows))
+        torch.library.opcheck(torch.ops.kvshift.shift.default, (*given[:TENSORS], 0.0, rows))
 
 
 COMPILED = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvshift.ops.call import TENSORS
 from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton.launch import Tiling
 
@@ -21,7 +22,7 @@ from .fused_cases import (
     WITH_STATE,
     FusedCase,
     by_loops,
-    inputs_of,
+    call_of,
     launched,
     outcome,
     random_fused,
@@ -243,4 +244,4 @@ def test_operators_keep_the_rules_of_torch_library():
     case = random_fused(47, 2, 3, mask=[[0, 1, 1], [1, 0, 1]])
     for name in LEAVES:
         getattr(case, name).requires_grad_()
-    torch.library.opcheck(torch.ops.kvshift.shift.default, (*inputs_of(case), case.eps, 0))
+    torch.library.opcheck(torch.ops.kvshift.shift.default, (*call_of(case)[:TENSORS], case.eps, 0))

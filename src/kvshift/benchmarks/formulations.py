@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvshift.layers.positions import half_tables, rotary_table, rotate_half
 from kvshift.ops import BACKENDS, kv_shift
-from kvshift.ops.inputs import Inputs
+from kvshift.ops.call import Call
 from kvshift.ops.triton.call import shift_triton, triton_refusal
 
 __all__ = ["Formulation", "Table", "in_one_launch", "rotary_tables", "rotary_then", "with_rotary", "without"]
@@ -260,8 +260,8 @@ def in_one_launch(table: Table) -> list[Formulation]:
     halves = cos[..., :half], sin[..., half:]  # the first half of sin is negated
 
     def rotated(k: Tensor, v: Tensor, alpha: Tensor | None, beta: Tensor | None) -> Pair:
-        given = Inputs(None, k, v, alpha, beta, cos=halves[0], sin=halves[1])
-        results: Any = shift_triton(given, 0.0)
+        call = Call(None, k, v, alpha, beta, cos=halves[0], sin=halves[1], max_rows=0)
+        results: Any = shift_triton(call, k.shape[0])
         return results[1:3]
 
     def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvshift.ops.inputs import Inputs
+from kvshift.ops.call import TENSORS, Call
 from kvshift.ops.triton.launch import TILING, Tiling
 
 __all__ = ["candidates", "main", "tune"]
@@ -92,7 +92,7 @@ def _work(kernel: str, shape: tuple[int, int, int, int, int], device: torch.devi
     q = cos = sin = None
     if kernel.endswith("rotated"):
         q, (cos, sin) = normal(batch, positions, heads, size), normal(2, 1, positions, size // 2)
-    inputs = Inputs(q, k, v, alpha, beta, cos=cos, sin=sin)
+    inputs = Call(q, k, v, alpha, beta, cos=cos, sin=sin)[:TENSORS]
     if kernel.startswith("forward"):
         return lambda: torch.ops.kvshift.shift(*inputs, 0.0, 0)
     grads = (None if q is None else torch.randn_like(q), torch.randn_like(k), torch.randn_like(v))

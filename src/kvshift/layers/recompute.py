@@ -21,7 +21,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from kvshift.layers.shift import KVShift
 from kvshift.ops import ShiftState
 from kvshift.ops.attention_inputs import run
-from kvshift.ops.dispatch import Call, Norms, fused_path
+from kvshift.ops.call import TENSORS, Call, Norms
+from kvshift.ops.dispatch import fused_path
 from kvshift.ops.rope import Rotary
 from kvshift.ops.torch_ops import PLAIN, needs_traceable_ops
 
@@ -72,20 +73,22 @@ def recomputing(
     alpha, beta = (
         coefficients[target] if is_trained else None for target, is_trained in zip("kv", trained, strict=True)
     )
-    state_tensors = (None, None) if state is None else (state.k, state.v)
-    boundaries = (cu_seqlens, seq_idx, mask)
-    shifts_queries = "q" in shift.targets
-    call = Call((k, v), (alpha, beta), state_tensors, boundaries, backend, None, shifts_queries, rotary, norms)
+    call = Call(
+        None, k, v, alpha, beta, *((None, None) if state is None else (state.k, state.v)), *(rotary or (None, None)),
+        cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, norms=norms, gamma=coefficients.get("q"), max_rows=0,
+        backend=backend,
+    )  # fmt: skip
     path = fused_path(call)
+    call = call._replace(gamma=None)  # keys and values alone
     if path == "unfused" and alpha is None:  # keys are kept
-        call = call._replace(rotary=None, norms=None)
+        call = call._replace(cos=None, sin=None, norms=None)
     k_norm = None if norms is None else norms[1]
     read = [] if k_norm is None else [*k_norm.parameters(), *k_norm.buffers()]
-    inputs = (k, v, alpha, beta, *state_tensors, *boundaries, *(rotary or ()), *read)
+    inputs = (*call[:TENSORS], *call.boundaries(), *read)
     outputs = [tensor if is_trained else None for tensor, is_trained in zip(shifted, trained, strict=True)]
     return recomputed(
         outputs,
-        lambda: run(path, call, None, state, keep_state=False)[1:3],
+        lambda: run(path, call)[1:3],
         [tensor for tensor in inputs if tensor is not None],
     )
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from kvshift.layers.options import ShiftOptions, Target
 from kvshift.ops import ShiftState
 from kvshift.ops.attention_inputs import shift_norm_rope
+from kvshift.ops.call import Norms
 from kvshift.ops.decode import CoefficientCache
-from kvshift.ops.dispatch import Norms
 from kvshift.ops.rope import Rotary
 
 # The paper's letters: alpha mixes keys, beta values; queries are the variant of its appendix G.

@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from kvshift.ops.call import Call, Norms
 from kvshift.ops.decode import CoefficientCache, next_token
-from kvshift.ops.dispatch import (
-    Call,
-    FusedPath,
-    Norms,
-    compiles_training,
-    fused_path,
-    norm_scales,
-)
-from kvshift.ops.inputs import Inputs
+from kvshift.ops.dispatch import FusedPath, compiles_training, fused_path, norm_scales
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, rotate_heads
 from kvshift.ops.shift import (
@@ -31,8 +24,10 @@ from kvshift.ops.shift import (
     check_input,
     check_queries,
     check_state,
+    rows_to_keep,
     shift_keys_values,
     shift_tokens,
+    state_type_error,
     with_plan,
 )
 from kvshift.ops.state import ShiftState
@@ -82,52 +77,53 @@ def shift_norm_rope(
     Returns:
         q, k, v and the new state; None where it is not kept or nothing is shifted.
     """
-    states, max_rows = ((state.k, state.v), state.max_rows) if isinstance(state, ShiftState) else ((None, None), None)
-    boundaries = (cu_seqlens, seq_idx, mask)
-    call = Call((k, v), (alpha, beta), states, boundaries, backend, q, gamma is not None, rotary, norms, max_rows)
+    k_state = v_state = q_state = max_rows = None
+    if state is not None:
+        if not isinstance(state, ShiftState):
+            raise state_type_error(state)
+        k_state, v_state, q_state, max_rows = state.k, state.v, state.q, state.max_rows
+    cos, sin = rotary or (None, None)
+    call = Call(
+        q, k, v, alpha, beta, k_state, v_state, cos, sin, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask,
+        norms=norms, gamma=gamma, q_state=q_state, max_rows=max_rows if keep_state else 0, backend=backend,
+    )  # fmt: skip
     path = fused_path(call)
-    if path == "next token":
-        return next_token(call, kept or CoefficientCache(), keep_state=keep_state)
-    return run(path, call, gamma, state, keep_state=keep_state)
+    return next_token(call, kept or CoefficientCache()) if path == "next token" else run(path, call)
 
 
-def run(path: FusedPath, call: Call, gamma: Tensor | None, state: ShiftState | None, *, keep_state: bool) -> Results:
+def run(path: FusedPath, call: Call) -> Results:
     """`shift_norm_rope` on a path that was chosen, which is not "next token"."""
     if path == "launch":
-        results = _launch(call, state, keep_state)
-    else:
-        results = _unfused(call, gamma, state, _finish_by_loops if path == "reference" else _finish, keep_state)
-    return results if keep_state else (*results[:3], None)
+        return _launch(call)
+    return _unfused(call, _finish_by_loops if path == "reference" else _finish)
 
 
-def _launch(call: Call, state: ShiftState | None, keep_state: bool) -> Results:
-    (k, v), (alpha, beta), (k_state, v_state) = call.inputs, call.coefficients, call.states
-    _check(call.q, k, v)
-    sequences = check_boundaries(k, *call.boundaries)
-    for name, coefficients in (("alpha", alpha), ("beta", beta)):
+def _launch(call: Call) -> Results:
+    _check(call)
+    sequences = check_boundaries(call.k, *call.boundaries())
+    for name, coefficients in (("alpha", call.alpha), ("beta", call.beta)):
         if coefficients is not None:
-            check_coefficients(name, coefficients, k)
-    if state is not None:
-        check_state(state, k, v, sequences, call.window())
-    rotary, norms = cast(Rotary, call.rotary), call.norms
-    q_scale, k_scale, eps = norm_scales(norms)
-    cos, sin = _half_tables(rotary, k)
-    given = Inputs(call.q, k, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale)
-    given = with_plan(given, *call.boundaries)
-    max_rows = 0 if not keep_state or call.window() == 1 else call.window() - 1 if state is None else state.max_rows
-
-    def shifted(x: Inputs) -> tuple[Any, ...]:
-        return shift_triton(x, eps, sequences=sequences, max_rows=max_rows)
+            check_coefficients(name, coefficients, call.k)
+    check_state(call, sequences)
+    if call.window() == 1:
+        call = call._replace(max_rows=0)
+    q_scale, k_scale, eps = norm_scales(call.norms)
+    cos, sin = _half_tables(call)
+    given = with_plan(call._replace(cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale, eps=eps))
 
     if compiles_training():
-        q_hat, _ = _finish(call.q, None, norms, rotary)
+        q_hat, _ = _finish(call.q, None, call.norms, call.rotary())
         alone = given._replace(q=None, q_scale=None)
         k_hat, v_hat, *next_rows = compiled_to_recompute(
-            lambda k, v: tuple(y for y in shifted(alone._replace(k=k, v=v)) if y is not None), k, v
+            lambda k, v: tuple(y for y in shift_triton(alone._replace(k=k, v=v), sequences) if y is not None),
+            call.k,
+            cast(Tensor, call.v),
         )
     else:
-        q_hat, k_hat, v_hat, *next_rows = shifted(given)
-    return q_hat, k_hat, v_hat, ShiftState(next_rows[0], next_rows[1], max_rows) if max_rows else None
+        q_hat, k_hat, v_hat, *next_rows = cast(tuple[Any, ...], shift_triton(given, sequences))
+    if call.max_rows == 0:
+        return q_hat, k_hat, v_hat, None
+    return q_hat, k_hat, v_hat, ShiftState(next_rows[0], next_rows[1], rows_to_keep(call))
 
 
 def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) -> Any:
@@ -141,56 +137,47 @@ def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) ->
     return checkpoint(function, k, v, use_reentrant=False, preserve_rng_state=False)
 
 
-def _unfused(
-    call: Call, gamma: Tensor | None, state: ShiftState | None, finish: Callable[..., Any], keep_state: bool
-) -> Results:
+def _unfused(call: Call, finish: Callable[..., Any]) -> Results:
     """One after the other; `finish` is norm and rotation."""
-    q, (k, v), (alpha, beta) = call.q, call.inputs, call.coefficients
-    k_hat, v_hat, new = k, v, None
-    if alpha is None and beta is None and gamma is None:
-        _check(q, k, v)
-        check_boundaries(k, *call.boundaries)
+    q, k, v, new = call.q, call.k, cast(Tensor, call.v), None
+    if call.alpha is None and call.beta is None and call.gamma is None:
+        _check(call)
+        check_boundaries(k, *call.boundaries())
     else:
-        cu_seqlens, seq_idx, mask = call.boundaries
-        where: dict[str, Any] = {
-            "cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": call.backend,
-        }  # fmt: skip
-        hold = alpha
-        if alpha is None and beta is None:  # the state holds keys all the same, so that it has one shape
-            hold = torch.eye(1, cast(Tensor, gamma).shape[1], device=k.device).expand(k.shape[2], -1)
-        k_hat, v_hat, new = shift_keys_values(k, v, hold, beta, state=state, keep_state=keep_state, q=q, **where)
-        if alpha is None:
-            k_hat = k
-        if gamma is not None and q is not None:
-            q, rows = _shift_queries(q, gamma, k, state, where)
+        hold = call.alpha
+        if hold is None and call.beta is None:  # the state holds keys all the same, so that it has one shape
+            hold = torch.eye(1, cast(Tensor, call.gamma).shape[1], device=k.device).expand(k.shape[2], -1)
+        k_hat, v, new = shift_keys_values(call._replace(alpha=hold, cos=None, sin=None, norms=None))
+        k = k if call.alpha is None else k_hat
+        if call.gamma is not None and q is not None:
+            q, rows = _shift_queries(q, call.gamma, call)
             new = None if new is None else ShiftState(new.k, new.v, new.max_rows, rows)
-    return *finish(q, k_hat, call.norms, call.rotary), v_hat, new
+    return *finish(q, k, call.norms, call.rotary()), v, new
 
 
-def _shift_queries(
-    q: Tensor, gamma: Tensor, k: Tensor, state: ShiftState | None, where: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    if q.ndim != 4 or q.shape[:3] != (*k.shape[:2], gamma.shape[0]):
+def _shift_queries(q: Tensor, gamma: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    batch, positions = call.k.shape[:2]
+    if q.ndim != 4 or q.shape[:3] != (batch, positions, gamma.shape[0]):
         raise ValueError(
-            f"q must be ({k.shape[0]}, {k.shape[1]}, {gamma.shape[0]}, head size) beside these keys, "
-            f"got {tuple(q.shape)}"
+            f"q must be ({batch}, {positions}, {gamma.shape[0]}, head size) beside these keys, got {tuple(q.shape)}"
         )
-    if state is not None and state.q is None:
+    if call.k_state is not None and call.q_state is None:
         raise ValueError("state holds no queries, but this layer shifts them: pass on the state it returned")
-    before, max_rows = (None, None) if state is None else (state.q, state.max_rows)
-    return shift_tokens(q, gamma, state=before, max_rows=max_rows, **where)
+    where: dict[str, Any] = dict(zip(("cu_seqlens", "seq_idx", "mask"), call.boundaries(), strict=True))
+    max_rows = call.max_rows or None
+    return shift_tokens(q, gamma, state=call.q_state, max_rows=max_rows, backend=call.backend, **where)
 
 
-def _check(q: Tensor | None, k: Tensor, v: Tensor) -> None:
-    check_queries(q)
-    check_input("k", k)
-    check_input("v", v)
+def _check(call: Call) -> None:
+    check_queries(call.q)
+    check_input("k", call.k)
+    check_input("v", cast(Tensor, call.v))
 
 
-def _half_tables(rotary: Rotary, k: Tensor) -> Rotary:
+def _half_tables(call: Call) -> Rotary:
     """(L, T, D/2), as the kernels read them."""
-    cos, sin = rotary[0].squeeze(2), rotary[1].squeeze(2)
-    half = k.shape[3] // 2
+    cos, sin = (table.squeeze(2) for table in cast(Rotary, call.rotary()))
+    half = call.k.shape[3] // 2
     return (cos, sin) if cos.shape[-1] == half else (cos[..., :half], sin[..., half:])  # the first half is negated
 
 
@@ -206,7 +193,7 @@ def _finish_by_loops(
     q: Tensor | None, k: Tensor, norms: Norms | None, rotary: Rotary | None
 ) -> tuple[Tensor | None, Tensor]:
     q_norm, k_norm = norms or (None, None)
-    return (None if q is None else _norm_rope(q, q_norm, rotary)), _norm_rope(k, k_norm, rotary)
+    return None if q is None else _norm_rope(q, q_norm, rotary), _norm_rope(k, k_norm, rotary)
 
 
 def _norm_rope(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:

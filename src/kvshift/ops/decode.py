@@ -16,29 +16,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvshift.ops.dispatch import Call
+from kvshift.ops.call import Call
 from kvshift.ops.rope import apply_rotary
 from kvshift.ops.state import ShiftState
 
 
-def next_token(
-    call: Call, cache: CoefficientCache, *, keep_state: bool
-) -> tuple[Tensor | None, Tensor, Tensor, ShiftState | None]:
+def next_token(call: Call, cache: CoefficientCache) -> tuple[Tensor | None, Tensor, Tensor, ShiftState | None]:
     """Shift, normalise and rotate the next token of every sequence.
 
     Args:
         call: one whose path is "next token" (`kvshift.ops.dispatch.fused_path`).
         cache: of the layer's coefficients.
-        keep_state: whether the new state is returned. It shares memory with the keys and values of the call.
+
+    Returns:
+        q, k, v and the new state, which shares memory with the keys and values of the call.
     """
     q: Any
+    v: Any
     rotary: Any
-    q, rotary, norms, (k, v), (alpha, beta), new = call.q, call.rotary, call.norms, call.inputs, call.coefficients, None
-    if alpha is not None or beta is not None:
-        new = ShiftState(k, v, 1) if keep_state else None
+    q, k, v, rotary, new = call.q, call.k, call.v, call[7:9], None
+    if call.alpha is not None or call.beta is not None:
+        new = None if call.max_rows == 0 else ShiftState(k, v, 1)
         k, v = _shift_next_token(call, cache)
-    if norms is not None:
-        q, k = norms[0](q), norms[1](k)
+    if call.norms is not None:
+        q, k = call.norms[0](q), call.norms[1](k)
     # Rotated together: four operations less.
     q, k = torch.split_with_sizes(apply_rotary(torch.cat((q, k), 2), rotary), (q.shape[2], k.shape[2]), 2)
     return q, k, v, new
@@ -46,10 +47,11 @@ def next_token(
 
 def _shift_next_token(call: Call, cache: CoefficientCache) -> list[Tensor]:
     """Keys and values; a row of state is the token before."""
-    dtype = torch.float64 if call.inputs[0].dtype is torch.float64 else torch.float32
-    states: Any = call.states  # both are there
+    dtype = torch.float64 if call.k.dtype is torch.float64 else torch.float32
+    inputs: Any = call[1:3]
+    states: Any = call[5:7]  # both are there
     outputs = []
-    for x, columns, before in zip(call.inputs, cache.columns(call.coefficients, dtype), states, strict=True):
+    for x, columns, before in zip(inputs, cache.columns(call[3:5], dtype), states, strict=True):
         if columns is None:
             outputs.append(x)
             continue

@@ -1,6 +1,6 @@
 """Which implementation takes a call: the one place that decides.
 
-A call is put down in one frozen record; `shift_path` and `fused_path` answer from it, the device and who looks on.
+`shift_path` and `fused_path` answer from the record of a call, the device and who looks on.
 
 Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 """
@@ -8,13 +8,13 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 from __future__ import annotations
 
 import os
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from kvshift.ops.call import Call, Norms
 from kvshift.ops.cpu.kernel import cpu_refusal
-from kvshift.ops.rope import Rotary
 from kvshift.ops.torch_ops import PLAIN, is_exporting, needs_traceable_ops
 from kvshift.ops.triton.call import triton_refusal
 from kvshift.ops.triton.self_test import passes_self_test
@@ -24,44 +24,8 @@ _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in t
 _REFUSALS: dict[str, Any] = {"cpu": cpu_refusal, "triton": triton_refusal}
 _PLAIN = {"cpu": PLAIN, "triton": (*PLAIN, torch._subclasses.FakeTensor)}  # what kernels can read by its address
 
-Norms = tuple[nn.Module, nn.Module]
-"""Of queries and of keys:  x / sqrt(mean(x^2) + eps) * weight  over D, as in `torch.nn.RMSNorm` and in Llama's."""
-
 ShiftPath = Literal["reference", "traceable", "eager", "cpu", "triton"]
 FusedPath = Literal["next token", "reference", "launch", "unfused"]
-
-
-class Call(NamedTuple):
-    """A call of the operator. (A tuple: a dataclass takes three times as long to make, at every token.)
-
-    Attributes:
-        inputs: what is shifted or passes through, all of the same batch and positions; keys, or the only one, first.
-        coefficients: those of each, or None.
-        states: the state of each, or None.
-        boundaries: cu_seqlens, seq_idx and mask, or None each.
-        backend: as the caller named it.
-        q: queries beside them; shifts_queries: whether they are shifted too, by a call of their own.
-        rotary, norms: what follows the shift, if anything does.
-        max_rows: how many rows of state are kept; None where there is no state yet.
-    """
-
-    inputs: tuple[Tensor, ...]
-    coefficients: tuple[Tensor | None, ...]
-    states: tuple[Tensor | None, ...]
-    boundaries: tuple[Tensor | None, Tensor | None, Tensor | None]
-    backend: str
-    q: Tensor | None = None
-    shifts_queries: bool = False
-    rotary: Rotary | None = None
-    norms: Norms | None = None
-    max_rows: int | None = None
-
-    def window(self) -> int:
-        """W; 1 where nothing is shifted. (No property: torch.compile of 2.10 cannot compare one of a NamedTuple.)"""
-        for coefficients in self.coefficients:
-            if coefficients is not None:
-                return coefficients.shape[1]
-        return 1
 
 
 def choose_backend(backend: str) -> str:
@@ -89,7 +53,7 @@ def shift_path(call: Call) -> ShiftPath:
         return backend
     if needs_traceable_ops():
         return "traceable"
-    x, others = call.inputs[0], (*call.inputs[1:], *call.coefficients, *call.states, *call.boundaries)
+    x, others = call.k, (call.v, call.alpha, call.beta, call.k_state, call.v_state, *call.boundaries())
     if backend == "auto":
         if torch.compiler.is_compiling():  # which fuses eager's few operations with their neighbours
             return "eager"
@@ -118,14 +82,14 @@ def fused_path(call: Call) -> FusedPath:
         and not needs_traceable_ops(by_compiler=True)
     ):
         return "next token"
-    k, backend = call.inputs[0], choose_backend(call.backend)
+    k, backend = call.k, choose_backend(call.backend)
     if backend == "reference" and (call.norms is None or all(map(_is_plain, call.norms))):
         return "reference"
-    if call.rotary is None or call.shifts_queries or not isinstance(k, Tensor):
+    if call.cos is None or call.gamma is not None or not isinstance(k, Tensor):
         return "unfused"
     if (backend != "triton" and not (backend == "auto" and is_gpu(k))) or needs_traceable_ops():
         return "unfused"
-    shifts = any(coefficients is not None for coefficients in call.coefficients)
+    shifts = call.alpha is not None or call.beta is not None
     if not takes_launch(backend, is_gpu(k), shifts=shifts) or not _fits_launch(call):
         return "unfused"
     return "launch" if backend == "triton" or _passes_self_test(call) else "unfused"
@@ -165,9 +129,9 @@ def norm_scales(norms: Norms | None) -> tuple[Tensor | None, Tensor | None, floa
 
 def _passes_self_test(call: Call) -> bool:
     """Whether the Triton kernels compute on this device what they should; asked where "auto" would take them."""
-    k, v = call.inputs[0], call.inputs[-1]
+    k, v = call.k, call.k if call.v is None else call.v
     return passes_self_test(
-        (k.device, k.dtype, k.shape[3], v.shape[3], call.window(), call.rotary is not None, call.norms is not None)
+        (k.device, k.dtype, k.shape[3], v.shape[3], call.window(), call.cos is not None, call.norms is not None)
     )
 
 
@@ -183,9 +147,8 @@ def _refusal(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> st
 
 def _is_next_token(call: Call) -> bool:
     """Whether it is one token of every sequence, behind the one that the state holds; rotated, and at a window of 2."""
-    q, (k, v), (alpha, beta), (k_state, v_state) = call.q, call.inputs, call.coefficients, call.states
-    cu_seqlens, seq_idx, mask = call.boundaries
-    if call.rotary is None or call.shifts_queries or not cu_seqlens is seq_idx is mask is None:
+    q, k, v, alpha, beta, k_state, v_state = call[:7]
+    if call.cos is None or call.gamma is not None or not call.cu_seqlens is call.seq_idx is call.mask is None:
         return False
     if not (isinstance(k, Tensor) and isinstance(q, Tensor) and isinstance(v, Tensor)):
         return False
@@ -199,7 +162,7 @@ def _is_next_token(call: Call) -> bool:
     if alpha is beta is None:
         return True
     return (
-        call.max_rows == 1
+        (call.max_rows == 0 or call.max_rows == 1)
         and (alpha is None or alpha.shape == (of_k[2], 2))
         and (beta is None or beta.shape == (of_k[2], 2))
         and k_state is not None
@@ -212,19 +175,21 @@ def _is_next_token(call: Call) -> bool:
 
 
 def _fits_launch(call: Call) -> bool:
-    q, (k, *others), rotary = call.q, call.inputs, call.rotary
-    (v,) = others
-    assert rotary is not None
+    q, k, v, alpha, beta, k_state, v_state, cos, sin = call[:9]
+    assert cos is not None
+    assert sin is not None
     if not (isinstance(v, Tensor) and (q is None or isinstance(q, Tensor)) and k.ndim == v.ndim == 4):
         return False
-    states = tuple(state for state in call.states if state is not None)
-    if torch.is_grad_enabled() and (states or any(table.requires_grad for table in rotary)):
+    has_state = k_state is not None or v_state is not None
+    if torch.is_grad_enabled() and (has_state or cos.requires_grad or sin.requires_grad):
         return False
-    size, width = k.shape[3], rotary[0].shape[-1]
+    size, width = k.shape[3], cos.shape[-1]
     if (
         size % 2
         or width not in (size, size // 2)
-        or any(table.shape not in ((1, k.shape[1], 1, width), (k.shape[0], k.shape[1], 1, width)) for table in rotary)
+        or any(
+            table.shape not in ((1, k.shape[1], 1, width), (k.shape[0], k.shape[1], 1, width)) for table in (cos, sin)
+        )
         or v.shape[:3] != k.shape[:3]
         or v.dtype != k.dtype
         or (q is not None and (q.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != size or q.dtype != k.dtype))
@@ -236,8 +201,7 @@ def _fits_launch(call: Call) -> bool:
         if any(norm.weight.shape != (size,) for norm in call.norms):
             return False
     q_scale, k_scale, _ = norm_scales(call.norms)
-    others = (q, v, *call.coefficients, *states, *rotary, q_scale, k_scale)
-    return _refusal("triton", call.window(), k, *others) is None
+    return _refusal("triton", call.window(), k, q, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale) is None
 
 
 def _is_plain(norm: nn.Module) -> bool:

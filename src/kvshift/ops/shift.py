@@ -6,16 +6,15 @@ R rows of state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvshift.ops.boundaries import plan_shift
+from kvshift.ops.call import Call
 from kvshift.ops.cpu.kernel import shift_cpu
-from kvshift.ops.dispatch import Call, shift_path
-from kvshift.ops.inputs import Inputs
+from kvshift.ops.dispatch import shift_path
 from kvshift.ops.reference import shift_reference
 from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import needs_traceable_ops, shift_eager, shift_traceable, state_after
@@ -79,27 +78,21 @@ def kv_shift(
     """
     if alpha is None and beta is None:
         raise ValueError("alpha and beta are both None: there is nothing to shift")
+    k_state = v_state = max_rows = None
+    if state is not None:
+        if not isinstance(state, ShiftState):
+            raise state_type_error(state)
+        k_state, v_state, max_rows = state.k, state.v, state.max_rows
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
-    k_hat, v_hat, next_state = shift_keys_values(k, v, alpha, beta, state=state, keep_state=True, **where)
+    call = Call(None, k, v, alpha, beta, k_state, v_state, max_rows=max_rows, **where)
+    k_hat, v_hat, next_state = shift_keys_values(call)
     return k_hat, v_hat, cast(ShiftState, next_state)
 
 
-def shift_keys_values(
-    k: Tensor,
-    v: Tensor,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    *,
-    state: ShiftState | None,
-    cu_seqlens: Tensor | None,
-    seq_idx: Tensor | None,
-    mask: Tensor | None,
-    backend: str,
-    keep_state: bool,
-    q: Tensor | None = None,
-) -> tuple[Tensor, Tensor, ShiftState | None]:
-    """`kv_shift`, with a new state only where it is kept; alpha or beta is given. The queries beside are checked."""
-    check_queries(q)
+def shift_keys_values(call: Call) -> tuple[Tensor, Tensor, ShiftState | None]:
+    """What `kv_shift` returns; no state where no row is kept. alpha or beta is given; queries beside are checked."""
+    k, v, alpha, beta = cast(tuple[Any, ...], call[1:5])
+    check_queries(call.q)
     check_input("k", k)
     check_input("v", v)
     if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
@@ -110,19 +103,10 @@ def shift_keys_values(
         check_coefficients("beta", beta, v)
         if alpha is not None and alpha.shape != beta.shape:
             raise ValueError(f"alpha and beta must have the same shape; {_say(alpha=alpha, beta=beta)}")
-    sequences = check_boundaries(k, cu_seqlens, seq_idx, mask)
-    window = _window(alpha, beta)
-
-    if state is None:
-        states, max_rows = (None, None), window - 1
-    else:
-        check_state(state, k, v, sequences, window)
-        states, max_rows = (state.k, state.v), state.max_rows
-
-    (k_hat, v_hat), (next_k, next_v) = _shift(
-        (k, v), (alpha, beta), states, sequences, max_rows, cu_seqlens, seq_idx, mask, backend, keep_state=keep_state
-    )
-    return k_hat, v_hat, ShiftState(next_k, next_v, max_rows) if keep_state else None
+    sequences = check_boundaries(k, *call.boundaries())
+    check_state(call, sequences)
+    k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], _shift(call._replace(q=None), sequences))
+    return k_hat, v_hat, ShiftState(next_k, next_v, rows_to_keep(call)) if rows_to_keep(call) else None
 
 
 def shift_tokens(
@@ -159,76 +143,58 @@ def shift_tokens(
     rows = window - 1 if state is None else state.shape[1]
     if max_rows is not None and max_rows < rows:
         raise ValueError(f"max_rows must be at least the rows of state, {rows}; got {max_rows}")
-    (x_hat,), (next_state,) = _shift(
-        (x,), (coefficients,), (state,), sequences, max_rows or rows, cu_seqlens, seq_idx, mask, backend
-    )
-    return x_hat, next_state
+    where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
+    call = Call(None, x, None, coefficients, k_state=state, max_rows=max_rows or rows, **where)
+    x_hat, _, next_state, _ = _shift(call, sequences)
+    return x_hat, cast(Tensor, next_state)
 
 
-def _shift(
-    inputs: Sequence[Tensor],
-    all_coefficients: Sequence[Tensor | None],
-    states: Sequence[Tensor | None],
-    sequences: int,
-    max_rows: int,
-    cu_seqlens: Tensor | None,
-    seq_idx: Tensor | None,
-    mask: Tensor | None,
-    backend: str,
-    *,
-    keep_state: bool = True,
-) -> tuple[list[Tensor], list[Any]]:
-    """Shift tensors that share their boundaries; one without coefficients passes through, and has a state too.
+def _shift(call: Call, sequences: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """k and v, and their next states, None where none is kept; what has no coefficients passes through.
 
-    Returns:
-        The tensors and their next states, each None where it is not kept.
+    Args:
+        call: checked.
+        sequences: S.
     """
-    boundaries = (cu_seqlens, seq_idx, mask)
-    backend = shift_path(Call(tuple(inputs), tuple(all_coefficients), tuple(states), boundaries, backend))
-    both: Any = ((*of_each, None)[:2] for of_each in (inputs, all_coefficients, states))
-    (k, v), (alpha, beta), (k_state, v_state) = both
-    given = Inputs(None, k, v, alpha, beta, k_state, v_state)
-    if backend != "reference":
-        given = with_plan(given, *boundaries)
-    if backend == "triton":
-        results: Any = shift_triton(given, 0.0, sequences=sequences, max_rows=max_rows if keep_state else 0)
-        return list(results[1 : 1 + len(inputs)]), list(results[3 : 3 + len(inputs)])
-    rows, plan = given.window() - 1 if states[0] is None else states[0].shape[1], given.plan()
-    states = [
-        x.new_zeros(sequences, rows, *x.shape[2:]) if state is None else state
-        for x, state in zip(inputs, states, strict=True)
-    ]
-    if backend == "reference":
-        is_bounded = any(bound is not None for bound in boundaries)
-        keep = rows if is_bounded else min(max_rows, rows + k.shape[1])
-        pairs = [
-            shift_reference(x, coefficients, state, keep, cu_seqlens, seq_idx, mask)
-            for x, coefficients, state in zip(inputs, all_coefficients, states, strict=True)
-        ]
-        return [y for y, _ in pairs], [next_state for _, next_state in pairs]
-    shift = {"cpu": shift_cpu, "eager": shift_eager, "traceable": shift_traceable}[backend]
-    outputs = [
-        x if coefficients is None else shift(x, coefficients, state, plan)
-        for x, coefficients, state in zip(inputs, all_coefficients, states, strict=True)
-    ]
-    if not keep_state:
-        return outputs, [None] * len(inputs)
-    return outputs, [state_after(x, state, plan, max_rows) for x, state in zip(inputs, states, strict=True)]
+    path, max_rows = shift_path(call), rows_to_keep(call)
+    if path != "reference":
+        call = with_plan(call)
+    if path == "triton":
+        return shift_triton(call, sequences)[1:]
+    plan, window = call.plan(), call.window()
+
+    def one(x: Tensor | None, coefficients: Tensor | None, state: Tensor | None) -> tuple[Any, Any]:
+        if x is None:
+            return None, None
+        if state is None:
+            state = x.new_zeros(sequences, window - 1, *x.shape[2:])
+        if path == "reference":
+            is_bounded = any(bound is not None for bound in call.boundaries())
+            keep = state.shape[1] if is_bounded else min(max_rows, state.shape[1] + x.shape[1])
+            return shift_reference(x, coefficients, state, keep, *call.boundaries())
+        shift = {"cpu": shift_cpu, "eager": shift_eager, "traceable": shift_traceable}[path]
+        y = x if coefficients is None else shift(x, coefficients, state, plan)
+        return y, state_after(x, state, plan, max_rows) if max_rows else None
+
+    (k, next_k), (v, next_v) = one(call.k, call.alpha, call.k_state), one(call.v, call.beta, call.v_state)
+    return k, v, next_k, next_v
 
 
-def with_plan(x: Inputs, cu_seqlens: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None) -> Inputs:
-    """x, and who reads whom in it; as it is without boundaries or where nothing is shifted."""
-    window = x.window()
+def rows_to_keep(call: Call) -> int:
+    """At most."""
+    return call.window() - 1 if call.max_rows is None else call.max_rows
+
+
+def with_plan(call: Call) -> Call:
+    """The call, and who reads whom in it; as it is without boundaries or where nothing is shifted."""
+    cu_seqlens, seq_idx, mask = call.boundaries()
+    window = call.window()
     if window == 1 or cu_seqlens is seq_idx is mask is None:
-        return x
-    (batch, positions), rows = x.k.shape[:2], window - 1 if x.k_state is None else x.k_state.shape[1]
+        return call
+    (batch, positions), rows = call.k.shape[:2], window - 1 if call.k_state is None else call.k_state.shape[1]
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
-    plan = plan_shift(batch, positions, window, rows, x.k.device, **where, backward=torch.is_grad_enabled())
-    return x._replace(**plan._asdict())
-
-
-def _window(*coefficients: Tensor | None) -> int:
-    return next(x.shape[1] for x in coefficients if x is not None)
+    plan = plan_shift(batch, positions, window, rows, call.k.device, **where, backward=torch.is_grad_enabled())
+    return call._replace(**plan._asdict())
 
 
 def _say(**tensors: Tensor) -> str:
@@ -309,16 +275,23 @@ def _check_cu_seqlens(cu_seqlens: Tensor, positions: int) -> None:
         raise ValueError(f"{message}; got {cu_seqlens.tolist()}")
 
 
-def check_state(state: ShiftState, k: Tensor, v: Tensor, sequences: int, window: int) -> None:
+def state_type_error(state: object) -> TypeError:
+    """For what is none."""
+    return TypeError(f"state must be a ShiftState or None, got {type(state).__name__}")
+
+
+def check_state(call: Call, sequences: int) -> None:
     """Raise what `kv_shift` raises for a state that does not fit."""
-    if not isinstance(state, ShiftState):
-        raise TypeError(f"state must be a ShiftState or None, got {type(state).__name__}")
-    _check_rows("state.k", state.k, k, sequences, window)
-    _check_rows("state.v", state.v, v, sequences, window)
-    if not state.k.shape[1] == state.v.shape[1] <= state.max_rows:
+    k, v = call.k_state, call.v_state
+    if k is None or v is None or call.v is None:
+        return
+    _check_rows("state.k", k, call.k, sequences, call.window())
+    _check_rows("state.v", v, call.v, sequences, call.window())
+    # Where none is kept, nobody asks how many.
+    if k.shape[1] != v.shape[1] or (call.max_rows and k.shape[1] > call.max_rows):
         raise ValueError(
-            f"state must hold as many keys as values, max_rows at most; got {state.k.shape[1]} rows of keys and "
-            f"{state.v.shape[1]} of values with max_rows = {state.max_rows}"
+            f"state must hold as many keys as values, max_rows at most; got {k.shape[1]} rows of keys and "
+            f"{v.shape[1]} of values with max_rows = {call.max_rows}"
         )
 
 

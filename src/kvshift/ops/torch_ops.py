@@ -24,7 +24,7 @@ from torch._C import _TorchDispatchModeKey
 from torch.autograd import forward_ad
 
 from kvshift.ops.boundaries import NOTHING, ShiftPlan
-from kvshift.ops.inputs import Inputs
+from kvshift.ops.call import Call
 
 Shift = Callable[[Tensor, Tensor, Tensor, "ShiftPlan | None"], Tensor]
 """Mixes every token of x with those before it in its sequence.
@@ -125,7 +125,7 @@ def _traceable_add(total: Tensor | None, term: Tensor, weight: Tensor) -> Tensor
     return torch.where(zero, total - nothing, torch.addcmul(total, term, weight))
 
 
-def shift_norm_rope_traceable(x: Inputs, eps: float) -> tuple[Tensor | None, Tensor, Tensor | None]:
+def shift_norm_rope_traceable(x: Call) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Shift, QK-norm and rotation, as `kvshift.ops.triton.launch.shift` does them."""
 
     def shifted(y: Tensor, coefficients: Tensor | None, state: Tensor | None) -> Tensor:
@@ -137,7 +137,7 @@ def shift_norm_rope_traceable(x: Inputs, eps: float) -> tuple[Tensor | None, Ten
 
     def finished(y: Tensor, scale: Tensor | None) -> Tensor:
         if scale is not None:
-            y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt() * scale.to(y.dtype)
+            y = y * (y.square().mean(-1, keepdim=True) + (x.eps or 0.0)).rsqrt() * scale.to(y.dtype)
         if x.cos is None or x.sin is None:
             return y
         cos, sin = x.cos.to(y.dtype).unsqueeze(2), x.sin.to(y.dtype).unsqueeze(2)

@@ -27,10 +27,10 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvshift.layers import KVShift, ShiftOptions
-from kvshift.ops import ShiftState
 from kvshift.ops.boundaries import ShiftPlan, plan_shift
+from kvshift.ops.call import Call
 from kvshift.ops.cpu.kernel import shift_cpu
-from kvshift.ops.dispatch import Call, ShiftPath, shift_path
+from kvshift.ops.dispatch import ShiftPath, shift_path
 from kvshift.ops.shift import shift_keys_values
 
 
@@ -195,7 +195,7 @@ class PagedShift(KVShift):
     def path(self) -> ShiftPath:
         """Which implementation shifts."""
         kv = torch.empty(0, 1, 1, self.head_size, dtype=self.dtype, device=self.weights.device)
-        return shift_path(Call((kv,), (self.weights,), (), (None, None, None), "auto"))
+        return shift_path(Call(None, kv, None, self.weights))
 
     def shift_batch(self, kv: Tensor, shifted: Tensor, rows: Tensor, metadata: PagedShiftMetadata) -> None:
         """Write shifted keys and values.
@@ -227,10 +227,8 @@ class PagedShift(KVShift):
         if self.path == "cpu":
             y = shift_cpu(x, self.weights, state, metadata.plan)
         else:
-            y, *_ = shift_keys_values(
-                x, x, self.weights, None, state=ShiftState(state, state, lags), cu_seqlens=metadata.cu_seqlens,
-                seq_idx=None, mask=None, backend="auto", keep_state=False,
-            )  # fmt: skip
+            call = Call(None, x, x, self.weights, None, state, state, cu_seqlens=metadata.cu_seqlens, max_rows=0)
+            y, *_ = shift_keys_values(call)
         shifted.view_as(x).copy_(y)
 
 

@@ -211,7 +211,8 @@ def _calls(device: Any, dtype: str) -> dict[str, Callable[[], str]]:
     """By what is called: a function that asks `kvshift.ops.dispatch` which implementation takes it."""
     import torch
 
-    from kvshift.ops.dispatch import Call, fused_path, shift_path
+    from kvshift.ops.call import Call
+    from kvshift.ops.dispatch import fused_path, shift_path
 
     def numbers(*shape: int) -> Any:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
@@ -219,14 +220,15 @@ def _calls(device: Any, dtype: str) -> dict[str, Callable[[], str]]:
     def make(positions: int, state: bool = False) -> Any:
         k, coefficients = numbers(1, positions, 1, 64), torch.ones(1, 2, device=device)
         states = (numbers(1, 1, 1, 64),) * 2 if state else (None, None)
-        return Call((k, k), (coefficients,) * 2, states, (None, None, None), "auto", max_rows=1)
+        k_state, v_state = states
+        return Call(None, k, k, coefficients, coefficients, k_state, v_state, max_rows=1)
 
     def shift() -> str:
         return shift_path(make(16))
 
     def attention(positions: int, state: bool = False) -> str:
         call, table = make(positions, state), torch.ones(1, positions, 1, 32, device=device)
-        path = fused_path(call._replace(q=call.inputs[0], rotary=(table, table)))
+        path = fused_path(call._replace(q=call.k, cos=table, sin=table))
         if path == "launch":
             return "triton, with rotary embedding in the same launch"
         return "plain operations" if path == "next token" else shift_path(call)

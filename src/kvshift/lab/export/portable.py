@@ -17,7 +17,7 @@ from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.decoder import Finish, _ShiftThenRotate
 from kvshift.ops.attention_inputs import Results, _finish
 from kvshift.ops.boundaries import plan_shift
-from kvshift.ops.dispatch import Norms
+from kvshift.ops.call import Norms
 from kvshift.ops.rope import Rotary
 from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import shift_traceable, state_after

@@ -27,7 +27,7 @@ from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit.family import add_child
 from kvshift.ops import ShiftState, shift_tokens
 from kvshift.ops.attention_inputs import shift_norm_rope
-from kvshift.ops.dispatch import Norms
+from kvshift.ops.call import Norms
 from kvshift.ops.rope import Rotary
 
 __all__ = ["Heads", "MixingGPT2", "MixingLlamaForCausalLM", "MixingVariant", "TokenMixing", "tokens_before"]

@@ -13,7 +13,7 @@ import os
 import torch
 from torch import Tensor
 
-from kvshift.ops.inputs import Inputs
+from kvshift.ops.call import TENSORS, Call
 from kvshift.ops.torch_ops import state_after
 from kvshift.ops.triton.launch import compute_dtype, shift
 
@@ -36,16 +36,12 @@ def triton_refusal(x: Tensor, window: int) -> str | None:
     return None
 
 
-def shift_triton(
-    x: Inputs, eps: float, *, sequences: int = 0, max_rows: int = 0
-) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def shift_triton(x: Call, sequences: int) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """All that `kvshift.ops.triton.launch.shift` does, for tensors as callers have them.
 
     Args:
-        x: with any strides.
-        eps: of the norm. (No default: to torch.compile it would be a number that changes.)
+        x: with any strides; where there are boundaries, with its plan.
         sequences: S.
-        max_rows: how many rows of state to keep at most; 0: none.
 
     Returns:
         q, k, v, and the next states of k and of v, (S, R, G, D). What is neither shifted nor rotated comes back as it
@@ -54,14 +50,15 @@ def shift_triton(
     Raises:
         ValueError: gradients of a rotated call are recorded, and it has a state.
     """
-    records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x)
+    records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x[:TENSORS])
     if records and x.cos is not None and (x.k_state is not None or x.v_state is not None):
         raise ValueError("k_state and v_state must be None where gradients are recorded: none flows through a state")
     rows = x.window() - 1 if x.k_state is None else x.k_state.shape[1]
+    max_rows = rows if x.max_rows is None else x.max_rows
     if x.sources is None:
         rows = min(max_rows, rows + x.k.shape[1])
     in_launch = 0 if records or max_rows == 0 else rows if x.next_state is None else x.next_state.shape[1]
-    q, k, v, *next_rows = shift(_as_kernels_read(x), eps, in_launch)
+    q, k, v, *next_rows = shift(_as_kernels_read(x), in_launch)
     k_next = v_next = None
     if in_launch:
         k_next, v_next = (
@@ -75,14 +72,14 @@ def shift_triton(
     return None if x.q is None else q, k, v, k_next, v_next
 
 
-def _state_after(x: Inputs, of: Tensor, state: Tensor | None, sequences: int, max_rows: int) -> Tensor:
+def _state_after(x: Call, of: Tensor, state: Tensor | None, sequences: int, max_rows: int) -> Tensor:
     """By operations that have gradients."""
     if state is None:
         state = of.new_zeros(sequences, x.window() - 1, *of.shape[2:])
     return state_after(of, state, x.plan(), max_rows)
 
 
-def _as_kernels_read(x: Inputs) -> Inputs:
+def _as_kernels_read(x: Call) -> Call:
     """Coefficients in the dtype of the arithmetic; rows of the tables with the same strides; the rest contiguous."""
     cos, sin, compute = x.cos, x.sin, compute_dtype(x.k)
     if cos is not None and sin is not None and not _are_alike(cos, sin):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.ops.inputs import Inputs
+from kvshift.ops.call import TENSORS, Call
 from kvshift.ops.torch_ops import gradients, gradients_of_state, shift_norm_rope_traceable
 from kvshift.ops.triton.registration import registered
 
@@ -79,7 +79,7 @@ class _Grid:
         return self.q_lanes + self.k_lanes + self.v_lanes
 
 
-def _grid(direction: str, x: Inputs, eps: float, *strided: Tensor | None) -> _Grid:
+def _grid(direction: str, x: Call, *strided: Tensor | None) -> _Grid:
     """
     Args:
         strided: the tensors that are read by their strides, those of q, k and v first.
@@ -107,7 +107,7 @@ def _grid(direction: str, x: Inputs, eps: float, *strided: Tensor | None) -> _Gr
             "Dk": size,
             "Dv": v_size,
             "W": window,
-            "EPS": eps,
+            "EPS": x.eps or 0.0,
             "HEADS": tiling.heads,
             "BLOCK_T": block_t,
             "BLOCK_K": block_k,
@@ -148,7 +148,7 @@ def _table_strides(cos: Tensor | None, align: int = 1) -> tuple[int, int]:
     return 0 if cos.shape[0] == 1 else cos.stride(0) // align, cos.stride(1) // align
 
 
-def _rows_per_entry(x: Inputs) -> int:
+def _rows_per_entry(x: Call) -> int:
     """Q, the rows of state of a batch entry: those of the sequences of a pack one after another."""
     if x.k_state is None:
         return 0 if x.readers is None else x.readers.shape[1] - x.k.shape[1]
@@ -163,7 +163,7 @@ def _on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
 # The operators --------------------------------------------------------------------------------------------------------
 
 # As torch.library writes it.
-_INPUTS = ", ".join(f"Tensor{'' if name == 'k' else '?'} {name}" for name in Inputs._fields)
+_INPUTS = ", ".join(f"Tensor{'' if name == 'k' else '?'} {name}" for name in Call._fields[:TENSORS])
 
 
 def _like(x: Tensor | None, k: Tensor) -> Tensor:
@@ -171,12 +171,12 @@ def _like(x: Tensor | None, k: Tensor) -> Tensor:
     return k.new_empty(0) if x is None else x.new_empty(x.shape)
 
 
-def _outputs(x: Inputs) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _outputs(x: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """What each output is like; None where there is nothing to compute."""
     return x.q, None if x.alpha is None and x.cos is None else x.k, None if x.beta is None else x.v
 
 
-def _like_outputs(x: Inputs, rows: int) -> tuple[Tensor, ...]:
+def _like_outputs(x: Call, rows: int) -> tuple[Tensor, ...]:
     return *(_like(y, x.k) for y in _outputs(x)), *(_like_rows(y, x.k, rows) for y in (x.k, x.v))
 
 
@@ -184,7 +184,7 @@ def _like_rows(x: Tensor | None, k: Tensor, rows: int) -> Tensor:
     return k.new_empty(0) if x is None else x.new_empty(x.shape[0], rows, *x.shape[2:])
 
 
-def _like_gradients(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, x: Inputs) -> list[Tensor]:
+def _like_gradients(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, x: Call) -> list[Tensor]:
     """For the gradients of q, k, v, alpha, beta, q_scale, k_scale."""
     due = (gq_out, None if gk_out is None else x.k, None if gv_out is None else x.v)
     return [_like(y, x.k) for y in (*due, x.alpha, x.beta, x.q_scale, x.k_scale)]
@@ -193,13 +193,13 @@ def _like_gradients(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor
 @registered(
     "shift_backward",
     schema=f"(Tensor? gq_out, Tensor? gk_out, Tensor? gv_out, {_INPUTS}, float eps) -> Tensor[]",
-    fake=lambda gq_out, gk_out, gv_out, *args: _like_gradients(gq_out, gk_out, gv_out, Inputs(*args[:-1])),
+    fake=lambda gq_out, gk_out, gv_out, *args: _like_gradients(gq_out, gk_out, gv_out, Call(*args[:TENSORS])),
 )
 def _shift_backward(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, *args: Any) -> list[Tensor]:
-    x, eps = Inputs(*args[:-1]), args[-1]
+    x = Call(*args[:TENSORS], eps=args[-1])
     gradients = _like_gradients(gq_out, gk_out, gv_out, x)
     gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = gradients
-    grid = _grid("backward", x, eps, gq_out, gk_out, gv_out, x.q, x.k, x.v)
+    grid = _grid("backward", x, gq_out, gk_out, gv_out, x.q, x.k, x.v)
     tiles, heads, window = x.k.shape[0] * grid.tiles, x.k.shape[2], x.window()
     if tiles * grid.lanes == 0:
         for gradient in gradients:
@@ -230,16 +230,16 @@ def _shift_backward(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x = Inputs(*inputs[:-2])
+    x = Call(*inputs[:TENSORS])
     ctx.has_q, ctx.eps = x.q is not None, inputs[-2]
-    ctx.save_for_backward(*x._replace(q=None if x.q_scale is None else x.q, next_state=None))
+    ctx.save_for_backward(*x._replace(q=None if x.q_scale is None else x.q, next_state=None)[:TENSORS])
 
 
 def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    x = Inputs(*ctx.saved_tensors)
+    x = Call(*ctx.saved_tensors, eps=ctx.eps)
     due = (ctx.has_q, x.cos is not None or x.alpha is not None, x.beta is not None)
     grads = [g if is_due else None for g, is_due in zip((gq_out, gk_out, gv_out), due, strict=True)]
-    found = [g if g.numel() else None for g in _shift_backward(*grads, *x, ctx.eps)]
+    found = [g if g.numel() else None for g in _shift_backward(*grads, *x[:TENSORS], x.eps or 0.0)]
     gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = found
     gk_state = gv_state = None
     if x.k_state is not None and x.alpha is not None:
@@ -254,15 +254,15 @@ def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor, *_: Tens
 def _traceable_backward(
     ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor, *_: Tensor
 ) -> tuple[Tensor | None, ...]:
-    x = Inputs(*ctx.saved_tensors)
+    x = Call(*ctx.saved_tensors, eps=ctx.eps)
     if ctx.has_q and x.q is None:  # rotated alone: any numbers will do
         x = x._replace(q=x.k.new_zeros(gq_out.shape))
     due = [y is not None for y in _outputs(x)]
     differentiable = [*x[:7], *x[9:11]]
 
     def forward(q, k, v, alpha, beta, k_state, v_state, q_scale, k_scale) -> tuple[Tensor, ...]:
-        given = Inputs(q, k, v, alpha, beta, k_state, v_state, x.cos, x.sin, q_scale, k_scale, x.sources)
-        outputs = shift_norm_rope_traceable(given, ctx.eps)
+        given = x._replace(q=q, k=k, v=v, alpha=alpha, beta=beta, k_state=k_state, v_state=v_state)
+        outputs = shift_norm_rope_traceable(given._replace(q_scale=q_scale, k_scale=k_scale))
         return tuple(y for y, is_due in zip(outputs, due, strict=True) if y is not None and is_due)
 
     grads = tuple(g for g, is_due in zip((gq_out, gk_out, gv_out), due, strict=True) if is_due)
@@ -273,25 +273,25 @@ def _traceable_backward(
 @registered(
     "shift",
     schema=f"({_INPUTS}, float eps, SymInt rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=lambda *args: _like_outputs(Inputs(*args[:-2]), args[-1]),
+    fake=lambda *args: _like_outputs(Call(*args[:TENSORS]), args[-1]),
     save=_save_inputs,
     backward=_backward,
     traceable_backward=_traceable_backward,
 )
 def _shift(*args: Any) -> tuple[Tensor, ...]:
-    x, eps, rows = Inputs(*args[:-2]), args[-2], args[-1]
+    x, rows = Call(*args[:TENSORS], eps=args[-2]), args[-1]
     outputs = _like_outputs(x, rows)
     q_out, k_out, v_out = (y if like is not None else None for y, like in zip(outputs[:3], _outputs(x), strict=True))
     k_next, v_next = (y if rows and of is not None else None for y, of in zip(outputs[3:], (x.k, x.v), strict=True))
     k = x.k if k_out is not None or k_next is not None else None
     v = x.v if v_out is not None or v_next is not None else None
-    grid = _grid("forward", x, eps, x.q, k, v)
+    grid = _grid("forward", x, x.q, k, v)
     batch, positions, heads, _ = x.k.shape
     programs = batch * (grid.tiles + (rows > 0)) * grid.lanes
     if programs:
         with _on_device(x.k):
             kernels().forward[(programs,)](
-                q_out, k_out, v_out, k_next, v_next, *x[:-1],
+                q_out, k_out, v_out, k_next, v_next, *x[: TENSORS - 1],
                 batch, positions, 0 if x.q is None else x.q.shape[2], heads, _rows_per_entry(x), rows, grid.tiles,
                 grid.q_lanes, grid.k_lanes, grid.v_lanes, *_table_strides(x.cos, grid.meta["ALIGN_TABLE"]),
                 *_strides(grid.meta["ALIGN"], x.q, x.k, x.v), **grid.meta,
@@ -299,7 +299,7 @@ def _shift(*args: Any) -> tuple[Tensor, ...]:
     return outputs
 
 
-def shift(x: Inputs, eps: float, rows: int) -> tuple[Tensor, ...]:
+def shift(x: Call, rows: int) -> tuple[Tensor, ...]:
     """Shift k and v, normalise and rotate q and k, and keep the next states: all that `x` has the tensors for.
 
         y = shift(k, alpha);  z = y / sqrt(mean(y^2) + eps) * k_scale;  k_out = (z1 cos - z2 sin, z2 cos + z1 sin)
@@ -309,11 +309,10 @@ def shift(x: Inputs, eps: float, rows: int) -> tuple[Tensor, ...]:
 
     Args:
         x: contiguous but for q, k, v; coefficients in the dtype of the arithmetic.
-        eps: of the norm.
         rows: N, of the next state of each batch entry; 0: none is kept.
 
     Returns:
         q, k, v and the next states of k and of v, (B, N, G, D). An empty tensor where there is nothing to compute: for
         no q, for k with neither alpha nor cos, for v without beta.
     """
-    return _shift(*x, eps, rows)
+    return _shift(*x[:TENSORS], x.eps or 0.0, rows)
