@@ -169,8 +169,8 @@ def _shift(call: Call, sequences: int) -> tuple[Tensor, Tensor | None, Tensor | 
         if state is None:
             state = x.new_zeros(sequences, window - 1, *x.shape[2:])
         if path == "reference":
-            is_bounded = any(bound is not None for bound in call.boundaries())
-            keep = state.shape[1] if is_bounded else min(max_rows, state.shape[1] + x.shape[1])
+            grows = max_rows > 0 and all(bound is None for bound in call.boundaries())
+            keep = min(max_rows, state.shape[1] + x.shape[1]) if grows else state.shape[1]
             return shift_reference(x, coefficients, state, keep, *call.boundaries())
         shift = {"cpu": shift_cpu, "eager": shift_eager, "traceable": shift_traceable}[path]
         y = x if coefficients is None else shift(x, coefficients, state, plan)
