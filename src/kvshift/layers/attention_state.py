@@ -68,7 +68,7 @@ class AttentionState:
         Args:
             indices: (n,) integers, or (S,) booleans. None of them gives the state of no sequence.
         """
-        index = index_of(indices, self.sequences, self.seen.device)
+        index = index_of(indices, self.seen)
         return self._map(lambda x: x.index_select(0, index), lambda shift: shift.select(index))
 
     def reorder(self, beam_indices: Tensor | Sequence[int]) -> AttentionState:

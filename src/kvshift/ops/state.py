@@ -26,13 +26,14 @@ def _is_same(part: Any, other: Any) -> bool:
     return part.dtype == other.dtype and part.device == other.device and torch.equal(part, other)
 
 
-def index_of(indices: Tensor | Sequence[int], sequences: int, device: torch.device) -> Tensor:
-    """The numbers, (n,) int64, of the sequences that a caller selects from a state of `sequences`.
+def index_of(indices: Tensor | Sequence[int], part: Tensor) -> Tensor:
+    """Which sequences of a state to keep, (n,) int64, on the device of `part`, a tensor of S rows.
 
     Args:
-        indices: (n,) integers, or (sequences,) booleans; a list may be empty.
+        indices: (n,) integers, or (S,) booleans; a list may be empty.
+        part: of the state.
     """
-    index = torch.as_tensor(indices, device=device)
+    index, sequences = torch.as_tensor(indices, device=part.device), part.shape[0]
     if index.ndim != 1:
         raise ValueError(f"indices must have one dimension, got shape {tuple(index.shape)}")
     if index.dtype == torch.bool:
@@ -107,7 +108,7 @@ class ShiftState:
         Args:
             indices: (n,) integers, or (S,) booleans. None of them gives the state of no sequence.
         """
-        index = index_of(indices, self.sequences, self.k.device)
+        index = index_of(indices, self.k)
         return self._map(lambda x: x.index_select(0, index))
 
     def reorder(self, beam_indices: Tensor | Sequence[int]) -> ShiftState:
