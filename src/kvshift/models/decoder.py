@@ -227,52 +227,45 @@ def shift_into(
 
 
 class ShiftedDecoder:
-    """A stack of layers with shift, without a head. A family's `forward` calls `run`."""
+    """A stack of layers with shift, without a head."""
 
     config: ShiftConfig
 
-    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """(B, T, E), what the first layer gets."""
-        raise NotImplementedError
+    own_arguments: ClassVar[frozenset[str]] = frozenset()  # of the family's forward, for `run_layers`
+    embed: Callable[[Tensor | None, Tensor | None], Tensor]  # of ids or embeddings, what the first layer gets
+    run_layers: Callable[..., Any]  # of that, the masks and what each layer takes, the output
 
-    def run_layers(self, hidden_states: Tensor, masks: dict[str, Tensor | None], **kwargs: Any) -> Any:
-        """The output of `forward`, of embeddings and of what `create_masks` returned; each layer takes the kwargs."""
-        raise NotImplementedError
-
-    def run(
+    @merge_with_config_defaults
+    def forward(
         self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | dict[str, Tensor | None] | None,
-        position_ids: Tensor | None,
-        past_key_values: Cache | None,
-        cache: Cache | None,
-        use_cache: bool | None,
-        seq_idx: Tensor | None,
-        cu_seq_lens_q: Tensor | None,
-        unnamed: dict[str, Any],
-        **own: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """The forward pass. Documents packed into one row do not see each other.
+        """As the family's in transformers, and documents packed into one row do not see each other.
 
         Neither shift nor attention crosses a boundary, with a cache or without. The first document of a call
         continues the last one in the cache.
 
         Args:
-            input_ids, inputs_embeds, attention_mask, use_cache: as in transformers.
-            position_ids: (B, T); where neither of the two below is given, a document begins wherever they do not
-                increase by one. Where they are not given, they count from the start of each document.
-            past_key_values, cache: two names of one argument; the second is that of transformers 5.24 and later.
             seq_idx: (B, T) number of the document at each position; one begins where it changes.
             cu_seq_lens_q: (S + 1,) boundaries of the documents in the one row of a pack.
-            unnamed: keyword arguments that `forward` does not name.
-            own: those of the family's `forward` alone.
+            position_ids: (B, T); where neither of the above is given, a document begins wherever they do not
+                increase by one. Where they are not given, they count from the start of each document.
+            past_key_values, cache: two names of one argument; the second is that of transformers 5.24 and later.
 
         Raises:
             TypeError: a keyword argument is unknown.
             RuntimeError: the layers did not put their tokens into the cache.
         """
-        refuse_unknown(self, unnamed)
+        refuse_unknown(self, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         inputs_embeds = self.embed(input_ids, inputs_embeds)
@@ -284,18 +277,10 @@ class ShiftedDecoder:
         )
         before = token_count(cache)
         if cu_seq_lens_q is not None:
-            own["cu_seq_lens_q"] = cu_seq_lens_q
-        output = self.run_layers(
-            inputs_embeds,
-            masks,
-            position_ids=position_ids,
-            use_cache=use_cache,
-            shift_mask=masks["padding"],
-            shift_seq_idx=masks["documents"],
-            **{CACHE: cache},
-            **own,
-            **unnamed,
-        )
+            kwargs["cu_seq_lens_q"] = cu_seq_lens_q
+        kwargs |= {CACHE: cache, "use_cache": use_cache, "position_ids": position_ids}
+        kwargs |= {"shift_mask": masks["padding"], "shift_seq_idx": masks["documents"]}
+        output = self.run_layers(inputs_embeds, masks, **kwargs)
         require_growth(self, cache, before, inputs_embeds.shape[1])
         return output
 
@@ -378,25 +363,7 @@ class RotaryDecoder(ShiftedDecoder):
         """What each attention gets as `position_embeddings`, or a dict of that by the type of the layer."""
         return half_tables(*self.rotary_emb(hidden_states, position_ids=position_ids))
 
-    @merge_with_config_defaults
     @capture_outputs
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        seq_idx: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cache: Cache | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """As the family's in transformers, and documents packed into one row do not see each other; see `run`."""
-        given = input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, cache, use_cache
-        return self.run(*given, seq_idx, cu_seq_lens_q, kwargs)
-
     def run_layers(
         self, hidden_states: Tensor, masks: dict[str, Tensor | None], *, position_ids: Tensor, **kwargs: Any
     ) -> BaseModelOutputWithPast:

@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, eager_attention_forward
-from transformers.utils.generic import merge_with_config_defaults
 
 from kvshift.layers import KVShift
 from kvshift.models.decoder import ShiftedDecoder, shift_into
@@ -101,8 +100,8 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
 
     config: KVShiftGPT2Config
     config_class = KVShiftGPT2Config
+    own_arguments = frozenset({"token_type_ids"})
 
-    @merge_with_config_defaults
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -119,7 +118,7 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
-        """As `transformers.GPT2Model.forward`, and documents packed into one row do not see each other; see `run`.
+        """As `transformers.GPT2Model.forward`, and documents packed into one row do not see each other.
 
         As in GPT-2, position_ids are needed beside padding on the left: the mask does not move the positions.
         """
@@ -127,8 +126,8 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
             raise ValueError("encoder_hidden_states must be None: GPT-2 with KV shift has no cross-attention")
         if input_ids is not None and not isinstance(attention_mask, dict):
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
-        given = input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, cache, use_cache
-        return self.run(*given, seq_idx, cu_seq_lens_q, kwargs, token_type_ids=token_type_ids)
+        given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        return super().forward(*given, seq_idx, cu_seq_lens_q, cache, token_type_ids=token_type_ids, **kwargs)
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         return self.wte(input_ids) if inputs_embeds is None else inputs_embeds
@@ -138,7 +137,7 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
         if mask is None and kwargs[CACHE] is None:
             # GPT2Model makes a mask of its own: with none given, by documents that it reads from position_ids.
             mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-        return super().forward(inputs_embeds=hidden_states, attention_mask=mask, **kwargs)
+        return GPT2Model.forward(self, inputs_embeds=hidden_states, attention_mask=mask, **kwargs)
 
 
 class KVShiftGPT2LMHeadModel(ShiftedGeneration, Retrofitted, GPT2LMHeadModel):
