@@ -171,5 +171,7 @@ GPT2 = Family(
         GPT2ForSequenceClassification: KVShiftGPT2ForSequenceClassification,
     },
     heads=lambda config: (config.num_attention_heads, config.num_attention_heads),
+    bias=True,
+    output_bias=True,
     refuse=_refuse,
 )
