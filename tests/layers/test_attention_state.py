@@ -184,6 +184,7 @@ def test_select_and_reorder_move_everything(options):
         out, none = layer(y[:0], state=state.select(nothing))
         assert out.shape == (0, *y.shape[1:])
         assert none.sequences == 0
+        assert none.select([]).reorder([]) == none
     order = [2, 0, 1]
     close(layer(y[:3], state=state.reorder(order))[0], layer(torch.cat([x[order], y[:3]], dim=1))[0][:, T:])
 

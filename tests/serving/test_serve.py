@@ -222,7 +222,7 @@ def test_a_model_that_the_plugin_does_not_serve(run: Path, capsys: pytest.Captur
     capsys.readouterr()  # its progress
     assert refused(capsys, run) == (
         f"kvshift serve: model: {run / 'model'} is a kvshift_gpt2, which the plugin does not serve; "
-        f"it serves {', '.join(command.FAMILIES)}\n"
+        f"it serves {', '.join(command.SERVED_MODEL_TYPES)}\n"
     )
 
 

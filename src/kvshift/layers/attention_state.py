@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvshift.ops import ShiftState
-from kvshift.ops.state import same_parts
+from kvshift.ops.state import index_of, same_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,21 +68,14 @@ class AttentionState:
         Args:
             indices: (n,) integers, or (S,) booleans. None of them gives the state of no sequence.
         """
-        index = torch.as_tensor(indices, device=self.seen.device)
-        if index.ndim != 1:
-            raise ValueError(f"indices must have one dimension, got shape {tuple(index.shape)}")
-        if index.is_floating_point() and index.numel():  # an empty list has no dtype of its own
-            raise TypeError(f"indices must be integers or booleans, got {index.dtype}")
-        if index.dtype == torch.bool:
-            if index.shape[0] != self.sequences:
-                raise ValueError(f"boolean indices must have length {self.sequences}, got {index.shape[0]}")
-            index = index.nonzero().squeeze(1)
-        return self._map(lambda x: x.index_select(0, index.long()), lambda shift: shift.select(index))
+        index = index_of(indices, self.seen)
+        return self._map(lambda x: x.index_select(0, index), lambda shift: shift.select(index))
 
     def reorder(self, beam_indices: Tensor | Sequence[int]) -> AttentionState:
         """Row i continues row `beam_indices[i]`, as in beam search; (S,) integers."""
         order = torch.as_tensor(beam_indices, device=self.seen.device)
-        if order.shape != (self.sequences,) or order.dtype == torch.bool or order.is_floating_point():
+        is_integer = order.dtype != torch.bool and not (order.is_floating_point() and order.numel())  # as in `index_of`
+        if order.shape != (self.sequences,) or not is_integer:
             raise ValueError(
                 f"beam_indices must be {self.sequences} integers, one for each sequence, "
                 f"got {order.dtype} of {tuple(order.shape)}"

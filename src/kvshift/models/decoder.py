@@ -2,7 +2,7 @@
 
 The classes stand before transformers' own, which bring embeddings, projections, norms, MLPs and heads. A family of
 rotary models takes `ShiftedAttention` and `RotaryDecoder` whole (`llama/modeling.py`, `retrofit/families.py`); another
-takes `shift_into` in an attention of its own and `ShiftedDecoder.prepare_inputs` (`retrofit/gpt2.py`).
+takes `shift_into` in an attention of its own and `ShiftedDecoder` (`retrofit/gpt2.py`).
 
 Shapes: B batch, T positions of this call, S sequences, H query heads, G KV heads, D head size, E model width.
 """
@@ -231,6 +231,59 @@ class ShiftedDecoder:
 
     config: ShiftConfig
 
+    own_arguments: ClassVar[frozenset[str]] = frozenset()  # of the family's forward, for `run_layers`
+    embed: Callable[[Tensor | None, Tensor | None], Tensor]  # of ids or embeddings, what the first layer gets
+    run_layers: Callable[..., Any]  # of that, the masks and what each layer takes, the output
+
+    @merge_with_config_defaults
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the family's in transformers, and documents packed into one row do not see each other.
+
+        Neither shift nor attention crosses a boundary, with a cache or without. The first document of a call
+        continues the last one in the cache.
+
+        Args:
+            seq_idx: (B, T) number of the document at each position; one begins where it changes.
+            cu_seq_lens_q: (S + 1,) boundaries of the documents in the one row of a pack.
+            position_ids: (B, T); where neither of the above is given, a document begins wherever they do not
+                increase by one. Where they are not given, they count from the start of each document.
+            past_key_values, cache: two names of one argument; the second is that of transformers 5.24 and later.
+
+        Raises:
+            TypeError: a keyword argument is unknown.
+            RuntimeError: the layers did not put their tokens into the cache.
+        """
+        refuse_unknown(self, kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        inputs_embeds = self.embed(input_ids, inputs_embeds)
+        cache = given_cache(past_key_values, cache)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        masks, position_ids = self.prepare_inputs(
+            inputs_embeds, attention_mask, position_ids, cache, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
+        )
+        before = token_count(cache)
+        if cu_seq_lens_q is not None:
+            kwargs["cu_seq_lens_q"] = cu_seq_lens_q
+        kwargs |= {CACHE: cache, "use_cache": use_cache, "position_ids": position_ids}
+        kwargs |= {"shift_mask": masks["padding"], "shift_seq_idx": masks["documents"]}
+        output = self.run_layers(inputs_embeds, masks, **kwargs)
+        require_growth(self, cache, before, inputs_embeds.shape[1])
+        return output
+
     def prepare_inputs(
         self,
         inputs_embeds: Tensor,
@@ -304,59 +357,16 @@ class RotaryDecoder(ShiftedDecoder):
     rotary_emb: nn.Module
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """(B, T, E), what the first layer gets."""
         return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> Any:
         """What each attention gets as `position_embeddings`, or a dict of that by the type of the layer."""
         return half_tables(*self.rotary_emb(hidden_states, position_ids=position_ids))
 
-    @merge_with_config_defaults
     @capture_outputs
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        seq_idx: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cache: Cache | None = None,
-        **kwargs: Any,
+    def run_layers(
+        self, hidden_states: Tensor, masks: dict[str, Tensor | None], *, position_ids: Tensor, **kwargs: Any
     ) -> BaseModelOutputWithPast:
-        """As the family's in transformers, and documents packed into one row do not see each other.
-
-        Neither shift nor attention crosses a boundary, with a cache or without. The first document of a call
-        continues the last one in the cache.
-
-        Args:
-            seq_idx: (B, T) number of the document at each position; one begins where it changes.
-            cu_seq_lens_q: (S + 1,) boundaries of the documents in the one row of a pack.
-            position_ids: (B, T); where neither of the above is given, a document begins wherever they do not
-                increase by one. Where they are not given, they count from the start of each document.
-            past_key_values, cache: two names of one argument; the second is that of transformers 5.24 and later.
-
-        Raises:
-            TypeError: a keyword argument is unknown.
-            RuntimeError: the layers did not put their tokens into the cache.
-        """
-        refuse_unknown(self, kwargs)
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        inputs_embeds = self.embed(input_ids, inputs_embeds)
-        cache = given_cache(past_key_values, cache)
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
-        masks, position_ids = self.prepare_inputs(
-            inputs_embeds, attention_mask, position_ids, cache, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
-        )
-        before = token_count(cache)
-        if cu_seq_lens_q is not None:
-            kwargs["cu_seq_lens_q"] = cu_seq_lens_q
-
-        hidden_states = inputs_embeds
         tables = self.rotary_tables(hidden_states, position_ids)
         layer_types = self.config.layer_types[: self.config.num_hidden_layers]
         attn_implementation = self.config._attn_implementation  # once: a look into a configuration takes microseconds
@@ -367,12 +377,7 @@ class RotaryDecoder(ShiftedDecoder):
                 attention_mask=masks[layer_type] if layer_type in masks else masks["attention"],
                 position_embeddings=tables[layer_type] if isinstance(tables, dict) else tables,
                 position_ids=position_ids,
-                use_cache=use_cache,
-                shift_mask=masks["padding"],
-                shift_seq_idx=masks["documents"],
                 attn_implementation=attn_implementation,
-                **{CACHE: cache},
                 **kwargs,
             )
-        require_growth(self, cache, before, hidden_states.shape[1])
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: kwargs[CACHE]})

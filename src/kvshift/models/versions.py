@@ -56,7 +56,7 @@ def refuse_unknown(model: Any, arguments: dict[str, Any]) -> None:
         model: a decoder.
         arguments: those that its `forward` does not name itself.
     """
-    for name in arguments.keys() - _PASSED_ON:
+    for name in arguments.keys() - _PASSED_ON - model.own_arguments:
         if arguments[name] is not None:
             known = inspect.signature(model.forward).parameters.keys() | _PASSED_ON
             hint = "".join(f"; did you mean {close}?" for close in get_close_matches(name, known, n=1))

@@ -26,6 +26,25 @@ def _is_same(part: Any, other: Any) -> bool:
     return part.dtype == other.dtype and part.device == other.device and torch.equal(part, other)
 
 
+def index_of(indices: Tensor | Sequence[int], part: Tensor) -> Tensor:
+    """Which sequences of a state to keep, (n,) int64, on the device of `part`, a tensor of S rows.
+
+    Args:
+        indices: (n,) integers, or (S,) booleans; a list may be empty.
+        part: of the state.
+    """
+    index, sequences = torch.as_tensor(indices, device=part.device), part.shape[0]
+    if index.ndim != 1:
+        raise ValueError(f"indices must have one dimension, got shape {tuple(index.shape)}")
+    if index.dtype == torch.bool:
+        if index.shape[0] != sequences:
+            raise ValueError(f"boolean indices must have length {sequences}, got {index.shape[0]}")
+        return index.nonzero().squeeze(1)
+    if index.is_floating_point() and index.numel():  # an empty list has no dtype of its own
+        raise TypeError(f"indices must be integers or booleans, got {index.dtype}")
+    return index.long()
+
+
 @dataclass(frozen=True, eq=False)
 class ShiftState:
     """The last raw (unshifted, unrotated) keys and values of S sequences.
@@ -89,16 +108,8 @@ class ShiftState:
         Args:
             indices: (n,) integers, or (S,) booleans. None of them gives the state of no sequence.
         """
-        index = torch.as_tensor(indices, device=self.k.device)
-        if index.ndim != 1:
-            raise ValueError(f"indices must have one dimension, got shape {tuple(index.shape)}")
-        if index.dtype == torch.bool:
-            if index.shape[0] != self.sequences:
-                raise ValueError(f"boolean indices must have length {self.sequences}, got {index.shape[0]}")
-            index = index.nonzero().squeeze(1)
-        elif index.is_floating_point() and index.numel():  # an empty list has no dtype of its own
-            raise TypeError(f"indices must be integers or booleans, got {index.dtype}")
-        return self._map(lambda x: x.index_select(0, index.to(x.device, torch.long)))
+        index = index_of(indices, self.k)
+        return self._map(lambda x: x.index_select(0, index))
 
     def reorder(self, beam_indices: Tensor | Sequence[int]) -> ShiftState:
         """Row i continues row `beam_indices[i]`, as in beam search; (S,) integers."""

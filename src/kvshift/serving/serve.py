@@ -12,7 +12,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from kvshift.integrations.vllm_plugin import FAMILIES
+from kvshift.integrations.vllm_plugin import SERVED_MODEL_TYPES
 from kvshift.lab.data.hub import is_hub_name
 from kvshift.lab.errors import LabError, install_command
 from kvshift.lab.messages import say
@@ -86,10 +86,10 @@ def with_plugin(environment: Any) -> dict[str, str]:
 def require_served(folder: str, tokenizer: str) -> None:
     """Raise a LabError unless vLLM has the model of a folder, or of a name on the hub, and the tokenizer fits it."""
     config = load_config(folder)
-    if config.model_type not in (*FAMILIES, _VANILLA):
+    if config.model_type not in (*SERVED_MODEL_TYPES, _VANILLA):
         raise LabError(
             f"model: {folder} is a {config.model_type}, which the plugin does not serve; "
-            f"it serves {', '.join(FAMILIES)}"
+            f"it serves {', '.join(SERVED_MODEL_TYPES)}"
         )
     if not is_hub_name(folder) and not any(Path(folder).glob("*.safetensors")):
         raise LabError(f"model: {folder} has no weights: no file *.safetensors")

@@ -119,6 +119,22 @@ def test_a_model_is_changed_where_it_stands(family: str):
 
 
 @every_family
+@pytest.mark.parametrize("attention_bias", [False, True])
+def test_the_fields_of_a_family_say_what_its_attention_has(family: str, attention_bias: bool):
+    """Heeded is `attention_bias` by some families only."""
+    model = shifted(family, attention_bias=attention_bias)
+    fields = type(model).family
+    for module in model.modules():
+        if isinstance(module, fields.attention[1]):
+            names = {name for name, _ in module.named_parameters()}
+            biases = {name.partition(".")[0] for name in names if name.endswith(".bias")}
+            outputs = biases & {"o_proj", "c_proj", "dense"}
+            assert bool(outputs) == (attention_bias if fields.output_bias is None else fields.output_bias)
+            assert bool(biases - outputs) == (attention_bias if fields.bias is None else fields.bias)
+            assert ("q_norm.weight" in names) == fields.qk_norm == getattr(module, "qk_norm", False)
+
+
+@every_family
 def test_attention_weights_and_pickles(family: str):
     model, ids = shifted(family, attention="eager"), random_tokens(1, 7)
     again = pickle.loads(pickle.dumps(model))  # noqa: S301

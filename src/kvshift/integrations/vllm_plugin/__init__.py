@@ -3,7 +3,7 @@
 vLLM finds `register` by the entry point "kvshift" of "vllm.general_plugins" and calls it in each of its processes.
 """
 
-FAMILIES = ("kvshift_llama", "kvshift_mistral", "kvshift_qwen2", "kvshift_qwen3", "baichuan_m1")  # model types
+SERVED_MODEL_TYPES = ("kvshift_llama", "kvshift_mistral", "kvshift_qwen2", "kvshift_qwen3", "baichuan_m1")
 _MODELS = "kvshift.integrations.vllm_plugin.served_models"
 
 

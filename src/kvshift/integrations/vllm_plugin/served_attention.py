@@ -6,7 +6,6 @@ Shapes: P positions in the pack, H query heads, G KV heads of this rank, D head 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvshift.integrations.vllm_plugin.paged_attention import AttentionWithRawRows
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShift
 from kvshift.layers import ShiftOptions
+from kvshift.models.retrofit import FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,24 +45,21 @@ class Heads:
 
 def heads_of(config: Any, layer: int) -> Heads:
     """The heads of one layer, from a configuration of transformers."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    bias = bool(getattr(config, "attention_bias", False))
-    is_sliding = config.layer_types[layer] == "sliding_attention"
-    window = config.sliding_window
-    kind = config.model_type.removeprefix("kvshift_")
-    made_of = partial(Heads, heads=heads, kv_heads=kv_heads, size=size)
-    if kind == "llama":
-        return made_of(bias=bias, output_bias=bias, qk_norm=config.qk_norm, window=window)
-    if kind == "mistral":
-        return made_of(window=window)
-    window = window if is_sliding else None
-    if kind == "qwen2":
-        return made_of(bias=True, window=window)
-    if kind == "qwen3":
-        return made_of(bias=bias, output_bias=bias, qk_norm=True, window=window)
-    heads, kv_heads = config.heads(layer)  # Baichuan-M1
-    return Heads(heads=heads, kv_heads=kv_heads, size=config.hidden_size // heads, window=window)
+    window = config.sliding_window if "sliding" in config.layer_types[layer] else None
+    if config.model_type == "baichuan_m1":
+        heads, kv_heads = config.heads(layer)
+        return Heads(heads=heads, kv_heads=kv_heads, size=config.hidden_size // heads, window=window)
+    family = next(family for family in FAMILIES if family.config.model_type == config.model_type)
+    heads, kv_heads = family.heads(config)
+    return Heads(
+        heads=heads,
+        kv_heads=kv_heads,
+        size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        bias=config.attention_bias if family.bias is None else family.bias,
+        output_bias=config.attention_bias if family.output_bias is None else family.output_bias,
+        qk_norm=getattr(config, "qk_norm", family.qk_norm),
+        window=window,
+    )
 
 
 class ShiftedLlamaAttention(LlamaAttention):

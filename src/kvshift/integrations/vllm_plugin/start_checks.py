@@ -8,7 +8,7 @@ from typing import Any
 from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from kvshift.integrations.vllm_plugin import FAMILIES
+from kvshift.integrations.vllm_plugin import SERVED_MODEL_TYPES
 
 _ROTARY = ("default", "linear", "llama3")
 _DRAFTS = ("ngram", "draft_model")
@@ -28,8 +28,8 @@ class ShiftChecks(VerifyAndUpdateConfig):
 def _model_faults(vllm_config: VllmConfig) -> Iterator[str]:
     model = vllm_config.model_config
     config: Any = model.hf_config
-    if config.model_type not in FAMILIES:
-        yield f"model_type must be one of {', '.join(FAMILIES)}, got {config.model_type!r}"
+    if config.model_type not in SERVED_MODEL_TYPES:
+        yield f"model_type must be one of {', '.join(SERVED_MODEL_TYPES)}, got {config.model_type!r}"
         return
     architecture = (config.architectures or [""])[0]
     if not architecture.endswith("ForCausalLM"):

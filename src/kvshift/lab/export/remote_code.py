@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import kvshift
 from kvshift.lab.errors import LabError
 from kvshift.lab.export import portable
 from kvshift.lab.export.bundling import bundle
 from kvshift.lab.runs.folder import RunFailedError
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import FAMILIES, families, gpt2
-from kvshift.models.retrofit.family import Family
+from kvshift.models.retrofit.family import Family, auto_class
 
 __all__ = [
     "MOST_LINES",
@@ -38,12 +38,6 @@ __all__ = [
 
 MOST_LINES = 2300
 LOADED_BY = "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"
-_LLAMA = "kvshift.models.llama"
-_ENDINGS = {
-    "AutoModel": ("Model",),
-    "AutoModelForCausalLM": ("ForCausalLM", "LMHeadModel"),
-    "AutoModelForSequenceClassification": ("ForSequenceClassification",),
-}
 _ROUNDING = 512  # times the precision of the largest logit, but never more than a twentieth of that logit
 
 _HEAD = '''\
@@ -91,8 +85,8 @@ save_file({name: tensor.contiguous() for name, tensor in compute(model, prompts)
 def require_known(model: Any) -> None:
     """Raise a LabError for a model of another family than these, such as a variant of the lab."""
     kind = type(model)
-    if kind is not KVShiftLlamaForCausalLM and kind not in _causal_models():
-        known = ", ".join(["KVShiftLlamaForCausalLM", *_retrofitted()])
+    if kind not in _causal_models():
+        known = ", ".join(made.__name__ for made in _causal_models())
         raise LabError(f"model: a {kind.__name__} cannot be exported; these can: {known}")
 
 
@@ -106,13 +100,10 @@ def generate_code(model: Any) -> tuple[str, str, dict[str, str]]:
     """
     require_known(model)
     kind = type(model)
-    if kind is KVShiftLlamaForCausalLM:
-        config, roots = KVShiftLlamaConfig, _llama_roots()
-        classes = [name for _, name in roots[1:]]
-    else:
-        family = _retrofitted()[kind.__name__]
-        config, roots = family.config, [_place(family)]
-        classes = [made.__name__ for made in family.models.values()]
+    family = _causal_models()[kind]
+    roots = [_place(family)]
+    if family is families.LLAMA:  # whose classes build themselves, without a `Family`
+        roots = [(made.__module__, made.__name__) for made in (family.config, *family.models.values())]
     body = bundle(
         roots,
         replaced=portable.REPLACED,
@@ -122,10 +113,9 @@ def generate_code(model: Any) -> tuple[str, str, dict[str, str]]:
     )
     title = f"{kind.__name__.removeprefix('KVShift')} with KV Shifting Attention"
     text = _HEAD.format(version=kvshift.__version__, title=title, loaded_by=LOADED_BY) + body
-    module = f"modeling_{config.model_type}"
-    auto_map = {"AutoConfig": config.__name__}
-    for auto, endings in _ENDINGS.items():
-        auto_map[auto] = next(name for name in classes if name.endswith(endings))
+    module = f"modeling_{family.config.model_type}"
+    auto_map = {"AutoConfig": family.config.__name__}
+    auto_map |= {auto_class(made).__name__: made.__name__ for made in family.models.values()}
     return f"{module}.py", text, {auto: f"{module}.{name}" for auto, name in auto_map.items()}
 
 
@@ -236,29 +226,15 @@ def largest_difference(expected: dict[str, Tensor], found: dict[str, Tensor], wh
     return largest
 
 
-def _llama_roots() -> list[tuple[str, str]]:
-    classes = [f"KVShiftLlama{name}" for name in ("Model", "ForCausalLM", "ForSequenceClassification")]
-    modeling = [(f"{_LLAMA}.modeling", name) for name in classes]
-    return [(f"{_LLAMA}.configuration", "KVShiftLlamaConfig"), *modeling]
-
-
 @cache
-def _retrofitted() -> dict[str, Family]:
-    """Families by the name of their causal language model, but Llama's, which has a file of its own."""
+def _causal_models() -> dict[type, Family]:
+    """Families by their causal language model, Llama's first."""
     return {
-        made.__name__: family
-        for family in FAMILIES
-        if family.config is not KVShiftLlamaConfig
+        made: family
+        for family in sorted(FAMILIES, key=lambda family: family is not families.LLAMA)
         for made in family.models.values()
-        if made.__name__.endswith(_ENDINGS["AutoModelForCausalLM"])
+        if auto_class(made) is AutoModelForCausalLM
     }
-
-
-@cache
-def _causal_models() -> frozenset[type]:
-    return frozenset(
-        made for family in _retrofitted().values() for made in family.models.values() if made.__name__ in _retrofitted()
-    )
 
 
 def _place(family: Family) -> tuple[str, str]:

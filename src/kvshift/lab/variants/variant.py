@@ -23,12 +23,12 @@ from kvshift.lab.variants.uncached import decodes_with_cache
 from kvshift.layers import KVShift
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
-__all__ = ["FAMILIES", "ModelVariant", "Size", "Variant", "shift_layers"]
+__all__ = ["MODEL_CLASSES", "ModelVariant", "Size", "Variant", "shift_layers"]
 
 Size = KVShiftLlamaConfig | LabGPT2Config | EncoderConfig
 
-# Of each family: the model that every variant shares weights with, once nothing in it shifts.
-FAMILIES: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = {
+# By the configuration of a family: the model that every variant shares weights with, once nothing in it shifts.
+MODEL_CLASSES: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = {
     KVShiftLlamaConfig: KVShiftLlamaForCausalLM,
     LabGPT2Config: LabGPT2,
     EncoderConfig: LabEncoder,
@@ -68,7 +68,7 @@ class ModelVariant:
     """
 
     name: str
-    models: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = field(default_factory=lambda: FAMILIES)
+    models: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = field(default_factory=lambda: MODEL_CLASSES)
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class ModelVariant:
         """See `Variant`. The weights are drawn for vanilla and taken over where name and shape are the same."""
         model_class, config = self._described(size)
         set_seed(seed)
-        vanilla = FAMILIES[type(size)](_without_shift(size))
+        vanilla = MODEL_CLASSES[type(size)](_without_shift(size))
         if model_class is type(vanilla) and not config.shift_targets:
             return vanilla
         set_seed(seed_for(f"{self.name} parameters", seed))
@@ -99,7 +99,7 @@ class ModelVariant:
         """See `Variant`."""
         model_class, config = self._described(size)
         with torch.device("meta"):
-            pair = _made(self.name, model_class, config), FAMILIES[type(size)](_without_shift(size))
+            pair = _made(self.name, model_class, config), MODEL_CLASSES[type(size)](_without_shift(size))
         ours, vanilla = (sum(parameter.numel() for parameter in model.parameters()) for model in pair)
         return ours - vanilla
 

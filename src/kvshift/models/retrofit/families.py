@@ -1,7 +1,7 @@
 """The rotary families that can be given a shift, each on the attention and the decoder of `models/decoder.py`.
 
 A family is a call of `rotary_family` that names its classes. What differs beyond names stands in a class before it:
-how queries, keys and values are projected, whether the heads are normalised, where the window of attention is kept.
+how queries, keys and values are projected, where the window of attention is kept.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ MISTRAL = rotary_family(
     "MistralForCausalLM",
     "MistralForSequenceClassification",
     attention=_OneWindow,
+    bias=False,
+    output_bias=False,
 )
 QWEN2 = rotary_family(
-    modeling_qwen2, "Qwen2Attention", "Qwen2Model", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification"
+    modeling_qwen2,
+    "Qwen2Attention",
+    "Qwen2Model",
+    "Qwen2ForCausalLM",
+    "Qwen2ForSequenceClassification",
+    bias=True,
+    output_bias=False,
 )
-
-
-class _Normalised(ShiftedAttention):
-    """Queries and keys are normalised after the shift."""
-
-    qk_norm = True
-
-
 QWEN3 = rotary_family(
     modeling_qwen3,
     "Qwen3Attention",
     "Qwen3Model",
     "Qwen3ForCausalLM",
     "Qwen3ForSequenceClassification",
-    attention=_Normalised,
+    qk_norm=True,
 )
 
 
@@ -94,7 +94,7 @@ GEMMA3 = rotary_family(
     "Gemma3TextModel",
     "Gemma3ForCausalLM",
     "Gemma3TextForSequenceClassification",
-    attention=_Normalised,
+    qk_norm=True,
     decoder=_Gemma3Decoder,
     refuse=_refuse_bidirectional,
 )
@@ -156,6 +156,8 @@ PHI3 = rotary_family(
     "Phi3ForCausalLM",
     "Phi3ForSequenceClassification",
     attention=_Phi3Attention,
+    bias=False,
+    output_bias=False,
 )
 
 FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, GPT_NEOX, PHI3)

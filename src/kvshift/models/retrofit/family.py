@@ -51,6 +51,12 @@ class Family:
     """Models of transformers and their subclasses with shift: the decoder and those with a head."""
     heads: Callable[[Any], tuple[int, int]] = lambda config: (config.num_attention_heads, config.num_key_value_heads)
     """From a configuration: query heads and KV heads of a layer."""
+    bias: bool | None = None
+    """Whether the projections of queries, keys and values have a bias; None: where `attention_bias` says so."""
+    output_bias: bool | None = None
+    """Whether the projection of the output has one; None: likewise."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised after the shift; a configuration that has a `qk_norm` says so itself."""
     refuse: Callable[[Any], None] = field(default=lambda config: None)
     """Raises a ValueError for a configuration of which the family has no counterpart with shift."""
 
@@ -83,6 +89,7 @@ def rotary_family(
     *names: str,
     attention: type[ShiftedAttention] = ShiftedAttention,
     decoder: type[RotaryDecoder] = RetrofittedDecoder,
+    qk_norm: bool = False,
     **more: Any,
 ) -> Family:
     """A family with rotary embedding on the bodies of `models/decoder.py`, and its classes.
@@ -90,21 +97,24 @@ def rotary_family(
     Args:
         modeling: transformers' module of the family, whose rotary embedding and eager attention are used.
         names: of its attention, of its decoder, and of its models with a head.
-        attention: what stands before the family's attention: how it projects, whether it has a QK-norm.
+        attention: what stands before the family's attention, such as how it projects.
         decoder: what stands before the family's decoder.
-        more: `heads` and `refuse` of `Family`.
+        qk_norm: of `Family`.
+        more: other fields of `Family`.
     """
     plain_attention, plain_decoder, *plain_heads = (getattr(modeling, name) for name in names)
     bases = {plain_decoder: (decoder,), **{plain: _head_bases(plain) for plain in plain_heads}}
     config = _config_with_shift(plain_decoder.config_class)
-    functions = {
+    members = {
+        "qk_norm": qk_norm,
         "eager_attention": staticmethod(modeling.eager_attention_forward),
         "apply_rotary": staticmethod(modeling.apply_rotary_pos_emb),
     }
     return Family(
         config=config,
-        attention=(plain_attention, _with_shift(plain_attention, (attention,), functions)),
+        attention=(plain_attention, _with_shift(plain_attention, (attention,), members)),
         models={plain: _with_shift(plain, before, {"config_class": config}) for plain, before in bases.items()},
+        qk_norm=qk_norm,
         **more,
     )
 
@@ -113,8 +123,12 @@ def register(family: Family) -> None:
     """Make a family's classes those that transformers' Auto classes choose for its configuration."""
     AutoConfig.register(family.config.model_type, family.config, exist_ok=True)
     for model in family.models.values():
-        auto = next(auto for ending, auto in _AUTO.items() if model.__name__.endswith(ending))
-        auto.register(family.config, model, exist_ok=True)
+        auto_class(model).register(family.config, model, exist_ok=True)
+
+
+def auto_class(model: type[PreTrainedModel]) -> Any:
+    """The Auto class of transformers that chooses a family's model."""
+    return next(auto for ending, auto in _AUTO.items() if model.__name__.endswith(ending))
 
 
 def _head_bases(plain: type[PreTrainedModel]) -> tuple[type, ...]:

@@ -13,18 +13,16 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, eager_attention_forward
-from transformers.utils.generic import merge_with_config_defaults
 
 from kvshift.layers import KVShift
-from kvshift.models.cache import require_growth, token_count
 from kvshift.models.decoder import ShiftedDecoder, shift_into
 from kvshift.models.generation import ShiftedGeneration
 from kvshift.models.retrofit.family import Family, RetrofitConfig, Retrofitted
-from kvshift.models.versions import CACHE, given_cache, refuse_unknown
+from kvshift.models.versions import CACHE
 
 
 @strict
@@ -102,8 +100,8 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
 
     config: KVShiftGPT2Config
     config_class = KVShiftGPT2Config
+    own_arguments = frozenset({"token_type_ids"})
 
-    @merge_with_config_defaults
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -122,56 +120,24 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """As `transformers.GPT2Model.forward`, and documents packed into one row do not see each other.
 
-        Neither shift nor attention crosses a boundary, with a cache or without. The first document of a call
-        continues the last one in the cache.
-
-        Args:
-            seq_idx: (B, T) number of the document at each position; one begins where it changes.
-            cu_seq_lens_q: (S + 1,) boundaries of the documents in the one row of a pack.
-            position_ids: (B, T); where neither of the above is given, a document begins wherever they do not increase
-                by one. Where they are not given, they count from the start of each document. As in GPT-2 they are
-                needed beside padding on the left: the mask does not move the positions.
-            past_key_values, cache: two names of one argument; the second is that of transformers 5.24 and later.
-
-        Raises:
-            TypeError: a keyword argument is unknown.
-            RuntimeError: the layers did not put their tokens into the cache.
+        As in GPT-2, position_ids are needed beside padding on the left: the mask does not move the positions.
         """
-        refuse_unknown(self, kwargs)
         if encoder_hidden_states is not None or encoder_attention_mask is not None:
             raise ValueError("encoder_hidden_states must be None: GPT-2 with KV shift has no cross-attention")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        if inputs_embeds is None:
-            if not isinstance(attention_mask, dict):
-                self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
-            inputs_embeds = self.wte(input_ids)
-        cache = given_cache(past_key_values, cache)
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
-        masks, position_ids = self.prepare_inputs(
-            inputs_embeds, attention_mask, position_ids, cache, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
-        )
-        before = token_count(cache)
-        if cu_seq_lens_q is not None:
-            kwargs["cu_seq_lens_q"] = cu_seq_lens_q
+        if input_ids is not None and not isinstance(attention_mask, dict):
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+        given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
+        return super().forward(*given, seq_idx, cu_seq_lens_q, cache, token_type_ids=token_type_ids, **kwargs)
+
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        return self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+
+    def run_layers(self, hidden_states: Tensor, masks: dict[str, Tensor | None], **kwargs: Any) -> Any:
         mask = masks["attention"]
-        if mask is None and cache is None:
+        if mask is None and kwargs[CACHE] is None:
             # GPT2Model makes a mask of its own: with none given, by documents that it reads from position_ids.
-            mask = inputs_embeds.new_ones(inputs_embeds.shape[:2], dtype=torch.bool)
-        output = super().forward(
-            attention_mask=mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            shift_mask=masks["padding"],
-            shift_seq_idx=masks["documents"],
-            **{CACHE: cache},
-            **kwargs,
-        )
-        require_growth(self, cache, before, inputs_embeds.shape[1])
-        return output
+            mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+        return GPT2Model.forward(self, inputs_embeds=hidden_states, attention_mask=mask, **kwargs)
 
 
 class KVShiftGPT2LMHeadModel(ShiftedGeneration, Retrofitted, GPT2LMHeadModel):
@@ -205,5 +171,7 @@ GPT2 = Family(
         GPT2ForSequenceClassification: KVShiftGPT2ForSequenceClassification,
     },
     heads=lambda config: (config.num_attention_heads, config.num_attention_heads),
+    bias=True,
+    output_bias=True,
     refuse=_refuse,
 )
