@@ -81,7 +81,7 @@ def compiled_by(calls: Any) -> list[tuple[str, dict[str, Any], Any]]:
 def call(words: list[str], window: int, dtype: torch.dtype) -> None:
     """Forward, backward and the next state, as the WORDS say."""
     from kvshift.ops import ShiftState, kv_shift, shift_tokens
-    from kvshift.ops.call import Call
+    from kvshift.ops.arguments import Call
     from kvshift.ops.shift import with_plan
     from kvshift.ops.triton.call import shift_triton
 

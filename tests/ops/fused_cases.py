@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvshift.ops import ShiftState
+from kvshift.ops.arguments import Call
 from kvshift.ops.attention_inputs import Results, shift_norm_rope
-from kvshift.ops.call import Call
 from kvshift.ops.rope import half_tables, rotate_half
 from kvshift.ops.shift import with_plan
 from kvshift.ops.triton.call import shift_triton

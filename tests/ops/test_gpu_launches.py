@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvshift.ops import shift_tokens
-from kvshift.ops.call import Call
+from kvshift.ops.arguments import Call
 from kvshift.ops.shift import with_plan
 from kvshift.ops.triton.call import shift_triton
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvshift.ops import ShiftState, kv_shift
-from kvshift.ops.call import TENSORS, Call
+from kvshift.ops.arguments import TENSORS, Call
 from kvshift.ops.shift import with_plan
 from kvshift.ops.triton import launch as triton_launch
 

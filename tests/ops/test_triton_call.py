@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
 from kvshift.ops import ShiftState, dispatch, kv_shift, shift, shift_tokens
-from kvshift.ops.call import TENSORS, Call
+from kvshift.ops.arguments import TENSORS, Call
 from kvshift.ops.shift import with_plan
 from kvshift.ops.triton import call as triton_call
 from kvshift.ops.triton import launch as triton_launch

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift.ops.call import TENSORS
+from kvshift.ops.arguments import TENSORS
 from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton.launch import Tiling
 

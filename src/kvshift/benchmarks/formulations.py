@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvshift.layers.positions import half_tables, rotary_table, rotate_half
 from kvshift.ops import BACKENDS, kv_shift
-from kvshift.ops.call import Call
+from kvshift.ops.arguments import Call
 from kvshift.ops.triton.call import shift_triton, triton_refusal
 
 __all__ = ["Formulation", "Table", "in_one_launch", "rotary_tables", "rotary_then", "with_rotary", "without"]

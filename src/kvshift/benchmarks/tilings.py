@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvshift.ops.call import TENSORS, Call
+from kvshift.ops.arguments import TENSORS, Call
 from kvshift.ops.triton.launch import TILING, Tiling
 
 __all__ = ["candidates", "main", "tune"]

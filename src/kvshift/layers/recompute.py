@@ -20,8 +20,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from kvshift.layers.shift import KVShift
 from kvshift.ops import ShiftState
+from kvshift.ops.arguments import TENSORS, Call, Norms
 from kvshift.ops.attention_inputs import run
-from kvshift.ops.call import TENSORS, Call, Norms
 from kvshift.ops.dispatch import fused_path
 from kvshift.ops.rope import Rotary
 from kvshift.ops.torch_ops import PLAIN, needs_traceable_ops

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from kvshift.layers.options import ShiftOptions, Target
 from kvshift.ops import ShiftState
+from kvshift.ops.arguments import Norms
 from kvshift.ops.attention_inputs import shift_norm_rope
-from kvshift.ops.call import Norms
 from kvshift.ops.decode import CoefficientCache
 from kvshift.ops.rope import Rotary
 

@@ -31,7 +31,7 @@ from kvshift.layers import KVShift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.versions import CACHE, NEWEST, OLDEST
 from kvshift.ops import ShiftState
-from kvshift.ops.call import Norms
+from kvshift.ops.arguments import Norms
 from kvshift.ops.rope import Rotary
 from kvshift.ops.torch_ops import is_exporting
 

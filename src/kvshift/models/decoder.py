@@ -31,7 +31,7 @@ from kvshift.models.cache import check_recording, ensure_shift_cache, keep_docum
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.documents import create_masks
 from kvshift.models.versions import CACHE, given_cache, refuse_unknown, warn_if_untested
-from kvshift.ops.call import Norms
+from kvshift.ops.arguments import Norms
 from kvshift.ops.rope import Rotary
 
 Finish = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

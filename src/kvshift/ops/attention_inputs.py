@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from kvshift.ops.call import Call, Norms
+from kvshift.ops.arguments import Call, Norms
 from kvshift.ops.decode import CoefficientCache, next_token
 from kvshift.ops.dispatch import FusedPath, compiles_training, fused_path, norm_scales
 from kvshift.ops.reference import norm_rope_reference

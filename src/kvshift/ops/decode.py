@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvshift.ops.call import Call
+from kvshift.ops.arguments import Call
 from kvshift.ops.rope import apply_rotary
 from kvshift.ops.state import ShiftState
 

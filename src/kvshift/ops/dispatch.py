@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kvshift.ops.call import Call, Norms
+from kvshift.ops.arguments import Call, Norms
 from kvshift.ops.cpu.kernel import cpu_refusal
 from kvshift.ops.torch_ops import PLAIN, is_exporting, needs_traceable_ops
 from kvshift.ops.triton.call import triton_refusal

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kvshift.ops.arguments import Call
 from kvshift.ops.boundaries import plan_shift
-from kvshift.ops.call import Call
 from kvshift.ops.cpu.kernel import shift_cpu
 from kvshift.ops.dispatch import shift_path
 from kvshift.ops.reference import shift_reference

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._C import _TorchDispatchModeKey
 from torch.autograd import forward_ad
 
+from kvshift.ops.arguments import Call
 from kvshift.ops.boundaries import NOTHING, ShiftPlan
-from kvshift.ops.call import Call
 
 Shift = Callable[[Tensor, Tensor, Tensor, "ShiftPlan | None"], Tensor]
 """Mixes every token of x with those before it in its sequence.

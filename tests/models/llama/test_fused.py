@@ -43,11 +43,11 @@ def launches(monkeypatch) -> list[int]:
     """A list of one number: how often tokens were shifted and rotated in one launch."""
     counted = [0]
 
-    def counting(*args: Any, real: Any = attention_inputs.shift_norm_rope_triton, **options: Any) -> Any:
+    def counting(*args: Any, real: Any = attention_inputs.shift_triton, **options: Any) -> Any:
         counted[0] += 1
         return real(*args, **options)
 
-    monkeypatch.setattr(attention_inputs, "shift_norm_rope_triton", counting)
+    monkeypatch.setattr(attention_inputs, "shift_triton", counting)
     return counted
 
 

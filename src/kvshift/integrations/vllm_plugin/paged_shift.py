@@ -27,8 +27,8 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvshift.layers import KVShift, ShiftOptions
+from kvshift.ops.arguments import Call
 from kvshift.ops.boundaries import ShiftPlan, plan_shift
-from kvshift.ops.call import Call
 from kvshift.ops.cpu.kernel import shift_cpu
 from kvshift.ops.dispatch import ShiftPath, shift_path
 from kvshift.ops.shift import shift_keys_values

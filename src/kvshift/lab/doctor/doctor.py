@@ -211,7 +211,7 @@ def _calls(device: Any, dtype: str) -> dict[str, Callable[[], str]]:
     """By what is called: a function that asks `kvshift.ops.dispatch` which implementation takes it."""
     import torch
 
-    from kvshift.ops.call import Call
+    from kvshift.ops.arguments import Call
     from kvshift.ops.dispatch import fused_path, shift_path
 
     def numbers(*shape: int) -> Any:

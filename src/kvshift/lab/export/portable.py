@@ -15,9 +15,9 @@ from transformers.cache_utils import Cache
 from kvshift.layers import KVShift
 from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.decoder import Finish, _ShiftThenRotate
+from kvshift.ops.arguments import Norms
 from kvshift.ops.attention_inputs import Results, _finish
 from kvshift.ops.boundaries import plan_shift
-from kvshift.ops.call import Norms
 from kvshift.ops.rope import Rotary
 from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import shift_traceable, state_after

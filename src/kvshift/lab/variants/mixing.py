@@ -26,8 +26,8 @@ from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit.family import add_child
 from kvshift.ops import ShiftState, shift_tokens
+from kvshift.ops.arguments import Norms
 from kvshift.ops.attention_inputs import shift_norm_rope
-from kvshift.ops.call import Norms
 from kvshift.ops.rope import Rotary
 
 __all__ = ["Heads", "MixingGPT2", "MixingLlamaForCausalLM", "MixingVariant", "TokenMixing", "tokens_before"]

@@ -13,7 +13,7 @@ import os
 import torch
 from torch import Tensor
 
-from kvshift.ops.call import TENSORS, Call
+from kvshift.ops.arguments import TENSORS, Call
 from kvshift.ops.torch_ops import state_after
 from kvshift.ops.triton.launch import compute_dtype, shift
 

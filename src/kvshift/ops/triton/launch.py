@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.ops.call import TENSORS, Call
+from kvshift.ops.arguments import TENSORS, Call
 from kvshift.ops.torch_ops import gradients, gradients_of_state, shift_norm_rope_traceable
 from kvshift.ops.triton.registration import registered
 
