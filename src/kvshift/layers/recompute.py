@@ -22,8 +22,10 @@ from kvshift.layers.shift import KVShift
 from kvshift.ops import ShiftState
 from kvshift.ops.arguments import TENSORS, Call, Norms
 from kvshift.ops.attention_inputs import run
+from kvshift.ops.boundaries import shares_plans
 from kvshift.ops.dispatch import fused_path
 from kvshift.ops.rope import Rotary
+from kvshift.ops.shift import with_plan
 from kvshift.ops.torch_ops import PLAIN, needs_traceable_ops
 
 KEEP_ALL: AbstractContextManager[None] = nullcontext()
@@ -80,6 +82,8 @@ def recomputing(
     )  # fmt: skip
     path = fused_path(call)
     call = call._replace(gamma=None)  # keys and values alone
+    if shares_plans():  # else it is made where it is needed again, if it is
+        call = with_plan(call)
     if path == "unfused" and alpha is None:  # keys are kept
         call = call._replace(cos=None, sin=None, norms=None)
     k_norm = None if norms is None else norms[1]

@@ -32,6 +32,7 @@ from kvshift.models.configuration import ShiftConfig
 from kvshift.models.documents import create_masks
 from kvshift.models.versions import CACHE, given_cache, refuse_unknown, warn_if_untested
 from kvshift.ops.arguments import Norms
+from kvshift.ops.boundaries import shared_plans
 from kvshift.ops.rope import Rotary
 
 Finish = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -280,7 +281,11 @@ class ShiftedDecoder:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
         kwargs |= {CACHE: cache, "use_cache": use_cache, "position_ids": position_ids}
         kwargs |= {"shift_mask": masks["padding"], "shift_seq_idx": masks["documents"]}
-        output = self.run_layers(inputs_embeds, masks, **kwargs)
+        if masks["padding"] is masks["documents"] is None or torch.compiler.is_compiling():
+            output = self.run_layers(inputs_embeds, masks, **kwargs)
+        else:
+            with shared_plans():
+                output = self.run_layers(inputs_embeds, masks, **kwargs)
         require_growth(self, cache, before, inputs_embeds.shape[1])
         return output
 

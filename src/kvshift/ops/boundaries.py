@@ -8,6 +8,9 @@ free of synchronisation on a GPU.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -39,6 +42,9 @@ def sequence_of_positions(cu_seqlens: Tensor, positions: int) -> Tensor:
 
 NOTHING = -(2**31)
 """In a `ShiftPlan`: a row of zeros is read, or no position reads the row."""
+
+
+_SHARED = threading.local()
 
 
 class ShiftPlan(NamedTuple):
@@ -83,6 +89,44 @@ def plan_shift(
         cu_seqlens, seq_idx, mask: as in `kv_shift`; at most one of the first two.
         backward: whether gradients are asked for.
     """
+    sizes, bounds = (batch, positions, window, rows, device), (cu_seqlens, seq_idx, mask)
+    plans = getattr(_SHARED, "plans", None)
+    if plans is None:
+        return _plan(*sizes, *bounds, backward)
+    key = (*sizes, backward, *map(id, bounds))
+    if key not in plans:
+        plans[key] = _plan(*sizes, *bounds, backward), bounds  # kept, so that no other tensor gets its id
+    return plans[key][0]
+
+
+@contextmanager
+def shared_plans() -> Iterator[None]:
+    """While it is open, in this thread, the same tensors get the same plan: one for all layers of a call of a model."""
+    outer = getattr(_SHARED, "plans", None)
+    _SHARED.plans = {}
+    try:
+        yield
+    finally:
+        _SHARED.plans = outer
+
+
+def shares_plans() -> bool:
+    """Whether `shared_plans` is open in this thread."""
+    return getattr(_SHARED, "plans", None) is not None
+
+
+def _plan(
+    batch: int,
+    positions: int,
+    window: int,
+    rows: int,
+    device: torch.device,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+    mask: Tensor | None,
+    backward: bool,
+) -> ShiftPlan:
+    """`plan_shift`, where nothing is shared."""
     position_T = torch.arange(positions, device=device)
     real_BT = torch.ones(batch, positions, dtype=torch.bool, device=device) if mask is None else mask
     rank_BT = real_BT.cumsum(1) - 1  # how many real tokens stand before a real token of this row

@@ -186,10 +186,10 @@ def rows_to_keep(call: Call) -> int:
 
 
 def with_plan(call: Call) -> Call:
-    """The call, and who reads whom in it; as it is without boundaries or where nothing is shifted."""
+    """The call with its plan; as it is if it has one, and where there are no boundaries or nothing is shifted."""
     cu_seqlens, seq_idx, mask = call.boundaries()
     window = call.window()
-    if window == 1 or cu_seqlens is seq_idx is mask is None:
+    if window == 1 or cu_seqlens is seq_idx is mask is None or call.sources is not None:
         return call
     (batch, positions), rows = call.k.shape[:2], window - 1 if call.k_state is None else call.k_state.shape[1]
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}

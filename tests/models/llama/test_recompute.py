@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvshift.layers import recompute
-from kvshift.ops import attention_inputs
+from kvshift.ops import attention_inputs, boundaries
 from tests.layers.kept import bytes_kept
 from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
 
@@ -94,3 +94,34 @@ def test_a_cache_takes_copies(keep_all):
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     assert all(torch.equal(a, e) for a, e in zip(run(), keep_all(run), strict=True))
+
+
+@pytest.mark.parametrize("batch", ["padded", "documents", "packed"])
+def test_one_plan_serves_all_layers_and_their_recomputation(batch, monkeypatch):
+    plans, real = [], boundaries._plan
+    monkeypatch.setattr(boundaries, "_plan", lambda *args: plans.append(args) or real(*args))
+    model = tiny_model().train()
+    for calls in (1, 2):
+        gradients(model, batches()[batch])
+        assert len(plans) == calls
+    with torch.no_grad():
+        model(**batches()[batch], use_cache=False)
+    assert [args[-1] for args in plans] == [True, True, False]  # with readers where there are gradients
+
+
+def test_a_plan_is_shared_by_the_same_tensors_alone():
+    mask = torch.tensor([[True, False, True]])
+
+    def plan(mask, window=2):
+        return boundaries.plan_shift(1, 3, window, window - 1, mask.device, mask=mask)
+
+    assert plan(mask) is not plan(mask)
+    with boundaries.shared_plans():
+        first = plan(mask)
+        assert plan(mask) is first
+        assert plan(mask, window=3).sources.shape == (1, 3, 3)
+        assert plan(torch.ones_like(mask)).sources.tolist() != first.sources.tolist()
+        with boundaries.shared_plans():
+            assert plan(mask) is not first
+        assert plan(mask) is first
+    assert plan(mask) is not first
