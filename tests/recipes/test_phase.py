@@ -17,7 +17,7 @@ from kvshift.recipes import phase, phase_search
 from kvshift.recipes.changes import Changes
 from kvshift.recipes.jobs import TextJob
 from kvshift.recipes.models import PAIR, model_label
-from kvshift.recipes.phase_search import LEVEL, SEARCH, StopAtLevel, tokens_to_level
+from kvshift.recipes.phase_search import LEVEL, SEARCH, StopAtLevel, tokens_per_step, tokens_to_level
 from kvshift.recipes.recipe import Record
 
 from .cases import made_up
@@ -124,7 +124,7 @@ def test_a_job_of_the_search_ends_early(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_when_a_model_changes_is_read_off_between_evaluations():
     one = records([340.0], [math.inf], [0.1], layers=(2,))
-    assert tokens_to_level(one[0]) == pytest.approx(340 * 4096)
+    assert tokens_to_level(one[0]) == pytest.approx(340 * tokens_per_step(one[0]))
     assert tokens_to_level(one[1]) is None
 
 
