@@ -158,8 +158,8 @@ RECIPE = Recipe(
         "The laptop reads English Wikipedia articles of 2014, nothing twice. After 100 steps of warm-up the learning "
         "rate is constant, so that a loss on the way is one that a shorter run would end at.",
         "How the laptop was chosen: the search, of one seed of each setting and vanilla alone, found none in which two "
-        "plain layers change within 25 million tokens. So the laptop is the cheapest setting of the search, and its runs "
-        "are longer than models with KV shift take to change.",
+        "plain layers change within 25 million tokens. So the laptop is the cheapest setting of the search, and its "
+        "runs are longer than models with KV shift take to change.",
         "The environment variable KVSHIFT_SHARED_DATA names the folder with wiki2014-en/train-*.jsonl.xz and "
         'wiki2014-en/valid.jsonl.xz: any text of one document a line, as {"text": ...}.',
         "The preset paper is no setting of the paper either: width 512, for a GPU.",
