@@ -146,14 +146,14 @@ MUTANTS = {
         check_rows,
     ),
     "state of the first sequence": KernelMutant(
-        FORWARD, "_at(k_state, (b * Q * G + head) * Dk)", "_at(k_state, head * Dk)", check_three_sequences
+        FORWARD, "state += (b * Q * heads + head) * D", "state += head * D", check_three_sequences
     ),
     "rounded twice": KernelMutant(
         FORWARD, ADD, ADD.replace(".to(ACC))", ".to(ACC)).to(x.dtype.element_ty).to(ACC)"), check_rounding
     ),
     "boundaries ignored": KernelMutant(FORWARD, SOURCE, "row - lag", check_pack),
     "sources of the first row of the batch": KernelMutant(
-        FORWARD, "_at(sources, b * T * W)", "_at(sources, b * 0)", check_documents
+        FORWARD, "sources += b * T * W", "sources += b * 0", check_documents
     ),
     "state read where there is nothing": KernelMutant(
         FORWARD,
@@ -172,7 +172,7 @@ MUTANTS = {
     ),
     "next state in wrong order": KernelMutant(FORWARD, "source = n + (T - N)", "source = T - 1 - n", check_next_state),
     "next state of the first row of the batch": KernelMutant(
-        FORWARD, "_at(next_state, b * N)", "_at(next_state, b * 0)", check_next_state
+        FORWARD, "next_state += b * N", "next_state += b * 0", check_next_state
     ),
     "next state of every fourth row": KernelMutant(
         FORWARD, "for first in range(0, N, BLOCK_T):", "for first in range(0, 1):", check_next_state
@@ -182,8 +182,8 @@ MUTANTS = {
     ),
     "tables of the first row of the batch": KernelMutant(
         FORWARD,
-        "_at(cos, b * table_b * ALIGN_TABLE), _at(sin, b * table_b * ALIGN_TABLE)",
-        "_at(cos, b * 0), _at(sin, b * 0)",
+        "        cos += b * table_b * ALIGN_TABLE\n        sin += b * table_b * ALIGN_TABLE\n",
+        "        cos += b * 0\n        sin += b * 0\n",
         check_rotation,
     ),
     "rotation the other way": KernelMutant(FORWARD, "low * c - high * s)", "low * c + high * s)", check_rotation),
@@ -192,10 +192,10 @@ MUTANTS = {
     ),
     "gradient across documents": KernelMutant(BACKWARD, READER, "t + lag", check_pack),
     "readers of the first row of the batch": KernelMutant(
-        BACKWARD, "_at(readers, (b * (Q + T) + Q) * W)", "_at(readers, (b * 0 + Q) * W)", check_documents
+        BACKWARD, "readers += (b * (Q + T) + Q) * W", "readers += (b * 0 + Q) * W", check_documents
     ),
     "readers of the state": KernelMutant(
-        BACKWARD, "_at(readers, (b * (Q + T) + Q) * W)", "_at(readers, b * (Q + T) * W)", check_pack
+        BACKWARD, "readers += (b * (Q + T) + Q) * W", "readers += b * (Q + T) * W", check_pack
     ),
     "padding in the sums": KernelMutant(
         BACKWARD,

@@ -18,7 +18,6 @@ from kvshift.ops.triton.forward import (
     NOTHING,
     _add,
     _angles,
-    _at,
     _head,
     _inverse_norm,
     _load_rows,
@@ -131,31 +130,40 @@ def _backward_rotated(
 @triton.jit
 def _backward_heads(
     gx, gy, y_b, y_t, y_g, y_d, x, x_b, x_t, x_g, x_d, weights, scale, cos, sin, table_t, partials, scale_partials,
-    sources, readers, b, first, heads, t, there, T,
+    sources, readers, b, tile, lane, lanes, heads, t, there, T,
     W: tl.constexpr, D: tl.constexpr, EPS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The heads of one lane; `partials`, `scale_partials`: at those of this program."""
+    """The heads of one of the lanes of q, of k or of v."""
+    first = lane * HEADS
     d = tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], ACC)
     high = tl.zeros([BLOCK], ACC)
     for head in range(first, tl.minimum(first + HEADS, heads)):
         gx_head = gx + (b * T * heads + head) * D
         gy_head = _head(gy, b, head, y_b, y_g, ALIGN)
-        x_head = x if x is None else _head(x, b, head, x_b, x_g, ALIGN)  # queries are looked at only if there is a norm
+        x_head = x
+        if x is not None:  # queries are looked at only if there is a norm
+            x_head = _head(x, b, head, x_b, x_g, ALIGN)
+        w_head = weights
+        p_head = partials
+        if weights is not None:
+            w_head = weights + head * W
+            p_head = partials + (tile * heads + head) * W
         if cos is None:
             _backward_plain(
-                gx_head, heads * D, gy_head, y_t * ALIGN, y_d, x_head, x_t * ALIGN, x_d, weights + head * W,
-                partials + head * W, readers, t, there, T, W, D, BLOCK, ACC,
+                gx_head, heads * D, gy_head, y_t * ALIGN, y_d, x_head, x_t * ALIGN, x_d, w_head, p_head,
+                readers, t, there, T, W, D, BLOCK, ACC,
             )  # fmt: skip
         else:
             s_low, s_high = _backward_rotated(
-                gx_head, heads * D, gy_head, y_t * ALIGN, y_d, x_head, x_t * ALIGN, x_d, _at(weights, head * W), scale,
-                cos, sin, table_t, _at(partials, head * W), sources, readers, t, there, T, W, D, BLOCK, EPS, ACC,
+                gx_head, heads * D, gy_head, y_t * ALIGN, y_d, x_head, x_t * ALIGN, x_d, w_head, scale,
+                cos, sin, table_t, p_head, sources, readers, t, there, T, W, D, BLOCK, EPS, ACC,
             )  # fmt: skip
             low += s_low
             high += s_high
     if scale is not None:
+        scale_partials += (tile * lanes + lane) * D
         tl.store(scale_partials + d, low, mask=d < D // 2)
         tl.store(scale_partials + D // 2 + d, high, mask=d < D // 2)
 
@@ -180,27 +188,31 @@ def backward(
     b = tile // tiles
     t = (tile % tiles).to(tl.int32) * BLOCK_T + tl.arange(0, BLOCK_T)
     there = t < T
-    cos, sin = _at(cos, b * table_b * ALIGN_TABLE), _at(sin, b * table_b * ALIGN_TABLE)
     table_t *= ALIGN_TABLE
-    sources, readers = _at(sources, b * T * W), _at(readers, (b * (Q + T) + Q) * W)
+    if cos is not None:
+        cos += b * table_b * ALIGN_TABLE
+        sin += b * table_b * ALIGN_TABLE
+    if sources is not None:
+        sources += b * T * W
+    if readers is not None:
+        readers += (b * (Q + T) + Q) * W
     if lane < q_lanes:
         if gq_out is not None:
             _backward_heads(
                 gq, gq_out, gq_b, gq_t, gq_g, gq_d, q, q_b, q_t, q_g, q_d, None, q_scale, cos, sin, table_t,
-                None, _at(q_scale_partials, (tile * q_lanes + lane) * Dk), None, None, b, lane * HEADS, H, t, there, T,
+                None, q_scale_partials, None, None, b, tile, lane, q_lanes, H, t, there, T,
                 1, Dk, EPS, HEADS, BLOCK_K, ALIGN, ACC,
             )  # fmt: skip
     elif lane < q_lanes + k_lanes:
         if gk_out is not None:
-            lane_k = lane - q_lanes
             _backward_heads(
                 gk, gk_out, gk_b, gk_t, gk_g, gk_d, k, k_b, k_t, k_g, k_d, alpha, k_scale, cos, sin, table_t,
-                _at(k_partials, tile * G * W), _at(k_scale_partials, (tile * k_lanes + lane_k) * Dk), sources, readers,
-                b, lane_k * HEADS, G, t, there, T, W, Dk, EPS, HEADS, BLOCK_K, ALIGN, ACC,
+                k_partials, k_scale_partials, sources, readers, b, tile, lane - q_lanes, k_lanes, G, t, there, T,
+                W, Dk, EPS, HEADS, BLOCK_K, ALIGN, ACC,
             )  # fmt: skip
     elif gv_out is not None:
         _backward_heads(
             gv, gv_out, gv_b, gv_t, gv_g, gv_d, v, v_b, v_t, v_g, v_d, beta, None, None, None, 0,
-            v_partials + tile * G * W, None, sources, readers, b, (lane - q_lanes - k_lanes) * HEADS, G, t, there, T,
+            v_partials, None, sources, readers, b, tile, lane - q_lanes - k_lanes, v_lanes, G, t, there, T,
             W, Dv, EPS, HEADS, BLOCK_V, ALIGN, ACC,
         )  # fmt: skip

@@ -165,33 +165,34 @@ def _next_rows(
 
 @triton.jit
 def _forward_head(
-    y, y_next, x, x_t, x_d, state, weights, scale, cos, sin, table_t, sources, next_state, heads, t, there, of_state,
-    T, Q, N, W: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
-    ACC: tl.constexpr,
+    y, y_next, x, x_b, x_t, x_g, x_d, state, weights, scale, cos, sin, table_t, sources, next_state, heads, b, head,
+    t, there, of_state, T, Q, N, W: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One head of a batch entry, given at its first element: a tile of its output, or all of its next state."""
+    """One head of a batch entry: a tile of its output, or all of its next state."""
     row = heads * D
+    x = _head(x, b, head, x_b, x_g, ALIGN)
+    if weights is not None:
+        weights += head * W
+    if state is not None:
+        state += (b * Q * heads + head) * D
     if of_state:
         if y_next is not None:
             WHOLE: tl.constexpr = BLOCK if cos is None else 2 * BLOCK
-            _next_rows(y_next, row, x, x_t, x_d, state, row, next_state, T, Q, N, D, BLOCK_T, WHOLE, ACC)
+            y_next += (b * N * heads + head) * D
+            _next_rows(y_next, row, x, x_t * ALIGN, x_d, state, row, next_state, T, Q, N, D, BLOCK_T, WHOLE, ACC)
     elif y is not None:
+        y += (b * T * heads + head) * D
         if cos is None:
-            _forward_plain(y, row, x, x_t, x_d, state, row, weights, sources, t, there, Q, W, D, BLOCK, ACC)
+            _forward_plain(y, row, x, x_t * ALIGN, x_d, state, row, weights, sources, t, there, Q, W, D, BLOCK, ACC)
         else:
             _forward_rotated(
-                y, row, x, x_t, x_d, state, row, weights, scale, cos, sin, table_t, sources, t, there, Q,
+                y, row, x, x_t * ALIGN, x_d, state, row, weights, scale, cos, sin, table_t, sources, t, there, Q,
                 W, D, BLOCK, EPS, ACC,
             )  # fmt: skip
 
 
 # The kernel ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _at(x, index):
-    """x, so many elements on; None stays."""
-    return x if x is None else x + index
 
 
 @triton.jit(do_not_specialize=["B", "T", "Q", "N", "tiles", "q_lanes", "k_lanes", "v_lanes"])
@@ -215,30 +216,32 @@ def forward(
     b = tl.where(of_state, tile - B * tiles, tile // tiles).to(tl.int64)
     t = (tile % tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
     there = t < T
-    cos, sin = _at(cos, b * table_b * ALIGN_TABLE), _at(sin, b * table_b * ALIGN_TABLE)
     table_t *= ALIGN_TABLE
-    sources, next_state = _at(sources, b * T * W), _at(next_state, b * N)
+    if cos is not None:
+        cos += b * table_b * ALIGN_TABLE
+        sin += b * table_b * ALIGN_TABLE
+    if sources is not None:
+        sources += b * T * W
+    if next_state is not None:
+        next_state += b * N
     if lane < q_lanes:
         if q is not None:
             for head in range(lane * HEADS, tl.minimum((lane + 1) * HEADS, H)):
                 _forward_head(
-                    q_out + (b * T * H + head) * Dk, None, _head(q, b, head, q_b, q_g, ALIGN), q_t * ALIGN, q_d,
-                    None, None, q_scale, cos, sin, table_t, None, None, H, t, there, of_state, T, Q, N,
-                    1, Dk, BLOCK_T, BLOCK_K, EPS, ACC,
+                    q_out, None, q, q_b, q_t, q_g, q_d, None, None, q_scale, cos, sin, table_t, None, None, H, b, head,
+                    t, there, of_state, T, Q, N, 1, Dk, BLOCK_T, BLOCK_K, EPS, ALIGN, ACC,
                 )  # fmt: skip
     elif lane < q_lanes + k_lanes:
-        for head in range((lane - q_lanes) * HEADS, tl.minimum((lane - q_lanes + 1) * HEADS, G)):
+        first = (lane - q_lanes) * HEADS
+        for head in range(first, tl.minimum(first + HEADS, G)):
             _forward_head(
-                _at(k_out, (b * T * G + head) * Dk), _at(k_next, (b * N * G + head) * Dk),
-                _head(k, b, head, k_b, k_g, ALIGN), k_t * ALIGN, k_d, _at(k_state, (b * Q * G + head) * Dk),
-                _at(alpha, head * W), k_scale, cos, sin, table_t, sources, next_state, G, t, there, of_state,
-                T, Q, N, W, Dk, BLOCK_T, BLOCK_K, EPS, ACC,
+                k_out, k_next, k, k_b, k_t, k_g, k_d, k_state, alpha, k_scale, cos, sin, table_t, sources, next_state,
+                G, b, head, t, there, of_state, T, Q, N, W, Dk, BLOCK_T, BLOCK_K, EPS, ALIGN, ACC,
             )  # fmt: skip
     elif v is not None:
-        for head in range((lane - q_lanes - k_lanes) * HEADS, tl.minimum((lane - q_lanes - k_lanes + 1) * HEADS, G)):
+        first = (lane - q_lanes - k_lanes) * HEADS
+        for head in range(first, tl.minimum(first + HEADS, G)):
             _forward_head(
-                _at(v_out, (b * T * G + head) * Dv), _at(v_next, (b * N * G + head) * Dv),
-                _head(v, b, head, v_b, v_g, ALIGN), v_t * ALIGN, v_d, _at(v_state, (b * Q * G + head) * Dv),
-                _at(beta, head * W), None, None, None, 0, sources, next_state, G, t, there, of_state,
-                T, Q, N, W, Dv, BLOCK_T, BLOCK_V, EPS, ACC,
+                v_out, v_next, v, v_b, v_t, v_g, v_d, v_state, beta, None, None, None, 0, sources, next_state,
+                G, b, head, t, there, of_state, T, Q, N, W, Dv, BLOCK_T, BLOCK_V, EPS, ALIGN, ACC,
             )  # fmt: skip
