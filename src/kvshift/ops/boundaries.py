@@ -124,7 +124,7 @@ def _plan(
     cu_seqlens: Tensor | None,
     seq_idx: Tensor | None,
     mask: Tensor | None,
-    backward: bool,
+    backward: bool = False,
 ) -> ShiftPlan:
     """`plan_shift`, where nothing is shared."""
     position_T = torch.arange(positions, device=device)

@@ -7,8 +7,10 @@ nothing recomputed, and no second check of arguments that a model has made itsel
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -17,7 +19,7 @@ from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.decoder import Finish, _ShiftThenRotate
 from kvshift.ops.arguments import Norms
 from kvshift.ops.attention_inputs import Results, _finish
-from kvshift.ops.boundaries import plan_shift
+from kvshift.ops.boundaries import ShiftPlan, _plan
 from kvshift.ops.rope import Rotary
 from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import shift_traceable, state_after
@@ -28,6 +30,8 @@ REPLACED = {
     "CoefficientCache": "kvshift.ops.decode",
     "shift_norm_rope": "kvshift.ops.attention_inputs",
     "shift_into": "kvshift.models.decoder",
+    "plan_shift": "kvshift.ops.boundaries",
+    "shared_plans": "kvshift.ops.boundaries",
 }
 """Definitions of this module by name, and whose they replace."""
 
@@ -38,6 +42,16 @@ DROPPED = {
     "ShiftState": ("zeros", "__eq__", "__hash__", "sequences", "reorder", "to", "detach", "split", "stack"),
 }
 """Members that are left out, by class: models do not call them, or compute the same without them."""
+
+
+def plan_shift(batch: int, positions: int, window: int, rows: int, device: torch.device, **where: Any) -> ShiftPlan:
+    """Who reads whom, found for each layer; nothing is kept for a backward pass."""
+    return _plan(batch, positions, window, rows, device, *cast(Any, map(where.get, ("cu_seqlens", "seq_idx", "mask"))))
+
+
+def shared_plans() -> AbstractContextManager[None]:
+    """No plan is shared."""
+    return nullcontext()
 
 
 class CoefficientCache:
