@@ -105,7 +105,7 @@ def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor
     total = None
     for lag, weight in enumerate(weights):
         span = slice(slots - lag, slots - lag + length)
-        term = rows[:, span] if sources is None else pick(rows, sources[:, :, lag] + slots)
+        term = rows[:, span] if sources is None else pick(rows, sources[:, :, lag].long() + slots)
         total = _traceable_add(total, term, weight)
     return cast(Tensor, total)
 
@@ -234,6 +234,7 @@ def by_batch(state: Tensor, x: Tensor) -> Tensor:
 
 def rows_at(x: Tensor, state_BQGD: Tensor, index: Tensor) -> Tensor:
     """The rows that a `ShiftPlan` names so: (B, n, G, D)."""
+    index = index.long()  # ONNX takes no clamp of 32 bits
     in_state = torch.where(index < 0, index + state_BQGD.shape[1], -1)
     return torch.where(index[..., None, None] >= 0, pick(x, index), pick(state_BQGD, in_state))
 

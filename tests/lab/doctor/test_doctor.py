@@ -53,7 +53,7 @@ def test_it_finds_nothing_wrong_here(capsys, no_interpreter):
     assert "cpu kernel     built, and it loads" in printed
     assert re.search(r"cpu +kv_shift +float32, bfloat16, float16, float64 +cpu +its kernels can", printed)
     assert re.search(r"cpu +attention, next token +float32.* plain operations +a launch", printed)
-    assert len(re.findall(r"^  cpu +(?:cpu|eager) +float.* 14 of 14$", printed, re.MULTILINE)) == 8
+    assert len(re.findall(r"^  cpu +(?:cpu|eager) +float.* 15 of 15$", printed, re.MULTILINE)) == 8
     assert printed.endswith("wrong\n  nothing\n\n")
 
 
@@ -110,7 +110,7 @@ def test_a_backend_that_raises_is_a_line(capsys, no_interpreter, few, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lags swapped", "holes stepped into", "norm's gradient without its mean"])
+@pytest.mark.parametrize("name", ["lags swapped", "padding written", "norm's gradient without its mean"])
 def test_a_mutant_of_the_triton_kernels_is_named(name, capsys, monkeypatch, tmp_path):
     skip_unless_built("triton")
     monkeypatch.setattr(doctor_module, "_DTYPES", ("float32",))
