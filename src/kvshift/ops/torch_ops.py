@@ -209,7 +209,7 @@ def state_after(x: Tensor, state: Tensor, plan: ShiftPlan | None, max_rows: int)
         return _newest(x, state, max_rows)
     if x.shape[0] * x.shape[1] == 0:
         return state.clone()
-    return rows_at(x, by_batch(state, x), plan.next_state).reshape(state.shape)
+    return rows_at(x, by_batch(state, x), plan.next_state.long()).reshape(state.shape)  # as ONNX clamps
 
 
 def _newest(x: Tensor, state: Tensor, rows: int) -> Tensor:
@@ -234,7 +234,6 @@ def by_batch(state: Tensor, x: Tensor) -> Tensor:
 
 def rows_at(x: Tensor, state_BQGD: Tensor, index: Tensor) -> Tensor:
     """The rows that a `ShiftPlan` names so: (B, n, G, D)."""
-    index = index.long()  # ONNX takes no clamp of 32 bits
     in_state = torch.where(index < 0, index + state_BQGD.shape[1], -1)
     return torch.where(index[..., None, None] >= 0, pick(x, index), pick(state_BQGD, in_state))
 
