@@ -209,7 +209,7 @@ def state_after(x: Tensor, state: Tensor, plan: ShiftPlan | None, max_rows: int)
         return _newest(x, state, max_rows)
     if x.shape[0] * x.shape[1] == 0:
         return state.clone()
-    return rows_at(x, by_batch(state, x), plan.next_state.long()).reshape(state.shape)  # as ONNX clamps
+    return rows_at(x, by_batch(state, x), plan.next_state).reshape(state.shape)
 
 
 def _newest(x: Tensor, state: Tensor, rows: int) -> Tensor:
@@ -234,14 +234,14 @@ def by_batch(state: Tensor, x: Tensor) -> Tensor:
 
 def rows_at(x: Tensor, state_BQGD: Tensor, index: Tensor) -> Tensor:
     """The rows that a `ShiftPlan` names so: (B, n, G, D)."""
-    in_state = torch.where(index < 0, index + state_BQGD.shape[1], -1)
+    in_state = torch.where(index < 0, index.long() + state_BQGD.shape[1], -1)
     return torch.where(index[..., None, None] >= 0, pick(x, index), pick(state_BQGD, in_state))
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
     """x[b, index[b, i]], and zero where index is negative; whatever stands in x elsewhere, NaN too, cannot matter."""
     batch = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
-    return torch.where(index[..., None, None] >= 0, x[batch, index.clamp(min=0)], 0)
+    return torch.where(index[..., None, None] >= 0, x[batch, index.long().clamp(min=0)], 0)  # ONNX: 64 bits
 
 
 # The blocked form -----------------------------------------------------------------------------------------------------
