@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from kvshift.ops import ShiftState, kv_shift
+from kvshift.ops.arguments import TENSORS, Call
+from kvshift.ops.shift import with_plan
 
 from .cases import Case, boundaries, outcome, random_case
 
@@ -286,3 +288,17 @@ def assert_same_state(state: ShiftState | None, other: ShiftState) -> None:
     assert state.max_rows == other.max_rows
     assert torch.equal(state.k, other.k)
     assert torch.equal(state.v, other.v)
+
+
+def check_operator_keeps_the_rules_of_torch_library(case: Case) -> None:
+    """Schema, autograd, shapes of fake tensors, tracing with sizes unknown; with gradients and with a next state."""
+    state = case.state or ShiftState(None, None, 1)
+    inputs = [case.k, case.v, case.alpha, case.beta, *(() if case.state is None else (state.k, state.v))]
+    for x in inputs:
+        x.requires_grad_()
+    bounds = {"cu_seqlens": case.cu_seqlens, "seq_idx": case.seq_idx, "mask": case.mask}
+    given = with_plan(Call(None, case.k, case.v, case.alpha, case.beta, state.k, state.v, **bounds))
+    torch.library.opcheck(torch.ops.kvshift.shift.default, (*given[:TENSORS], 0.0, 0))
+    with torch.no_grad():
+        rows = 2 if given.next_state is None else given.next_state.shape[1]
+        torch.library.opcheck(torch.ops.kvshift.shift.default, (*given[:TENSORS], 0.0, rows))

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvshift.ops import ShiftState, kv_shift
-from kvshift.ops.arguments import TENSORS, Call
-from kvshift.ops.shift import with_plan
 from kvshift.ops.triton import launch as triton_launch
 
 from . import checks
@@ -178,16 +176,7 @@ def test_a_tensor_of_more_than_2_to_the_31_elements():
 @modes
 def test_operators_keep_the_rules_of_torch_library(mode):
     case = there(random_case(79, **({"batch": 2, "positions": 3} | mode)))
-    state = case.state or ShiftState(None, None, 1)
-    inputs = [case.k, case.v, case.alpha, case.beta, *(() if case.state is None else (state.k, state.v))]
-    for x in inputs:
-        x.requires_grad_()
-    bounds = {"cu_seqlens": case.cu_seqlens, "seq_idx": case.seq_idx, "mask": case.mask}
-    given = with_plan(Call(None, case.k, case.v, case.alpha, case.beta, state.k, state.v, **bounds))
-    torch.library.opcheck(torch.ops.kvshift.shift.default, (*given[:TENSORS], 0.0, 0))
-    with torch.no_grad():
-        rows = 2 if given.next_state is None else given.next_state.shape[1]
-        torch.library.opcheck(torch.ops.kvshift.shift.default, (*given[:TENSORS], 0.0, rows))
+    checks.check_operator_keeps_the_rules_of_torch_library(case)
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

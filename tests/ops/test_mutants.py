@@ -222,7 +222,7 @@ OF_BOTH: dict[str, Change] = {
 OF_EAGER: dict[str, Change] = {
     "pads multiplied by zero": (
         EAGER,
-        "return torch.where(index[..., None, None] >= 0, x[batch, index.clamp(min=0)], 0)",
+        "return torch.where(index[..., None, None] >= 0, x[batch, index.long().clamp(min=0)], 0)",
         "return x[batch, index.clamp(min=0)] * (index >= 0)[..., None, None]",
         check_pads_of_nan,
     ),

@@ -18,8 +18,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
 from kvshift.ops import ShiftState, dispatch, kv_shift, shift, shift_tokens
-from kvshift.ops.arguments import TENSORS, Call
-from kvshift.ops.shift import with_plan
 from kvshift.ops.triton import call as triton_call
 from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton.launch import Tiling
@@ -217,16 +215,7 @@ OPERATORS: dict[str, dict] = {
 def test_operators_keep_the_rules_of_torch_library(mode):
     """Schema, autograd, shapes of fake tensors, tracing with sizes unknown."""
     case = random_case(79, 2, **({"positions": 3} | mode))
-    state = case.state or ShiftState(None, None, 1)
-    inputs = [case.k, case.v, case.alpha, case.beta, *(() if case.state is None else (state.k, state.v))]
-    for x in inputs:
-        x.requires_grad_()
-    bounds = {"cu_seqlens": case.cu_seqlens, "seq_idx": case.seq_idx, "mask": case.mask}
-    given = with_plan(Call(None, case.k, case.v, case.alpha, case.beta, state.k, state.v, **bounds))
-    torch.library.opcheck(torch.ops.kvshift.shift.default, (*given[:TENSORS], 0.0, 0))
-    with torch.no_grad():
-        rows = 2 if given.next_state is None else given.next_state.shape[1]
-        torch.library.opcheck(torch.ops.kvshift.shift.default, (*given[:TENSORS], 0.0, rows))
+    checks.check_operator_keeps_the_rules_of_torch_library(case)
 
 
 COMPILED = {

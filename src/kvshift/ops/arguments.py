@@ -78,6 +78,14 @@ class Call(NamedTuple):
             return None
         return ShiftPlan(self.sources, self.next_state, self.readers)
 
+    def rows(self) -> int:
+        """R; as many as a window needs where there is no state."""
+        return self.window() - 1 if self.k_state is None else self.k_state.shape[1]
+
+    def rows_to_keep(self) -> int:
+        """At most."""
+        return self.window() - 1 if self.max_rows is None else self.max_rows
+
     def window(self) -> int:
         """W; 1 where nothing is shifted. (No property: torch.compile of 2.10 cannot compare one of a NamedTuple.)"""
         shifted = self.alpha if self.beta is None else self.beta

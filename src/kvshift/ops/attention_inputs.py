@@ -24,7 +24,6 @@ from kvshift.ops.shift import (
     check_input,
     check_queries,
     check_state,
-    rows_to_keep,
     shift_keys_values,
     shift_tokens,
     state_type_error,
@@ -123,7 +122,7 @@ def _launch(call: Call) -> Results:
         q_hat, k_hat, v_hat, *next_rows = cast(tuple[Any, ...], shift_triton(given, sequences))
     if call.max_rows == 0:
         return q_hat, k_hat, v_hat, None
-    return q_hat, k_hat, v_hat, ShiftState(next_rows[0], next_rows[1], rows_to_keep(call))
+    return q_hat, k_hat, v_hat, ShiftState(next_rows[0], next_rows[1], call.rows_to_keep())
 
 
 def compiled_to_recompute(function: Callable[..., Any], k: Tensor, v: Tensor) -> Any:

@@ -8,10 +8,11 @@ free of synchronisation on a GPU.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -44,15 +45,11 @@ NOTHING = -(2**31)
 """In a `ShiftPlan`: a row of zeros is read, or no position reads the row."""
 
 
-_SHARED = threading.local()
-
-
 class ShiftPlan(NamedTuple):
     """Where every output takes its rows from: the one form in which all implementations read boundaries.
 
     A row is named by an int32: 0 .. T-1 is a position of its batch entry; -1, -2, ... -Q is a row of the batch entry's
-    state, counted from the end (Q = R for batch entries; Q = S * R for a pack, sequence after sequence). All are
-    contiguous.
+    state, counted from the end (Q = R; for a pack Q = S * R, sequence after sequence). All tensors are contiguous.
 
     Attributes:
         sources: (B, T, W), the row that lag j of position t reads, or `NOTHING`.
@@ -66,37 +63,8 @@ class ShiftPlan(NamedTuple):
     readers: Tensor | None
 
 
-def plan_shift(
-    batch: int,
-    positions: int,
-    window: int,
-    rows: int,
-    device: torch.device,
-    *,
-    cu_seqlens: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    mask: Tensor | None = None,
-    backward: bool = False,
-) -> ShiftPlan:
-    """Number the real tokens of each document, and find for every token those that came 1 .. W-1 before it.
-
-    Args:
-        batch: B; 1 with `cu_seqlens`.
-        positions: T.
-        window: W.
-        rows: R.
-        device: where to build the plan.
-        cu_seqlens, seq_idx, mask: as in `kv_shift`; at most one of the first two.
-        backward: whether gradients are asked for.
-    """
-    sizes, bounds = (batch, positions, window, rows, device), (cu_seqlens, seq_idx, mask)
-    plans = getattr(_SHARED, "plans", None)
-    if plans is None:
-        return _plan(*sizes, *bounds, backward)
-    key = (*sizes, backward, *map(id, bounds))
-    if key not in plans:
-        plans[key] = _plan(*sizes, *bounds, backward), bounds  # kept, so that no other tensor gets its id
-    return plans[key][0]
+_SHARED = threading.local()
+Arguments = ParamSpec("Arguments")
 
 
 @contextmanager
@@ -115,18 +83,42 @@ def shares_plans() -> bool:
     return getattr(_SHARED, "plans", None) is not None
 
 
-def _plan(
+def _shareable(plan: Callable[Arguments, ShiftPlan]) -> Callable[Arguments, ShiftPlan]:
+    """See `shared_plans`."""
+
+    @functools.wraps(plan)
+    def shared(*args: Arguments.args, **where: Arguments.kwargs) -> ShiftPlan:
+        if not shares_plans():
+            return plan(*args, **where)
+        key = (args, *((name, id(value)) for name, value in where.items()))
+        if key not in _SHARED.plans:
+            _SHARED.plans[key] = plan(*args, **where), where  # kept, so that no other tensor gets its id
+        return _SHARED.plans[key][0]
+
+    return shared
+
+
+@_shareable
+def plan_shift(
     batch: int,
     positions: int,
     window: int,
     rows: int,
     device: torch.device,
-    cu_seqlens: Tensor | None,
-    seq_idx: Tensor | None,
-    mask: Tensor | None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    mask: Tensor | None = None,
     backward: bool = False,
 ) -> ShiftPlan:
-    """`plan_shift`, where nothing is shared."""
+    """Number the real tokens of each document, and find for every token those that came 1 .. W-1 before it.
+
+    Args:
+        batch, positions, window, rows: B (1 with `cu_seqlens`), T, W and R.
+        device: where to build the plan.
+        cu_seqlens, seq_idx, mask: as in `kv_shift`; at most one of the first two.
+        backward: whether gradients are asked for.
+    """
     position_T = torch.arange(positions, device=device)
     real_BT = torch.ones(batch, positions, dtype=torch.bool, device=device) if mask is None else mask
     rank_BT = real_BT.cumsum(1) - 1  # how many real tokens stand before a real token of this row
@@ -144,12 +136,10 @@ def _plan(
         end_BS, first_BS = bound_rank[:, 1:], bound_rank[:, :-1]
         state_BS = torch.arange(1, cu_seqlens.shape[0], device=device).mul(rows).sub(slots).expand(batch, -1)
     else:
-        first_BT = torch.zeros_like(rank_BT)
-        state_BT = torch.zeros_like(rank_BT)
+        first_BT = state_BT = torch.zeros_like(rank_BT)
         slots = rows
         end_BS = real_BT.sum(1, keepdim=True)
-        first_BS = torch.zeros_like(end_BS)
-        state_BS = torch.zeros_like(end_BS)
+        first_BS = state_BS = torch.zeros_like(end_BS)
         if seq_idx is not None:
             first_BT = torch.where(document_starts(seq_idx, real_BT), rank_BT, 0).cummax(1).values
             state_BT = torch.where(first_BT > 0, NOTHING, 0)  # only a row's first document continues its state
@@ -158,17 +148,15 @@ def _plan(
 
     def row_of(rank: Tensor, first: Tensor, state: Tensor) -> Tensor:
         """The row that holds the token of this rank; ranks below `first` reach back into state."""
-        behind = rank - first  # -1 is the newest row of state
-        from_state = (state + behind).clamp(min=NOTHING)
+        behind = rank - first.unsqueeze(2)  # -1 is the newest row of state
+        from_state = (state.unsqueeze(2) + behind).clamp(min=NOTHING)
         index = torch.where(behind >= 0, rank, spare).clamp(max=spare)
         return torch.where(behind >= 0, at_rank.gather(1, index.flatten(1)).view_as(index), from_state)
 
-    lag_W = torch.arange(window, device=device)
-    sources = row_of(rank_BT.unsqueeze(2) - lag_W, first_BT.unsqueeze(2), state_BT.unsqueeze(2))
+    sources = row_of(rank_BT.unsqueeze(2) - torch.arange(window, device=device), first_BT, state_BT)
     sources = torch.where(real_BT.unsqueeze(2), sources, NOTHING)
 
-    row_R = torch.arange(rows, device=device)
-    next_BSR = row_of(end_BS.unsqueeze(2) - rows + row_R, first_BS.unsqueeze(2), state_BS.unsqueeze(2))
+    next_BSR = row_of(end_BS.unsqueeze(2) - torch.arange(rows, 0, -1, device=device), first_BS, state_BS)
 
     readers = None
     if backward:

@@ -106,7 +106,7 @@ def shift_keys_values(call: Call) -> tuple[Tensor, Tensor, ShiftState | None]:
     sequences = check_boundaries(k, *call.boundaries())
     check_state(call, sequences)
     k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], _shift(call._replace(q=None), sequences))
-    return k_hat, v_hat, ShiftState(next_k, next_v, rows_to_keep(call)) if rows_to_keep(call) else None
+    return k_hat, v_hat, ShiftState(next_k, next_v, call.rows_to_keep()) if call.rows_to_keep() else None
 
 
 def shift_tokens(
@@ -156,7 +156,7 @@ def _shift(call: Call, sequences: int) -> tuple[Tensor, Tensor | None, Tensor | 
         call: checked.
         sequences: S.
     """
-    path, max_rows = shift_path(call), rows_to_keep(call)
+    path, max_rows = shift_path(call), call.rows_to_keep()
     if path != "reference":
         call = with_plan(call)
     if path == "triton":
@@ -180,20 +180,15 @@ def _shift(call: Call, sequences: int) -> tuple[Tensor, Tensor | None, Tensor | 
     return k, v, next_k, next_v
 
 
-def rows_to_keep(call: Call) -> int:
-    """At most."""
-    return call.window() - 1 if call.max_rows is None else call.max_rows
-
-
 def with_plan(call: Call) -> Call:
     """The call with its plan; as it is if it has one, and where there are no boundaries or nothing is shifted."""
     cu_seqlens, seq_idx, mask = call.boundaries()
     window = call.window()
     if window == 1 or cu_seqlens is seq_idx is mask is None or call.sources is not None:
         return call
-    (batch, positions), rows = call.k.shape[:2], window - 1 if call.k_state is None else call.k_state.shape[1]
+    batch, positions = call.k.shape[:2]
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
-    plan = plan_shift(batch, positions, window, rows, call.k.device, **where, backward=torch.is_grad_enabled())
+    plan = plan_shift(batch, positions, window, call.rows(), call.k.device, **where, backward=torch.is_grad_enabled())
     return call._replace(**plan._asdict())
 
 

@@ -31,7 +31,6 @@ def index_of(indices: Tensor | Sequence[int], part: Tensor) -> Tensor:
 
     Args:
         indices: (n,) integers, or (S,) booleans; a list may be empty.
-        part: of the state.
     """
     index, sequences = torch.as_tensor(indices, device=part.device), part.shape[0]
     if index.ndim != 1:

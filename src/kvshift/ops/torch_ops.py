@@ -105,7 +105,7 @@ def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor
     total = None
     for lag, weight in enumerate(weights):
         span = slice(slots - lag, slots - lag + length)
-        term = rows[:, span] if sources is None else pick(rows, sources[:, :, lag].long() + slots)
+        term = rows[:, span] if sources is None else pick(rows, sources[:, :, lag] + slots)
         total = _traceable_add(total, term, weight)
     return cast(Tensor, total)
 

@@ -98,15 +98,15 @@ def test_a_cache_takes_copies(keep_all):
 
 @pytest.mark.parametrize("batch", ["padded", "documents", "packed"])
 def test_one_plan_serves_all_layers_and_their_recomputation(batch, monkeypatch):
-    plans, real = [], boundaries._plan
-    monkeypatch.setattr(boundaries, "_plan", lambda *args: plans.append(args) or real(*args))
+    made, real = [], boundaries.ShiftPlan
+    monkeypatch.setattr(boundaries, "ShiftPlan", lambda *parts: made.append(real(*parts)) or made[-1])
     model = tiny_model().train()
     for calls in (1, 2):
         gradients(model, batches()[batch])
-        assert len(plans) == calls
+        assert len(made) == calls
     with torch.no_grad():
         model(**batches()[batch], use_cache=False)
-    assert [args[-1] for args in plans] == [True, True, False]  # with readers where there are gradients
+    assert [plan.readers is not None for plan in made] == [True, True, False]  # where there are gradients
 
 
 def test_a_plan_is_shared_by_the_same_tensors_alone():

@@ -219,9 +219,8 @@ def _calls(device: Any, dtype: str) -> dict[str, Callable[[], str]]:
 
     def make(positions: int, state: bool = False) -> Any:
         k, coefficients = numbers(1, positions, 1, 64), torch.ones(1, 2, device=device)
-        states = (numbers(1, 1, 1, 64),) * 2 if state else (None, None)
-        k_state, v_state = states
-        return Call(None, k, k, coefficients, coefficients, k_state, v_state, max_rows=1)
+        rows = numbers(1, 1, 1, 64) if state else None
+        return Call(None, k, k, coefficients, coefficients, rows, rows, max_rows=1)
 
     def shift() -> str:
         return shift_path(make(16))

@@ -7,10 +7,9 @@ nothing recomputed, and no second check of arguments that a model has made itsel
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from contextlib import nullcontext
+from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -19,7 +18,7 @@ from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.decoder import Finish, _ShiftThenRotate
 from kvshift.ops.arguments import Norms
 from kvshift.ops.attention_inputs import Results, _finish
-from kvshift.ops.boundaries import ShiftPlan, _plan
+from kvshift.ops.boundaries import plan_shift
 from kvshift.ops.rope import Rotary
 from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import shift_traceable, state_after
@@ -30,7 +29,7 @@ REPLACED = {
     "CoefficientCache": "kvshift.ops.decode",
     "shift_norm_rope": "kvshift.ops.attention_inputs",
     "shift_into": "kvshift.models.decoder",
-    "plan_shift": "kvshift.ops.boundaries",
+    "_shareable": "kvshift.ops.boundaries",
     "shared_plans": "kvshift.ops.boundaries",
 }
 """Definitions of this module by name, and whose they replace."""
@@ -44,14 +43,11 @@ DROPPED = {
 """Members that are left out, by class: models do not call them, or compute the same without them."""
 
 
-def plan_shift(batch: int, positions: int, window: int, rows: int, device: torch.device, **where: Any) -> ShiftPlan:
-    """Who reads whom, found for each layer; nothing is kept for a backward pass."""
-    return _plan(batch, positions, window, rows, device, *cast(Any, map(where.get, ("cu_seqlens", "seq_idx", "mask"))))
+shared_plans = nullcontext  # every layer makes its own
 
 
-def shared_plans() -> AbstractContextManager[None]:
-    """No plan is shared."""
-    return nullcontext()
+def _shareable(plan: Any) -> Any:
+    return plan
 
 
 class CoefficientCache:

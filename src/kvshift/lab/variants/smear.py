@@ -17,8 +17,6 @@ from typing import Any, ClassVar
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.utils.generic import merge_with_config_defaults
 
 from kvshift.lab.variants.attending import require_token_mask
 from kvshift.lab.variants.mixing import tokens_before
@@ -26,11 +24,9 @@ from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.uncached import become
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.layers import KVShift, ShiftOptions
-from kvshift.models.cache import ensure_shift_cache
-from kvshift.models.documents import document_index, padding_mask
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
 from kvshift.models.retrofit import KVShiftGPT2Model
-from kvshift.models.versions import given_cache
+from kvshift.models.versions import CACHE
 from kvshift.ops import ShiftState
 
 __all__ = ["VARIANT", "Smear", "SmearGPT2", "SmearGPT2Config", "SmearLlamaConfig", "SmearLlamaForCausalLM"]
@@ -81,55 +77,19 @@ class Smear(nn.Module):
 
 
 class _SmearedDecoder:
-    """Stands before the decoder of a family, whose arguments `attention_mask` to `cu_seq_lens_q` it shares."""
+    """Stands before the decoder of a family, a `kvshift.models.decoder.ShiftedDecoder`."""
 
-    config: Any
     smear: Smear
 
-    @merge_with_config_defaults
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        *,
-        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        seq_idx: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cache: Cache | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        if inputs_embeds is None:
-            inputs_embeds = self.get_input_embeddings()(input_ids)  # type: ignore[attr-defined]
-        if isinstance(attention_mask, dict):
-            real, documents = attention_mask["padding"], attention_mask["documents"]
-        else:
+    def prepare_inputs(self, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **where: Any) -> Any:
+        if not isinstance(attention_mask, dict):
             require_token_mask(attention_mask, "smeared embeddings")
-            batch, positions = inputs_embeds.shape[:2]
-            real = padding_mask(attention_mask, positions)
-            documents = document_index(
-                batch, positions, real, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q, position_ids=position_ids
-            )
-        cache = given_cache(past_key_values, cache)
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
-        if cache is not None:
-            ensure_shift_cache(cache, self.config)
-        layer: Any = None if cache is None else cache.layers[0]
-        return super().forward(  # type: ignore[misc]
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            inputs_embeds=self.smear(inputs_embeds, layer, mask=real, seq_idx=documents),
-            use_cache=use_cache,
-            seq_idx=seq_idx,
-            cu_seq_lens_q=cu_seq_lens_q,
-            **kwargs,
-        )
+        return super().prepare_inputs(inputs_embeds, attention_mask, *args, **where)  # type: ignore[misc]
+
+    def run_layers(self, hidden_states: Tensor, masks: dict[str, Tensor | None], **kwargs: Any) -> Any:
+        layer = None if kwargs[CACHE] is None else kwargs[CACHE].layers[0]
+        smeared = self.smear(hidden_states, layer, mask=masks["padding"], seq_idx=masks["documents"])
+        return super().run_layers(smeared, masks, **kwargs)  # type: ignore[misc]
 
 
 class _SmearedLlamaModel(_SmearedDecoder, KVShiftLlamaModel):

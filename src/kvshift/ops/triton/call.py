@@ -53,8 +53,7 @@ def shift_triton(x: Call, sequences: int) -> tuple[Tensor | None, Tensor, Tensor
     records = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in x[:TENSORS])
     if records and x.cos is not None and (x.k_state is not None or x.v_state is not None):
         raise ValueError("k_state and v_state must be None where gradients are recorded: none flows through a state")
-    rows = x.window() - 1 if x.k_state is None else x.k_state.shape[1]
-    max_rows = rows if x.max_rows is None else x.max_rows
+    rows, max_rows = x.rows(), x.rows_to_keep()
     if x.sources is None:
         rows = min(max_rows, rows + x.k.shape[1])
     in_launch = 0 if records or max_rows == 0 else rows if x.next_state is None else x.next_state.shape[1]

@@ -107,13 +107,13 @@ def _grid(direction: str, x: Call, *strided: Tensor | None) -> _Grid:
             "Dk": size,
             "Dv": v_size,
             "W": window,
-            "EPS": x.eps or 0.0,
+            "EPS": x.eps,
             "HEADS": tiling.heads,
             "BLOCK_T": block_t,
             "BLOCK_K": block_k,
             "BLOCK_V": block_v,
             "ALIGN": align,
-            "ALIGN_TABLE": math.gcd(16, *_table_strides(x.cos)) or 1,
+            "ALIGN_TABLE": math.gcd(16, *_table_strides(x.cos)),
             "ACC": _accumulator(x.k),
             "num_warps": tiling.warps,
         },
@@ -236,10 +236,10 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, gq_out: Tensor, gk_out: Tensor, gv_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    x = Call(*ctx.saved_tensors, eps=ctx.eps)
-    due = (ctx.has_q, x.cos is not None or x.alpha is not None, x.beta is not None)
+    x = Call(*ctx.saved_tensors)
+    due = (ctx.has_q, *(y is not None for y in _outputs(x)[1:]))  # q is saved for a norm alone
     grads = [g if is_due else None for g, is_due in zip((gq_out, gk_out, gv_out), due, strict=True)]
-    found = [g if g.numel() else None for g in _shift_backward(*grads, *x[:TENSORS], x.eps or 0.0)]
+    found = [g if g.numel() else None for g in _shift_backward(*grads, *x[:TENSORS], ctx.eps)]
     gq, gk, gv, galpha, gbeta, gq_scale, gk_scale = found
     gk_state = gv_state = None
     if x.k_state is not None and x.alpha is not None:
