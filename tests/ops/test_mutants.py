@@ -117,7 +117,7 @@ CALL = "shift(x, coefficients, state, plan)"  # of the backend
 LAST = "        return y, state_after("
 NEXT = "state_after(x, state, plan, max_rows)"
 FIRST = "first_BT = bound_rank[:, sequence_T]"
-RETURN = "    return ShiftPlan("
+RETURN = "    return ShiftPlan(sources.int()"
 CROP = "return self._map(lambda x: x[:, :left].clone())"
 
 OF_BOTH: dict[str, Change] = {
@@ -274,20 +274,20 @@ OF_AUTO: dict[str, Change] = {
     "lags swapped": (KERNEL, ": t - j;", ": t - (n.W - 1 - j);", check_parity),
     "the oldest row of the state": (
         KERNEL,
-        "row.add(state.at(b, n.Q + r), state.head, j)",
-        "row.add(state.at(b, 0), state.head, j)",
+        "row.add(call.state.at(b, n.Q + r), call.state.head, j)",
+        "row.add(call.state.at(b, 0), call.state.head, j)",
         check_wide_window,
     ),
     "state read for nothing": (
         KERNEL,
-        "else if (r >= -n.Q) row.add(state.at(b, n.Q + r), state.head, j)",
-        "else row.add(state.at(b, r < -n.Q ? 0 : n.Q + r), state.head, j)",
+        "else if (r >= -n.Q) row.add(call.state.at(b, n.Q + r), call.state.head, j)",
+        "else row.add(call.state.at(b, r < -n.Q ? 0 : n.Q + r), call.state.head, j)",
         check_documents_with_a_state,
     ),
     "strides of heads ignored": (
         KERNEL,
-        "row.add(x.at(b, r), x.head, j)",
-        "row.add(x.at(b, r), n.D, j)",
+        "row.add(call.x.at(b, r), call.x.head, j)",
+        "row.add(call.x.at(b, r), n.D, j)",
         check_strides,
     ),
     "zero times infinity": (KERNEL, "return weights[lags[i]] != 0;", "return true;", check_identity),
@@ -298,17 +298,17 @@ OF_AUTO: dict[str, Change] = {
         check_bfloat16,
     ),
     "rest of a head left out": (KERNEL, "if (d < D) body(", "if (d < 0) body(", check_wide_heads),
-    "gradient not looking ahead": (KERNEL, ": r - n.Q + j;", ": r - n.Q;", check_parity),
+    "gradient not looking ahead": (KERNEL, ": t + j;", ": t;", check_parity),
     "gradient of the first row of the state": (
         KERNEL,
-        "grad_state + (b * n.Q + r) * size",
-        "grad_state + b * n.Q * size",
+        "call.grad_state + (b * n.Q + r) * size",
+        "call.grad_state + b * n.Q * size",
         check_wide_window,
     ),
     "coefficients' gradient without the state": (
         KERNEL,
-        "weights, state.at(b, r), state.head, sums, n);",
-        "weights, x.at(b, 0), x.head, sums, n);",
+        "read.at(b, t < 0 ? r : t), read.head",
+        "call.x.at(b, t < 0 ? 0 : t), call.x.head",
         check_parity,
     ),
     "gradients of the coefficients swapped": (

@@ -164,3 +164,12 @@ def plan_shift(
         row = torch.where(sources >= -slots, sources + slots, slots + positions)
         readers = no_reader.scatter(1, row, position_T.int()[None, :, None].expand_as(row))[:, :-1].contiguous()
     return ShiftPlan(sources.int().contiguous(), next_BSR.flatten(1).int().contiguous(), readers)
+
+
+def plan_without_boundaries(positions: int, window: int, rows: int, device: torch.device) -> ShiftPlan:
+    """The plan where every batch entry is one sequence, the same for all: (1, T, W), no next state, (1, R + T, W)."""
+    lag_W = torch.arange(window, device=device)
+    row_1 = torch.arange(-rows, positions, device=device)[None, :, None]
+    reader = row_1 + lag_W
+    empty = torch.empty(1, 0, dtype=torch.int, device=device)
+    return ShiftPlan(row_1[:, rows:] - lag_W, empty, torch.where(reader < positions, reader, NOTHING))

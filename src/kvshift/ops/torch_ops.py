@@ -24,7 +24,7 @@ from torch._C import _TorchDispatchModeKey
 from torch.autograd import forward_ad
 
 from kvshift.ops.arguments import Call
-from kvshift.ops.boundaries import NOTHING, ShiftPlan
+from kvshift.ops.boundaries import ShiftPlan, plan_without_boundaries
 
 Shift = Callable[[Tensor, Tensor, Tensor, "ShiftPlan | None"], Tensor]
 """Mixes every token of x with those before it in its sequence.
@@ -173,8 +173,8 @@ def gradients_of_state(
     state_BQGD, dtype = by_batch(state, grad_y), coefficients.dtype
     slots, lags = state_BQGD.shape[1], range(coefficients.shape[1])
     if readers is None:
-        reader_QW = torch.arange(-slots, 0, device=state.device)[:, None] + torch.arange(len(lags), device=state.device)
-        readers = torch.where(reader_QW < grad_y.shape[1], reader_QW, NOTHING).expand(grad_y.shape[0], -1, -1)
+        readers = plan_without_boundaries(grad_y.shape[1], len(lags), slots, state.device).readers
+        assert readers is not None
     read = [pick(grad_y, readers[:, :slots, lag]).to(dtype) for lag in lags]
     weights = coefficients.unsqueeze(2).unbind(1)
     grad_state = torch.stack([torch.where(w == 0, 0, g * w) for g, w in zip(read, weights, strict=True)]).sum(0)
@@ -287,6 +287,9 @@ def shift_eager(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan 
     """See `Shift`."""
     if x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
         return _cast(_weighted_sum([x], _lags(coefficients, x)[:1]), x)
+    if plan is None and torch.compiler.is_compiling():  # which computes the row numbers where it reads the rows
+        slots = state.shape[0] // x.shape[0] * state.shape[1]
+        plan = plan_without_boundaries(x.shape[1], coefficients.shape[1], slots, x.device)
     return _shift_in_blocks(x, coefficients, state, plan)
 
 
@@ -314,8 +317,6 @@ def _forward_of_slices(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor
         rows = state.shape[1]
         before = [state[:, rows - lag : rows - lag + 1] for lag in range(1, lags + 1)]
         return _cast(_weighted_sum([x, *before], [now, *earlier]), x)
-    if torch.compiler.is_compiling():
-        return _cast(_weighted_sum([_earlier(x, state, lag) for lag in range(lags + 1)], [now, *earlier]), x)
 
     def block(start: int, end: int, out: Tensor | None) -> Tensor:
         x_window = x[:, max(0, start - lags) : end].to(dtype)
@@ -348,15 +349,8 @@ def _backward_of_slices(
             partial_sums[lag].append(product.sum((0, 1)))
         return grad_block
 
-    if torch.compiler.is_compiling():
-        g = grad_y.to(dtype)
-        sums = [(g * _earlier(x, state, lag)).sum(3).sum((0, 1)) for lag in range(lags + 1)]
-        grad_coefficients = torch.stack(sums, dim=1)
-        grad_x = _weighted_sum([_later(grad_y, lag) for lag in range(lags + 1)], [now, *earlier])
-        grad_x = _cast(grad_x, x)
-    else:
-        grad_x = _in_blocks(x, block, dtype)
-        grad_coefficients = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
+    grad_x = _in_blocks(x, block, dtype)
+    grad_coefficients = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
     # Rows of state are read like positions before the first.
     before = torch.arange(-lags, 0, device=x.device)
     newest = _weighted_sum([_at(grad_y, before + lag) for lag in range(1, lags + 1)], earlier)
@@ -379,20 +373,6 @@ def _spans(x_window: Tensor, state: Tensor, start: int, end: int, lags: int) -> 
         if first < end:
             offset = before + first - start - lag
             yield lag, slice(first - start, end - start), x_window[:, offset : offset + end - first]
-
-
-def _earlier(x: Tensor, state: Tensor, lag: int) -> Tensor:
-    """x[t - lag], for a compiler to fuse with what is done to it."""
-    if lag == 0:
-        return x
-    t = torch.arange(x.shape[1], device=x.device)
-    before = state[:, (t + state.shape[1] - lag).clamp(max=state.shape[1] - 1)]
-    return torch.where((t >= lag)[:, None, None], x[:, (t - lag).clamp(min=0)], before)
-
-
-def _later(x: Tensor, lag: int) -> Tensor:
-    """x[t + lag], and zero beyond the end, for a compiler."""
-    return x if lag == 0 else _at(x, torch.arange(lag, lag + x.shape[1], device=x.device))
 
 
 def _at(x: Tensor, t: Tensor) -> Tensor:
@@ -426,11 +406,8 @@ def _backward_of_gathers(
     def block(start: int, end: int, out: Tensor | None) -> Tensor:
         real = sources[:, start:end, 0, None, None] >= 0
         g = torch.where(real, grad_y[:, start:end], 0).to(dtype)
-        partial_sums.append(
-            torch.stack(
-                [(g * rows_at(x, state_BQGD, sources[:, start:end, lag])).sum((0, 1)) for lag in range(len(lags))]
-            )
-        )
+        earlier = (rows_at(x, state_BQGD, sources[:, start:end, lag]) for lag in range(len(lags)))
+        partial_sums.append(torch.stack([_sum_over_tokens(g * rows) for rows in earlier]))
         readers_of_x = readers[:, slots + start : slots + end]
         later = [pick(grad_y, readers_of_x[:, :, lag]) for lag in range(1, len(lags))]
         return _weighted_sum([g, *later], lags, out)
@@ -439,6 +416,13 @@ def _backward_of_gathers(
     grad_coefficients = torch.stack(partial_sums).sum((0, 3)).t().to(coefficients.dtype)
     grad_state = _weighted_sum([pick(grad_y, readers[:, :slots, lag]) for lag in range(len(lags))], lags)
     return grad_x, grad_coefficients, grad_state.to(state.dtype).reshape(state.shape)
+
+
+def _sum_over_tokens(product: Tensor) -> Tensor:
+    """(G, D); for a compiler (G, 1), a sum that it fuses with the gradient of x, which reads the same rows."""
+    if torch.compiler.is_compiling():
+        product = product.sum(3, keepdim=True)
+    return product.sum((0, 1))
 
 
 class _Lag(NamedTuple):

@@ -165,10 +165,28 @@ struct Shape {
 };
 
 template <class T>
-struct Rows {  // (B, rows, G, D)
+struct Rows {  // (B, rows, G, D), and the strides of the first three
     T* data;
     int64_t batch, row, head;
     T* at(int64_t b, int64_t r) const { return data + b * batch + r * row; }
+};
+
+// What kernel.py passes. In backward `rows` are the readers of a plan, in forward its sources, in both null without.
+template <class T, class A>
+struct Call {
+    Shape n;
+    int64_t threads;
+    Rows<const T> x, state;
+    const A* weights;  // (G, W)
+    const int32_t* rows;
+    T* y;
+    // Of backward alone. The gradient of the weights is summed over spans of rows, (spans, G, W); scratch holds
+    // (threads, G, W, 128 bytes).
+    Rows<const T> grad_y;
+    T *grad_x, *grad_state;
+    double* grad_weights;
+    void* scratch;
+    int64_t spans;
 };
 
 constexpr int64_t max_window = 16;
@@ -190,52 +208,36 @@ struct Row {
         terms[count++] = term;
     }
 
-    void write(T* y, const A* weights_GW, const Shape& n) const {
-        for (int64_t g = 0; g < n.G; ++g, y += n.D) {
-            const A* weights = weights_GW + g * n.W;
-            if (count == 2 && reads(weights, 0) && reads(weights, 1)) {
-                const T *p = terms[0] + g * heads[0], *q = terms[1] + g * heads[1];
-                const Wide a = weight(weights, 0), b = weight(weights, 1);
-                over_head<T, streams>(n.D, [&](auto at) { at.store(y, multiply_add(b, at.load(q), a * at.load(p))); });
-            } else {
-                over_head<T, streams>(n.D, [&](auto at) {
-                    Wide total = {};
-                    for (int64_t i = 0; i < count; ++i) {
-                        if (!reads(weights, i)) continue;
-                        const Wide a = weight(weights, i), p = at.load(terms[i] + g * heads[i]);
-                        total = i == 0 ? a * p : multiply_add(a, p, total);
-                    }
-                    at.store(y, total);
-                });
-            }
-        }
-    }
-
-    // As `write`, and adds the products of x, (G, D), with every term to sums, (G, W).
-    void write_and_dot(T* y, const A* weights_GW, const T* x, int64_t x_head, Wide* sums_GW, const Shape& n) const {
+    // Writes y; with `sums`, (G, W), the products of x, (G, D), with every term are added to them.
+    template <bool with_sums>
+    void write(T* y, const A* weights_GW, const Shape& n, const T* x = nullptr, int64_t x_head = 0,
+               Wide* sums_GW = nullptr) const {
         for (int64_t g = 0; g < n.G; ++g, y += n.D, x += x_head) {
             const A* weights = weights_GW + g * n.W;
-            Wide* sums = sums_GW + g * n.W;
+            Wide* sums = with_sums ? sums_GW + g * n.W : nullptr;
             if (count == 2 && reads(weights, 0) && reads(weights, 1)) {
                 const T *p = terms[0] + g * heads[0], *q = terms[1] + g * heads[1];
                 const Wide a = weight(weights, 0), b = weight(weights, 1);
-                Wide with_p = sums[lags[0]], with_q = sums[lags[1]];
+                Wide with_p = {}, with_q = {};
+                if constexpr (with_sums) with_p = sums[lags[0]], with_q = sums[lags[1]];
                 over_head<T, streams>(n.D, [&](auto at) {
-                    const Wide here = at.load(x), first = at.load(p), second = at.load(q);
+                    const Wide first = at.load(p), second = at.load(q);
                     at.store(y, multiply_add(b, second, a * first));
-                    with_p = multiply_add(first, here, with_p);
-                    with_q = multiply_add(second, here, with_q);
+                    if constexpr (with_sums) {
+                        const Wide here = at.load(x);
+                        with_p = multiply_add(first, here, with_p);
+                        with_q = multiply_add(second, here, with_q);
+                    }
                 });
-                sums[lags[0]] = with_p;
-                sums[lags[1]] = with_q;
+                if constexpr (with_sums) sums[lags[0]] = with_p, sums[lags[1]] = with_q;
             } else {
                 over_head<T, streams>(n.D, [&](auto at) {
-                    const Wide here = at.load(x);
                     Wide total = {};
                     for (int64_t i = 0; i < count; ++i) {
+                        if (!with_sums && !reads(weights, i)) continue;
                         const Wide a = weight(weights, i), p = at.load(terms[i] + g * heads[i]);
                         if (reads(weights, i)) total = i == 0 ? a * p : multiply_add(a, p, total);
-                        sums[lags[i]] = multiply_add(p, here, sums[lags[i]]);
+                        if constexpr (with_sums) sums[lags[i]] = multiply_add(p, at.load(x), sums[lags[i]]);
                     }
                     at.store(y, total);
                 });
@@ -262,54 +264,52 @@ inline bool should_stream(const Shape& n, const T* y) {
 }
 
 template <class T, class A, bool streams>
-void forward(const Shape& n, T* y, Rows<const T> x, Rows<const T> state, const A* weights, const int32_t* sources,
-             int threads) {
-#pragma omp parallel num_threads(threads) if (threads > 1)
+void forward(const Call<T, A>& call) {
+    const Shape& n = call.n;
+#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
     {
 #pragma omp for schedule(static) nowait
         for (int64_t bt = 0; bt < n.B * n.T; ++bt) {
             const int64_t b = bt / n.T, t = bt % n.T;
             Row<T, A, streams> row;
             for (int64_t j = 0; j < n.W; ++j) {
-                const int64_t r = sources ? sources[bt * n.W + j] : t - j;
-                if (r >= 0) row.add(x.at(b, r), x.head, j);
-                else if (r >= -n.Q) row.add(state.at(b, n.Q + r), state.head, j);
+                const int64_t r = call.rows ? call.rows[bt * n.W + j] : t - j;
+                if (r >= 0) row.add(call.x.at(b, r), call.x.head, j);
+                else if (r >= -n.Q) row.add(call.state.at(b, n.Q + r), call.state.head, j);
             }
-            row.write(y + bt * n.G * n.D, weights, n);
+            row.template write<false>(call.y + bt * n.G * n.D, call.weights, n);
         }
         if constexpr (streams) _mm_sfence();
     }
 }
 
-// Every row, of state or of x, gathers the gradients of the positions that read it; the same pass gives the
-// gradient of the coefficients. It is summed over spans of rows, (spans, G, W), which the caller adds up: the same
-// bits whatever the number of threads. `scratch` holds (threads, G, W, 128 bytes).
+// Every row, of state or of x, gathers the gradients of the positions that read it; the same pass gives the gradient
+// of the coefficients, by spans, which the caller adds up: the same bits whatever the number of threads.
 template <class T, class A, bool streams>
-void backward(const Shape& n, T* grad_x, T* grad_state, double* grad_weights, void* scratch, int64_t spans,
-              Rows<const T> grad_y, Rows<const T> x, Rows<const T> state, const A* weights, const int32_t* readers,
-              int threads) {
+void backward(const Call<T, A>& call) {
     using L = Lanes<T>;
-    const int64_t rows = n.B * (n.Q + n.T), coefficients = n.G * n.W, span = (rows + spans - 1) / spans;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+    const Shape& n = call.n;
+    const int64_t rows = n.B * (n.Q + n.T), coefficients = n.G * n.W, size = n.G * n.D;
+    const int64_t span = (rows + call.spans - 1) / call.spans;
+#pragma omp parallel num_threads(call.threads) if (call.threads > 1)
     {
-        auto* sums = static_cast<typename L::Wide*>(scratch) + omp_get_thread_num() * coefficients;
+        auto* sums = static_cast<typename L::Wide*>(call.scratch) + omp_get_thread_num() * coefficients;
 #pragma omp for schedule(static) nowait
-        for (int64_t s = 0; s < spans; ++s) {
+        for (int64_t s = 0; s < call.spans; ++s) {
             std::memset(sums, 0, coefficients * sizeof *sums);
             const int64_t end = rows < (s + 1) * span ? rows : (s + 1) * span;
             for (int64_t br = s * span; br < end; ++br) {
-                const int64_t b = br / (n.Q + n.T), r = br % (n.Q + n.T), size = n.G * n.D;
+                const int64_t b = br / (n.Q + n.T), r = br % (n.Q + n.T), t = r - n.Q;
                 Row<T, A, streams> row;
                 for (int64_t j = 0; j < n.W; ++j) {
-                    const int64_t t = readers ? readers[br * n.W + j] : r - n.Q + j;
-                    if (t >= 0 && t < n.T) row.add(grad_y.at(b, t), grad_y.head, j);
+                    const int64_t reader = call.rows ? call.rows[br * n.W + j] : t + j;
+                    if (reader >= 0 && reader < n.T) row.add(call.grad_y.at(b, reader), call.grad_y.head, j);
                 }
-                if (r < n.Q)
-                    row.write_and_dot(grad_state + (b * n.Q + r) * size, weights, state.at(b, r), state.head, sums, n);
-                else
-                    row.write_and_dot(grad_x + (b * n.T + r - n.Q) * size, weights, x.at(b, r - n.Q), x.head, sums, n);
+                const Rows<const T>& read = t < 0 ? call.state : call.x;
+                T* grad = t < 0 ? call.grad_state + (b * n.Q + r) * size : call.grad_x + (b * n.T + t) * size;
+                row.template write<true>(grad, call.weights, n, read.at(b, t < 0 ? r : t), read.head, sums);
             }
-            for (int64_t c = 0; c < coefficients; ++c) grad_weights[s * coefficients + c] = L::sum(sums[c]);
+            for (int64_t c = 0; c < coefficients; ++c) call.grad_weights[s * coefficients + c] = L::sum(sums[c]);
         }
         if constexpr (streams) _mm_sfence();
     }
@@ -318,25 +318,12 @@ void backward(const Shape& n, T* grad_x, T* grad_state, double* grad_weights, vo
 }  // namespace
 
 #define KVSHIFT_KERNELS(NAME, T, A)                                                                                  \
-    extern "C" void kvshift_forward_##NAME(int64_t B, int64_t N, int64_t G, int64_t D, int64_t W, int64_t Q, T* y,   \
-                                           const T* x, int64_t xb, int64_t xr, int64_t xh, const T* state,           \
-                                           int64_t pb, int64_t pr, int64_t ph, const A* weights,                     \
-                                           const int32_t* sources, int threads) {                                    \
-        const Shape n{B, N, G, D, W, Q};                                                                             \
-        const auto run = should_stream(n, y) ? forward<T, A, true> : forward<T, A, false>;                           \
-        run(n, y, {x, xb, xr, xh}, {state, pb, pr, ph}, weights, sources, threads);                                  \
+    extern "C" void kvshift_forward_##NAME(const Call<T, A>& call) {                                                 \
+        (should_stream(call.n, call.y) ? forward<T, A, true> : forward<T, A, false>)(call);                          \
     }                                                                                                                \
-    extern "C" void kvshift_backward_##NAME(                                                                         \
-        int64_t B, int64_t N, int64_t G, int64_t D, int64_t W, int64_t Q, T* grad_x, T* grad_state,                  \
-        double* grad_weights, void* scratch, int64_t spans, const T* grad_y, int64_t gb, int64_t gr, int64_t gh,     \
-        const T* x, int64_t xb,                                                                                      \
-        int64_t xr, int64_t xh, const T* state, int64_t pb, int64_t pr, int64_t ph, const A* weights,                \
-        const int32_t* readers, int threads) {                                                                       \
-        const Shape n{B, N, G, D, W, Q};                                                                             \
-        const bool streams = should_stream(n, grad_x) && should_stream(n, grad_state);                               \
-        const auto run = streams ? backward<T, A, true> : backward<T, A, false>;                                     \
-        run(n, grad_x, grad_state, grad_weights, scratch, spans, {grad_y, gb, gr, gh}, {x, xb, xr, xh},              \
-            {state, pb, pr, ph}, weights, readers, threads);                                                         \
+    extern "C" void kvshift_backward_##NAME(const Call<T, A>& call) {                                                \
+        const bool streams = should_stream(call.n, call.grad_x) && should_stream(call.n, call.grad_state);           \
+        (streams ? backward<T, A, true> : backward<T, A, false>)(call);                                              \
     }
 
 KVSHIFT_KERNELS(float32, float, float)

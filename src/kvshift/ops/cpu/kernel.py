@@ -26,7 +26,23 @@ _BUILDS = {"AVX512": ("x86-64-v4", 32), "AVX2": ("x86-64-v3", 16)}
 _MAX_WINDOW = 16
 _PARALLEL = 2**15  # elements from which a second thread pays
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_ROWS = (_POINTER, _INT, _INT, _INT)  # a tensor (B, rows, G, D) and its first three strides
+
+
+class _Rows(ctypes.Structure):
+    """A tensor (B, rows, G, D) and its first three strides."""
+
+    _fields_ = (("data", _POINTER), ("batch", _INT), ("row", _INT), ("head", _INT))
+
+
+class _Call(ctypes.Structure):
+    """`Call` of kernel.cpp."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("B", "T", "G", "D", "W", "Q", "threads")),
+        ("x", _Rows), ("state", _Rows), ("weights", _POINTER), ("rows", _POINTER), ("y", _POINTER),
+        ("grad_y", _Rows), ("grad_x", _POINTER), ("grad_state", _POINTER), ("grad_weights", _POINTER),
+        ("scratch", _POINTER), ("spans", _INT),
+    )  # fmt: skip
 
 
 def cpu_refusal(x: Tensor, window: int) -> str | None:
@@ -45,69 +61,43 @@ def cpu_refusal(x: Tensor, window: int) -> str | None:
 def _forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     x, state, weights = _dense_heads(x), state.contiguous(), _weights(coefficients, x)
-    _kernels().forward[x.dtype](
-        *_sizes(x, state, coefficients),
-        y.data_ptr(),
-        *_rows(x),
-        *_state_rows(state, x),
-        weights.data_ptr(),
-        None if sources is None else sources.data_ptr(),
-        _threads(x),
-    )
+    call = _call(x, state, weights, sources)
+    call.y = y.data_ptr()
+    _kernels().forward[x.dtype](call)
     return y
 
 
 def _backward(
-    grad_y: Tensor,
-    x: Tensor,
-    coefficients: Tensor,
-    state: Tensor,
-    sources: Tensor | None,
-    readers: Tensor | None,
+    grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_x = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     grad_state = torch.empty(state.shape, dtype=x.dtype, device="cpu")
     grad_y, x, state, weights = _dense_heads(grad_y), _dense_heads(x), state.contiguous(), _weights(coefficients, x)
-    sizes = _sizes(x, state, coefficients)
-    batch, positions, *_, slots = sizes
-    threads = _threads(x)
-    kernels = _kernels()
-    spans = max(1, batch * (slots + positions) // kernels.rows_per_sum)
-    sums = torch.empty(spans, *coefficients.shape, dtype=torch.float64, device="cpu")
-    scratch = torch.empty(threads, *coefficients.shape, 128, dtype=torch.uint8, device="cpu")
-    kernels.backward[x.dtype](
-        *sizes,
-        grad_x.data_ptr(),
-        grad_state.data_ptr(),
-        sums.data_ptr(),
-        scratch.data_ptr(),
-        spans,
-        *_rows(grad_y),
-        *_rows(x),
-        *_state_rows(state, x),
-        weights.data_ptr(),
-        None if readers is None else readers.data_ptr(),
-        threads,
-    )
+    call, kernels = _call(x, state, weights, readers), _kernels()
+    call.spans = max(1, call.B * (call.Q + call.T) // kernels.rows_per_sum)
+    sums = torch.empty(call.spans, *coefficients.shape, dtype=torch.float64, device="cpu")
+    scratch = torch.empty(call.threads, *coefficients.shape, 128, dtype=torch.uint8, device="cpu")
+    call.grad_y = _rows(grad_y)
+    call.grad_x, call.grad_state = grad_x.data_ptr(), grad_state.data_ptr()
+    call.grad_weights, call.scratch = sums.data_ptr(), scratch.data_ptr()
+    kernels.backward[x.dtype](call)
     return grad_x, sums.sum(0).to(coefficients.dtype), grad_state
 
 
 shift_cpu = differentiable(_forward, _backward)
 
 
-def _sizes(x: Tensor, state: Tensor, coefficients: Tensor) -> tuple[int, ...]:
-    """B, T, G, D, W, Q."""
-    return (*x.shape, coefficients.shape[1], state.shape[0] * state.shape[1] // max(1, x.shape[0]))
+def _call(x: Tensor, state: Tensor, weights: Tensor, rows: Tensor | None) -> _Call:
+    slots = state.shape[0] * state.shape[1] // max(1, x.shape[0])  # Q
+    size = x.shape[3]
+    state_rows = _Rows(state.data_ptr(), slots * x.shape[2] * size, x.shape[2] * size, size)
+    threads = torch.get_num_threads() if x.numel() >= _PARALLEL else 1
+    pointer = None if rows is None else rows.data_ptr()
+    return _Call(*x.shape, weights.shape[1], slots, threads, _rows(x), state_rows, weights.data_ptr(), pointer)
 
 
-def _rows(x: Tensor) -> tuple[int, ...]:
-    return (x.data_ptr(), *x.stride()[:3])
-
-
-def _state_rows(state: Tensor, x: Tensor) -> tuple[int, ...]:
-    """(S, R, G, D) as (B, Q, G, D)."""
-    row = x.shape[2] * x.shape[3]
-    return (state.data_ptr(), state.shape[0] * state.shape[1] // max(1, x.shape[0]) * row, row, x.shape[3])
+def _rows(x: Tensor) -> _Rows:
+    return _Rows(x.data_ptr(), *x.stride()[:3])
 
 
 def _dense_heads(x: Tensor) -> Tensor:
@@ -116,10 +106,6 @@ def _dense_heads(x: Tensor) -> Tensor:
 
 def _weights(coefficients: Tensor, x: Tensor) -> Tensor:
     return coefficients.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
-
-
-def _threads(x: Tensor) -> int:
-    return torch.get_num_threads() if x.numel() >= _PARALLEL else 1
 
 
 class _Kernels:
@@ -140,15 +126,10 @@ class _Kernels:
         except OSError as error:
             self.refusal = f"{path.name} does not load: {error}"
             return
-        sizes = (_INT,) * 6
         for dtype, name in _DTYPES.items():
-            forward = self.forward[dtype] = library[f"kvshift_forward_{name}"]
-            forward.argtypes = (*sizes, _POINTER, *_ROWS, *_ROWS, _POINTER, _POINTER, ctypes.c_int)
-            backward = self.backward[dtype] = library[f"kvshift_backward_{name}"]
-            backward.argtypes = (
-                *sizes, *(_POINTER,) * 4, _INT, *_ROWS, *_ROWS, *_ROWS, _POINTER, _POINTER, ctypes.c_int
-            )  # fmt: skip
-            forward.restype = backward.restype = None
+            for direction, functions in (("forward", self.forward), ("backward", self.backward)):
+                function = functions[dtype] = library[f"kvshift_{direction}_{name}"]
+                function.argtypes, function.restype = (ctypes.POINTER(_Call),), None
 
 
 @functools.cache
