@@ -29,6 +29,12 @@ def test_every_formulation_agrees_with_the_reference(dtype):
         assert check(formulation, dtype).problem is None, formulation.name
 
 
+def test_a_path_that_crosses_boundaries_is_found_out():
+    found, _ = without(torch.empty(SHAPE), compiled=False)
+    for formulation in (part for part in found if part.boundaries):
+        assert check(dataclasses.replace(formulation, function=OURS.function)).problem is not None, formulation.name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_formulation_with_a_rotary_embedding_agrees_with_the_reference(dtype):
     shape = (3, 71, 5, 6)

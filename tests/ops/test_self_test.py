@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops import dispatch, kv_shift, shift_tokens
 from kvshift.ops.attention_inputs import shift_norm_rope
-from kvshift.ops.edge_suite import EDGES, FAULTS, Kind, difference, outcome
+from kvshift.ops.small_calls import Kind, difference
 from kvshift.ops.triton import launch, self_test
 
 from .conftest import skip_unless_built
@@ -321,18 +321,7 @@ def test_the_test_inside_a_compiler_is_the_real_one(broken):
     torch.testing.assert_close(results, rotated("eager", **inputs()))
 
 
-# The edge suite
-
-
-@pytest.mark.parametrize("backend", ["cpu", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_every_edge_is_right(backend, dtype):
-    skip_unless_built(backend)
-    kind = Kind(CPU, dtype, 20, 19, 3)
-    for edge in EDGES.values():
-        exact = outcome(edge, kind, "reference", exact=True)
-        assert difference(outcome(edge, kind, backend), exact, dtype) is None
-    assert [fault(kind, backend) for fault in FAULTS.values()] == [None, None]
+# Small calls
 
 
 def test_a_difference_says_where_and_how_much():

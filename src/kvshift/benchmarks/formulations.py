@@ -6,8 +6,8 @@ Shapes: B batch, T positions, G KV heads, D head size, C = G D channels, W windo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,6 +40,7 @@ class Formulation:
         fixed: coefficients that it cannot change, (current, previous); it has no gradient of them then.
         compiled: by torch.compile.
         computes: what it computes, where that is not the shift alone.
+        boundaries: `seq_idx` or `mask` of `kv_shift`, (B, T).
     """
 
     name: str
@@ -50,15 +51,40 @@ class Formulation:
     fixed: tuple[float, float] | None = None
     compiled: bool = False
     computes: str | None = None
+    boundaries: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def ours(backend: str) -> Function:
+def ours(backend: str, **boundaries: Tensor) -> Function:
     """`kv_shift` as a user calls it, k and v together."""
 
     def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
-        return kv_shift(k, v, alpha, beta, backend=backend)[:2]
+        return kv_shift(k, v, alpha, beta, backend=backend, **boundaries)[:2]
 
     return shift
+
+
+_DOCUMENT = 25  # tokens; no document begins where `parity.py` cuts
+
+
+def _with_boundaries(k: Tensor) -> list[Formulation]:
+    """Documents of equal length in every row; batches padded on the left, row b by b + 1 tokens (at most half)."""
+    batch, positions = k.shape[:2]
+    position_T = torch.arange(positions, device=k.device)
+    documents = (position_T // _DOCUMENT).expand(batch, -1)
+    pads_B1 = torch.arange(1, batch + 1, device=k.device).clamp(max=positions // 2)[:, None]
+    found: dict[str, dict[str, Tensor]] = {
+        "documents": {"seq_idx": documents},
+        "left padding": {"mask": position_T >= pads_B1},
+    }
+    return [
+        Formulation(
+            name=f"kv_shift, {name}",
+            function=ours("auto", **boundaries),
+            computes=f"kv_shift with {name}",
+            boundaries=boundaries,
+        )
+        for name, boundaries in found.items()
+    ]
 
 
 def twice(function: Callable[[Tensor, Tensor], Tensor]) -> Function:
@@ -123,7 +149,7 @@ def without(k: Tensor, compiled: bool) -> Found:
         else:
             reason = "not installed" if k.is_cuda else "needs a CUDA device"
             left_out |= {formulation.name: reason for formulation in formulations}
-    found.append(Formulation(name="kv_shift", function=ours("auto")))
+    found += [Formulation(name="kv_shift", function=ours("auto")), *_with_boundaries(k)]
     for backend in BACKENDS:
         if backend in ("auto", "reference"):
             continue

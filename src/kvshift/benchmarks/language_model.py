@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,11 +22,13 @@ from kvshift.benchmarks.twins import SLICE, exactly, far_off, gradients, shiftin
 from kvshift.lab.plan.cost import count_parameters, training_memory
 from kvshift.layers import param_groups
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.ops import dispatch
 
 __all__ = ["decode_cases", "model_fields", "prefill_cases", "train_cases"]
 
 THEIRS, WITHOUT, OURS = "transformers' Llama", "without shift", "kv shift"
-_BACKENDS = {"kv shift, triton": "triton", "kv shift, plain operations": "eager"}  # beside what "auto" is
+PLAIN = "kv shift, plain operations"
+_BACKENDS = {"kv shift, triton": "triton", PLAIN: "eager"}  # beside what "auto" is
 _PROMPT = 16
 
 Make = Callable[[Any], Implementation]
@@ -70,8 +74,10 @@ def _case(session: Session, part: str, size: ModelSize, way: str, make: Make, *,
         fields["num_hidden_layers"] = min(session.layers, fields["num_hidden_layers"])
     # Llama has no QK-norm: where a size has it, our own model without the shift is the baseline.
     names = [WITHOUT, OURS] if fields.get("qk_norm") else [THEIRS, WITHOUT, OURS]
-    if compiled:
-        names.append("kv shift, plain operations" if part == "train" else "kv shift, triton")
+    if part == "train":
+        names.append(PLAIN)
+    elif compiled:
+        names.append("kv shift, triton")
     shape = [1, size.tokens] if part == "decode" else [size.batch, size.length]
     dtype = str(size.dtype).removeprefix("torch.")
     layers = fields["num_hidden_layers"]
@@ -81,12 +87,13 @@ def _case(session: Session, part: str, size: ModelSize, way: str, make: Make, *,
         weights: dict[str, Tensor] = {}
 
         def implementation(name: str) -> Implementation:
-            model = _model(name, fields, size.dtype, session.device)
+            model = _model(name, fields, size.dtype, session.device, compiled)
             if weights:
                 model.load_state_dict(weights, strict=False)
             else:
                 weights.update(model.state_dict())
-            return make(model)
+            made = make(model)
+            return _where_auto_is(_BACKENDS[name], made) if name == PLAIN and not compiled else made
 
         return {name: functools.partial(implementation, name) for name in names}
 
@@ -101,7 +108,16 @@ def _case(session: Session, part: str, size: ModelSize, way: str, make: Make, *,
     )
 
 
-def _model(name: str, fields: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+def _where_auto_is(backend: str, made: Implementation) -> Implementation:
+    """The same as KVSHIFT_BACKEND=backend makes of a process: all else, recomputation in backward too, stays."""
+
+    def where(function: Callable[..., Any]) -> Callable[..., Any]:
+        return patch.object(dispatch, "_AUTO", backend)(function)
+
+    return replace(made, run=where(made.run), check=where(cast(Any, made.check)))
+
+
+def _model(name: str, fields: dict[str, Any], dtype: torch.dtype, device: torch.device, compiled: bool) -> Any:
     torch.manual_seed(0)
     with device:
         if name == THEIRS:
@@ -109,7 +125,7 @@ def _model(name: str, fields: dict[str, Any], dtype: torch.dtype, device: torch.
         else:
             targets = () if name == WITHOUT else ("k", "v")
             model = KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**fields, shift_targets=targets))
-            if name in _BACKENDS:
+            if compiled and name in _BACKENDS:
                 shifting_by(_BACKENDS[name], model)
     return model.to(dtype)
 

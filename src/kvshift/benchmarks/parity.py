@@ -9,6 +9,7 @@ Shapes: B batch, T positions, G KV heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,13 +146,14 @@ def _compare(
             problem += f" instead of {float(exact[at]):.6g}"
 
     for span in spans:
-        exact = _reference(span, inputs, coefficients, grads, table)
+        exact = _reference(span, inputs, coefficients, grads, table, formulation.boundaries)
         sizes = _reference(
             span,
             tuple(x.abs() for x in inputs),
             [coefficient.abs() for coefficient in coefficients],
             [grad.abs() for grad in grads],
             None if table is None else tuple(part.abs() for part in table),
+            formulation.boundaries,
         )
         for name, value in exact.items():
             if name not in found:
@@ -181,7 +183,12 @@ def _compare(
 
 
 def _reference(
-    span: _Span, inputs: tuple[Tensor, ...], coefficients: list[Tensor], grads: list[Tensor], table: Any
+    span: _Span,
+    inputs: tuple[Tensor, ...],
+    coefficients: list[Tensor],
+    grads: list[Tensor],
+    table: Any,
+    boundaries: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Results and gradients at one span, in float64; gradients with that of the position before in front.
 
@@ -191,7 +198,8 @@ def _reference(
     alpha, beta = (coefficient.cpu().double().requires_grad_() for coefficient in coefficients)
     before = [span.before(x).cpu().double().requires_grad_() for x in inputs]
     state = ShiftState(before[0], before[1], 1) if span.first else None
-    k_hat, v_hat, _ = kv_shift(k, v, alpha, beta, state=state, backend="reference")
+    where: dict[str, Any] = {name: span.cut(x).cpu() for name, x in boundaries.items()}
+    k_hat, v_hat, _ = kv_shift(k, v, alpha, beta, state=state, backend="reference", **where)
     if table is not None:
         k_hat = _rotate(k_hat, span, table)
     leaves = [k, v, alpha, beta, *(before if span.first else [])]

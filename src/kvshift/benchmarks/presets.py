@@ -27,6 +27,7 @@ _SMALL = {
     "num_attention_heads": 4,
     "max_position_embeddings": 1024,
 }
+_WIDER = {**_SMALL, "hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8}
 _TINY = {**_SMALL, "vocab_size": 61, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2}
 
 
@@ -122,7 +123,10 @@ PRESETS: MappingProxyType[PresetName, Preset] = MappingProxyType(
                 LayerSize(batch=4, length=512, embed_dim=512, heads=8, kv_heads=4),
                 LayerSize(batch=4, length=512, embed_dim=512, heads=8, kv_heads=4, dtype=torch.bfloat16),
             ),
-            models=(ModelSize(name="small Llama", fields=_SMALL, batch=8, length=512, tokens=64),),
+            models=(
+                ModelSize(name="small Llama", fields=_SMALL, batch=8, length=512, tokens=64),
+                ModelSize(name="wider Llama", fields=_WIDER, batch=4, length=512, tokens=64),
+            ),
             memory=(("0.2B", 4096), ("2.9B", 4096)),
             sweep=Sweep(
                 base=(1, 4096, 4, 64),

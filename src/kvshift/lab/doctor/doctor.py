@@ -10,9 +10,10 @@ import json
 import os
 import platform
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,6 @@ __all__ = ["SomethingWrongError", "doctor"]
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "vllm", "numpy")
 _VARIABLES = ("KVSHIFT_", "TRITON_", "CUDA_", "OMP_", "PYTORCH_", "TORCH")  # how those begin that change what runs
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_K_SIZE, _V_SIZE = 20, 19  # longer than a vector of the CPU, and no multiple of it
-
-# Where a token finds its predecessor depends on no dtype, and each of these has Triton kernels of its own to compile.
-_FOR_ONE_DTYPE = {"every split", "state rolled back", "one token", "numbered documents", "padding inside"}
 
 
 class SomethingWrongError(LabError):
@@ -79,14 +76,9 @@ def _attempt(function: Callable[[], Any], name: str, wrong: list[str]) -> Any:
     except LabError:
         raise
     except Exception as error:  # whatever a broken installation raises
-        line = _line(error)
+        line = traceback.format_exception_only(error)[0].splitlines()[0]
         wrong.append(f"{name}: {line}")
         return line
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _as_text(name: str, found: Any) -> str:
@@ -248,49 +240,8 @@ def _calls(device: Any, dtype: str) -> dict[str, Callable[[], str]]:
 
 
 def _edge_suite(name: str, wrong: list[str]) -> list[dict[str, str]]:
-    """The results of every backend that can be used, beside those of the reference in float64 on the CPU."""
     import torch
 
-    from kvshift.ops.cpu.kernel import cpu_refusal
-    from kvshift.ops.edge_suite import EDGES, FAULTS, Kind, difference, outcome
-    from kvshift.ops.triton.call import triton_refusal
+    from kvshift.lab.doctor.edge_suite import edge_suite
 
-    @cache
-    def exact(edge: str, kind: Kind) -> dict[str, Any]:
-        return outcome(EDGES[edge], kind, "reference", exact=True)
-
-    def fault(edge: str, kind: Kind, backend: str) -> str | None:
-        if edge in FAULTS:
-            return FAULTS[edge](kind, backend)
-        expected = exact(edge, kind._replace(device=torch.device("cpu")))
-        return difference(outcome(EDGES[edge], kind, backend), expected, kind.dtype)
-
-    rows = []
-    refusals: dict[str, Callable[..., Any]] = {"cpu": cpu_refusal, "triton": triton_refusal, "eager": lambda *_: None}
-    for device in _devices(name):
-        for backend, refusal in refusals.items():
-            if refusal(torch.empty(0, device=device), 2) is not None:
-                continue
-            kinds = [Kind(device, getattr(torch, dtype), _K_SIZE, _V_SIZE, 2) for dtype in _DTYPES]
-            if backend == "triton":
-                kinds += [Kind(device, torch.bfloat16, _K_SIZE, _K_SIZE, 3, rotated=True, normed=True)]
-            else:
-                kinds += [kinds[0]._replace(window=3)]
-            for kind in kinds:
-                left_out: set[str] = {*FAULTS, "zero coefficients"} if kind.rotated else set()  # inf, rotated, is NaN
-                if backend == "triton" and kind.dtype != torch.bfloat16:
-                    left_out |= _FOR_ONE_DTYPE
-                edges = [edge for edge in (*EDGES, *FAULTS) if edge not in left_out]
-                faults: dict[str, list[str]] = {}
-                for edge in edges:
-                    try:
-                        line = fault(edge, kind, backend)
-                    except Exception as error:  # whatever compilers and drivers raise
-                        line = _line(error)
-                    if line is not None:
-                        faults.setdefault(line, []).append(edge)
-                place = f"edge suite: {backend} on {device}, {kind}"
-                wrong += [f"{place}, {', '.join(found)}: {line}" for line, found in faults.items()]
-                right = f"{len(edges) - sum(map(len, faults.values()))} of {len(edges)}"
-                rows.append({"device": str(device), "backend": backend, "kind": str(kind), "right": right})
-    return rows
+    return edge_suite(_devices(name), [getattr(torch, dtype) for dtype in _DTYPES], wrong)

@@ -1,7 +1,7 @@
 """Before "auto" first takes the Triton kernels for a kind of call, small calls of that kind are compared on the device.
 
 Outputs, new states and gradients of the kernels must be those of plain operations in float64, within the tolerance of
-`kvshift.ops.edge_suite.difference`: for a document, for packed ones, and for documents with padding and a state. Where
+`kvshift.ops.small_calls.difference`: for a document, for packed ones, and for documents with padding and a state. Where
 one raises or differs there is one warning, and "auto" takes plain operations for the rest of the process. Later calls
 of the kind cost one look into a dict. KVSHIFT_SELF_TEST=0 switches the test off.
 
@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import os
 import threading
+import traceback
 import warnings
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from kvshift.ops.edge_suite import Edge, Kind
+    from kvshift.ops.small_calls import Edge, Kind
 
 Key = tuple[torch.device, torch.dtype, int, int, int, bool, bool]
-"""The fields of an `edge_suite.Kind`."""
+"""The fields of an `small_calls.Kind`."""
 
 _SWITCH = os.environ.get("KVSHIFT_SELF_TEST", "1")
 _POSITIONS = 67  # more than a tile has
@@ -49,7 +50,7 @@ def passes_self_test(key: Key) -> bool:
 
 def self_test_fault(kind: Kind) -> str | None:
     """What is wrong with the kernels for calls of this kind, in one line; None if nothing is."""
-    from kvshift.ops.edge_suite import difference, outcome
+    from kvshift.ops.small_calls import difference, outcome
 
     try:
         for name, edge in _edges(kind.rotated).items():
@@ -58,14 +59,13 @@ def self_test_fault(kind: Kind) -> str | None:
             if fault is not None:
                 return f"{name}: {fault}"
     except Exception as error:  # of whatever kind: compilers and drivers have their own
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0]}"
+        return traceback.format_exception_only(error)[0].splitlines()[0]
     return None
 
 
 def _edges(rotated: bool) -> dict[str, Edge]:
     """Each makes the kernels anew, which takes a while; a launch that rotates has no gradients beside a state."""
-    from kvshift.ops.edge_suite import Edge
+    from kvshift.ops.small_calls import Edge
 
     positions = range(_POSITIONS)
     packed = [0, 40, 40, 41, 42, _POSITIONS]
@@ -97,7 +97,7 @@ def _decide(key: Key) -> bool:
         raise ValueError(f"the environment variable KVSHIFT_SELF_TEST must be 0 or 1; got {_SWITCH!r}")
     if _SWITCH == "0":
         return _VERDICTS.setdefault(key, True)
-    from kvshift.ops.edge_suite import Kind
+    from kvshift.ops.small_calls import Kind
 
     kind, fault = Kind(*key), None
     with _LOCK:

@@ -1,6 +1,6 @@
-"""Small calls at the operator's edges: their results by a backend, and how far these may lie from the exact ones.
+"""Small calls with random numbers: their results by a backend, and how far these may lie from the exact ones.
 
-`kvshift doctor` runs all of them; `triton/self_test.py` runs some before "auto" first takes the kernels of a GPU.
+`triton/self_test.py` makes some before "auto" first takes the kernels of a GPU, `kvshift doctor` all that it knows.
 
 Shapes: B batch, T positions, S sequences, R rows of state, H query heads, G KV heads, D head size, W window.
 """
@@ -16,7 +16,7 @@ from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.shift import kv_shift
 from kvshift.ops.state import ShiftState
 
-_HEADS, _QUERY_HEADS = 3, 5
+HEADS, _QUERY_HEADS = 3, 5
 
 
 class Kind(NamedTuple):
@@ -64,26 +64,6 @@ class Edge(NamedTuple):
     inference: bool = False
 
 
-_DOCUMENTS = [[0, 0, 1, 1, 1, 2, 3], [5, 4, 4, 4, 4, 4, 5]]
-_HOLES = [[0, 1, 0, 0, 1, 1, 0], [1, 0, 1, 1, 0, 1, 1]]
-
-EDGES = {
-    "first token": Edge(),
-    "state": Edge(has_state=True),
-    "no token": Edge(positions=0, has_state=True),
-    "one token": Edge(positions=1, has_state=True),
-    "packed documents": Edge(1, cu_seqlens=[0, 3, 3, 4, 7], has_state=True),
-    "numbered documents": Edge(seq_idx=_DOCUMENTS, has_state=True),
-    "left padding": Edge(mask=[[0, 0, 0, 1, 1, 1, 1], [0] * 7], has_state=True),
-    "right padding": Edge(mask=[[1, 1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0]], has_state=True),
-    "padding inside": Edge(mask=_HOLES),
-    "padded documents": Edge(seq_idx=_DOCUMENTS, mask=_HOLES),
-    "strides": Edge(strided=True),
-    "zero coefficients": Edge(has_zeros=True),
-    "inference": Edge(seq_idx=_DOCUMENTS, mask=_HOLES, has_state=True, inference=True),
-}
-
-
 def outcome(edge: Edge, kind: Kind, backend: str, *, exact: bool = False) -> dict[str, Tensor]:
     """Every result of a call and, but for inference and a launch that rotates with a state, all gradients, by name.
 
@@ -102,9 +82,9 @@ def outcome(edge: Edge, kind: Kind, backend: str, *, exact: bool = False) -> dic
     (batch, positions), (k_size, v_size, window) = edge[:2], kind[2:5]
     sequences, rows = batch if edge.cu_seqlens is None else len(edge.cu_seqlens) - 1, window + 1
     q = normal(batch, positions, _QUERY_HEADS, k_size) if kind.rotated else None
-    k, v = (normal(batch, positions, _HEADS, size) for size in (k_size, v_size))
-    alpha, beta = (normal(_HEADS, window, dtype=torch.float32) if window > 1 else None for _ in "kv")
-    rows_of = [normal(sequences, rows, _HEADS, size) for size in (k_size, v_size)]
+    k, v = (normal(batch, positions, HEADS, size) for size in (k_size, v_size))
+    alpha, beta = (normal(HEADS, window, dtype=torch.float32) if window > 1 else None for _ in "kv")
+    rows_of = [normal(sequences, rows, HEADS, size) for size in (k_size, v_size)]
     bounds = {name: getattr(edge, name) for name in ("cu_seqlens", "seq_idx", "mask")}
     bounds = {name: None if x is None else torch.tensor(x, device=kind.device) for name, x in bounds.items()}
     mask = bounds["mask"] = None if bounds["mask"] is None else bounds["mask"].bool()
@@ -176,52 +156,6 @@ def difference(results: dict[str, Tensor], exact: dict[str, Tensor], dtype: torc
                 f"{result[at].item():.6g}, not {expected[at].item():.6g} (allowed {allowed:.1g})"
             )
     return None
-
-
-def split_fault(kind: Kind, backend: str) -> str | None:
-    """Whether a sequence in pieces gives the bits of the whole, for every split in two, and token by token."""
-    k, v, alpha, beta = _sequence(kind)
-    *whole, last = kv_shift(k, v, alpha, beta, backend=backend)
-    length = k.shape[1]
-    for sizes in [(first, length - first) for first in range(length + 1)] + [(1,) * length]:
-        state, parts = None, []
-        for k_part, v_part in zip(k.split(sizes, 1), v.split(sizes, 1), strict=True):
-            *part, state = kv_shift(k_part, v_part, alpha, beta, state=state, backend=backend)
-            parts.append(part)
-        joined = [torch.cat(each, 1) for each in zip(*parts, strict=True)]
-        if state != last or not all(map(torch.equal, joined, whole)):
-            return f"pieces of {sizes} tokens are not, bit for bit, the whole"
-    return None
-
-
-def rollback_fault(kind: Kind, backend: str) -> str | None:
-    """Whether tokens that are taken back leave no trace."""
-    k, v, alpha, beta = _sequence(kind)
-    begin = ShiftState.zeros(
-        1, _HEADS, kind.k_size, kind.v_size, rows=kind.window + 1, dtype=kind.dtype, device=kind.device
-    )
-
-    def feed(state: ShiftState, span: slice) -> tuple[Tensor, Tensor, ShiftState]:
-        return kv_shift(k[:, span], v[:, span], alpha, beta, state=state, backend=backend)
-
-    straight = feed(feed(begin, slice(2))[2], slice(4, 5))
-    rejected = feed(begin, slice(4))[2].crop(2, window=kind.window)
-    again = feed(rejected, slice(4, 5))
-    if not all(map(torch.equal, straight[:2], again[:2])):
-        return "after two tokens were taken back, the next one is not what it is without them"
-    return None
-
-
-FAULTS = {"every split": split_fault, "state rolled back": rollback_fault}
-
-
-def _sequence(kind: Kind) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k, v, alpha, beta of one sequence of 5 tokens."""
-    normal = torch.Generator().manual_seed(21)
-    shapes = [(1, 5, _HEADS, size) for size in (kind.k_size, kind.v_size)]
-    k, v = (torch.randn(shape, generator=normal).to(kind.device, kind.dtype) for shape in shapes)
-    alpha, beta = (torch.randn(_HEADS, kind.window, generator=normal).to(kind.device) for _ in "kv")
-    return k, v, alpha, beta
 
 
 def _strided(x: Tensor) -> Tensor:
