@@ -192,9 +192,9 @@ class ReversedLlama(UncachedGeneration, KVShiftLlamaForCausalLM):
 def variant(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("kvshift.lab.variants.upside_down")
     models = {KVShiftLlamaConfig: ReversedLlama}
-    module.VARIANT = ModelVariant(name="upside-down", models=models)
+    module.VARIANTS = (ModelVariant(name="upside-down", models=models),)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(VARIANTS, "upside-down", Variant("upside-down", "reversed values", "#000000"))
+    monkeypatch.setitem(VARIANTS, "upside-down", Variant("upside-down", "reversed values", "#000000", "upside_down"))
 
 
 @pytest.mark.usefixtures("task", "variant")

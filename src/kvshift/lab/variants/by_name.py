@@ -15,18 +15,6 @@ from kvshift.lab.errors import LabError
 if TYPE_CHECKING:
     from kvshift.lab.variants.variant import Variant
 
-__all__ = [
-    "VARIANTS",
-    "Entry",
-    "find_entry",
-    "find_variant",
-    "label_of",
-    "settled",
-    "shift_label",
-    "variant_of",
-    "with_variant",
-]
-
 # Of a run with the options `ModelConfig`, `GPT2Options` or `EncoderOptions`.
 _Options = TypeVar("_Options")
 
@@ -39,6 +27,7 @@ class Entry:
         name: what a user types.
         label: in tables and figures.
         color: in all figures. The colour-blind can tell those of the first lines apart.
+        module: of `kvshift.lab.variants`, whose `VARIANTS` has it.
         shifts: whether it is KV shift, of which the options `shift_*` say the rest.
         fixes: those of these options that the name itself says.
     """
@@ -46,6 +35,7 @@ class Entry:
     name: str
     label: str
     color: str
+    module: str
     shifts: bool = False
     fixes: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -54,14 +44,14 @@ def _shift(
     name: str, label: str, color: str, *, targets: str = "kv", window: int = 2, constraint: str = "free"
 ) -> Entry:
     fixes = {"shift_targets": tuple(targets), "shift_window": window, "shift_constraint": constraint}
-    return Entry(name, label, color, shifts=True, fixes=fixes)
+    return Entry(name, label, color, "variant", shifts=True, fixes=fixes)
 
 
 VARIANTS: Mapping[str, Entry] = {
     entry.name: entry
     for entry in (
-        Entry("vanilla", "vanilla", "#0072b2"),
-        Entry("kv-shift", "KV-shift", "#d55e00", shifts=True),
+        Entry("vanilla", "vanilla", "#0072b2", "variant"),
+        Entry("kv-shift", "KV-shift", "#d55e00", "variant", shifts=True),
         _shift("k-shift", "K-shift", "#009e73", targets="k"),
         _shift("v-shift", "V-shift", "#cc79a7", targets="v"),
         _shift("qkv-shift", "QKV-shift", "#e69f00", targets="qkv"),
@@ -69,20 +59,20 @@ VARIANTS: Mapping[str, Entry] = {
         _shift("kv-shift-window-4", "KV-shift, window 4", "#222222", window=4),
         _shift("kv-shift-gate", "KV-shift, gate", "#ddaa33", constraint="gate"),
         _shift("kv-shift-clamp", "KV-shift, clamp", "#6a3d9a", constraint="clamp"),
-        Entry("smear", "smear", "#56b4e9"),
-        Entry("key-offset", "key offset", "#882255"),
-        Entry("key-offset-whole", "key offset, whole", "#bb5566"),
-        Entry("canon", "Canon", "#225522"),
-        Entry("inkling", "Inkling", "#44aa99"),
-        Entry("conv-2", "convolution of width 2", "#88ccee"),
-        Entry("fox-shift", "FoX shift", "#aaaa00"),
-        Entry("differential", "differential", "#332288"),
-        Entry("differential-wide", "differential, wide", "#4477aa"),
-        Entry("differential-kv-shift", "differential + KV-shift", "#aa4499"),
-        Entry("selective", "selective", "#117733"),
-        Entry("selective-key", "selective, along keys", "#6699cc"),
-        Entry("mla", "MLA", "#cc6677"),
-        Entry("mla-kv-shift", "MLA + KV-shift", "#994455"),
+        Entry("smear", "smear", "#56b4e9", "smear"),
+        Entry("key-offset", "key offset", "#882255", "key_offset"),
+        Entry("key-offset-whole", "key offset, whole", "#bb5566", "key_offset"),
+        Entry("canon", "Canon", "#225522", "convolution"),
+        Entry("inkling", "Inkling", "#44aa99", "convolution"),
+        Entry("conv-2", "convolution of width 2", "#88ccee", "convolution"),
+        Entry("fox-shift", "FoX shift", "#aaaa00", "fox_shift"),
+        Entry("differential", "differential", "#332288", "differential"),
+        Entry("differential-wide", "differential, wide", "#4477aa", "differential"),
+        Entry("differential-kv-shift", "differential + KV-shift", "#aa4499", "differential"),
+        Entry("selective", "selective", "#117733", "selective"),
+        Entry("selective-key", "selective, along keys", "#6699cc", "selective"),
+        Entry("mla", "MLA", "#cc6677", "mla"),
+        Entry("mla-kv-shift", "MLA + KV-shift", "#994455", "mla"),
     )
 }
 
@@ -95,12 +85,10 @@ def find_entry(name: str, where: str = "variant") -> Entry:
 
 
 def find_variant(name: str, where: str = "variant") -> Variant:
-    """The variant of that name, which is imported: `VARIANT` of `kvshift.lab.variants.NAME`, with _ for -.
-
-    All that are KV shift with options that their names say are the one of `kv_shift`.
-    """
-    module = "kv-shift" if find_entry(name, where).shifts else name
-    return import_module(f"kvshift.lab.variants.{module.replace('-', '_')}").VARIANT
+    """The variant of that name, whose module is imported; all that are KV shift with given options are "kv-shift"."""
+    entry = find_entry(name, where)
+    variants = import_module(f"kvshift.lab.variants.{entry.module}").VARIANTS
+    return next(variant for variant in variants if variant.name == ("kv-shift" if entry.shifts else name))
 
 
 def with_variant(options: _Options, name: str) -> _Options:

@@ -11,16 +11,17 @@ Shapes: B batch, T positions, G KV heads, D head size, C = G * D channels, W win
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from kvshift.lab.variants.mixing import Heads, TokenMixing
+from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.ops import ShiftState
 from kvshift.ops.boundaries import ShiftPlan, plan_shift
 from kvshift.ops.torch_ops import pick, state_after
-
-__all__ = ["ChannelConvolution", "convolve"]
 
 
 def convolve(
@@ -104,3 +105,25 @@ class ChannelConvolution(TokenMixing, KVShift):
         )
         k_rows, v_rows = (state_after(x, rows, plan, state.max_rows) for x, rows in ((k, state.k), (v, state.v)))
         return k_hat, v_hat, ShiftState(k_rows, v_rows, state.max_rows)
+
+
+def _variant(name: str, window: int, **options: Any) -> MixingVariant:
+    make = partial(ChannelConvolution, window=window, **options)
+    return MixingVariant(name=name, make=make, fields={"shift_targets": ["k", "v"], "shift_window": window})
+
+
+VARIANTS = (
+    # KV shift, place and start values (U(0, 1), summing to 1) included, with its four numbers for each channel of a
+    # head in place of each head, so that a comparison of the two is of nothing but this.
+    _variant("conv-2", 2),
+    # A Canon layer:  weight ~ U(-1/2, 1/2) at first. It stands after QK-norm, where there is one, and before rotary
+    # embedding, as Canon-B does in its source, which mixes queries too. 8 numbers for each channel of a head.
+    # Source: Allen-Zhu, Physics of Language Models: Part 4.1 (2025); PhysicsLM4,
+    # lingua_modified/lingua/canon_helper.py.
+    _variant("canon", 4, residual=True, start="fan_in", after_norm=True),
+    # The convolution that Inkling is deployed with:  weight ~ N(0, initializer_range^2) at first. It stands right after
+    # the projections, before the norm of the keys. Inkling convolves what attention and MLP add to the residual stream
+    # too, which this does not; how the weights start is that of transformers, not known of its training.
+    # Source: transformers, models/inkling, InklingShortConvolution and InklingAttention.
+    _variant("inkling", 4, residual=True, start="normal"),
+)

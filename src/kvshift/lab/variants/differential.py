@@ -40,16 +40,6 @@ from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit.family import add_child
 
-__all__ = [
-    "VARIANT",
-    "Differential",
-    "DifferentialGPT2",
-    "DifferentialLlamaConfig",
-    "DifferentialLlamaForCausalLM",
-    "PairNorm",
-    "split_pair",
-]
-
 
 def split_pair(x: Tensor) -> Tensor:
     """(B, 2H, T, D) of heads (B, H, T, D): of each the first of its pair and the second, the other's dimensions 0.
@@ -212,7 +202,12 @@ def _differ(attention: Any, head_size: int, *, groups: int) -> None:
     add_child(attention, "differential", Differential(head_size, attention.layer_idx))
 
 
-VARIANT = ModelVariant(
-    name="differential",
-    models={KVShiftLlamaConfig: DifferentialLlamaForCausalLM, LabGPT2Config: DifferentialGPT2},
+_OF_TEXT = {KVShiftLlamaConfig: DifferentialLlamaForCausalLM}
+
+VARIANTS = (
+    ModelVariant(name="differential", models={**_OF_TEXT, LabGPT2Config: DifferentialGPT2}),
+    # Half as many heads as vanilla, each twice as large: the source's own choice.
+    ModelVariant(name="differential-wide", models=_OF_TEXT, fields={"halve_heads": True}),
+    # alpha mixes both keys of a KV head, beta its value.
+    ModelVariant(name="differential-kv-shift", models=_OF_TEXT, fields={"shift_targets": ["k", "v"]}),
 )

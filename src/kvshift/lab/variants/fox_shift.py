@@ -26,8 +26,6 @@ from kvshift.models.llama.modeling import KVShiftLlamaAttention
 from kvshift.models.retrofit.gpt2 import KVShiftGPT2Attention
 from kvshift.ops import ShiftState
 
-__all__ = ["VARIANT", "FoXShift"]
-
 
 class FoXShift(TokenMixing):
     """The formula above; the arithmetic is that of float32, rounded once.
@@ -93,9 +91,11 @@ class _GPT2Attention(_ReadByShift, KVShiftGPT2Attention):
     pass
 
 
-VARIANT = MixingVariant(
-    name="fox-shift",
-    make=FoXShift,
-    attention={KVShiftLlamaAttention: _LlamaAttention, KVShiftGPT2Attention: _GPT2Attention},
-    fields={"shift_targets": ["k", "v"], "shift_window": 2},
+VARIANTS = (
+    MixingVariant(
+        name="fox-shift",
+        make=FoXShift,
+        attention={KVShiftLlamaAttention: _LlamaAttention, KVShiftGPT2Attention: _GPT2Attention},
+        fields={"shift_targets": ["k", "v"], "shift_window": 2},
+    ),
 )

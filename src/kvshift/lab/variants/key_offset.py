@@ -3,7 +3,8 @@
     y[t, d] = k[t-1, d] for d in D/4 .. D/2 and 3D/4 .. D,    k[t, d] for the others and where a document begins
 
 It stands in the place of the shift, after the projections and before QK-norm and rotary embedding, whose slow half of
-frequencies these are. Nothing is learned. `key_offset_whole` is the same of all dimensions.
+frequencies these are. Nothing is learned. "key-offset-whole" is the same of all
+dimensions, KV shift with alpha = (0, 1) and beta = (1, 0), but that a key stays its own where a document begins.
 
 Source: modded-nanogpt (pull request 169), where these dimensions are not rotated, documents are not kept apart, and
 the keys are changed in place, through a view of themselves, which is not deterministic (issue 335); here they are not.
@@ -13,13 +14,13 @@ Shapes: B batch, T positions, G KV heads, D head size, R rows of state.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing, tokens_before
 from kvshift.ops import ShiftState
-
-__all__ = ["VARIANT", "KeyOffset", "offset_keys"]
 
 
 def offset_keys(
@@ -75,4 +76,9 @@ class KeyOffset(TokenMixing):
         return y, v, ShiftState(rows, v.new_zeros(*rows.shape[:3], 0), max_rows)
 
 
-VARIANT = MixingVariant(name="key-offset", make=KeyOffset, fields={"shift_targets": ["k"], "shift_window": 2})
+_FIELDS = {"shift_targets": ["k"], "shift_window": 2}
+
+VARIANTS = (
+    MixingVariant(name="key-offset", make=KeyOffset, fields=_FIELDS),
+    MixingVariant(name="key-offset-whole", make=partial(KeyOffset, whole=True), fields=_FIELDS),
+)

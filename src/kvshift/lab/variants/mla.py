@@ -43,8 +43,6 @@ from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
 from kvshift.ops.rope import Rotary, apply_rotary
 
-__all__ = ["VARIANT", "MLALlamaConfig", "MLALlamaForCausalLM"]
-
 
 @strict
 class MLALlamaConfig(NamedConfig, KVShiftLlamaConfig):
@@ -251,4 +249,10 @@ class MLALlamaForCausalLM(KVShiftLlamaForCausalLM):
         self.post_init()
 
 
-VARIANT = ModelVariant(name="mla", models={KVShiftLlamaConfig: MLALlamaForCausalLM})
+_MODELS = {KVShiftLlamaConfig: MLALlamaForCausalLM}
+
+VARIANTS = (
+    ModelVariant(name="mla", models=_MODELS),
+    # With the hard shift of a key and a value: nothing is learned.
+    ModelVariant(name="mla-kv-shift", models=_MODELS, fields={"hard_shift": True}),
+)

@@ -28,8 +28,6 @@ from kvshift.lab.variants.variant import ModelVariant
 from kvshift.models.documents import document_index, document_start, padding_mask
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
-__all__ = ["VARIANT", "SelectiveGPT2", "SelectiveGPT2Config", "SelectiveLlamaConfig", "SelectiveLlamaForCausalLM"]
-
 
 class _SelectiveDecoder:
     """Stands before the decoder of a family, and makes none of its masks of T x T."""
@@ -154,6 +152,10 @@ class SelectiveGPT2(LabGPT2):
             become(block.attn, _SelectiveGPT2Attention)
 
 
-VARIANT = ModelVariant(
-    name="selective", models={KVShiftLlamaConfig: SelectiveLlamaForCausalLM, LabGPT2Config: SelectiveGPT2}
+_MODELS = {KVShiftLlamaConfig: SelectiveLlamaForCausalLM, LabGPT2Config: SelectiveGPT2}
+
+VARIANTS = (
+    ModelVariant(name="selective", models=_MODELS),
+    # Summed along the keys: as in the code that the KV-shift paper names for its Table 13.
+    ModelVariant(name="selective-key", models=_MODELS, fields={"axis": "key"}),
 )

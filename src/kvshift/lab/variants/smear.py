@@ -29,8 +29,6 @@ from kvshift.models.retrofit import KVShiftGPT2Model
 from kvshift.models.versions import CACHE
 from kvshift.ops import ShiftState
 
-__all__ = ["VARIANT", "Smear", "SmearGPT2", "SmearGPT2Config", "SmearLlamaConfig", "SmearLlamaForCausalLM"]
-
 _GATED_BY = 12
 
 
@@ -147,8 +145,10 @@ def _smear(model: nn.Module, decoder: Any, smeared: type[nn.Module], width: int)
             module.shift = KVShift(1, ShiftOptions(targets=()))
 
 
-VARIANT = ModelVariant(
-    name="smear",
-    models={KVShiftLlamaConfig: SmearLlamaForCausalLM, LabGPT2Config: SmearGPT2},
-    fields={"shift_targets": ["k"], "shift_window": 2},
+VARIANTS = (
+    ModelVariant(
+        name="smear",
+        models={KVShiftLlamaConfig: SmearLlamaForCausalLM, LabGPT2Config: SmearGPT2},
+        fields={"shift_targets": ["k"], "shift_window": 2},
+    ),
 )

@@ -1,6 +1,6 @@
 """What an experiment compares: one protocol, behind which vanilla, KV shift and the baselines stand.
 
-`by_name` lists them; each has a module of its own with a `VARIANT`. A size is the configuration of a family, as
+`by_name` lists them and the modules whose `VARIANTS` they are. A size is the configuration of a family, as
 `building.describe` makes it: a `KVShiftLlamaConfig` (text and tasks), or a `LabGPT2Config` or `EncoderConfig` (tasks).
 """
 
@@ -22,8 +22,6 @@ from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.uncached import decodes_with_cache
 from kvshift.layers import KVShift
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-
-__all__ = ["MODEL_CLASSES", "ModelVariant", "Size", "Variant", "shift_layers"]
 
 Size = KVShiftLlamaConfig | LabGPT2Config | EncoderConfig
 
@@ -115,6 +113,11 @@ class ModelVariant:
         for name, value in self.fields.items():
             setattr(config, name, deepcopy(value))
         return model_class, config
+
+
+# The family's own model, where nothing shifts (of the Llamas transformers' Llama), and KV shift with all its options,
+# which are fields of a size: what is shifted, window, constraint and start values.
+VARIANTS = (ModelVariant(name="vanilla"), ModelVariant(name="kv-shift"))
 
 
 def shift_layers(model: nn.Module) -> list[KVShift]:
