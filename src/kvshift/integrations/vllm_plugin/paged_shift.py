@@ -168,6 +168,8 @@ class PagedShift(KVShift):
                 f"coefficients of {self.prefix} must be {expected}, KV heads and numbers of each; the checkpoint has "
                 f"{tuple(loaded.shape)}"
             )
+        if not loaded.isfinite().all():
+            raise ValueError(f"coefficients of {self.prefix} must be finite, as those of a run that diverged are not")
         parameter.data.copy_(loaded.narrow(0, self.first_head, parameter.shape[0]))
         for made_of_them in ("weights", "weights_of_numbers"):
             self.__dict__.pop(made_of_them, None)
