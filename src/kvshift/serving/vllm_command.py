@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from kvshift.integrations.vllm_plugin.start_fault import FAULT_FILE, reason_of
+from kvshift.integrations.vllm_plugin.start_fault import FAULT_FILE, reason_of, refused_within
 
 __all__ = ["main"]
 
@@ -66,8 +66,7 @@ def main() -> None:
 
         vllm()
     except Exception as error:
-        is_refusal = type(error).__name__ == "ValidationError"  # pydantic's, of options and of what the plugin refuses
-        if not is_refusal and not fault.exists():
+        if not refused_within(error) and not fault.exists():
             traceback.print_exc()
         reason = fault.read_text(encoding="utf-8") if fault.exists() else reason_of(error)
         print(f"kvshift serve: {reason}", file=sys.stderr)

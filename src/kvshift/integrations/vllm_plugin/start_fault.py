@@ -12,7 +12,7 @@ import os
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["FAULT_FILE", "MESSAGES", "keep_start_fault", "reason_of"]
+__all__ = ["FAULT_FILE", "MESSAGES", "keep_start_fault", "reason_of", "refused_within"]
 
 FAULT_FILE = "KVSHIFT_START_FAULT"
 """The environment variable."""
@@ -42,13 +42,23 @@ def keep_start_fault() -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """In one line; of pydantic's errors, what was raised within, without its link and the values of all options."""
-    if hasattr(error, "errors") and type(error).__name__ == "ValidationError":
-        return "; ".join(map(_reason_within, error.errors()))
-    text = " ".join(str(error).split())
+    """In one line."""
+    text = "; ".join(refused_within(error)) or _one_line(error)
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
 
 
-def _reason_within(fault: dict[str, Any]) -> str:
-    raised = fault.get("ctx", {}).get("error") or f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
-    return " ".join(str(raised).split())
+def refused_within(error: BaseException) -> list[str]:
+    """What is wrong by an error of pydantic, which vLLM's options are made with; [] of any other error.
+
+    Its own text adds the values of all options and a link.
+    """
+    if type(error).__name__ != "ValidationError":
+        return []
+    faults: list[dict[str, Any]] = getattr(error, "errors", list)()
+    raised = (fault.get("ctx", {}).get("error") for fault in faults)
+    named = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults)
+    return [_one_line(one or other) for one, other in zip(raised, named, strict=True)]
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())
