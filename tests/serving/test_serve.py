@@ -13,17 +13,20 @@ import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from kvshift.cli import main
 from kvshift.integrations.vllm_plugin import start_fault
+from kvshift.lab.data import hub
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.errors import install_command
+from kvshift.lab.runs import model_files
 from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1ForCausalLM
 from kvshift.models.retrofit import add_kv_shift
 from kvshift.serving import serve as command
@@ -351,7 +354,7 @@ def test_the_coefficients_of_baichuan_m1_have_other_names(
     windows = {"num_swa_attention_heads": 4, "num_swa_key_value_heads": 4, "sliding_window": 3}
     tokens = {"vocab_size": 277, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "rope_theta": 1e4}
     config = BaichuanM1Config(num_key_value_heads=1, sliding_window_layers=[1], **sizes, **windows, **tokens)
-    model = BaichuanM1ForCausalLM(config)
+    model: Any = BaichuanM1ForCausalLM(config)
     if fault is not None:
         with torch.no_grad():
             model.model.layers[1].self_attn.shift.beta[3, 0] = fault
@@ -361,6 +364,27 @@ def test_the_coefficients_of_baichuan_m1_have_other_names(
         command.require_served(str(run / "model"), str(run / "tokenizer"))
     else:
         assert "model.layers.1.self_attn.conv_v has numbers that are not finite" in refused(capsys, run)
+
+
+def test_a_model_on_the_hub_is_asked_for_its_small_files(
+    served: Served, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def download(name: str, file: str) -> str:
+        assert name == "owner/name"
+        asked.append(file)
+        if not (run / "model" / file).exists():
+            raise EntryNotFoundError(file)
+        return str(run / "model" / file)
+
+    monkeypatch.setattr(model_files, "require_on_hub", lambda name, option: None)
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    assert served("owner/name")[0] == ["serve", "owner/name"]
+    assert asked == ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    capsys.readouterr()
+    (run / "model" / "config.json").unlink()
+    assert refused(capsys, "owner/name") == "kvshift serve: model: owner/name has no config.json\n"
 
 
 HEAVY = ("torch", "transformers", "datasets", "numpy", "vllm")
