@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import os
 import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from kvshift.cli import main
+from kvshift.integrations.vllm_plugin import start_fault
+from kvshift.lab.data import hub
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.errors import install_command
+from kvshift.lab.runs import model_files
+from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1ForCausalLM
 from kvshift.models.retrofit import add_kv_shift
 from kvshift.serving import serve as command
 from kvshift.serving import vllm_command
@@ -237,6 +247,261 @@ def test_a_tokenizer_of_another_model(run: Path, capsys: pytest.CaptureFixture[s
     other = train_bpe(iter([*TEXT, "quite a few more words for a larger vocabulary of tokens"]), 300)
     other.save_pretrained(run / "model")
     assert "does not fit the model" in refused(capsys, run)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_token_that_is_only_named_has_an_id_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Transformers gives it the next one, which is the model's no more."""
+    settings = run / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"pad_token": "<|nowhere|>"}))
+    assert "does not fit the model: its ids go up to 277" in refused(capsys, run)
+
+
+def test_a_configuration_that_leaves_out_what_is_needed(served: Served, run: Path) -> None:
+    """What transformers has for a field counts, as it did."""
+    config = run / "model" / "config.json"
+    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "vocab_size"}))
+    assert served(str(run))[0][:2] == ["serve", str(run / "model")]
+
+
+Broken = Callable[[Path], object]
+
+
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def changed_weights(**tensors: torch.Tensor | None) -> Broken:
+    """A model that has these tensors instead, or no such tensor; of a layer, by what a name ends with."""
+
+    def change(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        for end, tensor in tensors.items():
+            name = f"model.layers.1.self_attn.shift.{end}"
+            del weights[name]
+            if tensor is not None:
+                weights[name] = tensor
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return change
+
+
+NOT_FINITE = torch.zeros(5, 2).index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(torch.nan))
+ALPHA, BETA = "model.layers.1.self_attn.shift.alpha", "model.layers.1.self_attn.shift.beta"
+BROKEN: dict[str, tuple[Broken, str]] = {
+    "cut off": (cut, "/model.safetensors is not whole: it has "),
+    "no header": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"no weights"),
+        "/model.safetensors is no whole safetensors file: its header cannot be read",
+    ),
+    "empty": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b""),
+        "/model.safetensors is no whole safetensors file: its header cannot be read",
+    ),
+    "a part is absent": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}})
+        ),
+        " lacks model-2.safetensors, which model.safetensors.index.json names",
+    ),
+    "no beta": (changed_weights(beta=None), f" lacks the coefficients {BETA}"),
+    "heads": (
+        changed_weights(alpha=torch.zeros(3, 2)),
+        f"/model.safetensors: {ALPHA} has the shape [3, 2], expected [5, 2] by its config.json",
+    ),
+    "NaN": (changed_weights(beta=NOT_FINITE), f"/model.safetensors: {BETA} has numbers that are not finite, as a run "),
+    "infinity in bfloat16": (
+        changed_weights(alpha=torch.full((5, 2), torch.inf).bfloat16()),
+        f"/model.safetensors: {ALPHA} has numbers that are not finite, as a run ",
+    ),
+    "integers": (
+        changed_weights(alpha=torch.zeros(5, 2).int()),
+        f"/model.safetensors: {ALPHA} must be of a floating-point dtype, got I32",
+    ),
+    "config.json": (
+        lambda folder: (folder / "config.json").write_text("{'model_type': 5}"),
+        "/config.json is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    ),
+    "tokenizer.json": (
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        "/tokenizer.json could not be loaded: ",
+    ),
+}
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_broken_is_refused_in_one_line(case: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    breaks, why = BROKEN[case]
+    breaks(run / "model")
+    said = refused(capsys, run)
+    assert said.startswith(f"kvshift serve: model: {run / 'model'}{why}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_coefficients_of_any_floating_point_dtype_are_read(served: Served, run: Path, dtype: torch.dtype) -> None:
+    changed_weights(alpha=torch.rand(5, 2).to(dtype))(run / "model")
+    assert served(str(run))[0][:2] == ["serve", str(run / "model")]
+
+
+@pytest.mark.parametrize("fault", [None, torch.nan])
+def test_the_coefficients_of_baichuan_m1_have_other_names(
+    installed: dict[str, str], run: Path, capsys: pytest.CaptureFixture[str], fault: float | None
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    windows = {"num_swa_attention_heads": 4, "num_swa_key_value_heads": 4, "sliding_window": 3}
+    tokens = {"vocab_size": 277, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "rope_theta": 1e4}
+    config = BaichuanM1Config(num_key_value_heads=1, sliding_window_layers=[1], **sizes, **windows, **tokens)
+    model: Any = BaichuanM1ForCausalLM(config)
+    if fault is not None:
+        with torch.no_grad():
+            model.model.layers[1].self_attn.shift.beta[3, 0] = fault
+    model.save_pretrained(run / "model")
+    capsys.readouterr()  # its progress
+    if fault is None:
+        command.require_served(str(run / "model"), str(run / "tokenizer"))
+    else:
+        assert "model.layers.1.self_attn.conv_v has numbers that are not finite" in refused(capsys, run)
+
+
+def test_a_model_on_the_hub_is_asked_for_its_small_files(
+    served: Served, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def download(name: str, file: str) -> str:
+        assert name == "owner/name"
+        asked.append(file)
+        if not (run / "model" / file).exists():
+            raise EntryNotFoundError(file)
+        return str(run / "model" / file)
+
+    monkeypatch.setattr(model_files, "require_on_hub", lambda name, option: None)
+    monkeypatch.setattr(hub, "hf_hub_download", download)
+    assert served("owner/name")[0] == ["serve", "owner/name"]
+    assert asked == ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    capsys.readouterr()
+    (run / "model" / "config.json").unlink()
+    assert refused(capsys, "owner/name") == "kvshift serve: model: owner/name has no config.json\n"
+
+
+HEAVY = ("torch", "transformers", "datasets", "numpy", "vllm")
+CHECKED = """
+import sys, time
+from kvshift.serving.serve import require_served
+from kvshift.lab.runs.model_files import locate
+require_served(*locate(sys.argv[1], print))
+print(time.process_time(), *(name for name in {heavy} if name in sys.modules))
+"""
+
+
+def test_the_checks_import_nothing_that_takes_seconds(run: Path) -> None:
+    """The defect: 6.5 s of CPU time before the server could start."""
+    look = [sys.executable, "-c", CHECKED.format(heavy=HEAVY), str(run)]
+    ended = subprocess.run(look, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    seconds, *imported = ended.stdout.split()
+    assert imported == []
+    assert float(seconds) < 2
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], int]:
+    """The exit code of the command where this stands in place of vLLM's."""
+
+    def start(vllm: Callable[[], object]) -> int:
+        module = type(sys)("vllm.entrypoints.cli.main")
+        vars(module)["main"] = vllm
+        monkeypatch.setitem(sys.modules, "vllm", type(sys)("vllm"))
+        for name in ("vllm.entrypoints", "vllm.entrypoints.cli"):
+            monkeypatch.setitem(sys.modules, name, type(sys)(name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        with pytest.raises(SystemExit) as exit_:
+            vllm_command.main()
+        assert isinstance(exit_.value.code, int)
+        return exit_.value.code
+
+    # All that the command changes in its process, which is this one here:
+    monkeypatch.setattr(vllm_command, "start_reaper", lambda: None)
+    monkeypatch.setattr(metadata, "version", metadata.version)
+    monkeypatch.setattr(argparse.ArgumentParser, "error", argparse.ArgumentParser.error)
+    monkeypatch.setenv(start_fault.FAULT_FILE, "")
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [])
+    return start
+
+
+Started = Callable[[Callable[[], object]], int]
+
+
+def checked_by_pydantic(**options: object) -> None:
+    """As vLLM's options are."""
+    pydantic = pytest.importorskip("pydantic")
+
+    def check(given: object) -> None:
+        raise ValueError("vLLM cannot serve this model\nso")
+
+    checks = {"check": pydantic.model_validator(mode="after")(check)}
+    pydantic.create_model("Options", __validators__=checks, size=(int, 1))(**options)
+
+
+def test_a_refusal_within_pydantic_is_one_line(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    assert started(checked_by_pydantic) == 1
+    assert capsys.readouterr().err == "kvshift serve: vLLM cannot serve this model so\n"
+
+
+def test_a_wrong_value_is_one_line(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    assert started(lambda: checked_by_pydantic(size="few")) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("kvshift serve: size: Input should be a valid integer")
+    assert said.count("\n") == 1
+
+
+def test_any_other_failure_ends_with_its_reason(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise RuntimeError("no room\n\non the device")
+
+    assert started(fail) == 1
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("Traceback")
+    assert last == "kvshift serve: RuntimeError: no room on the device"
+
+
+def test_the_reason_of_the_process_that_stopped_first(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    """A worker stops, the engine above it says that a worker has, and the server that the engine has."""
+    log = logging.getLogger("vllm.engine")
+
+    def fail() -> None:
+        for _ in range(2):
+            start_fault.keep_start_fault()
+        for message, reason in zip(["Unrelated", *start_fault.MESSAGES[::-1]], ["no", "root", "above"], strict=True):
+            try:
+                raise ValueError(reason)
+            except ValueError:
+                log.exception(message)
+        raise RuntimeError("See root cause above")
+
+    assert started(fail) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "kvshift serve: root"
+    assert not Path(os.environ[start_fault.FAULT_FILE]).parent.exists()
+
+
+def test_without_the_command_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(start_fault.FAULT_FILE, raising=False)
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [])
+    start_fault.keep_start_fault()
+    assert logging.getLogger("vllm").handlers == []
+
+
+def test_a_wrong_argument_is_said_by_the_command(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
+    def parse() -> None:
+        argparse.ArgumentParser().parse_args(["--foo"])
+
+    assert started(parse) == 2
+    assert capsys.readouterr().err == (
+        "kvshift serve: unrecognized arguments: --foo (kvshift serve CHECKPOINT --help lists vLLM's options)\n"
+    )
 
 
 @pytest.mark.usefixtures("installed")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -155,3 +158,12 @@ def test_every_token_is_shifted_as_in_its_whole_sequence(
     assert steps_of_one_token > 5
     assert hits > 0
     assert rejected > 0 or drafts == 0
+
+
+def test_the_plugin_is_imported_where_graphs_may_be_broken() -> None:
+    """The operator is then a function of vLLM's around ours, in whose module the annotations are looked up."""
+    look = f"import {paged_shift.__name__} as it; print(it.kv_shift.__globals__['__name__'])"
+    environment = {**os.environ, "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+    ended = subprocess.run([sys.executable, "-c", look], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "vllm.compilation.breakable_cudagraph"

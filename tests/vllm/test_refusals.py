@@ -121,6 +121,15 @@ def test_coefficients_of_other_heads(checkpoint: Checkpoint, tmp_path: Path, hea
         LLM(str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
 
 
+def test_coefficients_that_are_not_finite(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = changed(checkpoint("llama"), tmp_path / "changed", {})
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.shift.beta"][1, 0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"coefficients of model\.layers\.1\.self_attn\.shift must be finite"):
+        LLM(str(folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64)
+
+
 def changed(folder: Path, copy: Path, fields: dict[str, Any]) -> Path:
     """A copy of a model with other fields in its configuration."""
     shutil.copytree(folder, copy)

@@ -16,7 +16,8 @@ from kvshift.integrations.vllm_plugin import SERVED_MODEL_TYPES
 from kvshift.lab.data.hub import is_hub_name
 from kvshift.lab.errors import LabError, install_command
 from kvshift.lab.messages import say
-from kvshift.lab.runs.loading import check_tokenizer, load_config, load_tokenizer, locate
+from kvshift.lab.runs.model_files import find_file, largest_id, locate, read_object, require_ids
+from kvshift.serving.saved_weights import check_weights
 from kvshift.serving.serve_config import ServeOptions
 
 __all__ = ["ServeOptions", "serve"]
@@ -31,9 +32,11 @@ _say = partial(say, command="serve")
 def serve(options: ServeOptions) -> None:
     """Become `vllm serve` for the model of `options.checkpoint`: the server takes the place of this process.
 
+    All that is checked before is read from files, without torch and transformers, which take seconds to import.
+
     Raises:
         LabError: vLLM is not installed, or not in the version that the plugin is written for; vLLM does not find the
-            plugin; there is no such model, or the plugin does not serve it.
+            plugin; there is no such model, the plugin does not serve it, or its weights or tokenizer do not fit it.
     """
     require_vllm()
     environment = with_plugin(os.environ)
@@ -85,15 +88,39 @@ def with_plugin(environment: Any) -> dict[str, str]:
 
 def require_served(folder: str, tokenizer: str) -> None:
     """Raise a LabError unless vLLM has the model of a folder, or of a name on the hub, and the tokenizer fits it."""
-    config = load_config(folder)
-    if config.model_type not in (*SERVED_MODEL_TYPES, _VANILLA):
+    config = read_config(folder)
+    if config.get("model_type") not in (*SERVED_MODEL_TYPES, _VANILLA):
         raise LabError(
-            f"model: {folder} is a {config.model_type}, which the plugin does not serve; "
+            f"model: {folder} is a {config.get('model_type')}, which the plugin does not serve; "
             f"it serves {', '.join(SERVED_MODEL_TYPES)}"
         )
-    if not is_hub_name(folder) and not any(Path(folder).glob("*.safetensors")):
-        raise LabError(f"model: {folder} has no weights: no file *.safetensors")
-    check_tokenizer(load_tokenizer(tokenizer), config.vocab_size)
+    if not is_hub_name(folder):
+        check_weights(Path(folder), config)
+    largest = largest_id(tokenizer)
+    if largest is None:
+        from kvshift.lab.runs.loading import check_tokenizer, load_tokenizer
+
+        check_tokenizer(load_tokenizer(tokenizer), config["vocab_size"])
+    else:
+        require_ids(tokenizer, largest, config["vocab_size"])
+
+
+def read_config(folder: str) -> dict[str, Any]:
+    """The configuration of a model, by transformers only where it leaves out, or has of a wrong kind, what is needed.
+
+    Transformers knows what is left out, and says what is wrong. To import it takes seconds.
+    """
+    path = find_file(folder, "config.json")
+    if path is None:
+        raise LabError(f"model: {folder} has no config.json")
+    config = read_object(path)
+    numbers = [config.get(name) for name in ("vocab_size", "num_hidden_layers", "num_attention_heads")]
+    lists = [config.get(name) or [] for name in ("shift_targets", "sliding_window_layers")]
+    if all(type(number) is int for number in numbers) and all(isinstance(each, list) for each in lists):
+        return config
+    from kvshift.lab.runs.loading import load_config
+
+    return load_config(folder).to_dict()
 
 
 def _pin(package: str) -> str | None:

@@ -5,14 +5,24 @@ ends it at once. Here that version is what vLLM itself takes for it elsewhere (`
 
 After a `kill -9` of the server, its engine would stay, idle, with all its memory: on a GPU the next server would not
 find room. `kvshift.serving.reaper` ends it.
+
+A server that does not start says why in its last line.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import traceback
 from importlib import metadata
+from pathlib import Path
+from typing import NoReturn
+
+from kvshift.integrations.vllm_plugin.start_fault import FAULT_FILE, reason_of, refused_within
 
 __all__ = ["main"]
 
@@ -37,13 +47,32 @@ def start_reaper() -> None:
     os.close(read_end)
 
 
+def refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """In place of argparse's own, which names this file; vLLM's parser comes here too."""
+    print(f"kvshift serve: {message} (kvshift serve CHECKPOINT --help lists vLLM's options)", file=sys.stderr)
+    sys.exit(2)
+
+
 def main() -> None:
     """Run vLLM's command on the arguments of this process."""
     metadata.version = _version_of_either
+    argparse.ArgumentParser.error = refuse_arguments  # type: ignore[method-assign]
     start_reaper()
-    from vllm.entrypoints.cli.main import main as vllm  # type: ignore[import-not-found]
+    folder = Path(tempfile.mkdtemp(prefix="kvshift-serve-"))
+    fault = folder / "start_fault"
+    os.environ[FAULT_FILE] = str(fault)
+    try:
+        from vllm.entrypoints.cli.main import main as vllm  # type: ignore[import-not-found]
 
-    vllm()
+        vllm()
+    except Exception as error:
+        if not refused_within(error) and not fault.exists():
+            traceback.print_exc()
+        reason = fault.read_text(encoding="utf-8") if fault.exists() else reason_of(error)
+        print(f"kvshift serve: {reason}", file=sys.stderr)
+        sys.exit(1)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

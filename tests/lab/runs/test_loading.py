@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvshift.cli import main
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.errors import LabError
-from kvshift.lab.runs import loading
-from kvshift.lab.runs.loading import load_model, locate, not_finite
+from kvshift.lab.runs import model_files
+from kvshift.lab.runs.loading import load_model, not_finite
+from kvshift.lab.runs.model_files import locate
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from ..generation_cases import TEXT, tokenizer
@@ -80,12 +81,12 @@ def test_the_folder_of_a_model_that_has_no_tokenizer(run_folder: Path) -> None:
     """What looks into a model, and asks it nothing, needs none."""
     shutil.rmtree(run_folder / "tokenizer")
     notes: list[str] = []
-    assert loading.model_folder(run_folder, notes.append) == run_folder / "checkpoint-100"
+    assert model_files.model_folder(run_folder, notes.append) == run_folder / "checkpoint-100"
     assert notes == [f"{run_folder} has no final model yet: taking checkpoint-100"]
-    assert loading.model_folder(str(run_folder / "checkpoint-9"), notes.append) == run_folder / "checkpoint-9"
+    assert model_files.model_folder(str(run_folder / "checkpoint-9"), notes.append) == run_folder / "checkpoint-9"
     assert len(notes) == 1
     with pytest.raises(LabError, match="model: there is no folder nobody/nothing"):
-        loading.model_folder("nobody/nothing", notes.append)
+        model_files.model_folder("nobody/nothing", notes.append)
 
 
 def test_a_truncated_checkpoint_is_not_loaded(run_folder: Path) -> None:
@@ -218,6 +219,16 @@ def test_no_model_in_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LabError, match="is a file; expected"):
         said(tmp_path / "file")
+
+
+@pytest.mark.parametrize("place", ["", "model"])
+def test_a_configuration_that_is_not_json(place: str, tmp_path: Path) -> None:
+    """The defect: "neither a model nor a run" was said of it."""
+    (tmp_path / place).mkdir(exist_ok=True)
+    for text, why in (("{'a': 5}", r"is not JSON: Expecting .*line 1"), ("[5]", "must hold a JSON object, got list")):
+        (tmp_path / place / "config.json").write_text(text)
+        with pytest.raises(LabError, match=f"^model: {tmp_path / place / 'config.json'} {why}"):
+            said(tmp_path)
 
 
 def test_wrong_device(model_folder: Path) -> None:

@@ -13,7 +13,7 @@ from kvshift.cli import main
 from kvshift.lab.data.tokenizers import load_tokenizer
 from kvshift.lab.plan.plan_config import PlanConfig, PlanData
 from kvshift.lab.plan.planning import estimate
-from kvshift.lab.runs.loading import locate
+from kvshift.lab.runs.model_files import locate
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .cases import LENGTH, tiny

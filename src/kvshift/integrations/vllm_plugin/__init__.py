@@ -15,7 +15,10 @@ def register() -> None:
 
     import kvshift.models.baichuan_m1  # noqa: F401  # which makes its configuration known
     from kvshift.integrations.vllm_plugin.start_checks import ShiftChecks
+    from kvshift.integrations.vllm_plugin.start_fault import keep_start_fault
     from kvshift.models import retrofit
+
+    keep_start_fault()
 
     # All that can be made: `ShiftChecks` refuses the families that are not in the list above, by name.
     models = [model.__name__ for family in retrofit.FAMILIES for model in family.models.values()]

@@ -168,6 +168,8 @@ class PagedShift(KVShift):
                 f"coefficients of {self.prefix} must be {expected}, KV heads and numbers of each; the checkpoint has "
                 f"{tuple(loaded.shape)}"
             )
+        if not loaded.isfinite().all():
+            raise ValueError(f"coefficients of {self.prefix} must be finite, as those of a run that diverged are not")
         parameter.data.copy_(loaded.narrow(0, self.first_head, parameter.shape[0]))
         for made_of_them in ("weights", "weights_of_numbers"):
             self.__dict__.pop(made_of_them, None)
@@ -233,11 +235,14 @@ class PagedShift(KVShift):
 
 
 @eager_break_during_capture
-def kv_shift(kv: Tensor, shifted: Tensor, layer_name: str) -> None:
+def kv_shift(kv: torch.Tensor, shifted: torch.Tensor, layer_name: str) -> None:
     """Write keys and values shifted by the layer of that name; an operator, so that compilers do not look inside.
 
     Like vLLM's attention it writes a tensor made for it: in place, compiled code would copy queries, keys and values
     around it, and graphs on either side need that tensor where it was.
+
+    (The annotations make the operator's schema. Where the decorator wraps the function, they are looked up among the
+    globals of vLLM's module, which has `torch` and no `Tensor`.)
     """
     context = get_forward_context()
     if context.attn_metadata is None:  # vLLM measures memory: there are no sequences
@@ -249,7 +254,7 @@ def kv_shift(kv: Tensor, shifted: Tensor, layer_name: str) -> None:
     shift.shift_batch(kv[:tokens], shifted[:tokens], rows, metadata)
 
 
-def _kv_shift_fake(kv: Tensor, shifted: Tensor, layer_name: str) -> None:
+def _kv_shift_fake(kv: torch.Tensor, shifted: torch.Tensor, layer_name: str) -> None:
     return
 
 

@@ -26,7 +26,8 @@ from kvshift.lab.analyze.head_scores import Measured, attention_maps, measure_he
 from kvshift.lab.errors import LabError
 from kvshift.lab.messages import say, say_nothing
 from kvshift.lab.runs.folder import RunFailedError, write_bytes, write_json
-from kvshift.lab.runs.loading import load_tokenizer, load_weights, locate, model_folder
+from kvshift.lab.runs.loading import load_tokenizer, load_weights
+from kvshift.lab.runs.model_files import locate, model_folder
 from kvshift.lab.training.train_config import to_json
 
 __all__ = ["AnalyzeConfig", "analyze"]

@@ -14,7 +14,8 @@ from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.errors import LabError, nearest
 from kvshift.lab.messages import say
 from kvshift.lab.runs.folder import environment, write_json
-from kvshift.lab.runs.loading import load_tokenizer, load_weights, locate, model_folder
+from kvshift.lab.runs.loading import load_tokenizer, load_weights
+from kvshift.lab.runs.model_files import locate, model_folder
 from kvshift.lab.training.train_config import DType
 from kvshift.models.check import PROPERTIES, Report, check_model
 

@@ -1,16 +1,16 @@
-"""Names of models and tokenizers: a path, or a name on the Hugging Face hub; and whether the hub has it, asked once."""
+"""Names of models and tokenizers: a path, or a name on the Hugging Face hub; whether the hub has it, and its files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from kvshift.lab.errors import LabError
 
-__all__ = ["is_hub_name", "require_on_hub"]
+__all__ = ["download", "is_hub_name", "require_on_hub"]
 
 _SECONDS = 10.0  # that the hub has to answer
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
@@ -47,8 +47,21 @@ def require_on_hub(name: str, option: str) -> None:
             f"{option}: there is no folder {name} here, and the hub has no such model, or none that you may read"
         ) from error
     except Exception as error:  # HTTP, the network, offline mode
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise LabError(
             f"{option}: there is no folder {name} here, it is not in the hub's cache, and the hub cannot be asked: "
-            f"{reason}"
+            f"{_reason(error)}"
         ) from error
+
+
+def download(name: str, file: str) -> Path | None:
+    """A small file of a model of this name, from the hub or its cache; None where the model has no such file."""
+    try:
+        return Path(hf_hub_download(name, file))
+    except EntryNotFoundError:  # also where the hub cannot be asked, and the cache has no such file
+        return None
+    except OSError as error:
+        raise LabError(f"model: {name} could not be loaded from the hub: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -17,7 +17,8 @@ from kvshift.lab.evaluate.kept_answers import KeptAnswers, kept_in, version_of
 from kvshift.lab.evaluate.task_scores import average, compare, compare_averages, scores
 from kvshift.lab.messages import say, say_nothing
 from kvshift.lab.runs.folder import RunFailedError
-from kvshift.lab.runs.loading import load_model, locate
+from kvshift.lab.runs.loading import load_model
+from kvshift.lab.runs.model_files import locate
 
 __all__ = ["measure", "table"]
 

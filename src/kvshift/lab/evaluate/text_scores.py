@@ -23,7 +23,8 @@ from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.scoring import BLOCK_BYTES, BlockSums, score, sequences, windows
 from kvshift.lab.messages import say
 from kvshift.lab.runs.folder import RunFailedError
-from kvshift.lab.runs.loading import check_tokenizer, load_config, load_tokenizer, load_weights, locate
+from kvshift.lab.runs.loading import check_tokenizer, load_config, load_tokenizer, load_weights
+from kvshift.lab.runs.model_files import locate
 from kvshift.lab.runs.progress import Counter
 
 __all__ = ["Model", "measure", "pieces", "prepare", "table"]

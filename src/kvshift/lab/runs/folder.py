@@ -25,13 +25,15 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from filelock import FileLock, Timeout
 
 import kvshift
 from kvshift.lab.errors import LabError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "FolderInUseError",
@@ -255,6 +257,8 @@ def sync_folder(path: Path) -> None:
 
 def environment(device: torch.device, processes: int) -> dict[str, Any]:
     """Which program runs, on what; `started` is in UTC, memory in bytes."""
+    import torch  # here, for `kvshift serve` asks for checkpoints without it
+
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],

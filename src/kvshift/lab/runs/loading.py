@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +18,8 @@ from transformers.utils import logging
 import kvshift.models.baichuan_m1
 import kvshift.models.retrofit  # noqa: F401
 from kvshift.lab import messages
-from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.errors import LabError
-from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
+from kvshift.lab.runs.model_files import locate, require_ids
 from kvshift.lab.training.train_config import DType
 from kvshift.lab.variants.by_name import VARIANTS, find_variant
 
@@ -35,12 +33,9 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "load_weights",
-    "locate",
-    "model_folder",
     "not_finite",
 ]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 for _name in VARIANTS:  # whose model types they register likewise
     find_variant(_name)
 
@@ -88,16 +83,11 @@ def load_as_saved(name: str, *, dtype: DType, device: str, say: Callable[[str], 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
     """Raise `LabError` if the tokenizer makes ids that a model of `vocab_size` does not have."""
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= vocab_size:
-        raise LabError(
-            f"tokenizer {tokenizer.name_or_path or ''} does not fit the model: its ids go up to {largest}, the model's "
-            f"up to {vocab_size - 1} (vocab_size {vocab_size})"
-        )
+    require_ids(tokenizer.name_or_path or "", max(tokenizer.get_vocab().values()), vocab_size)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer in a folder, as `locate` finds it, or of a name on the hub."""
+    """The tokenizer in a folder, as `model_files.locate` finds it, or of a name on the hub."""
     try:
         return AutoTokenizer.from_pretrained(folder)
     except MISFITS as error:
@@ -105,7 +95,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def load_config(folder: str | Path) -> Any:
-    """The configuration of a model in a folder, as `locate` finds it, or of a name on the hub."""
+    """The configuration of a model in a folder, as `model_files.locate` finds it, or of a name on the hub."""
     try:
         return AutoConfig.from_pretrained(folder)
     except MISFITS as error:
@@ -116,7 +106,7 @@ def load_weights(folder: str | Path, *, dtype: DType = "auto", device: str = "au
     """The causal language model in a folder, or of a name on the hub, in evaluation mode; no tokenizer is asked for.
 
     Args:
-        folder: as `locate` or `model_folder` finds it.
+        folder: as `locate` or `model_folder` of `model_files` finds it.
         dtype, device: as in `load_model`.
         kwargs: for `from_pretrained`, such as attn_implementation; with trust_remote_code, the code in the folder is
             run, though a model type of this package's is registered.
@@ -178,58 +168,6 @@ def _remote_class(folder: str | Path) -> Any:
     place = config.get("auto_map", {}).get("AutoModelForCausalLM")
     ours = str(config.get("model_type")).startswith("kvshift_")
     return get_class_from_dynamic_module(place, str(folder)) if place and ours else AutoModelForCausalLM
-
-
-def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:
-    """The folder of a model, as `model_folder` finds it, and that of its tokenizer; a name on the hub is both."""
-    if is_hub_name(name):
-        require_on_hub(name, "model")
-        return name, name
-    folder = model_folder(name, say)
-    for candidate in (folder, folder.parent / "tokenizer"):
-        if any((candidate / file).is_file() for file in _TOKENIZER_FILES):
-            return str(folder), str(candidate)
-    raise LabError(f"model: {folder} has no tokenizer, neither in itself nor in {folder.parent / 'tokenizer'}")
-
-
-def model_folder(name: str | Path, say: Callable[[str], Any]) -> Path:
-    """The folder of the model that `name`, a run folder or a model folder, stands for; no tokenizer is asked for.
-
-    A run that has ended stands for its final model, another for its newest whole checkpoint, which `say` is told.
-    Nothing is changed: the run may still be active.
-
-    Raises:
-        LabError: there is no such folder, or no whole model in it.
-    """
-    folder = Path(name)
-    if not folder.exists():
-        raise LabError(f"model: there is no folder {name}")
-    if not folder.is_dir():
-        raise LabError(f"model: {name} is a file; expected a run folder, a model folder or a name on the hub")
-    return folder if _is_model(folder) else _model_of_run(folder, say)
-
-
-def _model_of_run(run: Path, say: Callable[[str], Any]) -> Path:
-    if _is_model(run / "model"):
-        return run / "model"
-    checkpoints = list_checkpoints(run)
-    for checkpoint in reversed(checkpoints):
-        if _is_model(checkpoint) and size_fault(checkpoint) is None:
-            say(f"{run} has no final model yet: taking {checkpoint.name}")
-            return checkpoint
-    if checkpoints:
-        raise LabError(f"model: {run} has no final model yet, and none of its {len(checkpoints)} checkpoints is whole")
-    raise LabError(
-        f"model: {run} is neither a model (no config.json with a model_type) nor a run with a model or a checkpoint"
-    )
-
-
-def _is_model(folder: Path) -> bool:
-    """Whether transformers would know a model here; the config.json of a run has no model_type."""
-    try:
-        return "model_type" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def find_device(name: str) -> torch.device:

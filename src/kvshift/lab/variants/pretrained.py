@@ -14,7 +14,8 @@ from transformers.utils import logging
 
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.errors import LabError
-from kvshift.lab.runs.loading import MISFITS, locate, not_finite
+from kvshift.lab.runs.loading import MISFITS, not_finite
+from kvshift.lab.runs.model_files import locate
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.variant import shift_layers

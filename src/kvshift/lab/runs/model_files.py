@@ -1,0 +1,139 @@
+"""Where the files of a model lie and what they say of it, read without torch or transformers, which take seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from kvshift.lab.data.hub import download, is_hub_name, require_on_hub
+from kvshift.lab.errors import LabError
+from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
+
+__all__ = ["find_file", "largest_id", "locate", "model_folder", "read_object", "require_ids"]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def locate(name: str, say: Callable[[str], Any]) -> tuple[str, str]:
+    """The folder of a model, as `model_folder` finds it, and that of its tokenizer; a name on the hub is both."""
+    if is_hub_name(name):
+        require_on_hub(name, "model")
+        return name, name
+    folder = model_folder(name, say)
+    for candidate in (folder, folder.parent / "tokenizer"):
+        if any((candidate / file).is_file() for file in _TOKENIZER_FILES):
+            return str(folder), str(candidate)
+    raise LabError(f"model: {folder} has no tokenizer, neither in itself nor in {folder.parent / 'tokenizer'}")
+
+
+def model_folder(name: str | Path, say: Callable[[str], Any]) -> Path:
+    """The folder of the model that `name`, a run folder or a model folder, stands for; no tokenizer is asked for.
+
+    A run that has ended stands for its final model, another for its newest whole checkpoint, which `say` is told.
+    Nothing is changed: the run may still be active.
+
+    Raises:
+        LabError: there is no such folder, or no whole model in it.
+    """
+    folder = Path(name)
+    if not folder.exists():
+        raise LabError(f"model: there is no folder {name}")
+    if not folder.is_dir():
+        raise LabError(f"model: {name} is a file; expected a run folder, a model folder or a name on the hub")
+    return folder if _is_model(folder) else _model_of_run(folder, say)
+
+
+def _model_of_run(run: Path, say: Callable[[str], Any]) -> Path:
+    if _is_model(run / "model"):
+        return run / "model"
+    checkpoints = list_checkpoints(run)
+    for checkpoint in reversed(checkpoints):
+        if _is_model(checkpoint) and size_fault(checkpoint) is None:
+            say(f"{run} has no final model yet: taking {checkpoint.name}")
+            return checkpoint
+    if checkpoints:
+        raise LabError(f"model: {run} has no final model yet, and none of its {len(checkpoints)} checkpoints is whole")
+    for config in (run / "config.json", run / "model" / "config.json"):
+        if config.is_file():
+            read_object(config)  # which says what is wrong with one that cannot be read
+    raise LabError(
+        f"model: {run} is neither a model (no config.json with a model_type) nor a run with a model or a checkpoint"
+    )
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether transformers would know a model here; the config.json of a run has no model_type."""
+    try:
+        return "model_type" in read_object(folder / "config.json")
+    except LabError:
+        return False
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model.
+
+    Raises:
+        LabError: it cannot be read, or holds none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LabError(f"model: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise LabError(f"model: {path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise LabError(f"model: {path} must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def find_file(model: str, name: str) -> Path | None:
+    """A file of a model, in a folder or of a name on the hub; None where it has no such file."""
+    if is_hub_name(model):
+        return download(model, name)
+    path = Path(model) / name
+    return path if path.is_file() else None
+
+
+def largest_id(tokenizer: str) -> int | None:
+    """The largest id that a tokenizer, as `locate` finds it, makes; None where only transformers can tell.
+
+    It can tell of a tokenizer without a tokenizer.json, and numbers the tokens that tokenizer_config.json adds to one.
+    """
+    path, settings = (find_file(tokenizer, name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    if path is None:
+        return None
+    try:
+        vocabulary = Tokenizer.from_file(str(path)).get_vocab()
+    except Exception as error:  # the class of whatever is wrong with the file
+        raise LabError(f"model: {path} could not be loaded: {error}") from error
+    added = settings is not None and any(token not in vocabulary for token in _named_tokens(read_object(settings)))
+    return None if added else max(vocabulary.values(), default=-1)
+
+
+def _named_tokens(settings: dict[str, Any]) -> Iterator[str]:
+    """The tokens that a tokenizer_config.json names, each as text or as an object with its text in `content`."""
+    for name, value in settings.items():
+        if name.endswith("_token"):
+            yield from _texts([value])
+        elif name in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
+            yield from _texts(value.values() if isinstance(value, dict) else value or ())
+
+
+def _texts(tokens: Any) -> Iterator[str]:
+    for token in tokens:
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            yield text
+
+
+def require_ids(tokenizer: str, largest: int, vocab_size: int) -> None:
+    """Raise a LabError if a tokenizer makes ids that a model of `vocab_size` does not have."""
+    if largest >= vocab_size:
+        raise LabError(
+            f"tokenizer {tokenizer} does not fit the model: its ids go up to {largest}, the model's up to "
+            f"{vocab_size - 1} (vocab_size {vocab_size})"
+        )
