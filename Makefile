@@ -28,9 +28,10 @@ test-slow: .venv/stamp  ## Run the tests that take long: compilers, several proc
 
 # The last transformers that calls a cache past_key_values. It goes before that of .venv, whose other packages fit both.
 BETWEEN := build/transformers-5.23.0
+OLD_TRITON := build/triton-3.4.0
 
 .PHONY: test-oldest
-test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp  ## Run what depends on transformers on the oldest that is supported; families on 5.23 too
+test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp $(OLD_TRITON)/stamp  ## Run what depends on transformers on the oldest that is supported, families on 5.23 too; compile kernels by the oldest Triton
 	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not pretrained and not ray and not slow and not no_models' \
 		tests/models tests/lab tests/recipes $(ARGS)
 	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not pretrained and not ray and not no_models and not interpreted' \
@@ -38,6 +39,8 @@ test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp  ## Run what depend
 
 	@PYTHONPATH=$(abspath $(BETWEEN)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
 		tests/models/test_versions.py tests/models/retrofit/test_matrix.py $(ARGS)
+	@PYTHONPATH=$(abspath $(OLD_TRITON)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
+		tests/ops/test_triton_compiled.py $(ARGS)
 
 .PHONY: test-newest
 test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install .` alone installs
@@ -148,7 +151,7 @@ KERNEL := hatch_build.py src/kvshift/ops/cpu/kernel.cpp  # built by the installa
 	@$(if $(filter newest,$(TRANSFORMERS)),$(@D)/bin/python -m pip install -qq --upgrade transformers)
 	@touch $@
 
-$(BETWEEN)/stamp:
+$(BETWEEN)/stamp $(OLD_TRITON)/stamp:
 	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --target $(@D) $(subst -,==,$(@D:build/%=%))
 	@touch $@
 
