@@ -112,6 +112,7 @@ def test_sharded_over_two_processes(corpus, tmp_path):
     for attempt in range(2):
         done = in_two(*arguments(corpus, two), program="tests.lab.training.fsdp_on_cpu", **fsdp_variables())
         assert done.returncode == 0, done.stderr
+        assert "FSDP is ignored" not in done.stderr
         assert ("resuming from checkpoint-8" in done.stderr) == (attempt == 1)
         torch.testing.assert_close(losses(two), losses(one), **CLOSE)
         ours = {name: tensor for name, tensor in weights(one).items() if ".shift." in name}
@@ -123,6 +124,13 @@ def test_sharded_over_two_processes(corpus, tmp_path):
         assert (two / "checkpoint-12" / "pytorch_model_fsdp_0" / ".metadata").exists()
         (two / "result.json").unlink()
         shutil.rmtree(two / "checkpoint-12")
+
+
+@pytest.mark.slow
+def test_fsdp_on_a_cpu_is_said_to_be_ignored(corpus, tmp_path):
+    done = in_two(*arguments(corpus, tmp_path / "run"), "--steps", "1", **fsdp_variables())
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("kvshift train: FSDP is ignored: accelerate uses it on GPUs alone.") == 1, done.stderr
 
 
 @pytest.mark.slow
