@@ -17,6 +17,7 @@ from kvshift.layers.attention_state import AttentionState, flush_right
 from kvshift.layers.options import ShiftOptions
 from kvshift.layers.positions import Positions, alibi_slopes, cached_positions, count_tokens, rotary_table, visible
 from kvshift.layers.recompute import KEEP_ALL, recomputing
+from kvshift.layers.sequence_sharding import refuse_sharded_sequence
 from kvshift.layers.shift import KVShift, shift_type_error
 from kvshift.ops import ShiftState
 from kvshift.ops.shift import check_boundaries, check_tensor
@@ -158,6 +159,8 @@ class KVShiftAttention(nn.Module):
         """
         if not hasattr(self.shift, "targets"):
             raise shift_type_error(self.shift)
+        if self.shift.targets:
+            refuse_sharded_sequence()
         self._check(x, positions)
         where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
         sequences = check_boundaries(x, **where)

@@ -26,6 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 from kvshift.layers import KVShift
 from kvshift.layers.positions import half_tables
 from kvshift.layers.recompute import KEEP_ALL, recomputing
+from kvshift.layers.sequence_sharding import refuse_sharded_sequence
 from kvshift.layers.shift import shift_type_error
 from kvshift.models.cache import check_recording, ensure_shift_cache, keep_document_start, require_growth, token_count
 from kvshift.models.configuration import ShiftConfig
@@ -213,6 +214,8 @@ def shift_into(
     """
     if not hasattr(shift, "targets"):
         raise shift_type_error(shift)
+    if layer_idx == 0 and shift.targets:  # once in a call of the model
+        refuse_sharded_sequence()
     shifts: Any = shift if finish is None else _ShiftThenRotate(shift, finish)
     if cache is not None and shift.targets:
         layer: Any = cache.layers[layer_idx]

@@ -56,6 +56,18 @@ def test_options_that_cannot_be(corpus, tmp_path, change, said, monkeypatch):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.parametrize(("name", "kind"), [("cp", "context parallelism"), ("sp", "Ulysses sequence parallelism")])
+def test_parts_of_sequences(corpus, tmp_path, name: str, kind: str, monkeypatch):
+    """As `accelerate launch --use_parallelism_config true --parallelism_config_cp_size 2` sets the environment."""
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "2")
+    said = rf"parallelism_config_{name}_size is 2 \({kind}\), expected 1: .*the token before.*fsdp2.yaml"
+    with pytest.raises(LabError, match=said) as caught:
+        train(tiny(corpus, tmp_path / "run"))
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

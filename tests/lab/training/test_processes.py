@@ -112,6 +112,7 @@ def test_sharded_over_two_processes(corpus, tmp_path):
     for attempt in range(2):
         done = in_two(*arguments(corpus, two), program="tests.lab.training.fsdp_on_cpu", **fsdp_variables())
         assert done.returncode == 0, done.stderr
+        assert "FSDP is ignored" not in done.stderr
         assert ("resuming from checkpoint-8" in done.stderr) == (attempt == 1)
         torch.testing.assert_close(losses(two), losses(one), **CLOSE)
         ours = {name: tensor for name, tensor in weights(one).items() if ".shift." in name}
@@ -123,6 +124,46 @@ def test_sharded_over_two_processes(corpus, tmp_path):
         assert (two / "checkpoint-12" / "pytorch_model_fsdp_0" / ".metadata").exists()
         (two / "result.json").unlink()
         shutil.rmtree(two / "checkpoint-12")
+
+
+def deepspeed_variables() -> dict[str, str]:
+    """What `accelerate launch` makes of the example."""
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto",
+        "ACCELERATE_GRADIENT_CLIPPING": "auto",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+    }
+
+
+@pytest.mark.slow
+def test_deepspeed_in_bfloat16_keeps_the_coefficients_in_float32(corpus, tmp_path):
+    """In the saved model and in the metrics; the other weights are bfloat16."""
+    pytest.importorskip("deepspeed")
+    out = tmp_path / "run"
+    options = [*arguments(corpus, out), "--bf16", "yes"]
+    done = in_two(*options, program="tests.lab.training.deepspeed_on_cpu", **deepspeed_variables())
+    assert done.returncode == 0, done.stderr
+    saved = weights(out)
+    written = {line["layer"]: line for line in metrics(out, "coefficients")[-2:]}
+    assert saved["lm_head.weight"].dtype == torch.bfloat16
+    for name, tensor in saved.items():
+        if ".shift." in name:
+            layer, parameter = int(name.split(".")[2]), name.rpartition(".")[2]
+            assert tensor.dtype == torch.float32, name
+            assert not torch.equal(tensor, tensor.bfloat16().float()), name
+            assert written[layer][parameter] == tensor.tolist()
+
+
+@pytest.mark.slow
+def test_fsdp_on_a_cpu_is_said_to_be_ignored(corpus, tmp_path):
+    done = in_two(*arguments(corpus, tmp_path / "run"), "--steps", "1", **fsdp_variables())
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("kvshift train: FSDP is ignored: accelerate uses it on GPUs alone.") == 1, done.stderr
 
 
 @pytest.mark.slow

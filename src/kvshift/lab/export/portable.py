@@ -2,7 +2,8 @@
 
 Each definition here replaces the one of the same name in the module that `REPLACED` names. It computes the same by the
 traceable form of `kvshift.ops.torch_ops`, which autograd differentiates by itself: no kernels, no backward of its own,
-nothing recomputed, and no second check of arguments that a model has made itself.
+nothing recomputed, no second check of arguments that a model has made itself, and no check for parallelism that cuts
+sequences (`refuse_sharded_sequence`, which would take the longest file beyond its limit of lines).
 """
 
 from __future__ import annotations

@@ -294,5 +294,12 @@ class _Coefficients(torch.nn.Module):
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """The tensor itself, or what all processes hold of it together; they must all call it."""
+    """The tensor itself, or what all processes hold of it together; they must all call it.
+
+    Of DeepSpeed's ZeRO 1 and 2 it is what the optimizer updates, float32 where the model computes with bfloat16.
+    """
+    if hasattr(parameter, "_hp_mapping"):
+        from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
+
+        return safe_get_full_fp32_param(parameter)
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[operator]

@@ -33,8 +33,10 @@ from kvshift.lab.variants.building import declare_plain_llama
 __all__ = [
     "attach",
     "fit",
+    "fsdp_is_ignored",
     "open_run",
     "peak_memory",
+    "refuse_sharded_sequences",
     "resolved",
     "save_model",
     "surviving",
@@ -56,6 +58,7 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
         options: the same as JSON, for the folder.
     """
     config.check()
+    refuse_sharded_sequences()
     if config.device == "cuda" and not torch.cuda.is_available():
         raise LabError("device is cuda, but PyTorch sees no GPU here; expected auto or cpu")
     for name in config.report_to:
@@ -69,6 +72,26 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
             return False
         return enter(folder, options, extend=config.extend)
     return enter(folder, options)
+
+
+def refuse_sharded_sequences() -> None:
+    """Raise a LabError where accelerate was told to give each process a part of every sequence."""
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        return
+    for name, kind in (("cp", "context parallelism"), ("sp", "Ulysses sequence parallelism")):
+        size = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")
+        if size != "1":
+            raise LabError(
+                f"parallelism_config_{name}_size is {size} ({kind}), expected 1: the first token of a part needs the "
+                "keys and values of the token before, which is in another process. Share out the model in place of the "
+                "sequences, as examples/accelerate/fsdp2.yaml does, and give --gradient-checkpointing where long ones "
+                "do not fit"
+            )
+
+
+def fsdp_is_ignored(trainer: RunTrainer) -> bool:
+    """Whether accelerate was told to use FSDP and does not, as on a CPU."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not trainer.is_fsdp_enabled
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:

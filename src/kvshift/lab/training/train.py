@@ -27,6 +27,7 @@ from kvshift.lab.training.probes import check_probes
 from kvshift.lab.training.running import (
     attach,
     fit,
+    fsdp_is_ignored,
     on_cpu,
     open_run,
     peak_memory,
@@ -157,6 +158,8 @@ def _run(
         validation=data.validation.select(range(min(config.eval_rows or len(data.validation), len(data.validation)))),
         collate=collate,
     )
+    if fsdp_is_ignored(trainer):
+        say("FSDP is ignored: accelerate uses it on GPUs alone. Each process holds the whole model (DDP)")
     recorder, graceful_stop = attach(stack, trainer, config, folder, processes, start, tokens_per_step=tokens_per_step)
     for callback in callbacks:
         trainer.add_callback(callback)

@@ -25,11 +25,12 @@ from kvshift.lab.messages import say
 from kvshift.lab.runs.checkpoints import keep_newest, seal
 from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.runs.processes import Processes
-from kvshift.lab.training.callbacks import Evaluation
+from kvshift.lab.training.callbacks import Evaluation, whole
 from kvshift.lab.training.optimizer import adamw
 from kvshift.lab.training.probes import probe_heads, probe_targets, summarize_targets
 from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.variants.building import declare_plain_llama
+from kvshift.layers import KVShift
 
 __all__ = ["LanguageModelTrainer", "RunTrainer", "sequence_losses", "summarize", "token_losses"]
 
@@ -49,6 +50,7 @@ class RunTrainer(Trainer):
         self._last_loss = math.nan
         self._unlogged: dict[str, Any] = {}
         self._at_checkpoint = False
+        self._coefficients: dict[str, Tensor] = {}
         super().__init__(model, arguments, **kwargs)
 
     @property
@@ -135,6 +137,17 @@ class RunTrainer(Trainer):
         if self._processes.is_main:
             keep_newest(folder, self._config.keep_checkpoints, say)
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Under DeepSpeed with coefficients in float32, as the optimizer has them; all processes give their part."""
+        if self.is_deepspeed_enabled:
+            self._coefficients = {
+                f"{name}.{parameter_name}": whole(parameter).detach().cpu()
+                for name, module in cast(nn.Module, self.model).named_modules()
+                if isinstance(module, KVShift)
+                for parameter_name, parameter in module.named_parameters(recurse=False)
+            }
+        super().save_model(*args, **kwargs)
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Where a part of the model is trained, checkpoints hold that part: the rest is where it came from."""
         if self._at_checkpoint and getattr(self._config, "tune", None) is not None:
@@ -143,6 +156,8 @@ class RunTrainer(Trainer):
             }
             state = cast(nn.Module, self.model).state_dict() if state_dict is None else state_dict
             state_dict = {name: tensor for name, tensor in state.items() if name in trained}
+        if state_dict is not None:
+            state_dict |= {name: tensor for name, tensor in self._coefficients.items() if name in state_dict}
         super()._save(output_dir, state_dict)
 
     def _seal(self, folder: Path) -> None:

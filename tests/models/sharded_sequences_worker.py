@@ -1,0 +1,160 @@
+"""One of two processes in which sequences are cut into parts: see `test_sharded_sequences.py`.
+
+RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 python -m tests.models.sharded_sequences_worker RENDEZVOUS FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import _attention as experimental
+from torch.distributed.tensor.experimental import context_parallel
+from transformers import Trainer, TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvshift import KVShiftAttention
+
+from .baichuan_m1.tiny import load, write
+from .llama.tiny import random_tokens, tiny_model
+from .retrofit.tiny_families import FAMILIES, shifted
+
+T = 16
+
+
+@contextmanager
+def refused(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+    else:
+        raise AssertionError(f"{name}: not refused")
+    for part in ("KV shift is not supported with", name, "the token before, which is in another process", "use DDP"):
+        assert part in message, message
+
+
+def configured(config: ParallelismConfig) -> Any:
+    """As an `Accelerator` of two processes leaves it."""
+
+    @contextmanager
+    def state() -> Iterator[None]:
+        AcceleratorState._shared_state["parallelism_config"] = config
+        yield
+        AcceleratorState._shared_state.clear()
+
+    return state()
+
+
+@contextmanager
+def ulysses() -> Iterator[None]:
+    """As `UlyssesSPAttentionHF.register_with_transformers` leaves it."""
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def uattn_wrapper(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("attention was reached")
+
+    uattn_wrapper.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = uattn_wrapper
+    yield
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+
+
+@contextmanager
+def module_wrapper(mesh: Any, ids: torch.Tensor) -> Iterator[None]:
+    """The newer form of context parallelism, which puts no function in the place of another."""
+    experimental._context_parallel_shard(mesh, [ids], [1])
+    experimental._enable_context_parallel_dispatcher()
+    yield
+    experimental._disable_context_parallel_dispatcher()
+
+
+def models(folder: Path) -> dict[str, Any]:
+    found = {family: shifted(family, torch.float32) for family in FAMILIES}
+    baichuan = folder / f"baichuan-{dist.get_rank()}"
+    baichuan.mkdir()
+    write(baichuan)
+    return found | {"Baichuan-M1": load(baichuan), "KVShiftLlama": tiny_model(), "layer": Layer()}
+
+
+class Layer(torch.nn.Module):
+    """A model of somebody's own around the layer of this package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attention = torch.nn.Embedding(61, 24), KVShiftAttention(24, 4, num_kv_heads=2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.attention(self.embed(ids))[0]
+
+
+def every_model_refuses(folder: Path) -> None:
+    mesh, ids = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), random_tokens(2, T)
+    plain = tiny_model(shift_targets=())
+    for name, model in models(folder).items():
+        model(ids)  # before, between and after, whole sequences are right
+        part = ids.clone()
+        with context_parallel(mesh, buffers=[part], buffer_seq_dims=[1]), refused("context parallelism (torch."):
+            assert part.shape == (2, T // 2)
+            model(part)
+        with module_wrapper(mesh, ids), refused("context parallelism (torch."):
+            model(ids)
+        with configured(ParallelismConfig(cp_size=2)), refused("ParallelismConfig, cp_size=2)"):
+            model(ids)
+        with configured(ParallelismConfig(sp_size=2)), refused("Ulysses sequence parallelism"):
+            model(ids)
+        with ulysses(), refused("deepspeed.runtime.sequence_parallel.ulysses_sp"):
+            model(ids)
+        with configured(ParallelismConfig(sp_size=2)):
+            plain(ids)  # which shifts nothing
+        with configured(ParallelismConfig(dp_replicate_size=2)):
+            model(ids)
+        model(ids)
+        print(f"passed: {name}", flush=True)
+
+
+def trainer_is_refused(folder: Path) -> None:
+    """transformers' Trainer with context parallelism of accelerate: an error before the first step."""
+    model = shifted("Qwen3", torch.float32).train()
+    rows = [{"input_ids": row, "labels": row} for row in random_tokens(8, T)]
+    config = ParallelismConfig(cp_size=2)
+    config._validate_accelerator = lambda accelerator: None  # accelerate has it on GPUs alone
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    arguments = TrainingArguments(
+        str(folder / "out"),
+        parallelism_config=config,
+        per_device_train_batch_size=2,
+        max_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows)  # type: ignore[arg-type]
+    with refused("context parallelism"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def main(rendezvous: str, folder: str) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    every_model_refuses(Path(folder))
+    trainer_is_refused(Path(folder))
+    print("passed", flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    os._exit(0)  # gloo's threads of several groups do not always end in peace
