@@ -28,7 +28,6 @@ def refuse_sharded_sequence() -> None:
         )
 
 
-@torch.compiler.assume_constant_result
 def sequence_parallelism() -> str | None:
     """The parallelism of this process that cuts sequences into parts, or None.
 
@@ -52,6 +51,10 @@ def sequence_parallelism() -> str | None:
         if any(word in module for word in _OF_MODULES):
             return f"sequence parallelism (attention by {module})"
     return None
+
+
+# As by `torch.compiler.assume_constant_result`, which imports all of torch._dynamo: seconds, for who never compiles.
+sequence_parallelism._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _torch_context_parallel() -> bool:
