@@ -1,4 +1,4 @@
-"""The properties, in the order in which they are checked, and the check of a model by them."""
+"""The check of a model by all properties, or some."""
 
 from __future__ import annotations
 
@@ -12,92 +12,9 @@ from typing import Any
 import torch
 
 import kvshift
-from kvshift.models.check.batches import batch, left_padding, left_padding_mask_alone, right_padding, same_bits
-from kvshift.models.check.cached import (
-    batch_by_token,
-    chunked_prefill,
-    default_positions,
-    every_split,
-    left_padding_splits,
-    right_padding_continued,
-    static_reset,
-    token_by_token,
-)
-from kvshift.models.check.embeds import embedded, embedded_documents, embedded_padding, embedded_with_cache
-from kvshift.models.check.findings import (
-    Comparison,
-    NotSupportedError,
-    Report,
-    Verdict,
-    WrongShapeError,
-    raised_at,
-)
-from kvshift.models.check.generated import (
-    assisted,
-    beams,
-    chunked_greedy,
-    embedded_greedy,
-    greedy,
-    left_padded_greedy,
-    prompt_lookup,
-    static_cache,
-)
-from kvshift.models.check.gradients import causality
-from kvshift.models.check.packs import (
-    document_gradients,
-    documents_by,
-    documents_in_chunks,
-    padded_rows,
-    several_rows,
-)
+from kvshift.models.check.findings import Comparison, NotSupportedError, Report, Verdict, WrongShapeError, origin
+from kvshift.models.check.properties import PROPERTIES
 from kvshift.models.check.subject import Subject, undisturbed
-
-__all__ = ["PROPERTIES", "check_model"]
-
-_ALL_NAMES = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-PROPERTIES: dict[str, Callable[[Subject, Comparison], None]] = {
-    "same bits twice": same_bits,
-    "causality": causality,
-    "batch": batch,
-    "left padding": left_padding,
-    "left padding: mask alone": left_padding_mask_alone,
-    "right padding": right_padding,
-    "documents: position_ids": documents_by("position_ids"),
-    "documents: position_ids, mask": documents_by("position_ids", mask=True),
-    "documents: position_ids, cache": documents_by("position_ids", cache=True),
-    "documents: seq_idx": documents_by("seq_idx"),
-    "documents: cu_seq_lens": documents_by("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    "documents: all of these": documents_by(*_ALL_NAMES),
-    "documents: gradients": document_gradients,
-    "documents: several rows": documents_by("position_ids", packs=several_rows((0, 1, 2), (2, 0))),
-    "documents: several rows, seq_idx": documents_by("seq_idx", packs=several_rows((2, 1, 0))),
-    "documents: several rows, cache": documents_by("position_ids", packs=several_rows((0, 1, 2)), cache=True),
-    "documents: padding": documents_by("position_ids", packs=padded_rows("left", "right", "inner"), mask=True),
-    "documents: padding, seq_idx": documents_by("seq_idx", packs=padded_rows("right"), mask=True),
-    "documents: padding, cache": documents_by("position_ids", packs=padded_rows("left"), mask=True, cache=True),
-    "documents: chunked prefill": documents_in_chunks,
-    "inputs_embeds": embedded,
-    "inputs_embeds: padding": embedded_padding,
-    "inputs_embeds: documents": embedded_documents,
-    "inputs_embeds: cache": embedded_with_cache,
-    "cache: token by token": token_by_token,
-    "cache: without position_ids": default_positions,
-    "cache: every split": every_split,
-    "cache: batch": batch_by_token,
-    "cache: chunked prefill": chunked_prefill,
-    "cache: left padding": left_padding_splits,
-    "cache: right padding": right_padding_continued,
-    "cache: static": static_reset,
-    "generate: greedy": greedy,
-    "generate: left padding": left_padded_greedy,
-    "generate: inputs_embeds": embedded_greedy,
-    "generate: chunked prefill": chunked_greedy,
-    "generate: beams": beams,
-    "generate: assisted": assisted,
-    "generate: prompt lookup": prompt_lookup,
-    "generate: static cache": static_cache,
-}
 
 # Fields of configurations that say how far layers reach, or in what pieces they compute.
 _REACHES = (
@@ -186,21 +103,16 @@ def check_model(
 
 
 def _verdict(subject: Subject, name: str) -> Verdict:
-    of_gradients = name in ("causality", "documents: gradients")
-    found = Comparison(
-        subject.tolerance / subject.spread if of_gradients else subject.tolerance,
-        "gradients" if of_gradients else "logits",
-    )
-    raised: Exception | None = None
+    subject.result, raised = Comparison(subject.tolerance), None
     subject.restart()
     try:
-        PROPERTIES[name](subject, found)
-    except Exception as error:  # whatever a model raises is a finding; what this package raises is not
-        ours = Path(raised_at(error)[0]).parent == Path(__file__).parent
+        PROPERTIES[name](subject)
+    except Exception as error:  # an error of the model is a result; an error of this package is not
+        ours = Path(origin(error).filename).parent == Path(__file__).parent
         if ours and not isinstance(error, (NotSupportedError, WrongShapeError)):
             raise
         raised = error
-    return found.verdict(name, subject.spread, raised)
+    return subject.result.verdict(name, subject.spread, raised)
 
 
 def _chosen(properties: Sequence[str] | None) -> list[str]:
