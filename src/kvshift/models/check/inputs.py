@@ -5,7 +5,7 @@ Shapes: B rows, T columns, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvshift.models.check.subject import Subject
 
 Rows = Iterable[Tensor | Sequence[Tensor]]
+ALL = {"": slice(None)}
 
 
 class Place(NamedTuple):
@@ -147,16 +148,11 @@ def unequal(subject: Subject) -> list[Tensor]:
     return [subject.tokens(n) for n in (3, subject.length, 1, subject.length // 2)]
 
 
-def padded(subject: Subject, side: str, case: str = "", some: slice = slice(None)) -> Iterator[Batch]:
-    """A batch of unequal lengths, or of some of them."""
-    yield Batch(subject, unequal(subject)[some], case, side)
-
-
-def padded_and_single(subject: Subject, side: str) -> Iterator[Batch]:
-    """A batch of unequal lengths, and one of the last of them alone, which is padded as well."""
-    several = unequal(subject)
-    for sequences in (several, several[-1:]):
-        yield Batch(subject, sequences, f"batch of {len(sequences)}", side, subject.length)
+def padded(subject: Subject, side: str, cases: Mapping[str, slice] = ALL, width: int = 0) -> Iterator[Batch]:
+    """For each case, a batch of these sequences of unequal lengths."""
+    sequences = unequal(subject)
+    for case, some in cases.items():
+        yield Batch(subject, sequences[some], case, side, width)
 
 
 def documents(subject: Subject) -> list[Tensor]:

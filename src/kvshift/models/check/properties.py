@@ -16,45 +16,34 @@ from transformers import StaticCache
 
 from kvshift.models.check.findings import NotSupportedError
 from kvshift.models.check.generated import assisted, beams, greedy, prompt_lookup
-from kvshift.models.check.inputs import (
-    Batch,
-    one_pack,
-    padded,
-    padded_and_single,
-    padded_packs,
-    several_packs,
-    unequal,
-    unpadded,
-)
+from kvshift.models.check.inputs import Batch, one_pack, padded, padded_packs, several_packs, unequal, unpadded
 from kvshift.models.check.subject import Subject
 
 MASK = ("attention_mask",)
 PACKED = ("position_ids",)
 PADDED = (*MASK, *PACKED)
+ALSO_SINGLE = {"batch of 4": slice(4), "batch of 1": slice(3, 4)}  # of sequences of unequal lengths
 CU_SEQ_LENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def same_bits(subject: Subject) -> None:
     """The same call gives the same bits, also after another call."""
-    result = subject.result
-    result.tolerance, result.case = 0.0, "at once"
     ids, others = subject.tokens(2, subject.length), subject.tokens(3, subject.length // 2)
     batch = Batch(subject, ids)
     first = batch.forward()
+    subject.result.tolerance, subject.result.case = 0.0, "at once"
     batch.compare(batch.forward(), reference=first)
-    result.case = "after another batch"
+    subject.result.case = "after another batch"
     subject.forward(others)
     batch.compare(batch.forward(), reference=first)
 
 
 def causality(subject: Subject) -> None:
     """No gradient from the logits of a position to a token after it."""
-    result = subject.result
-    result.of, result.tolerance = "gradients", result.tolerance / subject.spread
     ids = subject.tokens(1, subject.length)
     for t, size_T in enumerate(subject.gradients(ids, torch.arange(subject.length).split(1))):
-        result.case = f"position {t}"
-        result.add_errors(size_T[t + 1 :], start=t + 1)
+        subject.result.case = f"position {t}"
+        subject.result.add_errors(size_T[t + 1 :], start=t + 1)
 
 
 def as_alone(batches: Iterable[Batch], names: Iterable[str] = (), sizes: Iterable[int] | None = None) -> None:
@@ -76,7 +65,7 @@ def left_padding_mask_alone(subject: Subject) -> None:
     """Left padding without position_ids, for a model to which only distances matter."""
     if subject.takes("position_ids") and not subject.agrees_from(subject.first_position + 5):
         raise NotSupportedError("positions are absolute: a left-padded batch needs position_ids")
-    as_alone(padded_and_single(subject, "left"), MASK)
+    as_alone(padded(subject, "left", ALSO_SINGLE, subject.length), MASK)
 
 
 def documents(subject: Subject, packs: Iterable[Batch], *names: str) -> None:
@@ -108,15 +97,13 @@ def documents_in_chunks(subject: Subject) -> None:
 
 def document_gradients(subject: Subject) -> None:
     """No gradient reaches a document from another."""
-    result = subject.result
-    result.of, result.tolerance = "gradients", result.tolerance / subject.spread
     (batch,) = one_pack(subject)
     with _named_by(subject, PACKED):
         sizes = subject.gradients(batch.ids, [place.columns for place in batch.places], **batch.arguments(PACKED))
         for place, size_T in zip(batch.places, sizes, strict=True):
-            result.case = place.label
+            subject.result.case = place.label
             size_T[place.columns] = 0
-            result.add_errors(size_T)
+            subject.result.add_errors(size_T)
 
 
 @contextmanager
@@ -162,8 +149,8 @@ def embedded_with_cache(subject: Subject) -> None:
 
 def _irregular(length: int) -> list[int]:
     """1, 1, 3, 2, 5 tokens, over and over, up to `length` in all."""
-    ends = [*takewhile(lambda end: end < length, accumulate(cycle((1, 1, 3, 2, 5)), initial=0)), length]
-    return [end - start for start, end in pairwise(ends)]
+    ends = accumulate(cycle((1, 1, 3, 2, 5)), initial=0)
+    return [end - start for start, end in pairwise([*takewhile(length.__gt__, ends), length])]
 
 
 def splits(subject: Subject, rows: Iterable[Tensor], firsts: Iterable[int], names: Iterable[str]) -> None:
@@ -207,9 +194,9 @@ PROPERTIES: dict[str, Callable[[Subject], None]] = {
     "same bits twice": same_bits,
     "causality": causality,
     "batch": lambda m: as_alone(unpadded(m, {"": (3, m.length)})),
-    "left padding": lambda m: as_alone(padded_and_single(m, "left"), PADDED),
+    "left padding": lambda m: as_alone(padded(m, "left", ALSO_SINGLE, m.length), PADDED),
     "left padding: mask alone": left_padding_mask_alone,
-    "right padding": lambda m: as_alone(padded_and_single(m, "right"), MASK),
+    "right padding": lambda m: as_alone(padded(m, "right", ALSO_SINGLE, m.length), MASK),
     "documents: position_ids": lambda m: documents(m, one_pack(m), *PACKED),
     "documents: position_ids, mask": lambda m: documents(m, one_pack(m), *PACKED, *MASK),
     "documents: position_ids, cache": lambda m: documents_continued(m, one_pack(m), *PACKED),
@@ -226,7 +213,7 @@ PROPERTIES: dict[str, Callable[[Subject], None]] = {
     "documents: chunked prefill": documents_in_chunks,
     "inputs_embeds": lambda m: embedded(unpadded(m, {"batch of 3": (3, m.length), "one token": (1, 1)})),
     "inputs_embeds: padding": lambda m: embedded(
-        chain(padded(m, "left", "left padding"), padded(m, "right", "right padding")), *MASK
+        chain(*(padded(m, side, {f"{side} padding": slice(4)}) for side in ("left", "right"))), *MASK
     ),
     "inputs_embeds: documents": lambda m: embedded(one_pack(m), *PACKED),
     "inputs_embeds: cache": embedded_with_cache,
@@ -242,8 +229,8 @@ PROPERTIES: dict[str, Callable[[Subject], None]] = {
     "cache: static": static_reset,
     "generate: greedy": lambda m: greedy(unpadded(m, {f"prompt of {n}": (1, n) for n in (1, 2, m.length // 2)})),
     "generate: left padding": lambda m: greedy(padded(m, "left")),
-    "generate: inputs_embeds": lambda m: greedy(padded(m, "left", some=slice(2)), embedded=True),
-    "generate: chunked prefill": lambda m: greedy(padded(m, "left", some=slice(0, None, 3)), prefill_chunk_size=5),
+    "generate: inputs_embeds": lambda m: greedy(padded(m, "left", {"": slice(2)}), embedded=True),
+    "generate: chunked prefill": lambda m: greedy(padded(m, "left", {"": slice(0, None, 3)}), prefill_chunk_size=5),
     "generate: beams": beams,
     "generate: assisted": assisted,
     "generate: prompt lookup": prompt_lookup,

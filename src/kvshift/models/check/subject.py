@@ -51,12 +51,13 @@ class Subject:
         self._use_cache = ["use_cache"] if others or self.takes("use_cache") else []
         self._alone: dict[tuple[int, ...], Tensor] = {}
         self._seed, self._generator = seed, torch.Generator()
+        self._eps = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
         self.restart()
         self._probe = self.tokens(length)
         self.spread = _spread(self.alone(self._probe))
         self.noise = self._noise(self._probe)
         # A model that is off by much more than rounding, such as one with dropout, is not excused by its noise.
-        self.tolerance = min(_SAFETY * self.noise, self.spread * self._eps() ** 0.25)
+        self.tolerance = min(_SAFETY * self.noise, self.spread * self._eps**0.25)
         self.result = Comparison(self.tolerance)
 
     def restart(self) -> None:
@@ -101,7 +102,6 @@ class Subject:
         config = GenerationConfig(
             do_sample=False,
             max_new_tokens=new,
-            min_new_tokens=None,
             pad_token_id=int(self.vocabulary[0]),
             return_dict_in_generate=True,
             output_logits=True,
@@ -112,11 +112,13 @@ class Subject:
         return self.model.generate(**tokens, attention_mask=mask.to(self.device), generation_config=config)
 
     def gradients(self, ids: Tensor, spans: Iterable[Tensor], **inputs: Any) -> list[Tensor]:
-        """For each span of positions, how much its logits depend on each token, (T,), as parts of the largest.
+        """For each span of positions, how much its logits depend on each token, (T,), as parts of the largest,
+        in which the result counts from here on.
 
         The logits of a span have random weights, so that gradients of one token do not cancel. Every table that is
         looked up by (1, T) or (T, 1) numbers counts, those of positions too, which depend on no other token.
         """
+        self.result.of, self.result.tolerance = "gradients", self.tolerance / self.spread
         layouts = ids.shape, ids.mT.shape  # XLNet has positions first
         leaves: list[Tensor] = []
 
@@ -133,7 +135,7 @@ class Subject:
         if not leaves or not logits.requires_grad:
             raise NotSupportedError("no gradient reaches the embeddings")
         weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits.device)
-        sizes = []
+        sizes: list[Tensor] = []
         for span in spans:
             objective = (logits[span] * weights[span]).nan_to_num(0.0, 0.0, 0.0).sum()
             gradients = torch.autograd.grad(objective, leaves, retain_graph=True, allow_unused=True)
@@ -174,9 +176,6 @@ class Subject:
             raise WrongShapeError(f"logits of {tuple(logits.shape)} for tokens of {tuple(ids.shape)}")
         return logits.detach().to("cpu", torch.float64)
 
-    def _eps(self) -> float:
-        return max(torch.finfo(self.model.dtype).eps, torch.finfo(torch.float32).eps)
-
     def _noise(self, tokens: Tensor) -> float:
         """How far rounding moves a logit: the largest change where each module's outputs are off by one unit of it.
 
@@ -184,14 +183,13 @@ class Subject:
         element beside it, which is what an inner product of such numbers may be off by; the largest of four draws.
         A model of float64 counts as one of float32, which its norms and rotary angles often stay in.
         """
-        eps = self._eps()
         generator = torch.Generator(self.device).manual_seed(0)
 
         def disturb(module: nn.Module, inputs: Any, output: Any) -> Any:
             if not isinstance(output, Tensor) or not output.is_floating_point() or output.numel() == 0:
                 return None
             part = torch.rand(output.shape, generator=generator, device=output.device, dtype=torch.float64) * 2 - 1
-            moved = output.double() + eps * output.abs().amax().double() * part
+            moved = output.double() + self._eps * output.abs().amax().double() * part
             return moved.to(output.dtype)
 
         leaves = [module for module in self.model.modules() if next(module.children(), None) is None]

@@ -6,6 +6,7 @@ import copy
 import platform
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,8 @@ from kvshift.models.check.findings import Comparison, NotSupportedError, Report,
 from kvshift.models.check.properties import PROPERTIES
 from kvshift.models.check.subject import Subject, undisturbed
 
-# Fields of configurations that say how far layers reach, or in what pieces they compute.
-_REACHES = (
-    "sliding_window",
-    "attention_window_size",
-    "attention_chunk_size",
-    "mamba_chunk_size",
-    "chunk_size",
-    "block_size",
-)
+_WINDOWS = ("sliding_window", "attention_window_size")  # fields of configurations
+_CHUNKS = ("attention_chunk_size", "mamba_chunk_size", "chunk_size", "block_size")
 
 
 def check_model(
@@ -39,20 +33,20 @@ def check_model(
 ) -> Report:
     """Check a causal language model of transformers at its edges: documents, padding, caches, generation, causality.
 
-    Each property compares logits, position by position, with an obvious truth: the sequence alone, without a cache, in
-    one forward pass. A difference counts as wrong beyond what rounding does to this model, which is measured.
+    Each property compares logits, position by position, with an obvious reference: the sequence alone, without a cache,
+    in one forward pass. A difference counts as wrong beyond what rounding does to this model, which is measured.
 
     Args:
         model: with `forward` of input_ids and `generate`; of a PEFT model, what it wraps, adapters included. It is left
             as it was: training mode, configuration, generation_config, and the generators of random numbers.
-        tokenizer: its special tokens are left out of the tokens that are drawn; None: those of the configuration.
+        tokenizer: its special tokens are not among the random tokens; None: those of the configuration are not.
         properties: names from `PROPERTIES`; None: all.
         length: tokens of the longest sequences, 12 or more. Windows and chunks that are longer are not reached, which
             the report notes.
-        dtype: to check in; None: float32 for a model of half precision, else its own. In another dtype than its own, a
-            copy is checked.
+        dtype: of the check; None: float32 for a model of half precision, else the model's. In another dtype than the
+            model's, a copy is checked.
         seed: of the tokens.
-        say: is told each verdict as it is reached.
+        say: called with each verdict as soon as it is known.
 
     Raises:
         TypeError: the model is no causal language model of transformers.
@@ -66,7 +60,7 @@ def check_model(
     _require_length(length, text)
     notes = [
         f"{name}={value} is not reached by sequences of {length} tokens"
-        for name in _REACHES
+        for name in (*_WINDOWS, *_CHUNKS)
         if isinstance(value := getattr(text, name, None), int) and value >= length
     ]
     own = model.dtype
@@ -94,11 +88,8 @@ def check_model(
         tolerance=subject.tolerance,
         verdicts=verdicts,
         notes=notes,
-        versions={
-            "kvshift": kvshift.__version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers")},
-        },
+        versions={"kvshift": kvshift.__version__, "python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "transformers")},
     )
 
 
@@ -144,16 +135,13 @@ def _require_length(length: int, config: Any) -> None:
 
 
 def _special_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that are not drawn: they may mean something to the model, or be no tokens at all."""
+    """Tokens with a meaning for the model, or that are no tokens at all."""
     if tokenizer is not None:
         size = model.get_input_embeddings().weight.shape[0]
         return [*tokenizer.all_special_ids, *range(len(tokenizer), size)]
-    found: list[int] = []
-    for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
-        for name, value in vars(config).items():
-            if name.endswith(("_token_id", "_token_index")) and value is not None:
-                found += value if isinstance(value, list) else [value]
-    return found
+    fields = chain(vars(model.config).items(), vars(model.config.get_text_config()).items())
+    values = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
+    return [token for value in values if value is not None for token in (value if isinstance(value, list) else [value])]
 
 
 def _short(dtype: torch.dtype) -> str:
