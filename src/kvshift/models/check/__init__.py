@@ -5,6 +5,7 @@ command line; docs/check.md says what each property is.
 """
 
 from kvshift.models.check.findings import Report, Verdict
-from kvshift.models.check.suite import PROPERTIES, check_model
+from kvshift.models.check.properties import PROPERTIES
+from kvshift.models.check.suite import check_model
 
 __all__ = ["PROPERTIES", "Report", "Verdict", "check_model"]

@@ -1,10 +1,9 @@
-"""What a check finds: differences of logits, errors that refuse and errors that do not, and the verdicts they give."""
+"""Results of a check: differences from a reference, errors that are refusals and errors that are not, verdicts."""
 
 from __future__ import annotations
 
-import linecache
 import re
-from collections.abc import Sequence
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,21 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Comparison",
-    "NotSupportedError",
-    "Report",
-    "Verdict",
-    "VerdictName",
-    "WrongShapeError",
-    "is_refusal",
-    "raised_at",
-    "said",
-]
-
 VerdictName = Literal["right", "wrong", "refused", "not supported"]
 
-# How an error says that it is meant: "is not supported", "cannot carry raw keys", "must be padded on the left".
+# Deliberate errors say "is not supported", "cannot carry raw keys", "must be padded on the left".
 _REFUSING = re.compile(
     r"not (yet )?(been )?(supported|implemented|compatible|available|possible|allowed)|(n't|not) support|unsupported|"
     r"incompatible|\b(cannot|can't) (use|be used|carry|hold|keep|crop|take)|only supported|must (be|not)|has no path|"
@@ -47,11 +34,11 @@ class WrongShapeError(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one property.
+    """The result for one property.
 
     Attributes:
         detail: what is wrong and where it begins, the line of a refusal, or what is missing.
-        error: the largest difference from the slow truth, in the unit of `of`; None where nothing was compared.
+        error: the largest difference from the reference, in the unit of `of`; None where nothing was compared.
         tolerance: what rounding may do, in the same unit.
         of: "logits", "log-probabilities" or "gradients"; these as parts of the largest.
         first: the first position that is wrong: "case", "sequence", "position"; None where none is.
@@ -71,15 +58,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """What `check_model` found.
+    """The result of `check_model`.
 
     Attributes:
         model: the class.
-        dtype: what it was checked in.
+        dtype: of the check.
         spread: standard deviation of the logits over the vocabulary, the mean over positions.
         tolerance: of a logit, as `noise` of rounding gives it.
-        notes: what the check did not reach, or did otherwise than the model was given.
-        versions: of Python and the packages that decide.
+        notes: limits of this check, and how it departs from the model that was given.
+        versions: of Python and the packages that matter.
     """
 
     model: str
@@ -113,47 +100,50 @@ class Report:
 
 
 class Comparison:
-    """Differences between what a model gave and the slow truth, position by position.
+    """Differences between a model's results and the reference, position by position.
 
     Attributes:
-        case: what is being compared, for the message of an error that ends it.
+        case: what is being compared, which a verdict names.
+        remark: the detail of a verdict that is right.
     """
 
-    def __init__(self, tolerance: float, of: str = "logits") -> None:
-        self.tolerance, self.of = tolerance, of
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance, self.of = tolerance, "logits"
         self.error, self.positions, self.wrong = 0.0, 0, 0
         self.first: dict[str, Any] | None = None
-        self.case = ""
-        self.remark = ""
+        self.case = self.remark = ""
 
-    def add(self, got: Tensor, expected: Tensor, *, sequence: int = 0, start: int = 0) -> None:
-        """Compare (T, V) with (T, V); the first of them stands at position `start` of its sequence."""
-        difference = torch.where(got == expected, 0.0, (got - expected).abs())  # equal where both are infinite
-        self.errors(difference.amax(-1), sequence=sequence, start=start)
+    def add(self, got: Tensor, expected: Tensor, **where: Any) -> None:
+        """Compare (T, V) with (T, V); `where` as in `add_errors`."""
+        self.add_errors(differences(got, expected), **where)
 
-    def errors(self, error_T: Tensor, *, sequence: int = 0, start: int = 0) -> None:
-        """Take the errors of the positions from `start` on; one that is not a number counts as infinite."""
+    def add_errors(self, error_T: Tensor, *, sequence: int = 0, start: int = 0, within: str = "") -> None:
+        """Add the errors of positions from `start` on; one that is not a number counts as infinite.
+
+        Args:
+            within: a part of the case.
+        """
         error_T = error_T.nan_to_num(float("inf"))
         bad_T = error_T > self.tolerance
         self.positions += len(error_T)
         self.wrong += int(bad_T.sum())
         self.error = max(self.error, float(error_T.max())) if len(error_T) else self.error
         if self.first is None and bool(bad_T.any()):
-            position = start + int(bad_T.nonzero()[0])
-            self.first = {"case": self.case, "sequence": sequence, "position": position}
+            case = ", ".join(filter(None, (self.case, within)))
+            self.first = {"case": case, "sequence": sequence, "position": start + int(bad_T.nonzero()[0])}
 
     def verdict(self, name: str, spread: float, raised: BaseException | None = None) -> Verdict:
         """The verdict, where `raised` ended the comparison, if anything did."""
         kind, detail = "right", self.remark
         if self.first is not None:
-            kind, detail = "wrong", self._begins(spread)
+            kind, detail = "wrong", self._first_error(spread, **self.first)
         elif isinstance(raised, NotSupportedError):
             kind, detail = "not supported", str(raised)
         elif raised is not None and is_refusal(raised):
-            kind, detail = "refused", said(raised)
+            kind, detail = "refused", first_line(raised)
         elif raised is not None:
             how = "" if isinstance(raised, WrongShapeError) else f"raises {type(raised).__name__}: "
-            kind, detail = "wrong", f"{self.case + ': ' if self.case else ''}{how}{said(raised)}"
+            kind, detail = "wrong", f"{self.case + ': ' if self.case else ''}{how}{first_line(raised)}"
         elif not self.positions:
             raise AssertionError(f"{name} compared nothing")
         known: dict[str, Any] = {}
@@ -161,9 +151,7 @@ class Comparison:
             known = {"error": self.error, "tolerance": self.tolerance, "positions": self.positions, "wrong": self.wrong}
         return Verdict(name, kind, detail, of=self.of, first=self.first, **known)
 
-    def _begins(self, spread: float) -> str:
-        assert self.first is not None
-        case, sequence, position = self.first["case"], self.first["sequence"], self.first["position"]
+    def _first_error(self, spread: float, case: str, sequence: int, position: int) -> str:
         if self.of == "gradients":
             return f"{case} sees position {position}: gradients up to {self.error:.2g} of the largest"
         where = [case] * bool(case) + [f"sequence {sequence}"] * bool(sequence) + [f"position {position}"]
@@ -173,29 +161,30 @@ class Comparison:
         )
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Whether an error was meant for the caller: a `raise` outside of torch, whose message says what is not supported.
+def differences(got: Tensor, expected: Tensor) -> Tensor:
+    """The largest difference (T,) of each position of (T, V); none where both are infinite alike."""
+    return torch.where(got == expected, 0.0, (got - expected).abs()).amax(-1)
 
-    What an operation of torch raises on shapes that do not fit, a missing attribute or key, and a failed assertion were
-    not; nor is a message of something internal that was called where it should not have been.
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error is meant for the caller: a `raise` outside of torch with a message that says "not supported".
+
+    Errors of torch's operations on shapes that do not fit, missing attributes or keys, and failed assertions are not;
+    nor is a message of an internal function that was called where it should not have been.
     """
     if not isinstance(error, _DELIBERATE):
         return False
-    file, line = raised_at(error)
-    if file.startswith(_TORCH) or not linecache.getline(file, line).strip().startswith("raise"):
+    last = origin(error)
+    if last.filename.startswith(_TORCH) or not (last.line or "").startswith("raise"):
         return False
     return isinstance(error, NotImplementedError) or _REFUSING.search(str(error)) is not None
 
 
-def raised_at(error: BaseException) -> tuple[str, int]:
-    """File and line of the innermost call that an error came from."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return ("", 0) if last is None else (last.tb_frame.f_code.co_filename, last.tb_lineno)
+def origin(error: BaseException) -> traceback.FrameSummary:
+    """The innermost call that an error came from."""
+    return traceback.extract_tb(error.__traceback__, limit=-1)[0]
 
 
-def said(error: BaseException) -> str:
-    """The first line of what an error says."""
-    lines: Sequence[str] = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:240]
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:240]

@@ -1,4 +1,4 @@
-"""The properties, in the order in which they are checked, and the check of a model by them."""
+"""The check of a model by all properties, or some."""
 
 from __future__ import annotations
 
@@ -6,108 +6,19 @@ import copy
 import platform
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import kvshift
-from kvshift.models.check.batches import batch, left_padding, left_padding_mask_alone, right_padding, same_bits
-from kvshift.models.check.cached import (
-    batch_by_token,
-    chunked_prefill,
-    default_positions,
-    every_split,
-    left_padding_splits,
-    right_padding_continued,
-    static_reset,
-    token_by_token,
-)
-from kvshift.models.check.embeds import embedded, embedded_documents, embedded_padding, embedded_with_cache
-from kvshift.models.check.findings import (
-    Comparison,
-    NotSupportedError,
-    Report,
-    Verdict,
-    WrongShapeError,
-    raised_at,
-)
-from kvshift.models.check.generated import (
-    assisted,
-    beams,
-    chunked_greedy,
-    embedded_greedy,
-    greedy,
-    left_padded_greedy,
-    prompt_lookup,
-    static_cache,
-)
-from kvshift.models.check.gradients import causality
-from kvshift.models.check.packs import (
-    document_gradients,
-    documents_by,
-    documents_in_chunks,
-    padded_rows,
-    several_rows,
-)
+from kvshift.models.check.findings import Comparison, NotSupportedError, Report, Verdict, WrongShapeError, origin
+from kvshift.models.check.properties import PROPERTIES
 from kvshift.models.check.subject import Subject, undisturbed
 
-__all__ = ["PROPERTIES", "check_model"]
-
-_ALL_NAMES = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-PROPERTIES: dict[str, Callable[[Subject, Comparison], None]] = {
-    "same bits twice": same_bits,
-    "causality": causality,
-    "batch": batch,
-    "left padding": left_padding,
-    "left padding: mask alone": left_padding_mask_alone,
-    "right padding": right_padding,
-    "documents: position_ids": documents_by("position_ids"),
-    "documents: position_ids, mask": documents_by("position_ids", mask=True),
-    "documents: position_ids, cache": documents_by("position_ids", cache=True),
-    "documents: seq_idx": documents_by("seq_idx"),
-    "documents: cu_seq_lens": documents_by("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    "documents: all of these": documents_by(*_ALL_NAMES),
-    "documents: gradients": document_gradients,
-    "documents: several rows": documents_by("position_ids", packs=several_rows((0, 1, 2), (2, 0))),
-    "documents: several rows, seq_idx": documents_by("seq_idx", packs=several_rows((2, 1, 0))),
-    "documents: several rows, cache": documents_by("position_ids", packs=several_rows((0, 1, 2)), cache=True),
-    "documents: padding": documents_by("position_ids", packs=padded_rows("left", "right", "inner"), mask=True),
-    "documents: padding, seq_idx": documents_by("seq_idx", packs=padded_rows("right"), mask=True),
-    "documents: padding, cache": documents_by("position_ids", packs=padded_rows("left"), mask=True, cache=True),
-    "documents: chunked prefill": documents_in_chunks,
-    "inputs_embeds": embedded,
-    "inputs_embeds: padding": embedded_padding,
-    "inputs_embeds: documents": embedded_documents,
-    "inputs_embeds: cache": embedded_with_cache,
-    "cache: token by token": token_by_token,
-    "cache: without position_ids": default_positions,
-    "cache: every split": every_split,
-    "cache: batch": batch_by_token,
-    "cache: chunked prefill": chunked_prefill,
-    "cache: left padding": left_padding_splits,
-    "cache: right padding": right_padding_continued,
-    "cache: static": static_reset,
-    "generate: greedy": greedy,
-    "generate: left padding": left_padded_greedy,
-    "generate: inputs_embeds": embedded_greedy,
-    "generate: chunked prefill": chunked_greedy,
-    "generate: beams": beams,
-    "generate: assisted": assisted,
-    "generate: prompt lookup": prompt_lookup,
-    "generate: static cache": static_cache,
-}
-
-# Fields of configurations that say how far layers reach, or in what pieces they compute.
-_REACHES = (
-    "sliding_window",
-    "attention_window_size",
-    "attention_chunk_size",
-    "mamba_chunk_size",
-    "chunk_size",
-    "block_size",
-)
+_WINDOWS = ("sliding_window", "attention_window_size")  # fields of configurations
+_CHUNKS = ("attention_chunk_size", "mamba_chunk_size", "chunk_size", "block_size")
 
 
 def check_model(
@@ -122,20 +33,20 @@ def check_model(
 ) -> Report:
     """Check a causal language model of transformers at its edges: documents, padding, caches, generation, causality.
 
-    Each property compares logits, position by position, with an obvious truth: the sequence alone, without a cache, in
-    one forward pass. A difference counts as wrong beyond what rounding does to this model, which is measured.
+    Each property compares logits, position by position, with an obvious reference: the sequence alone, without a cache,
+    in one forward pass. A difference counts as wrong beyond what rounding does to this model, which is measured.
 
     Args:
         model: with `forward` of input_ids and `generate`; of a PEFT model, what it wraps, adapters included. It is left
             as it was: training mode, configuration, generation_config, and the generators of random numbers.
-        tokenizer: its special tokens are left out of the tokens that are drawn; None: those of the configuration.
+        tokenizer: its special tokens are not among the random tokens; None: those of the configuration are not.
         properties: names from `PROPERTIES`; None: all.
         length: tokens of the longest sequences, 12 or more. Windows and chunks that are longer are not reached, which
             the report notes.
-        dtype: to check in; None: float32 for a model of half precision, else its own. In another dtype than its own, a
-            copy is checked.
+        dtype: of the check; None: float32 for a model of half precision, else the model's. In another dtype than the
+            model's, a copy is checked.
         seed: of the tokens.
-        say: is told each verdict as it is reached.
+        say: called with each verdict as soon as it is known.
 
     Raises:
         TypeError: the model is no causal language model of transformers.
@@ -149,7 +60,7 @@ def check_model(
     _require_length(length, text)
     notes = [
         f"{name}={value} is not reached by sequences of {length} tokens"
-        for name in _REACHES
+        for name in (*_WINDOWS, *_CHUNKS)
         if isinstance(value := getattr(text, name, None), int) and value >= length
     ]
     own = model.dtype
@@ -177,30 +88,22 @@ def check_model(
         tolerance=subject.tolerance,
         verdicts=verdicts,
         notes=notes,
-        versions={
-            "kvshift": kvshift.__version__,
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers")},
-        },
+        versions={"kvshift": kvshift.__version__, "python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "transformers")},
     )
 
 
 def _verdict(subject: Subject, name: str) -> Verdict:
-    of_gradients = name in ("causality", "documents: gradients")
-    found = Comparison(
-        subject.tolerance / subject.spread if of_gradients else subject.tolerance,
-        "gradients" if of_gradients else "logits",
-    )
-    raised: Exception | None = None
+    subject.result, raised = Comparison(subject.tolerance), None
     subject.restart()
     try:
-        PROPERTIES[name](subject, found)
-    except Exception as error:  # whatever a model raises is a finding; what this package raises is not
-        ours = Path(raised_at(error)[0]).parent == Path(__file__).parent
+        PROPERTIES[name](subject)
+    except Exception as error:  # an error of the model is a result; an error of this package is not
+        ours = Path(origin(error).filename).parent == Path(__file__).parent
         if ours and not isinstance(error, (NotSupportedError, WrongShapeError)):
             raise
         raised = error
-    return found.verdict(name, subject.spread, raised)
+    return subject.result.verdict(name, subject.spread, raised)
 
 
 def _chosen(properties: Sequence[str] | None) -> list[str]:
@@ -232,16 +135,13 @@ def _require_length(length: int, config: Any) -> None:
 
 
 def _special_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that are not drawn: they may mean something to the model, or be no tokens at all."""
+    """Tokens with a meaning for the model, or that are no tokens at all."""
     if tokenizer is not None:
         size = model.get_input_embeddings().weight.shape[0]
         return [*tokenizer.all_special_ids, *range(len(tokenizer), size)]
-    found: list[int] = []
-    for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
-        for name, value in vars(config).items():
-            if name.endswith(("_token_id", "_token_index")) and value is not None:
-                found += value if isinstance(value, list) else [value]
-    return found
+    fields = chain(vars(model.config).items(), vars(model.config.get_text_config()).items())
+    values = [value for name, value in fields if name.endswith(("_token_id", "_token_index"))]
+    return [token for value in values if value is not None for token in (value if isinstance(value, list) else [value])]
 
 
 def _short(dtype: torch.dtype) -> str:

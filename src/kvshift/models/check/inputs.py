@@ -1,0 +1,182 @@
+"""Batches of sequences, alone or packed, and the calls that feed them to a model.
+
+Shapes: B rows, T columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvshift.models.check.subject import Subject
+
+Rows = Iterable[Tensor | Sequence[Tensor]]
+ALL = {"": slice(None)}
+
+
+class Place(NamedTuple):
+    """A sequence of n tokens in a batch: its row and columns (n,), and its name in a pack."""
+
+    row: int
+    columns: Tensor
+    tokens: Tensor
+    label: str
+
+
+class Batch:
+    """Sequences in rows, padded with random tokens, and the arguments of `forward` that say where they are.
+
+    Args:
+        rows: a sequence, or the documents of a pack, for each row; beside a pack, every row counts as one.
+        case: names the batch in verdicts.
+        padding: on the "left", the "right", or, "inner", also after each document.
+        width: T, where it is more than the longest row needs.
+
+    Attributes:
+        cache, column: of the calls with a cache so far, and the column where the next begins.
+    """
+
+    def __init__(self, subject: Subject, rows: Rows, case: str = "", padding: str = "right", width: int = 0) -> None:
+        packs = [[row] if isinstance(row, Tensor) else row for row in rows]
+        gap = int(padding == "inner")
+        lengths = [sum(len(tokens) + gap for tokens in pack) for pack in packs]
+        self.subject, self.case, self.width = subject, case, max(width, *lengths)
+        self.packed = any(len(pack) > 1 for pack in packs)
+        self.ids = subject.tokens(len(packs), self.width)
+        self.attention_mask, self.seq_idx = torch.zeros_like(self.ids), torch.zeros_like(self.ids, dtype=torch.int32)
+        self.cache, self.column, self.places = None, 0, list[Place]()
+        for row, pack in enumerate(packs):
+            start = self.width - lengths[row] if padding == "left" else 0
+            for index, tokens in enumerate(pack):
+                columns = torch.arange(start, start + len(tokens))
+                self.ids[row, columns], self.attention_mask[row, columns] = tokens, 1
+                self.seq_idx[row, columns] = index + 1
+                self.places.append(Place(row, columns, tokens, f"document {index}" if self.packed else ""))
+                start += len(tokens) + gap
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(B, T); they begin again with each document of a pack."""
+        first = self.subject.first_position
+        if not self.packed:
+            return (self.attention_mask.cumsum(1) - 1).clamp(min=0) + first
+        positions = torch.zeros_like(self.ids)
+        for place in self.places:
+            positions[place.row, place.columns] = torch.arange(len(place.tokens)) + first
+        return positions
+
+    @property
+    def cu_seq_lens_q(self) -> Tensor:
+        """Where each document of a single row begins, and its end: (documents + 1,)."""
+        return torch.tensor([*(int(place.columns[0]) for place in self.places), self.width], dtype=torch.int32)
+
+    @property
+    def max_length_q(self) -> int:
+        return max(len(place.tokens) for place in self.places)
+
+    cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
+
+    def arguments(self, names: Iterable[str], part: slice = slice(None)) -> dict[str, Any]:
+        """Arguments of `forward` by name for a part of the columns; the mask also covers those before them.
+
+        The position_ids of a pack name its documents; those of other batches are only for a model that takes them.
+        """
+        takes = self.subject.takes
+        values = {name: getattr(self, name) for name in names if self.packed or name != "position_ids" or takes(name)}
+        for name, columns in (("attention_mask", slice(part.stop)), ("position_ids", part)):
+            if name in values:
+                values[name] = values[name][:, columns]
+        return values
+
+    def forward(self, names: Iterable[str] = (), **options: Any) -> Tensor:
+        """Logits (B, T, V) of one call without a cache that gets the arguments of these names."""
+        return self.subject.forward(self.ids, **self.arguments(names), **options)
+
+    def feed(self, size: int, names: Iterable[str], **options: Any) -> Tensor:
+        """Logits (B, size, V) of a call that gets the next columns and the cache of the call before."""
+        part = slice(self.column, self.column + size)
+        arguments = self.arguments(names, part)
+        logits, self.cache = self.subject.resume(self.ids[:, part], self.cache, **arguments, **options)
+        self.column = part.stop
+        return logits
+
+    def extend(self, new: Tensor) -> None:
+        """Continue the last sequence of each row with `new` (B, N), behind any padding; drop the sequences before."""
+        columns = torch.arange(self.width, self.width + new.shape[1])
+        last = {place.row: place for place in self.places}.values()
+        self.places = [Place(i, torch.cat([at, columns]), torch.cat([tokens, new[i]]), "") for i, at, tokens, _ in last]
+        self.ids = torch.cat([self.ids, new], dim=1)
+        self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(new)], dim=1)
+        self.width = self.ids.shape[1]
+
+    def compare(self, logits: Tensor, *, start: int = 0, reference: Tensor | None = None) -> None:
+        """Compare the logits of columns from `start` on with those of each sequence alone, or with a reference.
+
+        Verdicts count positions from the beginning of the sequence; in a pack, from the beginning of the row.
+
+        Args:
+            logits, reference: (B, columns, V); of padding they do not matter.
+        """
+        for place in self.places:
+            inside = (place.columns >= start) & (place.columns < start + logits.shape[1])
+            if not inside.any():
+                continue
+            where = place.row, place.columns[inside] - start
+            expected = self.subject.alone(place.tokens)[inside] if reference is None else reference[where]
+            first = place.columns[inside][0] if self.packed else inside.nonzero()[0]
+            label = place.label if reference is None else ""
+            self.subject.result.add(logits[where], expected, sequence=place.row, start=int(first), within=label)
+
+    def compare_calls(self, sizes: Iterable[int], names: Iterable[str] = ()) -> None:
+        """Feed these numbers of columns in calls with a cache, and compare each with the sequences alone."""
+        for size in sizes:
+            start = self.column
+            self.compare(self.feed(size, names), start=start)
+
+
+def unpadded(subject: Subject, shapes: dict[str, tuple[int, int]]) -> Iterator[Batch]:
+    """A batch of each of these shapes (B, T) by its case."""
+    several = [subject.tokens(*shape) for shape in shapes.values()]
+    return (Batch(subject, tokens, case) for case, tokens in zip(shapes, several, strict=True))
+
+
+def unequal(subject: Subject) -> list[Tensor]:
+    """Sequences of unequal lengths, one of a single token among them."""
+    return [subject.tokens(n) for n in (3, subject.length, 1, subject.length // 2)]
+
+
+def padded(subject: Subject, side: str, cases: Mapping[str, slice] = ALL, width: int = 0) -> Iterator[Batch]:
+    """For each case, a batch of these sequences of unequal lengths."""
+    sequences = unequal(subject)
+    for case, some in cases.items():
+        yield Batch(subject, sequences[some], case, side, width)
+
+
+def documents(subject: Subject) -> list[Tensor]:
+    """Five of unequal lengths, one of a single token among them."""
+    length = subject.length
+    lengths = [max(length // 5, 2), 1, max(length // 3, 2), 2]
+    return [subject.tokens(n) for n in (*lengths, max(length - sum(lengths), 2))]
+
+
+def one_pack(subject: Subject) -> Iterator[Batch]:
+    """Five documents in one row."""
+    yield Batch(subject, [documents(subject)])
+
+
+def several_packs(subject: Subject, *orders: Sequence[int]) -> Iterator[Batch]:
+    """A batch for each order of three rows of one length: two with boundaries of their own, and one without any."""
+    five = documents(subject)
+    rows = [five, [*five[3:], *five[:3]], [torch.cat(five)]]
+    for order in orders:
+        yield Batch(subject, [rows[number] for number in order], f"{len(order)} rows")
+
+
+def padded_packs(subject: Subject, *sides: str) -> Iterator[Batch]:
+    """A batch for each of these sides of the padding: rows of 1, 3, 5 and 3 documents."""
+    five = documents(subject)
+    for side in sides:
+        yield Batch(subject, [five[-1:], five[:3], five, five[1:4]], f"{side} padding", side)
