@@ -212,7 +212,7 @@ def run_and_exit() -> NoReturn:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    from kvshift.lab.errors import LabError, missing_package
+    from kvshift.lab.core.errors import LabError, missing_package
 
     command = _COMMANDS[name]
     if command.passes_on and arguments and not arguments[0].startswith("-"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs import folder as folders
 from kvshift.lab.runs.folder import FolderInUseError, RunFolder
 from kvshift.lab.training.callbacks import InterruptedRunError

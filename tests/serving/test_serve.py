@@ -16,8 +16,8 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from kvshift.cli import main
+from kvshift.lab.core.errors import install_command
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.errors import install_command
 from kvshift.models.retrofit import add_kv_shift
 from kvshift.serving import serve as command
 from kvshift.serving import vllm_command

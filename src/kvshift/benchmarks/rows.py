@@ -15,7 +15,7 @@ from typing import Any
 
 from kvshift.benchmarks.cases import Row
 from kvshift.lab.analysis.runs import read_lines
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.folder import RunFailedError, write_bytes
 
 __all__ = ["RowFile", "options_hash", "read_rows"]

@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 
 from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.analysis.runs import is_finished, read_json, read_run
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import SHARED, DataConfig
-from kvshift.lab.errors import LabError
 from kvshift.lab.runs.beginning import enter, other_options, refuse_other_options
 from kvshift.lab.runs.folder import RunFailedError, RunFolder, environment, write_json
 from kvshift.lab.tasks import MaskedTextConfig

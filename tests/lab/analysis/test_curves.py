@@ -12,7 +12,7 @@ from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, plot_lea
 from kvshift.lab.analysis.panels import INTERVALS
 from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.analysis.statistics import t_interval
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 from .run_folders import write_pair, write_run
 

@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from kvshift.cli import main
-from kvshift.lab.errors import LabError, install_command
+from kvshift.lab.core.errors import LabError, install_command
 from kvshift.lab.evaluate import benchmarking
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, make_task, prompts
 from kvshift.lab.evaluate.eval_config import EvalConfig

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvshift.cli import main
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.export import programs
 from kvshift.lab.export.export_config import ExportOptions
 from kvshift.lab.export.exporting import export

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvshift.cli import main
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.export.export_config import ExportOptions
 from kvshift.lab.export.exporting import export
 from kvshift.lab.export.remote_code import MOST_LINES, check_folder, compute, generate_code, write_code

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.generate.generate import GenerateConfig, generate
 from kvshift.lab.generate.prompts import Answers, answers_in, read_prompts
 from kvshift.models.llama import KVShiftLlamaForCausalLM

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from kvshift.cli import main
-from kvshift.lab.errors import LabError
-from kvshift.lab.messages import say_nothing
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.messages import say_nothing
 from kvshift.lab.retrofit import retrofitting
 from kvshift.lab.retrofit.retrofit_config import RetrofitOptions
 from kvshift.lab.retrofit.retrofitting import retrofit

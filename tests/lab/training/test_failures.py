@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvshift import cli
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.checkpoints import find_checkpoint
 from kvshift.lab.runs.folder import FolderInUseError, Metrics, RunFailedError, RunFolder
 from kvshift.lab.training.callbacks import InterruptedRunError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.checkpoints import find_checkpoint
 from kvshift.lab.runs.folder import Metrics, RunFailedError, RunFolder, read_metrics, write_bytes
 from kvshift.lab.training.train import train

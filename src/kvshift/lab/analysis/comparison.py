@@ -9,7 +9,7 @@ from typing import Any
 
 from kvshift.lab.analysis.runs import Run
 from kvshift.lab.analysis.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 __all__ = ["Twins", "explanation", "summarize", "table"]
 

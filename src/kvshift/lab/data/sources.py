@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import datasets
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
 from kvshift.lab.data.files import FileStamp, find_corpus, find_files, of_chats, read_files, read_pieces
-from kvshift.lab.errors import LabError
 
 __all__ = ["Documents", "load_documents", "read_text", "texts"]
 

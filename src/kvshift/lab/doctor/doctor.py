@@ -19,8 +19,8 @@ from typing import Any
 
 import kvshift
 from kvshift.lab.analysis.tables import as_text
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.doctor.doctor_config import DoctorConfig
-from kvshift.lab.errors import LabError
 
 __all__ = ["SomethingWrongError", "doctor"]
 

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.data.config import check_data_paths
-from kvshift.lab.errors import LabError, require
 from kvshift.lab.training.train_config import DType
 
 __all__ = ["EvalConfig"]

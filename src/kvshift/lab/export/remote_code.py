@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import kvshift
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.export import portable
 from kvshift.lab.export.bundling import bundle
 from kvshift.lab.runs.folder import RunFailedError

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from kvshift.lab.errors import LabError, require_new
-from kvshift.lab.messages import say
+from kvshift.lab.core.errors import LabError, require_new
+from kvshift.lab.core.messages import say
 from kvshift.lab.retrofit.retrofit_config import RetrofitOptions
 from kvshift.lab.runs.folder import RunFailedError, new_folder
 from kvshift.lab.runs.loading import UNREADABLE, load_as_saved, load_weights

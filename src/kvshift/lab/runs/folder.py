@@ -31,7 +31,7 @@ import torch
 from filelock import FileLock, Timeout
 
 import kvshift
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 __all__ = [
     "FolderInUseError",

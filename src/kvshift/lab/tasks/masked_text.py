@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshift.lab.core.errors import require
+from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.data.config import SHARED, DataConfig
-from kvshift.lab.errors import require
-from kvshift.lab.seeds import generator_for
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.messages import say
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.messages import say
 from kvshift.lab.runs.beginning import Start, enter, refuse_foreign
 from kvshift.lab.runs.folder import Metrics, RunFailedError, RunFolder, remove_folder
 from kvshift.lab.runs.overwriting import refuse_what_is_no_run

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
+from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.data.config import DataConfig, check_data_paths
-from kvshift.lab.errors import LabError, require
 from kvshift.lab.variants.by_name import VARIANTS
 
 __all__ = [
