@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import FolderInUseError, LabError
 from kvshift.lab.runs import folder as folders
-from kvshift.lab.runs.folder import FolderInUseError, RunFolder
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes import jobs as kinds
 from kvshift.recipes import mqar, page

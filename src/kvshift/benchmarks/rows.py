@@ -15,8 +15,8 @@ from typing import Any
 
 from kvshift.benchmarks.cases import Row
 from kvshift.lab.analysis.runs import read_lines
-from kvshift.lab.core.errors import LabError
-from kvshift.lab.runs.folder import RunFailedError, write_bytes
+from kvshift.lab.core.atomic import write_bytes
+from kvshift.lab.core.errors import LabError, RunFailedError
 
 __all__ = ["RowFile", "options_hash", "read_rows"]
 

@@ -15,10 +15,12 @@ from transformers import TrainerCallback
 
 from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.analysis.runs import is_finished, read_json, read_run
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.environment import environment
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.data.config import SHARED, DataConfig
 from kvshift.lab.runs.beginning import enter, other_options, refuse_other_options
-from kvshift.lab.runs.folder import RunFailedError, RunFolder, environment, write_json
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.tasks import MaskedTextConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
 from kvshift.lab.training.train import train

@@ -14,8 +14,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from kvshift.lab.analysis.runs import read_lines
+from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.runs.folder import write_bytes
 from kvshift.recipes.jobs import RunJob
 from kvshift.recipes.recipe import Job, Recipe, Record
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
+from kvshift.lab.core.atomic import remove_folder, write_json
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.text import load_text_data
-from kvshift.lab.runs.folder import RunFolder, remove_folder, write_json
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.smollm2 import find_smollm2
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, config_hash

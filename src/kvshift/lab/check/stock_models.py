@@ -21,8 +21,8 @@ import kvshift.models.baichuan_m1
 import kvshift.models.llama  # noqa: F401, both register their model types
 from kvshift import ShiftOptions
 from kvshift.lab.check.checking import stamped
+from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.core.messages import say
-from kvshift.lab.runs.folder import write_bytes
 from kvshift.models.check import check_model
 from kvshift.models.retrofit import add_kv_shift
 

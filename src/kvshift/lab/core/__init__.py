@@ -1,1 +1,1 @@
-"""Errors, messages and seeds: what every part of the lab needs, and which needs none of them."""
+"""What every part of the lab needs, and which needs none of them: errors, messages, seeds, files, statistics."""

@@ -144,7 +144,7 @@ def _describe(device: Any) -> str:
         return f"{found.name}, capability {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB, {runtime}"
     if device.type != "cpu":
         return device.type
-    from kvshift.lab.runs.folder import environment
+    from kvshift.lab.core.environment import environment
 
     found = environment(device, processes=1)["hardware"]
     return f"{found['cpu']}, {found['instructions']}, {found['cores']} cores, {found['threads']} threads of torch"

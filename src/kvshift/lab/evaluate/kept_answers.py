@@ -11,8 +11,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from kvshift.lab.core.errors import LabError
-from kvshift.lab.runs.folder import FolderInUseError, RunFailedError
+from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
 
 __all__ = ["KeptAnswers", "kept_in", "key_of", "version_of"]
 

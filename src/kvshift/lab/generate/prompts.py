@@ -11,8 +11,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from filelock import FileLock, Timeout
 
-from kvshift.lab.core.errors import LabError, require_unicode
-from kvshift.lab.runs.folder import FolderInUseError, RunFailedError
+from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError, require_unicode
 
 __all__ = ["Answers", "Prompt", "answers_in", "read_prompts"]
 
