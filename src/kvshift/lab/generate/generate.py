@@ -76,9 +76,9 @@ def generate(config: GenerateConfig) -> None:
             print(*(json.dumps(record, ensure_ascii=False) for record in records), sep="\n", flush=True)
         return
     with answers_in(config.output, prompts, config.samples, settings) as answers:
-        if answers.done:
-            _say(f"{config.output} has {answers.done} of {len(prompts) * config.samples} lines already")
-        for records in _records(model, tokenizer, prompts, encoded, config, settings, done=answers.done):
+        if answers.count:
+            _say(f"{config.output} has {answers.count} of {len(prompts) * config.samples} lines already")
+        for records in _records(model, tokenizer, prompts, encoded, config, settings, done=answers.count):
             answers.append(records)
 
 

@@ -15,7 +15,7 @@ OUT/.lock              held while a process trains here
 from __future__ import annotations
 
 import json
-import os
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +24,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from kvshift.lab.core.atomic import remove_folder, write_bytes
-from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
+from kvshift.lab.core.errors import FolderInUseError, LabError
+from kvshift.lab.core.json_lines import JSONLines
 
 __all__ = ["Metrics", "RunFolder", "read_metrics"]
 
@@ -109,15 +110,14 @@ class RunFolder:
                     remove_folder(path)
 
 
-class Metrics:
-    """metrics.jsonl, open for appending: every line reaches the file at once and whole, or not at all."""
+class Metrics(JSONLines):
+    """metrics.jsonl, open for appending; it is synced with each checkpoint, behind which a run resumes."""
 
     def __init__(self, path: Path, *, up_to_step: int, say: Callable[[str], Any]) -> None:
         """Open the file without the lines beyond `up_to_step`, which a run that was stopped may have left.
 
         `say` is told of each damaged line before those: it is left out, and the others stay.
         """
-        self._path = path
         lines = [(line, *_record(line)) for line in _lines(path)]
         until = [number for number, (_, record, _) in enumerate(lines) if record and record["step"] <= up_to_step]
         kept = []
@@ -128,27 +128,11 @@ class Metrics:
                 kept.append(line + b"\n")
         write_bytes(path, b"".join(kept))
         self.seconds = max((line["seconds"] for line in read_metrics(path, "train")), default=0.0)
-        self._file = path.open("ab", buffering=0)
+        super().__init__(path, sync_seconds=math.inf, ensure_ascii=True)
 
     def write(self, **values: Any) -> None:
-        """Append one object; a number that is not finite, which JSON cannot hold, raises a ValueError."""
-        line = json.dumps(values, allow_nan=False).encode() + b"\n"
-        end = self._file.seek(0, os.SEEK_END)
-        try:
-            if self._file.write(line) == len(line):
-                return
-            reason = "only a part of a line could be written"
-        except OSError as error:
-            reason = str(error)
-        self._file.truncate(end)
-        raise RunFailedError(f"{self._path} could not be written: {reason}; what was written before is kept")
-
-    def sync(self) -> None:
-        """Have all lines on the disk itself."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
+        """Append one object."""
+        self.append([values])
 
 
 def read_metrics(path: Path, kind: str) -> list[dict[str, Any]]:
