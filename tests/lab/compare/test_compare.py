@@ -17,8 +17,8 @@ from kvshift.lab.analysis.report import read_twins
 from kvshift.lab.compare.compare import CompareConfig, TrainingError, child_config, compare
 from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
 from kvshift.lab.data.config import DataConfig
+from kvshift.lab.options_file import parse
 from kvshift.lab.runs.folder import RunFolder
-from kvshift.lab.training.options_file import parse
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, to_json
 
 from ..analysis.run_folders import write_run

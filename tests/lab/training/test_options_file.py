@@ -11,8 +11,8 @@ import pytest
 from kvshift.lab.compare.compare_config import CompareConfig
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig
+from kvshift.lab.options_file import parse
 from kvshift.lab.plan.plan_config import PlanConfig
-from kvshift.lab.training.options_file import parse
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, to_json
 
 YAML = """
