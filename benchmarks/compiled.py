@@ -41,7 +41,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvshift.benchmarks.rows import options_hash
 from kvshift.benchmarks.twins import shifting_by
-from kvshift.lab.runs.folder import environment
+from kvshift.lab.core.environment import environment
 from kvshift.models.decoder import ShiftedDecoder
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
 from kvshift.ops import attention_inputs

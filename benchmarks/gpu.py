@@ -57,7 +57,7 @@ def bench_code(out: Path, *parts: str, **options: object) -> tuple[str, ...]:
         "import sys\n"
         "from pathlib import Path\n"
         "from kvshift.benchmarks.bench import BenchConfig, bench\n"
-        "from kvshift.lab.errors import LabError\n"
+        "from kvshift.lab.core.errors import LabError\n"
         "try:\n"
         f"    bench(BenchConfig(out=Path({str(out)!r}), {arguments}))\n"
         "except LabError as error:\n"

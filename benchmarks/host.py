@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from kvshift.lab.runs.folder import environment
+from kvshift.lab.core.environment import environment
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.versions import CACHE
 

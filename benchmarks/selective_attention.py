@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvshift.benchmarks.peak import peak_bytes
-from kvshift.lab.runs.folder import environment
+from kvshift.lab.core.environment import environment
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import with_variant

@@ -33,7 +33,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3ForCau
 
 from kvshift import ShiftOptions
 from kvshift.lab.compare.timing import quartiles
-from kvshift.lab.runs.folder import environment
+from kvshift.lab.core.environment import environment
 from kvshift.models.baichuan_m1 import BaichuanM1Config
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift.models.retrofit import add_kv_shift

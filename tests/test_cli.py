@@ -12,7 +12,7 @@ import pytest
 
 import kvshift
 from kvshift import cli
-from kvshift.lab.errors import LabError, install_command
+from kvshift.lab.core.errors import LabError, install_command
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from kvshift import KVShift, ShiftOptions, cli
 from kvshift.lab.analysis.runs import read_run
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks import Batch, concatenate, make_task
 from kvshift.lab.tasks.batch import IGNORED
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size

@@ -212,12 +212,12 @@ def run_and_exit() -> NoReturn:
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
-    from kvshift.lab.errors import LabError, missing_package
+    from kvshift.lab.core.errors import LabError, missing_package
 
     command = _COMMANDS[name]
     if command.passes_on and arguments and not arguments[0].startswith("-"):
         arguments = [arguments[0], "--", *arguments[1:]]
-    reader = "kvshift.lab.training.options_file:parse" if command.from_file else "kvshift.lab.command_line:read"
+    reader = "kvshift.lab.options_file:parse" if command.from_file else "kvshift.lab.command_line:read"
     about = {"description": command.summary, "example": command.example, "first": command.first}
     try:
         options = _imported(reader)(_imported(command.options), arguments, prog=f"kvshift {name}", **about)

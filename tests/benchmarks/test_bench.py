@@ -12,8 +12,7 @@ from kvshift.benchmarks import bench as command
 from kvshift.benchmarks import bench_report, formulations, language_model
 from kvshift.benchmarks.bench import BenchConfig, bench
 from kvshift.benchmarks.presets import PRESETS, LayerSize, Preset, Sweep
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import RunFailedError
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.layers import KVShift
 
 SMOKE = PRESETS["smoke"]

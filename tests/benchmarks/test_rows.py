@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvshift.benchmarks.rows import RowFile, options_hash
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 STAMP = {
     "config_hash": "0123",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes.recipe import Record
 from kvshift.recipes.watching import last_step

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvshift.lab.analysis.learning import Reach
-from kvshift.lab.analysis.statistics import verdict
+from kvshift.lab.core.statistics import verdict
 from kvshift.recipes.claims import higher, percent, points, reached, times, within
 
 pytestmark = pytest.mark.no_models

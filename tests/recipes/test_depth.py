@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train_config import to_json
 from kvshift.recipes import depth
 from kvshift.recipes import reproduce as module

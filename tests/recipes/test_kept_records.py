@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs import folder as folders
-from kvshift.lab.runs.folder import FolderInUseError, RunFolder
+from kvshift.lab.core import atomic
+from kvshift.lab.core.errors import FolderInUseError, LabError
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes import jobs as kinds
 from kvshift.recipes import mqar, page
@@ -205,7 +205,7 @@ def test_a_process_killed_while_it_writes_leaves_the_file_whole(
 
     store(tmp_path).add([made_up("a")])
     before = store(tmp_path).partial.read_bytes()
-    monkeypatch.setattr(folders.os, "fsync", fsync)
+    monkeypatch.setattr(atomic.os, "fsync", fsync)
     with pytest.raises(Killed):
         store(tmp_path).add([made_up("b")])
     monkeypatch.undo()

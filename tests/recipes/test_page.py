@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.recipes import page, summary
 from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.claims import not_testable

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes.sweep import _gpu_share, sweep
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvshift import cli
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import RunFailedError
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.recipes import catalogue, listing
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.catalogue import CATALOGUE, Entry, Preset, find_recipe

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from kvshift.cli import main
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train_config import TrainConfig, to_json
 from kvshift.recipes import retrofit
 from kvshift.recipes.jobs import SHARED, Computation, TextJob

@@ -23,9 +23,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from kvshift.cli import main
 from kvshift.integrations.vllm_plugin import start_fault
+from kvshift.lab.core.errors import install_command
 from kvshift.lab.data import hub
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.errors import install_command
 from kvshift.lab.runs import model_files
 from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1ForCausalLM
 from kvshift.models.retrofit import add_kv_shift

@@ -23,8 +23,9 @@ from kvshift.benchmarks.presets import PRESETS
 from kvshift.benchmarks.rows import RowFile, options_hash
 from kvshift.lab.allocator import keep_memory
 from kvshift.lab.compare.timing import EventClock, WallClock
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import RunFailedError, RunFolder, environment
+from kvshift.lab.core.environment import environment
+from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.ops.cpu.kernel import cpu_refusal
 
 __all__ = ["BenchConfig", "bench"]

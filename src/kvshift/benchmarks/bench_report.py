@@ -20,7 +20,7 @@ from kvshift.lab.analysis.colors import GREEN, GREY, ORANGE, PURPLE, colors_of
 from kvshift.lab.analysis.curves import save_figure
 from kvshift.lab.analysis.panels import new_figure
 from kvshift.lab.analysis.tables import as_markdown, as_text
-from kvshift.lab.runs.folder import write_bytes
+from kvshift.lab.core.atomic import write_bytes
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes

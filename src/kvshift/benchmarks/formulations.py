@@ -54,7 +54,7 @@ class Formulation:
     boundaries: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def ours(backend: str, **boundaries: Tensor) -> Function:
+def ours(backend: str, **boundaries: Any) -> Function:
     """`kv_shift` as a user calls it, k and v together."""
 
     def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -111,10 +111,10 @@ def _case(session: Session, part: str, size: ModelSize, way: str, make: Make, *,
 def _where_auto_is(backend: str, made: Implementation) -> Implementation:
     """The same as KVSHIFT_BACKEND=backend makes of a process: all else, recomputation in backward too, stays."""
 
-    def where(function: Callable[..., Any]) -> Callable[..., Any]:
+    def where(function: Any) -> Any:
         return patch.object(dispatch, "_AUTO", backend)(function)
 
-    return replace(made, run=where(made.run), check=where(cast(Any, made.check)))
+    return replace(made, run=where(made.run), check=where(made.check))
 
 
 def _model(name: str, fields: dict[str, Any], dtype: torch.dtype, device: torch.device, compiled: bool) -> Any:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvshift.benchmarks.cases import Row
-from kvshift.lab.analysis.runs import read_lines
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import RunFailedError, write_bytes
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.json_lines import JSONLines, read_lines
 
 __all__ = ["RowFile", "options_hash", "read_rows"]
 
@@ -65,14 +63,8 @@ class RowFile:
         if not rows:
             return
         stamped = [{**row, "last": number == len(rows), **self._stamp} for number, row in enumerate(rows, start=1)]
-        text = "".join(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in stamped)
-        try:
-            with self._path.open("ab") as file:
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise RunFailedError(f"{self._path} could not be written: {error}") from error
+        with JSONLines(self._path) as file:
+            file.append(stamped)
         self.rows += stamped
 
 
@@ -80,22 +72,21 @@ def _whole_cases(path: Path) -> list[Row]:
     """Rows up to the last that ends a case; what a killed call left beyond it is cut off, in the file too."""
     if not path.exists():
         return []
-    content = path.read_bytes()
     rows: list[Row] = []
-    kept_rows = kept_bytes = at = 0
-    for line in content.splitlines(keepends=True):
-        at += len(line)
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-        if rows[-1].get("last") and line.endswith(b"\n"):
-            kept_rows, kept_bytes = len(rows), at
-    if not kept_rows and len(rows) > 0 and "last" not in rows[0]:
-        raise LabError(f"out: {path} holds no rows of kvshift bench; give another folder")
-    if kept_bytes < len(content):
-        write_bytes(path, content[:kept_bytes])
-    return rows[:kept_rows]
+    kept = 0
+    with JSONLines(path) as file:
+        lines = file.read()
+        for line in lines:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+            if rows[-1].get("last"):
+                kept = len(rows)
+        if not kept and len(rows) > 0 and "last" not in rows[0]:
+            raise LabError(f"out: {path} holds no rows of kvshift bench; give another folder")
+        file.keep(lines[:kept])
+    return rows[:kept]
 
 
 def _say(there: Any, here: Any) -> str:

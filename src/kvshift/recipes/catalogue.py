@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 if TYPE_CHECKING:
     from kvshift.recipes.recipe import Recipe

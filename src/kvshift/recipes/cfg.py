@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_chance, draw_means, draw_shares
 from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
-from kvshift.lab.analysis.statistics import t_interval, verdict
+from kvshift.lab.core.statistics import t_interval, verdict
 from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
 from kvshift.lab.training.task_training import TaskTrainConfig, evaluation_of, task_of
 from kvshift.lab.training.train_config import OptimizerConfig

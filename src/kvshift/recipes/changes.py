@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_chance, draw_means
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
-from kvshift.lab.analysis.statistics import t_interval, verdict
 from kvshift.lab.analysis.tables import as_markdown
+from kvshift.lab.core.statistics import t_interval, verdict
 from kvshift.lab.training.probes import KINDS
 from kvshift.recipes.claims import Claim, higher, sooner
 from kvshift.recipes.models import PAIR, model_label

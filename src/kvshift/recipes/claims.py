@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvshift.lab.analysis.learning import Reach, ReachComparison
-from kvshift.lab.analysis.statistics import difference_interval, t_interval
+from kvshift.lab.core.statistics import difference_interval, t_interval
 
 __all__ = [
     "Claim",

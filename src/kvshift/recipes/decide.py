@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
-from kvshift.lab.analysis.statistics import difference_interval, verdict
+from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig

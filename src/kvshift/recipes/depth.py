@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
-from kvshift.lab.analysis.statistics import verdict
+from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json

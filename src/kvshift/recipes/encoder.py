@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
-from kvshift.lab.analysis.statistics import verdict
+from kvshift.lab.core.statistics import verdict
 from kvshift.lab.tasks import MaskedTextConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig

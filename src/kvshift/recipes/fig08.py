@@ -15,8 +15,9 @@ import torch
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.runs import read_json
-from kvshift.lab.analysis.statistics import t_interval
-from kvshift.lab.runs.folder import RunFolder, write_json
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.statistics import t_interval
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.tasks import HopConfig, HopTask, evaluation_batches
 from kvshift.lab.training.task_trainer import score
 from kvshift.lab.training.task_training import TaskTrainConfig

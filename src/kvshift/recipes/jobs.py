@@ -15,10 +15,12 @@ from transformers import TrainerCallback
 
 from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.analysis.runs import is_finished, read_json, read_run
-from kvshift.lab.data.config import SHARED, DataConfig
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.environment import environment
+from kvshift.lab.core.errors import RunFailedError
+from kvshift.lab.data.config import SHARED, DataConfig, find_shared
 from kvshift.lab.runs.beginning import enter, other_options, refuse_other_options
-from kvshift.lab.runs.folder import RunFailedError, RunFolder, environment, write_json
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.tasks import MaskedTextConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
 from kvshift.lab.training.train import train
@@ -26,7 +28,7 @@ from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_has
 from kvshift.recipes.recipe import Job
 from kvshift.recipes.watching import last_step
 
-__all__ = ["SHARED", "Computation", "RunJob", "StudyJob", "TextJob", "TrainingJob", "find_text", "on_text_at_hand"]
+__all__ = ["SHARED", "Computation", "RunJob", "StudyJob", "TextJob", "TrainingJob", "on_text_at_hand"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +177,7 @@ class TextJob(RunJob):
         """With the text where it lies on this machine."""
         if not _is_file(self.config):
             return self.config
-        found = {name: find_text(value) for name, value in _text_of(self.config).items()}
+        found = {name: find_shared(value) for name, value in _text_of(self.config).items()}
         return replace(self.config, data=replace(self.config.data, **found))
 
 
@@ -224,17 +226,6 @@ def _is_file(config: TrainConfig) -> bool:
 
 def _text_of(config: TrainConfig) -> dict[str, str | None]:
     return {"corpus": config.data.corpus, "validation": config.data.validation}
-
-
-def find_text(name: str | None) -> str | None:
-    """Where a text lies on this machine; what has no slash is bundled."""
-    if name is None or "/" not in name:
-        return name
-    folder = os.environ.get(SHARED)
-    if not folder or not list(Path(folder).glob(name)):
-        was = f"{folder!r}, which has none" if folder else "not set"
-        raise LabError(f"the environment variable {SHARED} must name the folder that holds {name}; it is {was}")
-    return str(Path(folder) / name)
 
 
 _OF_A_LINE = ("kind", "step", "tokens", "heads")

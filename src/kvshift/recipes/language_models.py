@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvshift.lab.analysis.statistics import verdict
+from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import VARIANTS, with_variant

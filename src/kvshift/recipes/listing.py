@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvshift.lab.analysis.tables import as_text
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.reproduce_config import ReproduceConfig
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_means, minus
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
-from kvshift.lab.analysis.statistics import difference_interval
+from kvshift.lab.core.statistics import difference_interval
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, Direction, within

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_groups
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
-from kvshift.lab.analysis.statistics import rank_correlation
 from kvshift.lab.analysis.tables import as_markdown
+from kvshift.lab.core.statistics import rank_correlation
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.claims import Claim, higher
 from kvshift.recipes.jobs import StudyJob

@@ -17,7 +17,7 @@ from typing import Any
 from kvshift.lab.analysis.curves import plot_curves, save_figure
 from kvshift.lab.analysis.learning import reach_of
 from kvshift.lab.analysis.tables import as_markdown
-from kvshift.lab.runs.folder import write_bytes
+from kvshift.lab.core.atomic import write_bytes
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.recipe import Recipe, Record, Score, accuracy_curves, by_label, diverged, reported

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvshift.lab.analysis.statistics import verdict
+from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig
 from kvshift.lab.variants.by_name import with_variant

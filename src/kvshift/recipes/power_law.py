@@ -12,7 +12,7 @@ from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.colors import colors_of, marker_of
 from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift.lab.analysis.scaling import Interval, PowerLaw, fit_power_law
-from kvshift.lab.analysis.statistics import difference_interval, verdict
+from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json
 from kvshift.lab.variants.building import llama_config

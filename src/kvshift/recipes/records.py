@@ -7,15 +7,13 @@ RESULTS/STUDY/PRESET.jsonl            of all recipes of a study that are finishe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock
 
-from kvshift.lab.analysis.runs import read_lines
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import write_bytes
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.json_lines import read_lines, write_lines
 from kvshift.recipes.jobs import RunJob
 from kvshift.recipes.recipe import Job, Recipe, Record
 
@@ -37,9 +35,7 @@ def record_of(job: Job, out: Path) -> Record:
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
     """Write all lines again; the file is whole or as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(vars(record), allow_nan=False, ensure_ascii=False) for record in records)
-    write_bytes(path, "".join(f"{line}\n" for line in lines).encode())
+    write_lines(path, map(vars, records))
 
 
 def read_records(path: Path) -> list[Record]:

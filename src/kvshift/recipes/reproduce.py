@@ -21,9 +21,10 @@ from tqdm.auto import tqdm
 
 from kvshift.lab.analysis.curves import save_figure
 from kvshift.lab.analysis.runs import is_finished
-from kvshift.lab.errors import LabError
-from kvshift.lab.messages import say
-from kvshift.lab.runs.folder import RunFailedError, RunFolder, write_bytes
+from kvshift.lab.core.atomic import write_bytes
+from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.messages import say
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.claims import Claim
 from kvshift.recipes.jobs import SHARED, on_text_at_hand

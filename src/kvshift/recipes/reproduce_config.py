@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 __all__ = ["Cluster", "ReproduceConfig"]
 

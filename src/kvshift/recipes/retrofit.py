@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
-from kvshift.lab.data.config import DataConfig
+from kvshift.lab.core.atomic import remove_folder, write_json
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.data.config import DataConfig, find_shared
 from kvshift.lab.data.text import load_text_data
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import RunFolder, remove_folder, write_json
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.smollm2 import find_smollm2
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, config_hash
 from kvshift.lab.variants.building import build_model, llama_config
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.held_out import HeldOut, measure
-from kvshift.recipes.jobs import Computation, TextJob, find_text
+from kvshift.recipes.jobs import Computation, TextJob
 from kvshift.recipes.recipe import Job, Recipe
 from kvshift.recipes.retrofit_claims import ALL, BOTH, CONTROL, LORA, NOTHING, claims, plot, tables
 from kvshift.recipes.tuning import least_loss
@@ -161,7 +162,7 @@ _MEASURED = "measured.json"
 
 def _here(held_out: HeldOut) -> HeldOut:
     """With the texts where they lie on this machine."""
-    return replace(held_out, texts=tuple((name, cast(str, find_text(text))) for name, text in held_out.texts))
+    return replace(held_out, texts=tuple((name, cast(str, find_shared(text))) for name, text in held_out.texts))
 
 
 def measure_untrained(work: Untrained) -> dict[str, Any]:

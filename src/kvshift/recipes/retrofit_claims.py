@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
-from kvshift.lab.analysis.statistics import difference_interval, t_interval, verdict
 from kvshift.lab.analysis.tables import as_markdown
+from kvshift.lab.core.statistics import difference_interval, t_interval, verdict
 from kvshift.recipes.claims import Claim, Direction, higher
 from kvshift.recipes.recipe import Record, accuracy_curve, accuracy_curves, by_label
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvshift.lab.analysis.tables import as_markdown
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.claims import Claim, Direction
 from kvshift.recipes.recipe import Recipe, Record, reported

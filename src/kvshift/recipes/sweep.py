@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from kvshift.lab.allocator import keep_memory
-from kvshift.lab.errors import LabError, install_command
+from kvshift.lab.core.errors import LabError, install_command
 from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes.recipe import Job
 from kvshift.recipes.reproduce_config import Cluster

@@ -14,7 +14,8 @@ from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.runs import read_json
-from kvshift.lab.runs.folder import RunFolder, write_json
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.tasks import IGSMConfig
 from kvshift.lab.tasks.igsm import IGSMTask
 from kvshift.lab.training.answers import ask

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from kvshift.lab.messages import say
+from kvshift.lab.core.messages import say
 from kvshift.recipes.recipe import Job
 
 __all__ = ["last_step", "watching"]

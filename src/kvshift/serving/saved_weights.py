@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.model_files import read_object
 
 __all__ = ["check_weights"]

@@ -13,9 +13,9 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from kvshift.integrations.vllm_plugin import SERVED_MODEL_TYPES
+from kvshift.lab.core.errors import LabError, install_command
+from kvshift.lab.core.messages import say
 from kvshift.lab.data.hub import is_hub_name
-from kvshift.lab.errors import LabError, install_command
-from kvshift.lab.messages import say
 from kvshift.lab.runs.model_files import find_file, largest_id, locate, read_object, require_ids
 from kvshift.serving.saved_weights import check_weights
 from kvshift.serving.serve_config import ServeOptions

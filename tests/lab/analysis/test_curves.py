@@ -11,8 +11,8 @@ from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, plot_learning, save_figure
 from kvshift.lab.analysis.panels import INTERVALS
 from kvshift.lab.analysis.runs import read_run
-from kvshift.lab.analysis.statistics import t_interval
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.statistics import t_interval
 
 from .run_folders import write_pair, write_run
 

@@ -17,9 +17,8 @@ from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.analyze import analyze as module
 from kvshift.lab.analyze.analyze import AnalyzeConfig, analyze
 from kvshift.lab.analyze.head_scores import RepeatConfig, measure_heads
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task

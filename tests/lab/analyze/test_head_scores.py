@@ -15,7 +15,7 @@ from kvshift.lab.analyze.head_scores import (
     sequences_for,
     shares,
 )
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.theory.one_layer_head import kv_shift_head
 from kvshift.lab.theory.two_layer_head import two_layer_head
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM

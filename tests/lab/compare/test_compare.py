@@ -15,10 +15,10 @@ import kvshift.lab.compare.compare as module
 from kvshift.lab.analysis.comparison import summarize
 from kvshift.lab.analysis.report import read_twins
 from kvshift.lab.compare.compare import CompareConfig, TrainingError, child_config, compare
+from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import FolderInUseError, RunFailedError, RunFolder
-from kvshift.lab.training.options_file import parse
+from kvshift.lab.options_file import parse
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, to_json
 
 from ..analysis.run_folders import write_run

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvshift.lab.compare.compare import CompareConfig, child_config, compare
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train_config import ModelConfig, TrainConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import VARIANTS

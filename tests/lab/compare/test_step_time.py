@@ -4,7 +4,7 @@ import pytest
 
 from kvshift.lab.compare.step_time import side_by_side
 from kvshift.lab.compare.timing import WallClock
-from kvshift.lab.runs.folder import RunFailedError
+from kvshift.lab.core.errors import RunFailedError
 
 
 class Clock:

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.files import find_files, read_files, read_pieces
-from kvshift.lab.errors import LabError
 
 pytestmark = pytest.mark.no_models
 

@@ -11,11 +11,11 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data import pieces
 from kvshift.lab.data.packing import encoder
 from kvshift.lab.data.pieces import cut, parts_at_lines, without_long_words
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.errors import LabError
 
 # Runs of white space become tokens of their own, which a cut in the wrong place would split.
 TEXT = "to be or not to be,\n\n\nthat is\nthe\n\t\tquestion:\r\n\r\n  whether\n \n 't is nobler..\n\nin  the.\n" * 7

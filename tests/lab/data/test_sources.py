@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data import sources
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.files import bundled_corpora
 from kvshift.lab.data.sources import load_documents
-from kvshift.lab.errors import LabError
 
 pytestmark = pytest.mark.no_models
 

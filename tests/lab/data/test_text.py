@@ -18,11 +18,11 @@ import torch
 import tyro
 from torch.utils.data import DataLoader
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data import dataset_cache, files, packing, sources
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
-from kvshift.lab.errors import LabError
 
 SHARED = Path(os.environ.get("KVSHIFT_SHARED_DATA") or "no-such-folder")
 

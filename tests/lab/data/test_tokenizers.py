@@ -13,10 +13,10 @@ import pytest
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data import tokenizers
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.tokenizers import END_OF_TEXT, load_tokenizer, make_tokenizer, train_bpe
-from kvshift.lab.errors import LabError
 from kvshift.lab.runs.loading import check_tokenizer
 
 TEXT = "to be or not to be, that is the question: whether 't is nobler in the mind to suffer\n" * 5

@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from kvshift.cli import main
-from kvshift.lab.errors import LabError, install_command
+from kvshift.lab.core.errors import FolderInUseError, LabError, install_command
 from kvshift.lab.evaluate import benchmarking
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, make_task, prompts
 from kvshift.lab.evaluate.eval_config import EvalConfig
@@ -29,7 +29,6 @@ from kvshift.lab.evaluate.evaluation import evaluate
 from kvshift.lab.evaluate.harness import AskedOnce, answering, ask
 from kvshift.lab.evaluate.items import read_questions
 from kvshift.lab.evaluate.kept_answers import kept_in
-from kvshift.lab.runs.folder import FolderInUseError
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.variants.by_name import find_variant
 from kvshift.lab.variants.variant import ModelVariant

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, prompts, select
 from kvshift.lab.evaluate.harness import AskedOnce, ask
 from kvshift.lab.evaluate.items import read_questions

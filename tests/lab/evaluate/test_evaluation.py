@@ -21,8 +21,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from kvshift.cli import main
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.errors import LabError
 from kvshift.lab.evaluate import scoring, text_scores
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.evaluation import evaluate

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.evaluate.items import find_data, read_questions
 
 from .benchmark_cases import ARC, HELLASWAG, LAMBADA, MATH, WINOGRANDE, write_benchmarks

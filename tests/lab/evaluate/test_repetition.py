@@ -14,8 +14,8 @@ from scipy.stats import t
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from kvshift.cli import main
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.errors import LabError
 from kvshift.lab.evaluate import continuations
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.evaluation import evaluate

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from kvshift.cli import main
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.export import programs
 from kvshift.lab.export.export_config import ExportOptions
 from kvshift.lab.export.exporting import export
 from kvshift.lab.export.programs import Program, check_programs, greedy, load_program, write_programs
 from kvshift.lab.export.remote_code import compute
-from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.runs.loading import load_weights
 
 from ...models.llama.tiny import tiny_model

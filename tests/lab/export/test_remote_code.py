@@ -22,11 +22,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvshift.cli import main
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.export.export_config import ExportOptions
 from kvshift.lab.export.exporting import export
 from kvshift.lab.export.remote_code import MOST_LINES, check_folder, compute, generate_code, write_code
-from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.variants.by_name import find_variant
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM

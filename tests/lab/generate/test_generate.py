@@ -19,9 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrain
 from kvshift.cli import main
 from kvshift.lab.analyze.analyze_config import AnalyzeConfig
 from kvshift.lab.compare.compare_config import CompareConfig
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.generate.generate import GenerateConfig, _cropped, encode, generate
-from kvshift.lab.runs.folder import RunFailedError
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from ..generation_cases import PROMPTS, batch_config, lines, save_model, tokenizer, write_prompts

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.generate.generate import GenerateConfig, generate
-from kvshift.lab.generate.prompts import Answers, answers_in, read_prompts
+from kvshift.lab.generate.prompts import answers_in, read_prompts
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from ..generation_cases import PROMPTS, batch_config, lines, write_prompts
@@ -166,8 +166,6 @@ def test_an_output_that_cannot_be_opened_leaves_nothing(output: str, model_folde
 
 
 def test_a_full_disk(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvshift.lab.generate.prompts as module
-
     config = batch_config(model_folder, tmp_path)
     syncs = iter([None, OSError(28, "No space left on device")])
 
@@ -175,7 +173,7 @@ def test_a_full_disk(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         if (problem := next(syncs)) is not None:
             raise problem
 
-    monkeypatch.setattr(module.os, "fsync", fsync)
+    monkeypatch.setattr("kvshift.lab.core.json_lines.os.fsync", fsync)
     with pytest.raises(LabError, match=r"No space left on device; its 3 lines are whole") as error:
         generate(config)
     assert error.value.exit_code == 3
@@ -183,38 +181,6 @@ def test_a_full_disk(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     generate(config)
     assert [line["index"] for line in lines(config.output)] == [0, 1, 2, 3]
-
-
-LINE = b'{"index": 0}\n'
-
-
-class Disk(io.BytesIO):
-    """A file without a buffer on a disk that has size for so many bytes: it takes what fits, and says how much."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def write(self, content: Any) -> int:
-        if self.size == self.tell():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(bytes(content)[: self.size - self.tell()])
-
-
-def test_a_disk_that_fills_up_within_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system then writes a part of the line, and only the next write fails."""
-    monkeypatch.setattr("kvshift.lab.generate.prompts.os.fsync", lambda number: None)
-    monkeypatch.setattr(Disk, "fileno", lambda disk: 0)
-    for size in range(3 * len(LINE)):
-        answers = Answers(tmp_path / "answers", disk := Disk(size), 0)
-        fit = size // len(LINE)
-        for _ in range(fit):
-            answers.append([{"index": 0}])
-        with pytest.raises(LabError, match=rf"No space left on device; its {fit} lines are whole") as error:
-            answers.append([{"index": 0}])
-        assert error.value.exit_code == 3
-        assert answers.done == fit
-        assert disk.getvalue() == LINE * fit
 
 
 @pytest.mark.parametrize("fault", ["fsync", "truncate", "close"])
@@ -247,14 +213,14 @@ def test_a_disk_that_fails_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with answers_in(path, ["a", "b"], 1, "s") as answers:
         answers.append([record := {"index": 0, "sample": 0, "prompt": "a", "settings": "s"}])
         if fault != "close":
-            monkeypatch.setattr("kvshift.lab.generate.prompts.os.fsync", full)
+            monkeypatch.setattr("kvshift.lab.core.json_lines.os.fsync", full)
             opened[0].failing = True
             with pytest.raises(LabError, match="full; its 1 lines are whole"):
                 answers.append([record | {"index": 1, "prompt": "b"}])
     monkeypatch.undo()
     assert path.read_text().startswith(json.dumps(record) + "\n")
     with answers_in(path, ["a", "b"], 1, "s") as answers:
-        assert answers.done == (2 if fault == "truncate" else 1)
+        assert answers.count == (2 if fault == "truncate" else 1)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvshift.cli import main
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.plan import planning
 from kvshift.lab.plan.cost import LlamaShape, count_parameters, training_flops, training_memory
 from kvshift.lab.plan.plan_config import PlanConfig, PlanData

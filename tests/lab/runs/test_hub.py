@@ -11,10 +11,10 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvshift.cli import main
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data import hub
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.tokenizers import make_tokenizer
-from kvshift.lab.errors import LabError
 
 
 @pytest.fixture

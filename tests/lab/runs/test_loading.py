@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvshift.cli import main
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.errors import LabError
 from kvshift.lab.runs import model_files
 from kvshift.lab.runs.loading import load_model, not_finite
 from kvshift.lab.runs.model_files import locate

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs import smollm2
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.runs.smollm2 import cache_folder, convert, find_smollm2

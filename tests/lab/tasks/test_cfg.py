@@ -15,7 +15,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks import CFG3F, CFG3S, CFGConfig, CFGGrammar, CFGTask, QuestionTask, TaskBatches, cfg
 from kvshift.lab.training.train_config import from_json, to_json
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks import InductionConfig, InductionTask, induction
 
 from .cases import check_shape, drawn_numbers, seeded

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks import MaskedTextConfig, MaskedTextTask, TaskBatches, WholeTask
 from kvshift.lab.tasks.batch import IGNORED
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks import NGramConfig, NGramTask, ngram
 
 from .cases import check_shape, drawn_numbers, seeded

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvshift import KVShiftAttention, ShiftOptions
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.theory.causal_paths import path_weights
 
 pytestmark = pytest.mark.no_models

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.theory.checks import COEFFICIENTS, check_logits, check_monte_carlo, check_orthonormal, check_places
 from kvshift.lab.theory.finite_model import build_layer, draw_losses, model_loss, random_embeddings
 from kvshift.lab.theory.limit_loss import exact, loss

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.theory.induction_head import induction_head, random_tokens, softmax_between
 
 pytestmark = pytest.mark.no_models

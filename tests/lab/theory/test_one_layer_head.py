@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.theory.checks import check_match, check_one_layer, matching_tokens
 from kvshift.lab.theory.induction_head import induction_head, random_tokens
 from kvshift.lab.theory.one_layer_head import build_layer, kv_shift_head

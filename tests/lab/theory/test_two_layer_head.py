@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.theory.checks import check_two_layers
 from kvshift.lab.theory.induction_head import random_tokens
 from kvshift.lab.theory.two_layer_head import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.extending import same_schedule
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import config_hash

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvshift import cli
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
 from kvshift.lab.runs.checkpoints import find_checkpoint
-from kvshift.lab.runs.folder import FolderInUseError, Metrics, RunFailedError, RunFolder
+from kvshift.lab.runs.folder import Metrics, RunFolder
 from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.lab.training.train import train
 from kvshift.lab.training.trainer import LanguageModelTrainer

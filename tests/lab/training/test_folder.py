@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.atomic import write_bytes
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.runs.checkpoints import find_checkpoint
-from kvshift.lab.runs.folder import Metrics, RunFailedError, RunFolder, read_metrics, write_bytes
+from kvshift.lab.runs.folder import Metrics, RunFolder, read_metrics
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import ModelConfig
 

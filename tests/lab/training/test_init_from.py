@@ -12,9 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvshift import KVShift
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
-from kvshift.lab.errors import LabError
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import ModelConfig, TrainConfig
 from kvshift.lab.variants.pretrained import base_config, find_pretrained

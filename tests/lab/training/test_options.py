@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train import train
 
 from .cases import tiny

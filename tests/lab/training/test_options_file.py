@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.compare.compare_config import CompareConfig
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.errors import LabError
+from kvshift.lab.options_file import parse
 from kvshift.lab.plan.plan_config import PlanConfig
-from kvshift.lab.training.options_file import parse
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, to_json
 
 YAML = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train import train
 
 from .cases import assert_same_run, metrics, tiny

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from kvshift.lab.analyze.analyze_config import RepeatConfig
 from kvshift.lab.analyze.head_scores import attention_scores, measure_heads
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
-from kvshift.lab.errors import LabError
 from kvshift.lab.training.probes import (
     KINDS,
     SCORES,

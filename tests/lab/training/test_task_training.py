@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import RunFailedError
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.tasks import (
     HopConfig,
     InductionConfig,

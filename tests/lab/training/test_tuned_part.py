@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from kvshift.lab.errors import LabError, install_command
+from kvshift.lab.core.errors import LabError, install_command
 from kvshift.lab.training import tuned_part
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, config_hash, to_json

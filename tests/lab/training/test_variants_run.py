@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from kvshift.cli import main
 from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.compare.samples import sample
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.plan.planning import PlanConfig, estimate
 from kvshift.lab.tasks import MQARConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.variants.bidirectional import EncoderOptions, LabEncoder, shift_both_ways
 from kvshift.lab.variants.building import build_model, count_parameters, describe
 from kvshift.lab.variants.by_name import with_variant

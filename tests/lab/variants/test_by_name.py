@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvshift.lab.analysis.colors import colors_of
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train_config import ModelConfig, TrainConfig, config_hash, to_json
 from kvshift.lab.variants.by_name import (
     VARIANTS,

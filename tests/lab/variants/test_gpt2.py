@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from kvshift import KVShift
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.tasks import HopConfig, HopTask, MQARConfig, MQARTask
 from kvshift.lab.training.train_config import from_json, to_json

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.models.llama import KVShiftLlamaConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import VARIANTS, find_variant, with_variant

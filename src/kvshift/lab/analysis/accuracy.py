@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.analysis.colors import colors_of, marker_of, shades
 from kvshift.lab.analysis.panels import count_steps
-from kvshift.lab.analysis.statistics import t_interval
+from kvshift.lab.core.statistics import t_interval
 from kvshift.lab.variants.by_name import VARIANTS
 
 if TYPE_CHECKING:  # takes a second to import

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvshift.lab.analysis.runs import Run
-from kvshift.lab.analysis.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
 
 __all__ = ["Twins", "explanation", "summarize", "table"]
 

@@ -11,7 +11,7 @@ from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.maps import map_coefficients
 from kvshift.lab.analysis.panels import INTERVALS, count_steps, legend_below, new_figure, whole_ticks
 from kvshift.lab.analysis.runs import Run, read_run
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.folder import read_metrics
 
 if TYPE_CHECKING:  # takes a second to import

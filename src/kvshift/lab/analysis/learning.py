@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvshift.lab.analysis.statistics import first_reached, t_interval
+from kvshift.lab.core.statistics import first_reached, t_interval
 
 __all__ = ["Reach", "ReachComparison", "compare_reach", "reach_of", "steps_to"]
 

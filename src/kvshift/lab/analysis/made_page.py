@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import write_bytes
+from kvshift.lab.core.atomic import write_bytes
+from kvshift.lab.core.errors import LabError
 
 __all__ = ["write_or_check"]
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.json_lines import read_lines
 from kvshift.lab.variants.by_name import label_of
 
 if TYPE_CHECKING:
     from kvshift.lab.training.train_config import TrainConfig
 
-__all__ = ["Run", "is_finished", "read_json", "read_lines", "read_run"]
+__all__ = ["Run", "is_finished", "read_json", "read_run"]
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,3 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise LabError(f"{path}: cannot be read: {error}") from error
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file of JSON lines; raises LabError that names file and line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise LabError(f"{path}: cannot be read: {error}") from error
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise LabError(f"{path}:{number}: not a line of JSON: {error}") from error

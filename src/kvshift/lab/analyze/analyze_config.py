@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from kvshift.lab.errors import require, require_unicode
+from kvshift.lab.core.errors import require, require_unicode
 from kvshift.lab.training.train_config import DType
 
 __all__ = ["AnalyzeConfig", "RepeatConfig"]

@@ -48,8 +48,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvshift.lab.analyze.analyze_config import RepeatConfig
-from kvshift.lab.errors import LabError
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.training.callbacks import coefficients
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kvshift.lab.errors import require
+from kvshift.lab.core.errors import require
 
 __all__ = ["CheckConfig"]
 

@@ -17,7 +17,7 @@ from typing import Any
 from kvshift.lab.analysis.made_page import write_or_check
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.check.stock_models import GROUPS
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 __all__ = ["MARKER", "rendered"]
 

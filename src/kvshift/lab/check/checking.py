@@ -10,10 +10,11 @@ import torch
 
 from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.check.check_config import CheckConfig
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.environment import environment
+from kvshift.lab.core.errors import LabError, nearest
+from kvshift.lab.core.messages import say
 from kvshift.lab.data.hub import is_hub_name, require_on_hub
-from kvshift.lab.errors import LabError, nearest
-from kvshift.lab.messages import say
-from kvshift.lab.runs.folder import environment, write_json
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate, model_folder
 from kvshift.lab.training.train_config import DType

@@ -9,7 +9,6 @@ attention of so small a model is almost uniform, and errors are small. Windows a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ import kvshift.models.baichuan_m1
 import kvshift.models.llama  # noqa: F401, both register their model types
 from kvshift import ShiftOptions
 from kvshift.lab.check.checking import stamped
-from kvshift.lab.messages import say
-from kvshift.lab.runs.folder import write_bytes
+from kvshift.lab.core.json_lines import write_lines
+from kvshift.lab.core.messages import say
 from kvshift.models.check import check_model
 from kvshift.models.retrofit import add_kv_shift
 
@@ -222,8 +221,7 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
 def main() -> None:
     """Check all that are known and write the rows."""
     rows = measure([name for name in STOCK if is_known(name)])
-    _RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(_RESULTS, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode())
+    write_lines(_RESULTS, rows, ensure_ascii=True)
 
 
 def _model_type(name: str) -> str:

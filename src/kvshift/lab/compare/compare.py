@@ -26,9 +26,10 @@ from kvshift.lab.analysis.report import run_folder, verdicts, write_report
 from kvshift.lab.analysis.runs import is_finished, read_json
 from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.compare.compare_config import CompareConfig
-from kvshift.lab.errors import LabError
-from kvshift.lab.messages import say
-from kvshift.lab.runs.folder import FolderInUseError, RunFailedError, RunFolder, write_json
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
+from kvshift.lab.core.messages import say
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.training.train_config import TrainConfig, differences, to_json
 from kvshift.lab.variants.by_name import with_variant
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from kvshift.lab.errors import LabError, require_unicode
+from kvshift.lab.core.errors import LabError, require_unicode
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.by_name import VARIANTS, find_entry
 

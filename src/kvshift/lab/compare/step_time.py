@@ -17,9 +17,9 @@ from torch import nn
 
 from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.compare.timing import Clock, WallClock, measure, ratios
+from kvshift.lab.core.errors import RunFailedError
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
-from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.training.optimizer import adamw, recompute_activations
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.building import load_trained

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
-__all__ = ["SHARED", "DataConfig", "check_data_config", "check_data_paths"]
+__all__ = ["SHARED", "DataConfig", "check_data_config", "find_shared"]
 
 SHARED = "KVSHIFT_SHARED_DATA"
 """The environment variable that names the folder of larger corpora, which the repository does not hold."""
@@ -67,18 +69,15 @@ class DataConfig:
     learn from what followed last time: above 0, at most 1, with packing concat. Validation text stays as it is."""
 
 
-def check_data_paths(corpus: str, validation: str | None, option: str) -> None:
-    """Raise `LabError` for text that is not there, or files that cannot be read as text; without an import of datasets.
-
-    Args:
-        corpus, validation: as in `DataConfig`.
-        option: that names the corpus.
-    """
-    from kvshift.lab.data.files import find_corpus, find_files  # pyarrow
-
-    files = find_corpus(corpus, option)
-    if validation is not None and files is not None:  # else it is a split of the hub dataset
-        find_files(validation, "validation")
+def find_shared(name: str | None) -> str | None:
+    """Where a text of the larger corpora lies on this machine; a name without a slash is that of a bundled one."""
+    if name is None or "/" not in name:
+        return name
+    folder = os.environ.get(SHARED)
+    if not folder or not list(Path(folder).glob(name)):
+        was = f"{folder!r}, which has none" if folder else "not set"
+        raise LabError(f"the environment variable {SHARED} must name the folder that holds {name}; it is {was}")
+    return str(Path(folder) / name)
 
 
 def check_data_config(config: DataConfig) -> None:

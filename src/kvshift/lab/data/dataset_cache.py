@@ -11,7 +11,7 @@ import datasets
 import datasets.config
 from datasets.exceptions import DatasetGenerationError
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 __all__ = ["CacheError", "cached_dataset", "fingerprint"]
 

@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 __all__ = [
     "FORMATS",
@@ -32,6 +32,7 @@ __all__ = [
     "bundled_corpora",
     "find_corpus",
     "find_files",
+    "find_texts",
     "is_data_file",
     "is_local",
     "of_chats",
@@ -92,6 +93,20 @@ def find_corpus(corpus: str, option: str) -> tuple[FileStamp, ...] | None:
         f"{option}: {corpus!r} is neither a bundled corpus ({', '.join(bundled_corpora())}){hint}, nor a file or "
         "folder that exists, nor a hub dataset (owner/name)"
     )
+
+
+def find_texts(
+    corpus: str, validation: str | None, option: str = "corpus"
+) -> tuple[tuple[FileStamp, ...] | None, tuple[FileStamp, ...] | None]:
+    """The files of a corpus and of its validation text; None for a hub dataset, or without validation text.
+
+    Raises:
+        LabError: see `find_corpus`.
+    """
+    files = find_corpus(corpus, option)
+    if files is None or validation is None:  # of a hub dataset, `validation` is a split
+        return files, None
+    return files, find_files(validation, "validation")
 
 
 def _corpora() -> Path:

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 __all__ = ["download", "is_hub_name", "require_on_hub"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.seeds import generator_for
 
 __all__ = ["EndlessStream", "ShuffledEpochs"]
 

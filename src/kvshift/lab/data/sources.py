@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import datasets
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
-from kvshift.lab.data.files import FileStamp, find_corpus, find_files, of_chats, read_files, read_pieces
-from kvshift.lab.errors import LabError
+from kvshift.lab.data.files import FileStamp, find_corpus, find_texts, of_chats, read_files, read_pieces
 
 __all__ = ["Documents", "load_documents", "read_text", "texts"]
 
@@ -33,8 +33,11 @@ def load_documents(config: DataConfig) -> tuple[Documents, datasets.Dataset]:
     Raises:
         LabError: the text cannot be found or read, or the two would overlap.
     """
-    files = _find(config, "corpus")
-    return _hub(config) if files is None else _local(config, files)
+    files, held_out = find_texts(config.corpus, config.validation)
+    if files is None:
+        return _hub(config)
+    _refuse_hub_options(config)
+    return _local(config, files, held_out)
 
 
 def read_text(config: DataConfig, option: str) -> Iterator[tuple[str, bool]]:
@@ -45,10 +48,11 @@ def read_text(config: DataConfig, option: str) -> Iterator[tuple[str, bool]]:
     Raises:
         LabError: the text cannot be found, and `option` is named, or cannot be read.
     """
-    files = _find(config, option)
+    files = find_corpus(config.corpus, option)
     if files is None:
         yield from ((text, True) for text in texts(_hub_split(config, config.split, "--text-column")))
         return
+    _refuse_hub_options(config)
     blank = ""  # what a document begins with
     begun = False
     for text, last in read_pieces(files, config.text_column, "--text-column"):
@@ -71,20 +75,13 @@ def _column(documents: Documents) -> Iterator[str]:
         yield cast(dict[str, str | None], row)["text"] or ""
 
 
-def _find(config: DataConfig, option: str) -> tuple[FileStamp, ...] | None:
-    """The files of the corpus; None where it is a hub dataset."""
-    files = find_corpus(config.corpus, option)
-    if files is not None:
-        _refuse_hub_options(config)
-    return files
-
-
-def _local(config: DataConfig, files: tuple[FileStamp, ...]) -> tuple[Documents, datasets.Dataset]:
-    if config.validation is None:
+def _local(
+    config: DataConfig, files: tuple[FileStamp, ...], held_out: tuple[FileStamp, ...] | None
+) -> tuple[Documents, datasets.Dataset]:
+    if held_out is None:
         if config.streaming:
             return _head_held_out(_stream(files, config.text_column))
         return _tail_held_out(_read(files, config.text_column), config.validation_fraction)
-    held_out = find_files(config.validation, "validation")
     paths, held_out_paths = ({Path(name).resolve() for name, *_ in stamps} for stamps in (files, held_out))
     if both := sorted(paths & held_out_paths):
         raise LabError(f"validation: {both[0]} is also in corpus {config.corpus}")

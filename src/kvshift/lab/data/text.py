@@ -8,11 +8,11 @@ from pathlib import Path
 import datasets
 from transformers import PreTrainedTokenizerFast
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig, check_data_config
 from kvshift.lab.data.packing import count_tokens, pack_documents, pack_stream
 from kvshift.lab.data.sources import STREAM_VALIDATION_DOCUMENTS, Documents, load_documents, texts
 from kvshift.lab.data.tokenizers import make_tokenizer
-from kvshift.lab.errors import LabError
 
 __all__ = ["TextData", "load_text_data"]
 

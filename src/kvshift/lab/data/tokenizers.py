@@ -15,13 +15,13 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.messages import say
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
 from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.data.pieces import cut, without_long_words
 from kvshift.lab.data.sources import Documents, texts
-from kvshift.lab.errors import LabError
-from kvshift.lab.messages import say
 
 __all__ = [
     "END_OF_TEXT",

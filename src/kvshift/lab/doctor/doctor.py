@@ -20,8 +20,8 @@ from typing import Any
 
 import kvshift
 from kvshift.lab.analysis.tables import as_text
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.doctor.doctor_config import DoctorConfig
-from kvshift.lab.errors import LabError
 
 __all__ = ["SomethingWrongError", "doctor"]
 
@@ -136,7 +136,7 @@ def _describe(device: Any) -> str:
         return f"{found.name}, capability {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB, {runtime}"
     if device.type != "cpu":
         return device.type
-    from kvshift.lab.runs.folder import environment
+    from kvshift.lab.core.environment import environment
 
     found = environment(device, processes=1)["hardware"]
     return f"{found['cpu']}, {found['instructions']}, {found['cores']} cores, {found['threads']} threads of torch"

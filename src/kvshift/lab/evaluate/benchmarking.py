@@ -9,14 +9,13 @@ import numpy as np
 import torch
 
 from kvshift.lab.analysis.tables import as_text
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.messages import say, say_nothing
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, select
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.items import HUB, Questions, find_data, read_questions
 from kvshift.lab.evaluate.kept_answers import KeptAnswers, kept_in, version_of
 from kvshift.lab.evaluate.task_scores import average, compare, compare_averages, scores
-from kvshift.lab.messages import say, say_nothing
-from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.runs.model_files import locate
 

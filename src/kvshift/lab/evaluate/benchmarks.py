@@ -25,7 +25,7 @@ from importlib.resources import files
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from kvshift.lab.errors import LabError, nearest
+from kvshift.lab.core.errors import LabError, nearest
 from kvshift.lab.evaluate.items import Item, Questions
 
 __all__ = ["BENCHMARKS", "PAPER", "Asked", "Benchmark", "make_task", "prompts", "select"]

@@ -11,20 +11,19 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from kvshift.lab.analysis.statistics import Estimate, mean_of
 from kvshift.lab.analysis.tables import as_text
+from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.messages import say
+from kvshift.lab.core.seeds import seed_for
+from kvshift.lab.core.statistics import Estimate, mean_of
 from kvshift.lab.data.token_stream import token_stream
-from kvshift.lab.errors import LabError
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.kept_answers import KeptAnswers, kept_in, key_of, version_of
 from kvshift.lab.evaluate.repetition import LOOP_TIMES, distinct, distinct_difference, loop_length, rep
 from kvshift.lab.evaluate.text_scores import Model, pieces, prepare
 from kvshift.lab.generate.continuing import continue_rows
-from kvshift.lab.messages import say
-from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.runs.progress import counted
-from kvshift.lab.seeds import seed_for
 
 __all__ = ["measure", "table"]
 

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kvshift.lab.data.config import check_data_paths
-from kvshift.lab.errors import LabError, require
+from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.training.train_config import DType
 
 __all__ = ["EvalConfig"]
@@ -82,8 +81,10 @@ class EvalConfig:
 
     def check_paths(self) -> None:
         """Raise a LabError for text that is there and cannot be read."""
+        from kvshift.lab.data.files import find_corpus  # pyarrow
+
         for text in self.texts:
-            check_data_paths(text, None, "texts")
+            find_corpus(text, "texts")
 
     def check(self) -> None:
         """Raise a LabError that names the option, its value, and what it may be."""

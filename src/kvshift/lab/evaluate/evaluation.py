@@ -6,8 +6,9 @@ from typing import Any
 
 from transformers.utils import logging
 
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.environment import environment
 from kvshift.lab.evaluate.eval_config import EvalConfig
-from kvshift.lab.runs.folder import environment, write_json
 from kvshift.lab.runs.loading import find_device
 from kvshift.lab.training.train_config import to_json
 

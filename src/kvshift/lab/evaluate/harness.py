@@ -7,11 +7,11 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from kvshift.lab.errors import LabError, install_command
+from kvshift.lab.core.errors import LabError, install_command
+from kvshift.lab.core.messages import say_nothing
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, LONGEST_SOLUTION, make_task, prompts
 from kvshift.lab.evaluate.items import Questions
 from kvshift.lab.evaluate.kept_answers import KeptAnswers, key_of
-from kvshift.lab.messages import say_nothing
 from kvshift.lab.runs.progress import Counter
 from kvshift.lab.variants.uncached import decodes_with_cache
 

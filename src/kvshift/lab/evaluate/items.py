@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import SHARED
-from kvshift.lab.errors import LabError
 
 __all__ = ["HUB", "Item", "Questions", "find_data", "read_questions"]
 

@@ -7,47 +7,40 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from filelock import FileLock, Timeout
-
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import FolderInUseError, RunFailedError
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.json_lines import JSONLines, open_locked
 
 __all__ = ["KeptAnswers", "kept_in", "key_of", "version_of"]
 
 
 class KeptAnswers(Mapping[str, Any]):
-    """Answers by key, each of which is on the disk before the next is asked for."""
+    """Answers by key, each of which is in the file before the next is asked for."""
 
-    def __init__(self, file: BinaryIO | None = None) -> None:
+    def __init__(self, file: JSONLines | None = None) -> None:
         """Read what the file holds already.
 
         Args:
-            file: JSON lines, "key" and "answer", open to read and to append. None: nothing outlives the process.
+            file: of lines with "key" and "answer". None: nothing outlives the process.
         """
         self._file = file
         self._answers: dict[str, Any] = {}
         if file is None:
             return
-        file.seek(0)
-        content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), 1):
+        lines = file.read()
+        for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
                 self._answers[record["key"]] = record["answer"]
             except (ValueError, KeyError, TypeError) as error:
-                raise LabError(f"output: {file.name}:{number} was not written by this command") from error
-        file.truncate(len(whole))  # of a line that was cut off, the beginning
+                raise LabError(f"output: {file.path}:{number} was not written by this command") from error
+        file.keep(lines)
 
     def add(self, key: str, answer: Any) -> None:
-        self._answers[key] = answer
         if self._file is not None:
-            try:
-                self._file.write(json.dumps({"key": key, "answer": answer}).encode() + b"\n")
-            except OSError as error:
-                raise RunFailedError(f"output: writing to {self._file.name} failed: {error}") from error
+            self._file.append([{"key": key, "answer": answer}])
+        self._answers[key] = answer
 
     def __getitem__(self, key: str) -> Any:
         return self._answers[key]
@@ -66,12 +59,9 @@ def kept_in(output: Path | None) -> Iterator[KeptAnswers]:
         yield KeptAnswers()
         return
     path = output.with_name(f"{output.stem}.answers.jsonl")
-    try:
-        lock = FileLock(path.with_name(f".{path.name}.lock"))
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise FolderInUseError(f"output: another process writes to {path}") from error
-    with lock, path.open("ab+", buffering=0) as file:
+    failure = "output: writing to {path} failed: {error}; its {count} lines are whole"
+    # Answers may come faster than a disk syncs; one may be a log-likelihood of minus infinity.
+    with open_locked(path, "output", sync_seconds=1, failure=failure, ensure_ascii=True, allow_nan=True) as file:
         yield KeptAnswers(file)
 
 

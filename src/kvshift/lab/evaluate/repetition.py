@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvshift.lab.analysis.statistics import Estimate
+from kvshift.lab.core.statistics import Estimate
 
 __all__ = ["LOOP_TIMES", "distinct", "distinct_difference", "loop_length", "rep"]
 

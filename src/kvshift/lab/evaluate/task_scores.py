@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvshift.lab.analysis.statistics import mean_of
+from kvshift.lab.core.statistics import mean_of
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER
 
 __all__ = ["average", "compare", "compare_averages", "scores"]

@@ -12,17 +12,16 @@ import numpy as np
 import tokenizers
 import torch
 
-from kvshift.lab.analysis.statistics import mean_of, t_interval
 from kvshift.lab.analysis.tables import as_text
+from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.messages import say
+from kvshift.lab.core.statistics import mean_of, t_interval
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.packing import encoder
 from kvshift.lab.data.sources import read_text
 from kvshift.lab.data.token_stream import token_stream
-from kvshift.lab.errors import LabError
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.scoring import BLOCK_BYTES, BlockSums, score, sequences, windows
-from kvshift.lab.messages import say
-from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.runs.loading import check_tokenizer, load_config, load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate
 from kvshift.lab.runs.progress import Counter

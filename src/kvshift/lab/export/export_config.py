@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kvshift.lab.errors import LabError, require_new
+from kvshift.lab.core.errors import LabError, require_new
 from kvshift.lab.training.train_config import DType
 
 __all__ = ["ExportOptions"]

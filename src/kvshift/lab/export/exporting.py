@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import logging
 
-from kvshift.lab.errors import require_new
+from kvshift.lab.core.atomic import new_folder
+from kvshift.lab.core.errors import RunFailedError, require_new
+from kvshift.lab.core.messages import say
 from kvshift.lab.export.export_config import ExportOptions
 from kvshift.lab.export.programs import check_programs, require_packages, write_programs
 from kvshift.lab.export.remote_code import check_folder, compute, require_known, write_code
-from kvshift.lab.messages import say
 from kvshift.lab.retrofit.retrofitting import encoded_prompts, require_finite
-from kvshift.lab.runs.folder import RunFailedError, new_folder
 from kvshift.lab.runs.loading import UNREADABLE, load_as_saved
 
 __all__ = ["ExportOptions", "export"]

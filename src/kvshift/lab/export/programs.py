@@ -33,9 +33,8 @@ from torch.export import Dim
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from kvshift.lab.errors import LabError, install_command
+from kvshift.lab.core.errors import LabError, RunFailedError, install_command
 from kvshift.lab.export.remote_code import largest_difference, left_padded
-from kvshift.lab.runs.folder import RunFailedError
 from kvshift.models.cache import ShiftDynamicLayer
 from kvshift.models.documents import create_masks
 from kvshift.models.versions import CACHE

@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import kvshift
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.export import portable
 from kvshift.lab.export.bundling import bundle
-from kvshift.lab.runs.folder import RunFailedError
 from kvshift.models.retrofit import FAMILIES, families, gpt2
 from kvshift.models.retrofit.family import Family, auto_class
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList
 
-from kvshift.lab.runs.folder import RunFailedError
+from kvshift.lab.core.errors import RunFailedError
 from kvshift.lab.variants.uncached import decodes_with_cache
 
 __all__ = ["continue_rows"]

@@ -15,13 +15,13 @@ from tqdm import tqdm
 from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
-from kvshift.lab.errors import LabError, require_unicode
+from kvshift.lab.core.errors import LabError, require_unicode
+from kvshift.lab.core.messages import say
+from kvshift.lab.core.seeds import seed_for
 from kvshift.lab.generate.continuing import continue_rows
 from kvshift.lab.generate.generate_config import GenerateConfig
 from kvshift.lab.generate.prompts import Prompt, answers_in, read_prompts
-from kvshift.lab.messages import say
 from kvshift.lab.runs.loading import load_model
-from kvshift.lab.seeds import seed_for
 from kvshift.lab.variants.uncached import decodes_with_cache
 
 __all__ = ["Continuation", "GenerateConfig", "continue_batch", "encode", "generate"]
@@ -76,9 +76,9 @@ def generate(config: GenerateConfig) -> None:
             print(*(json.dumps(record, ensure_ascii=False) for record in records), sep="\n", flush=True)
         return
     with answers_in(config.output, prompts, config.samples, settings) as answers:
-        if answers.done:
-            _say(f"{config.output} has {answers.done} of {len(prompts) * config.samples} lines already")
-        for records in _records(model, tokenizer, prompts, encoded, config, settings, done=answers.done):
+        if answers.count:
+            _say(f"{config.output} has {answers.count} of {len(prompts) * config.samples} lines already")
+        for records in _records(model, tokenizer, prompts, encoded, config, settings, done=answers.count):
             answers.append(records)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from kvshift.lab.errors import LabError, require
+from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.training.train_config import DType
 
 __all__ = ["GenerateConfig"]

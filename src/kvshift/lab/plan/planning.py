@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvshift.lab.analysis.tables import as_text
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.errors import LabError
 from kvshift.lab.plan.cost import (
     CacheSize,
     Flops,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from kvshift.lab.errors import LabError, require_new
-from kvshift.lab.messages import say
+from kvshift.lab.core.atomic import new_folder
+from kvshift.lab.core.errors import LabError, RunFailedError, require_new
+from kvshift.lab.core.messages import say
 from kvshift.lab.retrofit.retrofit_config import RetrofitOptions
-from kvshift.lab.runs.folder import RunFailedError, new_folder
 from kvshift.lab.runs.loading import UNREADABLE, load_as_saved, load_weights
 from kvshift.layers import ShiftOptions
 from kvshift.models.retrofit import add_kv_shift

@@ -10,12 +10,14 @@ from typing import Any
 
 from datasets import Dataset
 
+from kvshift.lab.core.atomic import remove_folder, write_json
+from kvshift.lab.core.environment import environment
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.text import TextData
 from kvshift.lab.data.tokenizers import ORIGIN
-from kvshift.lab.errors import LabError
 from kvshift.lab.runs.checkpoints import find_checkpoint
 from kvshift.lab.runs.extending import extends, record_extension, refuse_extension
-from kvshift.lab.runs.folder import RunFolder, environment, remove_folder, write_json
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.overwriting import replace_run
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.train_config import ModelConfig, config_hash, differences

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvshift.lab.runs.folder import remove_folder, sync_folder, write_json
+from kvshift.lab.core.atomic import remove_folder, sync_folder, write_json
 
 __all__ = ["find_checkpoint", "keep_newest", "list_checkpoints", "seal", "size_fault"]
 

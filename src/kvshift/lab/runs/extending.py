@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
-from kvshift.lab.runs.folder import RunFolder, write_json
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.training.train_config import TrainConfig, config_hash
 
 __all__ = ["extends", "record_extension", "refuse_extension", "same_schedule", "with_recorded_warmup"]

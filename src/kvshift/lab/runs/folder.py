@@ -15,50 +15,19 @@ OUT/.lock              held while a process trains here
 from __future__ import annotations
 
 import json
-import os
-import platform
-import shutil
-import subprocess
-import sys
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-import kvshift
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.atomic import remove_folder, write_bytes
+from kvshift.lab.core.errors import FolderInUseError, LabError
+from kvshift.lab.core.json_lines import JSONLines
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = [
-    "FolderInUseError",
-    "Metrics",
-    "RunFailedError",
-    "RunFolder",
-    "environment",
-    "new_folder",
-    "read_metrics",
-    "remove_folder",
-    "sync_folder",
-    "write_json",
-]
-
-
-class RunFailedError(LabError):
-    """The run failed while it ran; what it had written before is kept."""
-
-    exit_code = 3
-
-
-class FolderInUseError(LabError):
-    """Another process trains in this folder."""
-
-    exit_code = 4
+__all__ = ["Metrics", "RunFolder", "read_metrics"]
 
 
 class RunFolder:
@@ -141,15 +110,14 @@ class RunFolder:
                     remove_folder(path)
 
 
-class Metrics:
-    """metrics.jsonl, open for appending: every line reaches the file at once and whole, or not at all."""
+class Metrics(JSONLines):
+    """metrics.jsonl, open for appending; it is synced with each checkpoint, behind which a run resumes."""
 
     def __init__(self, path: Path, *, up_to_step: int, say: Callable[[str], Any]) -> None:
         """Open the file without the lines beyond `up_to_step`, which a run that was stopped may have left.
 
         `say` is told of each damaged line before those: it is left out, and the others stay.
         """
-        self._path = path
         lines = [(line, *_record(line)) for line in _lines(path)]
         until = [number for number, (_, record, _) in enumerate(lines) if record and record["step"] <= up_to_step]
         kept = []
@@ -160,27 +128,11 @@ class Metrics:
                 kept.append(line + b"\n")
         write_bytes(path, b"".join(kept))
         self.seconds = max((line["seconds"] for line in read_metrics(path, "train")), default=0.0)
-        self._file = path.open("ab", buffering=0)
+        super().__init__(path, sync_seconds=math.inf, ensure_ascii=True)
 
     def write(self, **values: Any) -> None:
-        """Append one object; a number that is not finite, which JSON cannot hold, raises a ValueError."""
-        line = json.dumps(values, allow_nan=False).encode() + b"\n"
-        end = self._file.seek(0, os.SEEK_END)
-        try:
-            if self._file.write(line) == len(line):
-                return
-            reason = "only a part of a line could be written"
-        except OSError as error:
-            reason = str(error)
-        self._file.truncate(end)
-        raise RunFailedError(f"{self._path} could not be written: {reason}; what was written before is kept")
-
-    def sync(self) -> None:
-        """Have all lines on the disk itself."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
+        """Append one object."""
+        self.append([values])
 
 
 def read_metrics(path: Path, kind: str) -> list[dict[str, Any]]:
@@ -194,87 +146,6 @@ def read_metrics(path: Path, kind: str) -> list[dict[str, Any]]:
         if record is None:
             raise LabError(f"{path}: line {number} is damaged, {problem}; remove or fix it")
     return [record for record, _ in records if record and record["kind"] == kind]
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a file that is there whole or, however the process ends, not at all."""
-    write_bytes(path, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """As `write_json`, for any content."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        with suppress(OSError):  # of a file system that cannot be written to
-            part.unlink(missing_ok=True)
-        raise RunFailedError(f"{path} could not be written: {error}; what was written before is kept") from error
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a folder and what is in it, where there is one; of a symbolic link, only the link."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which then is `out`: there whole or, however the block ends, not at all.
-
-    Raises:
-        LabError: it cannot be made.
-    """
-    part = out.with_name(f".{out.name}.{os.getpid()}")  # beside its place, so that a rename puts it there
-    try:
-        part.mkdir(parents=True)
-    except OSError as error:
-        raise LabError(f"out: {out} cannot be made: {error}") from error
-    try:
-        yield part
-        sync_folder(part)
-        os.replace(part, out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk itself."""
-    if os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def environment(device: torch.device, processes: int) -> dict[str, Any]:
-    """Which program runs, on what; `started` is in UTC, memory in bytes."""
-    import torch  # here, for `kvshift serve` asks for checkpoints without it
-
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "commit": _commit(),
-        "versions": {"kvshift": kvshift.__version__, "python": platform.python_version(), **_versions()},
-        "hardware": {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            "processes": processes,
-            "cpu": _cpu_name(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),  # of PyTorch's kernels, which decide the last bits
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "memory_bytes": _memory(),
-        },
-        "platform": platform.platform(),
-    }
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -294,43 +165,3 @@ def _record(line: bytes) -> tuple[dict[str, Any] | None, str]:
         expected["seconds"] = int | float
     wrong = [name for name, kind in expected.items() if not isinstance(record.get(name), kind)]
     return (None, f"without a valid {' and '.join(wrong)}") if wrong else (record, "")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "transformers", "accelerate", "datasets", "tokenizers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _commit() -> str | None:
-    """The commit of this package's own working tree, with "+" where files differ from it; None if installed."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
-
-    try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # not some repository that a .venv lies in
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor()
-
-
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None

@@ -17,8 +17,8 @@ from transformers.utils import logging
 # Imported for its model types, which it registers with the Auto classes:
 import kvshift.models.baichuan_m1
 import kvshift.models.retrofit  # noqa: F401
-from kvshift.lab import messages
-from kvshift.lab.errors import LabError
+from kvshift.lab.core import messages
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.model_files import locate, require_ids
 from kvshift.lab.training.train_config import DType
 from kvshift.lab.variants.by_name import VARIANTS, find_variant

@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.hub import download, is_hub_name, require_on_hub
-from kvshift.lab.errors import LabError
 from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
 
 __all__ = ["find_file", "largest_id", "locate", "model_folder", "read_object", "require_ids"]

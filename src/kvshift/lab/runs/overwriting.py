@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.runs.folder import RunFolder, remove_folder
+from kvshift.lab.core.atomic import remove_folder
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.runs.folder import RunFolder
 
 __all__ = ["next_tokenizer", "refuse_what_is_no_run", "replace_run"]
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 __all__ = ["Processes"]
 

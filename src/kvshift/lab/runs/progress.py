@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
-from kvshift.lab.messages import say
+from kvshift.lab.core.messages import say
 
 __all__ = ["SECONDS_APART", "Counter", "counted"]
 

@@ -24,8 +24,8 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.messages import say
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.messages import say
 
 __all__ = ["NAME", "cache_folder", "convert", "find_smollm2", "main"]
 

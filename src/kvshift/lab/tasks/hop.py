@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_batch_size, check_choices
 from kvshift.lab.tasks.sampling import distinct_rows

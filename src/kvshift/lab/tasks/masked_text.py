@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.lab.data.config import SHARED, DataConfig
-from kvshift.lab.errors import require
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.core.errors import require
+from kvshift.lab.core.seeds import generator_for
+from kvshift.lab.data.config import SHARED, DataConfig, find_shared
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 
@@ -71,11 +71,10 @@ class MaskedTextTask:
         from kvshift.lab.data.text import load_text_data
 
         self.config = config
-        files: dict[str, Any] = {"corpus": config.corpus, "validation": config.validation}
+        files = {"corpus": config.corpus, "validation": config.validation}
         if "/" in config.corpus:
-            folder = os.environ.get(SHARED)
-            files = {name: folder and str(Path(folder) / file) for name, file in files.items() if file is not None}
-        given = {name: file for name, file in files.items() if file}
+            files = {name: find_shared(file) for name, file in files.items()} if os.environ.get(SHARED) else {}
+        given: dict[str, Any] = {name: file for name, file in files.items() if file is not None}
         data_config = DataConfig(vocab_size=config.vocab_size, sequence_length=config.length, **given)
         with tempfile.TemporaryDirectory() as scratch:
             data = load_text_data(data_config, seed=0, tokenizer_folder=Path(scratch) / "tokenizer")

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size, check_choices
 from kvshift.lab.tasks.sampling import distinct_rows

@@ -22,8 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 

@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from kvshift.lab.errors import LabError, require
+from kvshift.lab.core.errors import LabError, require
 
 __all__ = ["check_at_least", "check_batch_size", "check_choices"]
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch.utils.data import Dataset
 
-from kvshift.lab.seeds import seed_for
+from kvshift.lab.core.seeds import seed_for
 from kvshift.lab.tasks.batch import Batch, Task
 
 __all__ = ["Split", "TaskBatches", "evaluation_batches", "generator_of"]

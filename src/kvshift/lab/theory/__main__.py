@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from kvshift.lab.runs.folder import environment, write_json
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.environment import environment
 from kvshift.lab.theory import checks
 from kvshift.lab.theory.gradient_flow import Trajectory, take_steps
 from kvshift.lab.theory.limit_loss import exact

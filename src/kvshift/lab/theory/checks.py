@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshift.lab.analysis.statistics import mean_of
-from kvshift.lab.seeds import generator_for
+from kvshift.lab.core.seeds import generator_for
+from kvshift.lab.core.statistics import mean_of
 from kvshift.lab.theory import finite_model, one_layer_head, two_layer_head
 from kvshift.lab.theory.gradient_flow import gradient_flow
 from kvshift.lab.theory.induction_head import induction_head, random_tokens

@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.messages import say
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.messages import say
 from kvshift.lab.runs.folder import Metrics
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.runs.progress import SECONDS_APART, Counter

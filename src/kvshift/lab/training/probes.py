@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kvshift.lab.analyze.analyze_config import RepeatConfig
 from kvshift.lab.analyze.head_scores import measure_heads
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 __all__ = ["KINDS", "SCORES", "check_probes", "kinds_of_targets", "probe_heads", "probe_targets", "summarize_targets"]
 

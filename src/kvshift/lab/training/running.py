@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, get_available_reporting_integrations
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.messages import say
+from kvshift.lab.core.atomic import remove_folder
+from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.messages import say
 from kvshift.lab.runs.beginning import Start, enter, refuse_foreign
-from kvshift.lab.runs.folder import Metrics, RunFailedError, RunFolder, remove_folder
+from kvshift.lab.runs.folder import Metrics, RunFolder
 from kvshift.lab.runs.overwriting import refuse_what_is_no_run
 from kvshift.lab.runs.processes import PATIENCE, Processes
 from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, whole

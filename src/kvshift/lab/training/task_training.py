@@ -19,10 +19,11 @@ from typing import Any
 from torch.utils.data import Subset
 from transformers.utils.logging import disable_progress_bar
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.messages import say
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.messages import say
 from kvshift.lab.runs.beginning import begin
-from kvshift.lab.runs.folder import RunFolder, read_metrics, write_json
+from kvshift.lab.runs.folder import RunFolder, read_metrics
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.runs.progress import counted
 from kvshift.lab.tasks import (

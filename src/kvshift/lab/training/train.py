@@ -14,13 +14,14 @@ from datasets import disable_progress_bars
 from transformers import TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
+from kvshift.lab.core.atomic import remove_folder, write_json
+from kvshift.lab.core.messages import say, say_nothing
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
 from kvshift.lab.data.tokenizers import save_tokenizer
-from kvshift.lab.messages import say, say_nothing
 from kvshift.lab.runs.beginning import begin, data_facts, resolved_model
 from kvshift.lab.runs.extending import with_recorded_warmup
-from kvshift.lab.runs.folder import RunFolder, read_metrics, remove_folder, write_json
+from kvshift.lab.runs.folder import RunFolder, read_metrics
 from kvshift.lab.runs.overwriting import next_tokenizer
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.probes import check_probes

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
-from kvshift.lab.data.config import DataConfig, check_data_paths
-from kvshift.lab.errors import LabError, require
+from kvshift.lab.core.errors import LabError, require
+from kvshift.lab.data.config import DataConfig
 from kvshift.lab.variants.by_name import VARIANTS
 
 __all__ = [
@@ -223,7 +223,9 @@ class TrainConfig(RunConfig):
 
     def check_paths(self) -> None:
         """Raise a LabError for text that is there and cannot be read."""
-        check_data_paths(self.data.corpus, self.data.validation, "corpus")
+        from kvshift.lab.data.files import find_texts  # pyarrow
+
+        find_texts(self.data.corpus, self.data.validation)
 
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""

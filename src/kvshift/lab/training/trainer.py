@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import EvalPrediction, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from kvshift.lab.core.errors import RunFailedError
+from kvshift.lab.core.messages import say
 from kvshift.lab.data.order import EndlessStream, ShuffledEpochs
-from kvshift.lab.messages import say
 from kvshift.lab.runs.checkpoints import keep_newest, seal
-from kvshift.lab.runs.folder import RunFailedError
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.callbacks import Evaluation, whole
 from kvshift.lab.training.optimizer import adamw

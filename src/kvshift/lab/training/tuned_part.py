@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.import_utils import is_peft_available
 
-from kvshift.lab.errors import LabError, install_command
-from kvshift.lab.seeds import seed_for
+from kvshift.lab.core.errors import LabError, install_command
+from kvshift.lab.core.seeds import seed_for
 from kvshift.lab.variants.variant import shift_layers
 
 __all__ = ["LORA_RANK", "TunedPart", "merge_lora", "tune_part"]

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from kvshift.lab.errors import LabError, require
+from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.tasks.option_checks import check_at_least, check_choices
 from kvshift.lab.variants.attending import require_token_mask
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder

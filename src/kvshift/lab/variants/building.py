@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 
 from kvshift.lab.analysis.runs import Run, read_json
-from kvshift.lab.errors import LabError, nearest, require
-from kvshift.lab.runs.folder import write_json
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.errors import LabError, nearest, require
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.bidirectional import EncoderOptions, encoder_config
 from kvshift.lab.variants.by_name import find_variant, variant_of

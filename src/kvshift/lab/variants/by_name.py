@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 if TYPE_CHECKING:
     from kvshift.lab.variants.variant import Variant

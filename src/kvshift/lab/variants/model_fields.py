@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.models.paper_sizes import SIZES
 

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.errors import LabError
 from kvshift.lab.runs.loading import MISFITS, not_finite
 from kvshift.lab.runs.model_files import locate
 from kvshift.lab.training.train_config import ModelConfig

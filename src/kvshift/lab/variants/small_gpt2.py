@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2PreTrainedModel
 
-from kvshift.lab.errors import LabError, require
+from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.tasks.option_checks import check_at_least, check_choices
 from kvshift.layers import ShiftOptions
 from kvshift.models.decoder import ShiftedPreTrainedModel

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, set_seed
 
-from kvshift.lab.errors import LabError
-from kvshift.lab.seeds import generator_for, seed_for
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.seeds import generator_for, seed_for
 from kvshift.lab.variants.bidirectional import EncoderConfig, LabEncoder
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.uncached import decodes_with_cache

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.errors import LabError
 from kvshift.lab.tasks.igsm import kamino
 from kvshift.lab.tasks.igsm.encoding import Encoder, Layout, make_encoder
 from kvshift.lab.tasks.igsm.problem import Problem

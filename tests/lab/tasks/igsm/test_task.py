@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks import TaskBatches
 from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask, kamino
 from kvshift.lab.tasks.igsm import task as igsm_task

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 
 if TYPE_CHECKING:  # takes a quarter of a second to import
     from scipy.sparse import csr_array

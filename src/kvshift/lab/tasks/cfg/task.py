@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.cfg.grammar import BOS, CFG3F, CFGGrammar
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size

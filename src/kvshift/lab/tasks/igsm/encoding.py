@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks.igsm.problem import Problem
 from kvshift.lab.tasks.igsm.wording import MODULUS, VOCABULARY, written
 

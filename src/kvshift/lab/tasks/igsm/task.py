@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshift.lab.errors import LabError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.igsm import igsm, kamino
 from kvshift.lab.tasks.igsm.checker import is_right

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kvshift.lab.analysis.statistics import (
+from kvshift.lab.core.statistics import (
     Estimate,
     first_reached,
     mean_of,
@@ -103,12 +103,12 @@ def test_nothing_is_claimed_where_the_interval_holds_zero():
 @pytest.mark.parametrize("sign", [1, -1])
 def test_an_interval_that_touches_zero_shows_nothing(monkeypatch, sign):
     interval = sorted((0.0, sign * 0.02))
-    monkeypatch.setattr("kvshift.lab.analysis.statistics.t_interval", lambda values: tuple(interval))
+    monkeypatch.setattr("kvshift.lab.core.statistics.t_interval", lambda values: tuple(interval))
     assert verdict([sign * 0.005, sign * 0.015]).outcome == "no difference shown"
 
 
 def test_an_end_near_zero_is_not_rounded_to_it(monkeypatch):
-    monkeypatch.setattr("kvshift.lab.analysis.statistics.t_interval", lambda values: (-0.02, -0.0000123))
+    monkeypatch.setattr("kvshift.lab.core.statistics.t_interval", lambda values: (-0.02, -0.0000123))
     assert verdict([-0.005, -0.015]).text == (
         "KV-shift lower by 0.010000 (95 % interval 0.000012 to 0.020000, 2 seeds)"
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvshift.lab.seeds import generator_for, seed_for
+from kvshift.lab.core.seeds import generator_for, seed_for
 from kvshift.lab.tasks import generator_of
 
 pytestmark = pytest.mark.no_models

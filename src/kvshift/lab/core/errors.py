@@ -11,7 +11,17 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = ["LabError", "install_command", "missing_package", "nearest", "require", "require_new", "require_unicode"]
+__all__ = [
+    "FolderInUseError",
+    "LabError",
+    "RunFailedError",
+    "install_command",
+    "missing_package",
+    "nearest",
+    "require",
+    "require_new",
+    "require_unicode",
+]
 
 
 class LabError(Exception):
@@ -22,6 +32,18 @@ class LabError(Exception):
     """
 
     exit_code = 2
+
+
+class RunFailedError(LabError):
+    """The run failed while it ran; what it had written before is kept."""
+
+    exit_code = 3
+
+
+class FolderInUseError(LabError):
+    """Another process trains in this folder."""
+
+    exit_code = 4
 
 
 def require(holds: bool, name: str, value: Any, what: str) -> None:

@@ -20,7 +20,7 @@ import yaml
 
 from kvshift.lab.command_line import read
 from kvshift.lab.compare.compare_config import CompareConfig
-from kvshift.lab.errors import LabError, nearest
+from kvshift.lab.core.errors import LabError, nearest
 from kvshift.lab.plan.plan_config import PlanConfig
 from kvshift.lab.training.train_config import TrainConfig
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvshift.lab import errors
+from kvshift.lab.core import errors
 
 INSTALLED: dict[str, tuple[dict[str, Any] | None, str]] = {
     "from an index": (None, "pip install 'kvshift[lab]'"),

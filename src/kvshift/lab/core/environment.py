@@ -1,0 +1,78 @@
+"""Which program runs, on what: commit, versions and hardware."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvshift
+
+__all__ = ["environment"]
+
+
+def environment(device: torch.device, processes: int) -> dict[str, Any]:
+    """Which program runs, on what; `started` is in UTC, memory in bytes."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": _commit(),
+        "versions": {"kvshift": kvshift.__version__, "python": platform.python_version(), **_versions()},
+        "hardware": {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "processes": processes,
+            "cpu": _cpu_name(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),  # of PyTorch's kernels, which decide the last bits
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory_bytes": _memory(),
+        },
+        "platform": platform.platform(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "transformers", "accelerate", "datasets", "tokenizers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of this package's own working tree, with "+" where files differ from it; None if installed."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # not some repository that a .venv lies in
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
