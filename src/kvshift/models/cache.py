@@ -7,6 +7,7 @@ them in place of transformers' own in an empty cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -31,8 +32,6 @@ from kvshift.layers import KVShift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.versions import CACHE, NEWEST, OLDEST
 from kvshift.ops import ShiftState
-from kvshift.ops.arguments import Norms
-from kvshift.ops.rope import Rotary
 from kvshift.ops.torch_ops import is_exporting
 
 
@@ -64,13 +63,15 @@ class ShiftCacheLayer:
         *,
         mask: Tensor | None,
         seq_idx: Tensor | None,
-        rotary: Rotary | None,
-        norms: Norms | None,
+        finish: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
+        **after: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Shift the next tokens, continuing from the state, and put them behind those that are here.
 
         Args:
-            q, k, v, mask, seq_idx, rotary, norms: as in `KVShift.forward`.
+            q, k, v, mask, seq_idx: as in `KVShift.forward`.
+            finish: a family's own function of shifted q and k, or None.
+            after: rotary and norms, as in `KVShift.forward`.
 
         Returns:
             q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before.
@@ -83,8 +84,10 @@ class ShiftCacheLayer:
                 q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
                 mask = None
             state = self._with_space(q, k, v, with_queries="q" in shift.targets)
-        q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, rotary=rotary, norms=norms)
+        q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, **after)
         self.write_shift(state)
+        if finish is not None:
+            q, k = finish(q, k)
         return q.transpose(1, 2), *self.update(k.transpose(1, 2), v.transpose(1, 2))  # type: ignore[attr-defined]
 
     def _with_space(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState:

@@ -14,14 +14,9 @@ from kvshift.models.configuration import ShiftConfig
 class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
     """What `KVShiftLlamaForCausalLM` is built from.
 
-    Besides the fields of `transformers.LlamaConfig`:
+    Besides the fields of `transformers.LlamaConfig`, and those of `ShiftConfig`, which say what to shift:
 
     Args:
-        shift_targets: which of "q", "k", "v" each layer shifts; () is Llama itself.
-        shift_window: tokens mixed, the current one included; 2 in the paper.
-        shift_constraint: "free", "gate" or "clamp"; see `kvshift.KVShift`.
-        shift_init: "uniform" (the paper's, for training from scratch) or "identity" (a pretrained model computes what
-            it did before).
         qk_norm: RMSNorm over each query and key head, after the shift and before the rotary embedding.
         sliding_window: each token attends to this many tokens, itself included; 2 or more, or None for all.
     """
@@ -39,11 +34,6 @@ class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
         "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     }
 
-    shift_targets: list[str] | tuple[str, ...] = ("k", "v")
-    shift_window: int = 2
-    shift_constraint: str = "free"
-    shift_init: str = "uniform"
-    use_cache: bool | dict[str, bool] = True
     qk_norm: bool = False
     sliding_window: int | None = None
 

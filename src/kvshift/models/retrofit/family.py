@@ -144,17 +144,9 @@ def _with_shift(plain: type, before: tuple[type, ...], members: dict[str, Any]) 
 
 
 def _config_with_shift(plain: type[PreTrainedConfig]) -> Any:
-    own = {
-        "shift_targets": (list[str] | tuple[str, ...], ("k", "v")),
-        "shift_window": (int, 2),
-        "shift_constraint": (str, "free"),
-        "shift_init": (str, "uniform"),
-        "use_cache": (bool | dict[str, bool], True),
-    }
-    if any(one.name == "layer_types" for one in fields(plain)):
-        own["layer_types"] = (list[str] | None, None)  # the family's own field, in place of the property
-    members = {"model_type": f"kvshift_{plain.model_type}", **{name: default for name, (_, default) in own.items()}}
-    members["__annotations__"] = {name: kind for name, (kind, _) in own.items()}
+    members: dict[str, Any] = {"model_type": f"kvshift_{plain.model_type}"}
+    if any(one.name == "layer_types" for one in fields(plain)):  # the family's own field, in place of the property
+        members |= {"__annotations__": {"layer_types": list[str] | None}, "layer_types": None}
     return strict(_with_shift(plain, (RetrofitConfig,), members))
 
 
