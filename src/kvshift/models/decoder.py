@@ -10,7 +10,7 @@ Shapes: B batch, T positions of this call, S sequences, H query heads, G KV head
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -223,12 +223,12 @@ class ShiftedDecoder:
     config: ShiftConfig
 
     own_arguments: ClassVar[frozenset[str]] = frozenset()  # of the family's forward, for `run_layers`
-    get_input_embeddings: Callable[[], nn.Module]
+    embed_tokens: nn.Module
     run_layers: Callable[..., Any]  # of what `embed` returns, the masks and what each layer takes, the output
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """What the first layer gets, (B, T, E), of ids (B, T) or embeddings (B, T, E)."""
-        return self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
     @merge_with_config_defaults
     def forward(
@@ -270,14 +270,17 @@ class ShiftedDecoder:
         masks, position_ids = self.prepare_inputs(
             inputs_embeds, attention_mask, position_ids, cache, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
         )
-        before = token_count(cache)
+        # A compiled call would be compiled anew for every count.
+        before = None if torch.compiler.is_compiling() else token_count(cache)
         if cu_seq_lens_q is not None:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
         kwargs |= {CACHE: cache, "use_cache": use_cache, "position_ids": position_ids}
         kwargs |= {"shift_mask": masks["padding"], "shift_seq_idx": masks["documents"]}
-        no_plans = masks["padding"] is masks["documents"] is None or torch.compiler.is_compiling()
-        with nullcontext() if no_plans else shared_plans():
+        if masks["padding"] is masks["documents"] is None or torch.compiler.is_compiling():
             output = self.run_layers(inputs_embeds, masks, **kwargs)
+        else:
+            with shared_plans():
+                output = self.run_layers(inputs_embeds, masks, **kwargs)
         require_growth(self, cache, before, inputs_embeds.shape[1])
         return output
 

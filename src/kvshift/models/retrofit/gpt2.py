@@ -55,6 +55,7 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
     config: KVShiftGPT2Config
     config_class = KVShiftGPT2Config
     own_arguments = frozenset({"token_type_ids"})
+    embed_tokens = property(lambda self: self.wte)  # type: ignore[assignment]
 
     def forward(
         self,
