@@ -373,7 +373,7 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
 
 
 def token_count(cache: Cache | None, layer: int = 0) -> int | None:
-    """Tokens in one layer of a cache; None without one, or where the device counts, as static layers of transformers."""
+    """Tokens in one layer of a cache; None without a cache, or where a tensor counts them, as in a `StaticLayer`."""
     if cache is None:
         return None
     held: Any = cache.layers[layer]

@@ -1,4 +1,4 @@
-"""Configuration of the Llama family with KV shift: Llama's own fields and the few that differ."""
+"""Configuration of the Llama family with KV shift, and of the paper's models by the name of their size."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from kvshift.models.configuration import ShiftConfig
+from kvshift.models.paper_sizes import SIZES
 
 
 @strict
@@ -42,3 +43,17 @@ class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 2):
             raise ValueError(f"sliding_window must be an integer of at least 2, or None; got {window!r}")
         super().__post_init__(**kwargs)
+
+
+def size_config(name: str, **changes: Any) -> KVShiftLlamaConfig:
+    """The configuration of one of the paper's models.
+
+        config = size_config("1.5B", shift_targets=())  # its vanilla twin
+
+    Args:
+        name: "0.2B" (tables 6 to 13), "1.5B", "2.9B", "6.7B", "13B" or "19B" (tables 1 and 16).
+        changes: any fields of `KVShiftLlamaConfig` to set otherwise.
+    """
+    if name not in SIZES:
+        raise ValueError(f"name must be one of {', '.join(SIZES)}; got {name!r}")
+    return KVShiftLlamaConfig(**{**SIZES[name], **changes})

@@ -103,7 +103,8 @@ def rotary_family(
         more: other fields of `Family`.
     """
     plain_attention, plain_decoder, *plain_heads = (getattr(modeling, name) for name in names)
-    bases = {plain_decoder: (decoder,), **{plain: _head_bases(plain) for plain in plain_heads}}
+    bases: dict[Any, tuple[type, ...]] = {plain_decoder: (decoder,)}
+    bases |= {plain: ((ShiftedGeneration,) if plain.can_generate() else ()) + (Retrofitted,) for plain in plain_heads}
     config = _config_with_shift(plain_decoder.config_class)
     members = {
         "qk_norm": qk_norm,
@@ -129,10 +130,6 @@ def register(family: Family) -> None:
 def auto_class(model: type[PreTrainedModel]) -> Any:
     """The Auto class of transformers that chooses a family's model."""
     return next(auto for ending, auto in _AUTO.items() if model.__name__.endswith(ending))
-
-
-def _head_bases(plain: type[PreTrainedModel]) -> tuple[type, ...]:
-    return (ShiftedGeneration, Retrofitted) if plain.can_generate() else (Retrofitted,)
 
 
 def _with_shift(plain: type, before: tuple[type, ...], members: dict[str, Any]) -> Any:
