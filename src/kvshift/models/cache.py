@@ -7,6 +7,7 @@ them in place of transformers' own in an empty cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -31,8 +32,6 @@ from kvshift.layers import KVShift
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.versions import CACHE, NEWEST, OLDEST
 from kvshift.ops import ShiftState
-from kvshift.ops.arguments import Norms
-from kvshift.ops.rope import Rotary
 from kvshift.ops.torch_ops import is_exporting
 
 
@@ -64,13 +63,15 @@ class ShiftCacheLayer:
         *,
         mask: Tensor | None,
         seq_idx: Tensor | None,
-        rotary: Rotary | None,
-        norms: Norms | None,
+        finish: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
+        **after: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Shift the next tokens, continuing from the state, and put them behind those that are here.
 
         Args:
-            q, k, v, mask, seq_idx, rotary, norms: as in `KVShift.forward`.
+            q, k, v, mask, seq_idx: as in `KVShift.forward`.
+            finish: a family's own function of shifted q and k, or None.
+            after: rotary and norms, as in `KVShift.forward`.
 
         Returns:
             q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before.
@@ -83,8 +84,10 @@ class ShiftCacheLayer:
                 q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
                 mask = None
             state = self._with_space(q, k, v, with_queries="q" in shift.targets)
-        q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, rotary=rotary, norms=norms)
+        q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, **after)
         self.write_shift(state)
+        if finish is not None:
+            q, k = finish(q, k)
         return q.transpose(1, 2), *self.update(k.transpose(1, 2), v.transpose(1, 2))  # type: ignore[attr-defined]
 
     def _with_space(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState:
@@ -155,10 +158,7 @@ class ShiftCacheLayer:
 
     def _select_shift(self, indices: Tensor) -> None:
         if self.shift_state is not None:
-            self.shift_state = self.shift_state.select(indices)
-        self._select_document_start(indices)
-
-    def _select_document_start(self, indices: Tensor) -> None:
+            self.write_shift(self.shift_state.select(indices))
         if self.document_start is not None:
             self.document_start = self.document_start.index_select(0, indices.to(self.document_start.device))
 
@@ -178,26 +178,27 @@ class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer
     """Grows until the attention window is full.
 
     Attributes:
-        closing: (B, length), which tokens are real, if the next `update` is to close gaps; see `compact_padding`.
-        is_closed: whether one did.
+        to_compact: (B, length), which tokens are real, if the next `update` is to move padding to the front; see
+            `compact_padding`.
+        is_compacted: whether one did.
     """
 
-    closing: Tensor | None = None
-    is_closed: bool = False
+    to_compact: Tensor | None = None
+    is_compacted: bool = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if self.closing is not None:
-            order = self.closing[:, -keys.shape[2] :].sort(dim=1, stable=True).indices[:, None, :, None]
+        if self.to_compact is not None:
+            order = self.to_compact[:, -keys.shape[2] :].sort(dim=1, stable=True).indices[:, None, :, None]
             kept = slice(1 - self.sliding_window, None)
             self.keys = keys.gather(2, order.expand_as(keys))[:, :, kept]
             self.values = values.gather(2, order.expand_as(values))[:, :, kept]
-            self.closing, self.is_closed = None, True
+            self.to_compact, self.is_compacted = None, True
         visible = self.sliding_window - 1 + key_states.shape[-2]  # transformers 5.16 returns all that it recorded
         return keys[:, :, -visible:], values[:, :, -visible:]
 
     def crop(self, tokens_to_remove: int) -> None:
-        if self.is_closed and tokens_to_remove and not self.record_past:
+        if self.is_compacted and tokens_to_remove and not self.record_past:
             raise RuntimeError(
                 f"cannot crop {-tokens_to_remove} tokens: the cache holds padding after a token. Call "
                 "`activate_past_recording()` before the tokens to be taken back are fed"
@@ -206,7 +207,7 @@ class ShiftSlidingWindowLayer(_DynamicShiftCacheLayer, DynamicSlidingWindowLayer
 
     def reset(self) -> None:
         super().reset()
-        self.closing, self.is_closed = None, False
+        self.to_compact, self.is_compacted = None, False
 
 
 class StaticShiftCacheLayer(ShiftCacheLayer):
@@ -241,24 +242,16 @@ class StaticShiftCacheLayer(ShiftCacheLayer):
         self.tokens_fed = 0
         self.shift_state = kept
         if kept is not None:
-            self._overwrite(kept, kept.reset())
+            self.write_shift(kept.reset())
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise NotImplementedError("a static cache has a fixed batch size: use a DynamicCache to repeat its rows")
+    def batch_select_indices(self, *_: Any) -> None:
+        raise NotImplementedError("a static cache has a fixed batch size: use a DynamicCache to repeat or select rows")
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        raise NotImplementedError("a static cache has a fixed batch size: use a DynamicCache to select of its rows")
-
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, *_: Any) -> None:
         raise NotImplementedError("a static cache cannot take tokens back: use a DynamicCache")
 
-    def activate_past_recording(self) -> None:
-        raise NotImplementedError("a static cache cannot take tokens back: use a DynamicCache")
-
-    def _select_shift(self, indices: Tensor) -> None:
-        if self.shift_state is not None:
-            self._overwrite(self.shift_state, self.shift_state.select(indices))
-        self._select_document_start(indices)
+    batch_repeat_interleave = batch_select_indices  # type: ignore[assignment]
+    activate_past_recording = crop
 
     @staticmethod
     def _overwrite(kept: ShiftState, state: ShiftState) -> None:
@@ -379,12 +372,13 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
     return None
 
 
-def token_count(cache: Cache | None) -> int | None:
-    """Tokens in the first layer of a cache, an integer of the host; None without a cache, or such an integer.
-
-    A compiled call, which would be compiled anew for every count, has none, nor do static layers of transformers.
-    """
-    return None if cache is None or torch.compiler.is_compiling() else _tokens_in(cache.layers[0])
+def token_count(cache: Cache | None, layer: int = 0) -> int | None:
+    """Tokens in one layer of a cache; None without a cache, or where a tensor counts them, as in a `StaticLayer`."""
+    if cache is None:
+        return None
+    held: Any = cache.layers[layer]
+    count = held.tokens_fed if isinstance(held, StaticShiftCacheLayer) else held.get_seq_length()
+    return count if isinstance(count, int) else None
 
 
 def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None:
@@ -401,7 +395,7 @@ def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None
     if before is None:
         return
     for i in range(len(cache.layers)) if fed > 1 else (len(cache.layers) - 1,):
-        found = _tokens_in(cache.layers[i])
+        found = token_count(cache, i)
         if found != before + fed:
             why = f"This is transformers {transformers.__version__}; {OLDEST} to {NEWEST} are tested"
             if model.training and model.gradient_checkpointing:
@@ -410,13 +404,6 @@ def require_growth(model: Any, cache: Any, before: int | None, fed: int) -> None
                 f"{CACHE} must hold {before + fed} tokens after {fed} were added to {before}, but layer {i} holds "
                 f"{found}: the cache did not reach the attention of {type(model).__name__}, or keeps nothing. {why}"
             )
-
-
-def _tokens_in(layer: Any) -> int | None:
-    if isinstance(layer, StaticShiftCacheLayer):
-        return layer.tokens_fed
-    length = layer.get_seq_length()
-    return length if isinstance(length, int) else None
 
 
 def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None) -> Tensor | None:
@@ -439,25 +426,27 @@ def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None
     sliding: list[Any] = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
     if not sliding or not isinstance(sliding[0], ShiftCacheLayer):
         return None
-    is_closed = getattr(sliding[0], "is_closed", False)
-    may_close = not (sliding[0].record_past or torch.compiler.is_compiling() or torch.jit.is_tracing())
-    if not is_closed and (real_BT is None or not may_close):
+    is_compacted = getattr(sliding[0], "is_compacted", False)
+    fixed = sliding[0].record_past or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not is_compacted and (real_BT is None or fixed):
         return None
-    seen, mask = sliding[0].get_seq_length(), attention_mask != 0
-    if is_closed:
+    mask = attention_mask != 0
+    if is_compacted:
+        seen = sliding[0].get_seq_length()
         mask = torch.cat([mask[:, :seen].sort(dim=1).values, mask[:, seen:]], dim=1)
-    if real_BT is not None and may_close:
-        latest = mask[:, max(mask.shape[1] - real_BT.shape[1] - 1, 0) :]
-        if (latest[:, :-1] & ~latest[:, 1:]).any():
-            if isinstance(sliding[0], StaticSlidingWindowLayer):
-                raise ValueError(
-                    "attention_mask must be padded on the left for a static cache of a sliding window, which would "
-                    "count the padding behind a token: give a DynamicCache"
-                )
-            for layer in sliding:
-                layer.closing = mask
-            return mask
-    return mask if is_closed else None
+    if real_BT is None or fixed:
+        return mask
+    latest = mask[:, max(mask.shape[1] - real_BT.shape[1] - 1, 0) :]
+    if not (latest[:, :-1] & ~latest[:, 1:]).any():
+        return mask if is_compacted else None
+    if isinstance(sliding[0], StaticSlidingWindowLayer):
+        raise ValueError(
+            "attention_mask must be padded on the left for a static cache of a sliding window, which would count the "
+            "padding behind a token: give a DynamicCache"
+        )
+    for layer in sliding:
+        layer.to_compact = mask
+    return mask
 
 
 def kept_document_start(cache: Cache) -> Tensor | None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
 from kvshift.layers import ShiftOptions
 
 
+@dataclass(kw_only=True, repr=False)
 class ShiftConfig:
-    """Stands before a configuration class of transformers; the class made of both is a dataclass with these fields.
+    """Fields that a subclass adds to those of a configuration class of transformers, before which this class stands.
 
     Transformers' own class would take the weights of a saved model, leave the coefficients aside and compute without
     the shift. It is kept from that by `use_cache` of a saved configuration, which is of a type that it does not take,
-    and whose message says how to load the model. A class made of both declares it as `bool | dict[str, bool]`.
+    and whose message says how to load the model.
 
     Attributes:
         loaded_by: the function or class that loads what is saved, as that message names it.
@@ -26,12 +27,11 @@ class ShiftConfig:
     """
 
     loaded_by: ClassVar[str]
-    shift_targets: list[str] | tuple[str, ...]
-    shift_window: int
-    shift_constraint: str
-    shift_init: str
-    num_hidden_layers: int
-    use_cache: bool | dict[str, bool]
+    shift_targets: list[str] | tuple[str, ...] = ("k", "v")
+    shift_window: int = 2
+    shift_constraint: str = "free"
+    shift_init: str = "uniform"
+    use_cache: bool | dict[str, bool] = True
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt(kwargs)
@@ -39,6 +39,8 @@ class ShiftConfig:
         self.shift_targets = list(self.shift_targets)
         if isinstance(self.use_cache, dict):
             (self.use_cache,) = self.use_cache.values()
+        if not isinstance(self.use_cache, bool):
+            raise ValueError(f"use_cache must be True or False, got {self.use_cache!r}")
         layer_types = kwargs.pop("layer_types", None)
         if layer_types is not None and layer_types != self.layer_types:
             raise ValueError(
@@ -54,7 +56,7 @@ class ShiftConfig:
             layer_type = "hybrid_sliding" if sliding else "hybrid"
         else:
             layer_type = "sliding_attention" if sliding else "full_attention"
-        return [layer_type] * self.num_hidden_layers
+        return [layer_type] * self.num_hidden_layers  # type: ignore[attr-defined]
 
     def to_dict(self) -> dict[str, Any]:
         """Of transformers; what is saved."""
@@ -65,7 +67,7 @@ class ShiftConfig:
 
     def _refuse_misspelt(self, unknown: dict[str, Any]) -> None:
         """Transformers keeps unknown fields as attributes; one that looks like a known field is a mistake."""
-        known = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        known = [field.name for field in fields(self)]
         for name in unknown:
             close = get_close_matches(name, known, n=1, cutoff=0.85)
             if close or name.startswith("shift_"):

@@ -1,8 +1,8 @@
 """The body of all models with KV shift, whichever family of transformers they come from: attention and decoder.
 
-The classes stand before transformers' own, which bring embeddings, projections, norms, MLPs and heads. A family of
-rotary models takes `ShiftedAttention` and `RotaryDecoder` whole (`llama/modeling.py`, `retrofit/families.py`); another
-takes `shift_into` in an attention of its own and `ShiftedDecoder` (`retrofit/gpt2.py`).
+The classes stand before transformers' own, which bring embeddings, projections, norms, MLPs and heads. A family takes
+`ShiftedAttention`, and `RotaryDecoder` (`llama/modeling.py`, `retrofit/families.py`) or, with positions of another
+kind, `ShiftedDecoder` (`retrofit/gpt2.py`).
 
 Shapes: B batch, T positions of this call, S sequences, H query heads, G KV heads, D head size, E model width.
 """
@@ -72,7 +72,7 @@ class ShiftedPreTrainedModel:
 
 
 class ShiftedAttention:
-    """Attention over shifted keys and values, with rotary embedding.
+    """Attention over shifted keys and values.
 
     The family's constructor makes the projections. One whose projections are not `q_proj`, `k_proj`, `v_proj` and
     `o_proj` overrides `project` and `output`.
@@ -80,8 +80,8 @@ class ShiftedAttention:
     Attributes:
         shift: the coefficients.
         eager_attention: the family's function for attn_implementation="eager".
-        apply_rotary: the family's own `apply_rotary_pos_emb`, for (B, heads, T, D). None: the rotary embedding is
-            Llama's and the norms are plain RMSNorms, which may run in one launch with the shift.
+        apply_rotary: the family's own `apply_rotary_pos_emb`, for (B, heads, T, D). None: the rotary embedding, if
+            there is one, is Llama's and the norms are plain RMSNorms, which may run in one launch with the shift.
         qk_norm: whether `q_norm` and `k_norm` normalise the heads between shift and rotary embedding. (An attribute:
             at every token it costs less than a look into the configuration.)
         sliding_window: how many tokens each attends to, itself included; None for all.
@@ -118,7 +118,7 @@ class ShiftedAttention:
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         cache: Cache | None = None,
@@ -131,7 +131,7 @@ class ShiftedAttention:
         if self.apply_rotary is None:
             after: dict[str, Any] = {"rotary": position_embeddings, "norms": norms}
         else:
-            after = {"finish": partial(_finish, self.apply_rotary, position_embeddings, norms)}
+            after = {"finish": partial(_norm_then_rotate, self.apply_rotary, position_embeddings, norms)}
         query, key, value, keep_raw = shift_into(
             self.shift,
             *self.project(hidden_states),
@@ -159,7 +159,7 @@ class ShiftedAttention:
         return self.output(output), weights
 
 
-def _finish(
+def _norm_then_rotate(
     apply_rotary: Callable, tables: tuple[Tensor, Tensor], norms: Norms | None, q: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Normalise and rotate q (B, T, H, D) and k (B, T, G, D) by a family's own functions.
@@ -171,17 +171,6 @@ def _finish(
         q, k = norms[0](q), norms[1](k)
     q, k = apply_rotary(q, k, *tables)
     return q.transpose(1, 2), k.transpose(1, 2)
-
-
-class _ShiftThenRotate:
-    """A shift, and `finish` after it, called like a `KVShift`."""
-
-    def __init__(self, shift: KVShift, finish: Finish) -> None:
-        self.shift, self.finish, self.targets = shift, finish, shift.targets
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **where: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
-        q, k, v, state = self.shift(q, k, v, **where)
-        return *self.finish(q, k), v, state
 
 
 def shift_into(
@@ -216,13 +205,14 @@ def shift_into(
         raise shift_type_error(shift)
     if layer_idx == 0 and shift.targets:  # once in a call of the model
         refuse_sharded_sequence()
-    shifts: Any = shift if finish is None else _ShiftThenRotate(shift, finish)
+    where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     if cache is not None and shift.targets:
         layer: Any = cache.layers[layer_idx]
-        return *layer.shift_into(shifts, q, k, v, mask=mask, seq_idx=seq_idx, rotary=rotary, norms=norms), KEEP_ALL
-    where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
+        return *layer.shift_into(shift, q, k, v, finish=finish, **where), KEEP_ALL
     raw = k, v
-    q, k, v, _ = shifts(q, k, v, keep_state=False, **where)
+    q, k, v, _ = shift(q, k, v, keep_state=False, **where)
+    if finish is not None:
+        q, k = finish(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if cache is not None:
         return q, *cache.update(k, v, layer_idx), KEEP_ALL
@@ -236,8 +226,12 @@ class ShiftedDecoder:
     config: ShiftConfig
 
     own_arguments: ClassVar[frozenset[str]] = frozenset()  # of the family's forward, for `run_layers`
-    embed: Callable[[Tensor | None, Tensor | None], Tensor]  # of ids or embeddings, what the first layer gets
-    run_layers: Callable[..., Any]  # of that, the masks and what each layer takes, the output
+    embed_tokens: nn.Module
+    run_layers: Callable[..., Any]  # of what `embed` returns, the masks and what each layer takes, the output
+
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """What the first layer gets, (B, T, E), of ids (B, T) or embeddings (B, T, E)."""
+        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
     @merge_with_config_defaults
     def forward(
@@ -279,7 +273,8 @@ class ShiftedDecoder:
         masks, position_ids = self.prepare_inputs(
             inputs_embeds, attention_mask, position_ids, cache, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens_q
         )
-        before = token_count(cache)
+        # A compiled call would be compiled anew for every count.
+        before = None if torch.compiler.is_compiling() else token_count(cache)
         if cu_seq_lens_q is not None:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
         kwargs |= {CACHE: cache, "use_cache": use_cache, "position_ids": position_ids}
@@ -297,10 +292,8 @@ class ShiftedDecoder:
         inputs_embeds: Tensor,
         attention_mask: Tensor | dict[str, Tensor | None] | None,
         position_ids: Tensor | None,
-        past_key_values: Cache | None,
-        *,
-        seq_idx: Tensor | None,
-        cu_seq_lens: Tensor | None,
+        cache: Cache | None,
+        **named: Tensor | None,
     ) -> tuple[dict[str, Tensor | None], Tensor]:
         """Make a call ready: the cache can carry the shift's state, and every layer's masks are there.
 
@@ -308,37 +301,29 @@ class ShiftedDecoder:
             inputs_embeds: (B, T, E); its shape, dtype and device count.
             attention_mask: (B, length so far), or what `create_masks` returned.
             position_ids: (B, T); None: they count on from the cache, and from the start of each document.
-            past_key_values: of the call.
-            seq_idx, cu_seq_lens: as in `document_index`.
+            cache: of the call.
+            named: seq_idx and cu_seq_lens, as in `document_index`.
 
         Returns:
             What `create_masks` does, and the position ids.
         """
         self._refuse_unknown_attention()
-        if past_key_values is not None:
-            ensure_shift_cache(past_key_values, self.config)
+        if cache is not None:
+            ensure_shift_cache(cache, self.config)
         if isinstance(attention_mask, dict) and "starts" in attention_mask:
             masks = attention_mask
         else:
-            masks = create_masks(
-                self.config,
-                inputs_embeds,
-                attention_mask,
-                past_key_values,
-                position_ids,
-                seq_idx=seq_idx,
-                cu_seq_lens=cu_seq_lens,
-            )
-        if past_key_values is not None and not (masks["padding"] is masks["documents"] is None):
-            check_recording(past_key_values, masks["padding"], attention_mask, masks["documents"])
+            masks = create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, **named)
+        if cache is not None and not (masks["padding"] is masks["documents"] is None):
+            check_recording(cache, masks["padding"], attention_mask, masks["documents"])
         starts = masks["starts"]
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen).unsqueeze(0)
+            positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+            position_ids = (positions + (0 if cache is None else cache.get_seq_length())).unsqueeze(0)
             if starts is not None:
                 position_ids = position_ids - starts
-        if past_key_values is not None and starts is not None:
-            keep_document_start(past_key_values, starts[:, -1])
+        if cache is not None and starts is not None:
+            keep_document_start(cache, starts[:, -1])
         return masks, position_ids
 
     def _refuse_unknown_attention(self) -> None:
@@ -353,19 +338,15 @@ class ShiftedDecoder:
 
 
 class RotaryDecoder(ShiftedDecoder):
-    """A family's decoder of `embed_tokens`, `layers` around a `ShiftedAttention`, `norm` and `rotary_emb`.
+    """A family's decoder of `layers` around a `ShiftedAttention`, `norm` and `rotary_emb`.
 
     Where `config.layer_types` says so, layers differ in the window of their attention; `rotary_tables` may give each
     type tables of its own.
     """
 
-    embed_tokens: nn.Module
     layers: nn.ModuleList
     norm: nn.Module
     rotary_emb: nn.Module
-
-    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> Any:
         """What each attention gets as `position_embeddings`, or a dict of that by the type of the layer."""

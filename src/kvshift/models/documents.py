@@ -65,7 +65,11 @@ def create_masks(
             attention_mask = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
         named = document_index(batch, positions, padding, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens)
         if seq_idx is not None or cu_seq_lens is not None:
-            require_same_documents(named, documents)
+            _require(
+                (_numbers(named, inputs_embeds) == _numbers(documents, inputs_embeds)).all(),
+                "attention_mask of four dimensions must keep apart the documents that seq_idx or cu_seq_lens_q names, "
+                "and no others",
+            )
     else:
         padding = padding_mask(attention_mask, positions)
         documents = named = document_index(
@@ -76,8 +80,7 @@ def create_masks(
     seen: int | Tensor = 0
     if named is not None or begun is not None:
         seen = _tokens_in(past_key_values)
-        numbers = inputs_embeds.new_zeros(batch, positions, dtype=torch.long) if named is None else named
-        starts = document_start(numbers, seen, begun)
+        starts = document_start(_numbers(named, inputs_embeds), seen, begun)
         of_own_document = same_document(starts, seen)
     if str(config._attn_implementation).startswith("flash_attention"):
         check_flash_documents(
@@ -116,6 +119,11 @@ def create_masks(
         "documents": documents,
         "starts": starts,
     }
+
+
+def _numbers(documents: Tensor | None, inputs_embeds: Tensor) -> Tensor:
+    """The number of each position's document, (B, T); 0 where a row holds one."""
+    return inputs_embeds.new_zeros(inputs_embeds.shape[:2], dtype=torch.long) if documents is None else documents
 
 
 def _tokens_in(cache: Cache | None) -> int | Tensor:
@@ -266,21 +274,6 @@ def document_index(
     return None if _statically_true(~starts_BT.any()) else starts_BT.cumsum(1)
 
 
-def require_same_documents(named: Tensor | None, documents: Tensor | None) -> None:
-    """Raise a ValueError unless documents named by seq_idx or cu_seq_lens_q are those of a mask of pairs beside it."""
-    if named is None and documents is None:
-        return
-    if named is not None and documents is not None:
-        same = (named == documents).all()
-    else:
-        same = torch.zeros((), dtype=torch.bool)
-    _require(
-        same,
-        "attention_mask of four dimensions must keep apart the documents that seq_idx or cu_seq_lens_q names, "
-        "and no others",
-    )
-
-
 def document_start(documents: Tensor, seen: int | Tensor, begun: Tensor | None) -> Tensor:
     """Where each position's document begins, (B, T), in tokens of the whole row, those before this call included.
 
@@ -327,15 +320,16 @@ def check_flash_documents(
     if is_torchdynamo_compiling() or torch.jit.is_tracing():  # a traced graph must not depend on data
         return
     one_row = batch == 1 and real_BT is None
-    named = not continues and (documents is None or one_row)
-    if named and one_row and position_ids is not None and position_ids.shape[1] > 1:
-        changes_T = (
-            torch.zeros_like(position_ids[0]) if documents is None else documents[0].diff(prepend=documents[0, :1])
-        )
-        increases = bool((position_ids.diff() == 1).all())
-        starts_T = (changes_T != 0) | (torch.arange(len(changes_T), device=changes_T.device) == 0)
-        named = documents is None if increases else torch.equal(position_ids[0] == 0, starts_T)
-    if not named:
+    separates = not continues and (documents is None or one_row)
+    if separates and one_row and position_ids is not None and position_ids.shape[1] > 1:
+        positions_T = position_ids[0]
+        index_T = torch.arange(len(positions_T), device=positions_T.device)
+        starts_T = index_T == 0
+        if documents is not None:
+            starts_T = starts_T | (documents[0].diff(prepend=documents[0, :1]) != 0)
+        one_document = bool((positions_T.diff() == 1).all())
+        separates = torch.equal(index_T == 0 if one_document else positions_T == 0, starts_T)
+    if not separates:
         raise ValueError(
             "flash attention separates the documents of one unpadded row where position_ids begin again at 0, and "
             "only there; not those of several rows, of padded ones, or of a cache that continues a pack: set "

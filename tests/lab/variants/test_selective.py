@@ -193,10 +193,10 @@ def test_whole_with_weights_or_dropout(size: Any) -> None:
     torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-5, atol=1e-6)
     model.config._attn_implementation = "sdpa"
     for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.5
-        elif hasattr(module, "attn_dropout"):
+        if hasattr(module, "attn_dropout"):
             module.attn_dropout.p = 0.5
+        elif hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
     assert torch.equal(model(ids, use_cache=False).logits, expected)
     assert not torch.allclose(model.train()(ids, use_cache=False).logits, expected)
 

@@ -53,6 +53,7 @@ FILE_0_1_0 = {
         ("sliding_window", 0, "an integer of at least 2, or None"),
         ("sliding_window", 1, "an integer of at least 2, or None"),  # transformers' dynamic cache fails at 1
         ("sliding_window", 2.5, "an integer of at least 2, or None"),
+        ("use_cache", 3, "True or False"),
         ("layer_types", ["full_attention"] * 2, r"\['hybrid', 'hybrid'\]"),
     ],
 )

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kvshift.models.llama import KVShiftLlamaForCausalLM, size_config
-from kvshift.models.llama.sizes import SIZES
+from kvshift.models.llama import SIZES, KVShiftLlamaForCausalLM, size_config
 
 # Non-embedding and total parameters without shift, as the paper names its models, and what the shift adds:
 # four numbers for each KV head of each layer.

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from kvshift.layers import KVShift
 from kvshift.layers.recompute import KEEP_ALL
-from kvshift.models.decoder import Finish, _ShiftThenRotate
+from kvshift.models.decoder import Finish
 from kvshift.ops.arguments import Norms
 from kvshift.ops.attention_inputs import Results, _finish
 from kvshift.ops.boundaries import plan_shift
@@ -121,11 +121,12 @@ def shift_into(
     `finish` is what a family does to shifted q and k in place of `rotary` and `norms`. Returns q (B, H, T, D), k and v
     (B, G, length, D) with those of the tokens before, and a context for attention.
     """
-    shifts: Any = shift if finish is None else _ShiftThenRotate(shift, finish)
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     if cache is not None and shift.targets:
         layer: Any = cache.layers[layer_idx]
-        return *layer.shift_into(shifts, q, k, v, **where), KEEP_ALL
-    q, k, v, _ = shifts(q, k, v, keep_state=False, **where)
+        return *layer.shift_into(shift, q, k, v, finish=finish, **where), KEEP_ALL
+    q, k, v, _ = shift(q, k, v, keep_state=False, **where)
+    if finish is not None:
+        q, k = finish(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return q, *((k, v) if cache is None else cache.update(k, v, layer_idx)), KEEP_ALL

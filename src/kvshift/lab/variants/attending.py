@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from kvshift.models.decoder import shift_into
+from kvshift.models.decoder import ShiftedAttention, shift_into
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
 from kvshift.models.retrofit.gpt2 import KVShiftGPT2Attention
 
@@ -30,12 +30,29 @@ def require_token_mask(attention_mask: Any, variant: str) -> None:
         raise ValueError(f"attention_mask must be (batch, positions) or None for {variant}, got {what}")
 
 
-class _Attending:
-    config: Any
-    scaling: float
-    training: bool
-    dropout: float
-    sliding_window: int | None = None
+class _Attending(ShiftedAttention):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
+        **where: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        query, key, value, keep_raw = shift_into(
+            self.shift,
+            *self.project(hidden_states),
+            past_key_values if cache is None else cache,
+            self.layer_idx,
+            mask=where["shift_mask"],
+            seq_idx=where["shift_seq_idx"],
+            rotary=position_embeddings,
+            norms=(self.q_norm, self.k_norm) if self.qk_norm else None,
+        )
+        with keep_raw:
+            output, weights = self.attend(query, key, value, attention_mask=attention_mask, **where)
+        return self.output(output), weights
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> tuple[Tensor, Tensor | None]:
         """What attention gives, (B, T, heads, size), and its weights or None.
@@ -61,7 +78,7 @@ class _Attending:
             key,
             value,
             attention_mask,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             **where,
@@ -71,55 +88,6 @@ class _Attending:
 class AttendingLlama(_Attending, KVShiftLlamaAttention):
     """The attention of the Llamas."""
 
-    @property
-    def dropout(self) -> float:  # type: ignore[override]
-        return self.attention_dropout
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None = None,
-        cache: Cache | None = None,
-        **where: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        query, key, value, keep_raw = shift_into(
-            self.shift,
-            *self.project(hidden_states),
-            past_key_values if cache is None else cache,
-            self.layer_idx,
-            mask=where["shift_mask"],
-            seq_idx=where["shift_seq_idx"],
-            rotary=position_embeddings,
-            norms=(self.q_norm, self.k_norm) if self.qk_norm else None,
-        )
-        with keep_raw:
-            output, weights = self.attend(query, key, value, **where)
-        return self.output(output), weights
-
 
 class AttendingGPT2(_Attending, KVShiftGPT2Attention):
     """The attention of the lab's GPT-2, which has no cache."""
-
-    @property
-    def dropout(self) -> float:  # type: ignore[override]
-        return self.attn_dropout.p
-
-    def forward(
-        self, hidden_states: Tensor, past_key_values: None = None, cache: None = None, **where: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        projected = self.c_attn(hidden_states).split(self.split_size, dim=2)
-        query, key, value = (x.view(*x.shape[:2], -1, self.head_dim) for x in projected)
-        query, key, value, keep_raw = shift_into(
-            self.shift,
-            query,
-            key,
-            value,
-            past_key_values if cache is None else cache,
-            self.layer_idx,
-            mask=where["shift_mask"],
-            seq_idx=where["shift_seq_idx"],
-        )
-        with keep_raw:
-            output, weights = self.attend(query, key, value, **where)
-        return self.resid_dropout(self.c_proj(output.flatten(2))), weights

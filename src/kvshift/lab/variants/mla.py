@@ -23,7 +23,6 @@ Shapes: B batch, T positions of this call, K cached positions, H heads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, ClassVar, cast
 
@@ -37,7 +36,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from kvshift import ShiftState, kv_shift
 from kvshift.lab.variants.uncached import NamedConfig
 from kvshift.lab.variants.variant import ModelVariant
-from kvshift.layers.recompute import KEEP_ALL
 from kvshift.models.decoder import shift_into
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
@@ -114,13 +112,6 @@ class _LatentShift(nn.Module):
             k, rope = k.split([sizes.rank + sizes.nope, sizes.rope], dim=-1)
             k = torch.cat([k, apply_rotary(rope, rotary)], dim=-1)
         return q, k, torch.cat([r, b], dim=-1), new_state if keep_state else None
-
-    def step(self, *args: Any) -> None:
-        """As `KVShift.step`: there is no such launch."""
-
-    def recomputing(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """As `KVShift.recomputing`: all is kept."""
-        return KEEP_ALL
 
 
 class _Sizes:

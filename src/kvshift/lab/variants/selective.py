@@ -33,26 +33,15 @@ class _SelectiveDecoder:
     """Stands before the decoder of a family, and makes none of its masks of T x T."""
 
     def prepare_inputs(
-        self,
-        inputs_embeds: Tensor,
-        attention_mask: Any,
-        position_ids: Tensor | None,
-        past_key_values: Any,
-        *,
-        seq_idx: Tensor | None,
-        cu_seq_lens: Tensor | None,
+        self, inputs_embeds: Tensor, attention_mask: Any, position_ids: Tensor | None, cache: Any, **named: Any
     ) -> Any:
         require_token_mask(attention_mask, "selective attention")
         batch, positions = inputs_embeds.shape[:2]
         real = padding_mask(attention_mask, positions)
-        documents = document_index(
-            batch, positions, real, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens, position_ids=position_ids
-        )
+        documents = document_index(batch, positions, real, position_ids=position_ids, **named)
         starts = None if documents is None else document_start(documents, 0, None)
         masks = {"attention": None, "padding": real, "documents": documents, "starts": starts}
-        return super().prepare_inputs(  # type: ignore[misc]
-            inputs_embeds, masks, position_ids, past_key_values, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens
-        )
+        return super().prepare_inputs(inputs_embeds, masks, position_ids, cache, **named)  # type: ignore[misc]
 
 
 class _SelectiveLlamaModel(_SelectiveDecoder, UncachedLlamaModel):
@@ -67,7 +56,7 @@ class _SelectiveAttention:
     config: Any
     scaling: float
     training: bool
-    dropout: float
+    attention_dropout: float
 
     def attend(
         self,
@@ -81,7 +70,7 @@ class _SelectiveAttention:
     ) -> tuple[Tensor, Tensor | None]:
         how: dict[str, Any] = {"scaling": self.scaling, "axis": self.config.axis}
         how |= {"mask": shift_mask, "seq_idx": shift_seq_idx}
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.attention_dropout if self.training else 0.0
         if dropout or self.config._attn_implementation == "eager":
             output, weights = selective_attention_whole(query, key, value, dropout=dropout, **how)
         else:

@@ -1,4 +1,4 @@
-"""Baichuan-M1: what differs from Llama, and nothing else; the body is `models/decoder.py`.
+"""Baichuan-M1: what differs from Llama with KV shift, and nothing else.
 
 Shapes: E model width, V vocabulary.
 """
@@ -6,7 +6,6 @@ Shapes: E model width, V vocabulary.
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from contextlib import nullcontext
 from typing import Any, ClassVar, cast
@@ -14,11 +13,8 @@ from typing import Any, ClassVar, cast
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
     LlamaForCausalLM,
-    LlamaModel,
     LlamaPreTrainedModel,
-    LlamaRMSNorm,
     LlamaRotaryEmbedding,
     eager_attention_forward,
 )
@@ -29,8 +25,9 @@ from kvshift.models.baichuan_m1.configuration import BaichuanM1Config
 from kvshift.models.baichuan_m1.dispatched import load_convolutions
 from kvshift.models.baichuan_m1.head import NormHead, as_head
 from kvshift.models.baichuan_m1.layout import BOTH_NAMES, both_names, load_released_names, released_name
-from kvshift.models.decoder import RotaryDecoder, ShiftedAttention, ShiftedPreTrainedModel
+from kvshift.models.decoder import ShiftedAttention, ShiftedPreTrainedModel
 from kvshift.models.generation import ShiftedGeneration
+from kvshift.models.llama.modeling import KVShiftLlamaDecoderLayer, KVShiftLlamaModel
 
 
 class BaichuanM1Attention(ShiftedAttention, nn.Module):
@@ -63,14 +60,10 @@ class BaichuanM1Attention(ShiftedAttention, nn.Module):
         return query, key, value
 
 
-class BaichuanM1DecoderLayer(LlamaDecoderLayer):
+class BaichuanM1DecoderLayer(KVShiftLlamaDecoderLayer):
     """Llama's layer around `BaichuanM1Attention`."""
 
-    forward = inspect.unwrap(LlamaDecoderLayer.forward)  # which transformers wraps anew for every class
-
-    def __init__(self, config: BaichuanM1Config, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.self_attn = BaichuanM1Attention(config, layer_idx)
+    attention_class = BaichuanM1Attention
 
 
 class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
@@ -121,38 +114,26 @@ class BaichuanM1PreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
         return (model, report) if output_loading_info else model
 
 
-class BaichuanM1Model(RotaryDecoder, BaichuanM1PreTrainedModel, LlamaModel):
+class BaichuanM1Model(BaichuanM1PreTrainedModel, KVShiftLlamaModel):
     """The decoder without a head; see `transformers.LlamaModel`."""
 
+    layer_class = BaichuanM1DecoderLayer
     _keys_to_ignore_on_load_unexpected: ClassVar = [r"^lm_head\.weight$"]  # of a checkpoint with a head
 
-    def __init__(self, config: BaichuanM1Config) -> None:
-        self._check_config(config)
-        super(LlamaModel, self).__init__(config)  # not Llama's own: its layers would take memory and be thrown away
-        self.padding_idx = config.pad_token_id
-        self.vocab_size = config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList(BaichuanM1DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = nn.ModuleDict(
-            {kind: LlamaRotaryEmbedding(_of_layer(config, i)) for i, kind in enumerate(config.layer_types)}
-        )
-        self.gradient_checkpointing = False
-        self.post_init()
+    def rotary_embedding(self, config: BaichuanM1Config) -> nn.Module:
+        """One for each type of layers, which differ in the size of their heads."""
+        by_type = {}
+        for layer, kind in enumerate(config.layer_types):
+            of_layer = copy.copy(config)
+            of_layer.head_dim = config.hidden_size // config.heads(layer)[0]
+            by_type[kind] = LlamaRotaryEmbedding(of_layer)
+        return nn.ModuleDict(by_type)
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Layers differ in the size of their heads."""
         embeddings: Any = self.rotary_emb
         return {
             kind: half_tables(*rotary(hidden_states, position_ids=position_ids)) for kind, rotary in embeddings.items()
         }
-
-
-def _of_layer(config: BaichuanM1Config, layer: int) -> BaichuanM1Config:
-    """The configuration as the rotary embedding of a layer reads it."""
-    own = copy.copy(config)
-    own.head_dim = config.hidden_size // config.heads(layer)[0]
-    return own
 
 
 class BaichuanM1ForCausalLM(ShiftedGeneration, BaichuanM1PreTrainedModel, LlamaForCausalLM):

@@ -3,14 +3,13 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from kvshift.models.cache import ensure_shift_cache
-from kvshift.models.llama.configuration import KVShiftLlamaConfig
+from kvshift.models.llama.configuration import SIZES, KVShiftLlamaConfig, size_config
 from kvshift.models.llama.modeling import (
     KVShiftLlamaForCausalLM,
     KVShiftLlamaForSequenceClassification,
     KVShiftLlamaModel,
     KVShiftLlamaPreTrainedModel,
 )
-from kvshift.models.llama.sizes import SIZES, size_config
 
 AutoConfig.register(KVShiftLlamaConfig.model_type, KVShiftLlamaConfig, exist_ok=True)
 AutoModel.register(KVShiftLlamaConfig, KVShiftLlamaModel, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Configuration of the Llama family with KV shift: Llama's own fields and the few that differ."""
+"""Configuration of the Llama family with KV shift, and of the paper's models by the name of their size."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from kvshift.models.configuration import ShiftConfig
+from kvshift.models.paper_sizes import SIZES
 
 
 @strict
 class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
     """What `KVShiftLlamaForCausalLM` is built from.
 
-    Besides the fields of `transformers.LlamaConfig`:
+    Besides the fields of `transformers.LlamaConfig`, and those of `ShiftConfig`, which say what to shift:
 
     Args:
-        shift_targets: which of "q", "k", "v" each layer shifts; () is Llama itself.
-        shift_window: tokens mixed, the current one included; 2 in the paper.
-        shift_constraint: "free", "gate" or "clamp"; see `kvshift.KVShift`.
-        shift_init: "uniform" (the paper's, for training from scratch) or "identity" (a pretrained model computes what
-            it did before).
         qk_norm: RMSNorm over each query and key head, after the shift and before the rotary embedding.
         sliding_window: each token attends to this many tokens, itself included; 2 or more, or None for all.
     """
@@ -39,11 +35,6 @@ class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
         "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
     }
 
-    shift_targets: list[str] | tuple[str, ...] = ("k", "v")
-    shift_window: int = 2
-    shift_constraint: str = "free"
-    shift_init: str = "uniform"
-    use_cache: bool | dict[str, bool] = True
     qk_norm: bool = False
     sliding_window: int | None = None
 
@@ -52,3 +43,17 @@ class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 2):
             raise ValueError(f"sliding_window must be an integer of at least 2, or None; got {window!r}")
         super().__post_init__(**kwargs)
+
+
+def size_config(name: str, **changes: Any) -> KVShiftLlamaConfig:
+    """The configuration of one of the paper's models.
+
+        config = size_config("1.5B", shift_targets=())  # its vanilla twin
+
+    Args:
+        name: "0.2B" (tables 6 to 13), "1.5B", "2.9B", "6.7B", "13B" or "19B" (tables 1 and 16).
+        changes: any fields of `KVShiftLlamaConfig` to set otherwise.
+    """
+    if name not in SIZES:
+        raise ValueError(f"name must be one of {', '.join(SIZES)}; got {name!r}")
+    return KVShiftLlamaConfig(**{**SIZES[name], **changes})

@@ -43,11 +43,12 @@ class KVShiftLlamaAttention(ShiftedAttention, LlamaAttention):
 class KVShiftLlamaDecoderLayer(LlamaDecoderLayer):
     """Llama's layer around `KVShiftLlamaAttention`."""
 
+    attention_class: ClassVar[type[nn.Module]] = KVShiftLlamaAttention
     forward = inspect.unwrap(LlamaDecoderLayer.forward)  # which transformers wraps anew for every class
 
     def __init__(self, config: KVShiftLlamaConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.self_attn = KVShiftLlamaAttention(config, layer_idx)
+        self.self_attn: Any = self.attention_class(config, layer_idx)
 
 
 class KVShiftLlamaPreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
@@ -62,18 +63,23 @@ class KVShiftLlamaPreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
 class KVShiftLlamaModel(RotaryDecoder, KVShiftLlamaPreTrainedModel, LlamaModel):
     """The decoder without a head; see `transformers.LlamaModel`."""
 
-    def __init__(self, config: KVShiftLlamaConfig) -> None:
+    layer_class: ClassVar[type[nn.Module]] = KVShiftLlamaDecoderLayer
+
+    def __init__(self, config: Any) -> None:
         self._check_config(config)
-        refuse_partial_rotary(config)
         super(LlamaModel, self).__init__(config)  # not Llama's own: its layers would take memory and be thrown away
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList(KVShiftLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = self.rotary_embedding(config)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def rotary_embedding(self, config: Any) -> nn.Module:
+        refuse_partial_rotary(config)
+        return LlamaRotaryEmbedding(config=config)
 
 
 class KVShiftLlamaForCausalLM(ShiftedGeneration, KVShiftLlamaPreTrainedModel, LlamaForCausalLM):

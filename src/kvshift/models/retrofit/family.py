@@ -103,7 +103,8 @@ def rotary_family(
         more: other fields of `Family`.
     """
     plain_attention, plain_decoder, *plain_heads = (getattr(modeling, name) for name in names)
-    bases = {plain_decoder: (decoder,), **{plain: _head_bases(plain) for plain in plain_heads}}
+    bases: dict[Any, tuple[type, ...]] = {plain_decoder: (decoder,)}
+    bases |= {plain: ((ShiftedGeneration,) if plain.can_generate() else ()) + (Retrofitted,) for plain in plain_heads}
     config = _config_with_shift(plain_decoder.config_class)
     members = {
         "qk_norm": qk_norm,
@@ -131,10 +132,6 @@ def auto_class(model: type[PreTrainedModel]) -> Any:
     return next(auto for ending, auto in _AUTO.items() if model.__name__.endswith(ending))
 
 
-def _head_bases(plain: type[PreTrainedModel]) -> tuple[type, ...]:
-    return (ShiftedGeneration, Retrofitted) if plain.can_generate() else (Retrofitted,)
-
-
 def _with_shift(plain: type, before: tuple[type, ...], members: dict[str, Any]) -> Any:
     """The class KVShiftX of a class X: `before` stands before it."""
     name, about = f"KVShift{plain.__name__}", f"`transformers.{plain.__name__}` with KV shift."
@@ -144,17 +141,9 @@ def _with_shift(plain: type, before: tuple[type, ...], members: dict[str, Any]) 
 
 
 def _config_with_shift(plain: type[PreTrainedConfig]) -> Any:
-    own = {
-        "shift_targets": (list[str] | tuple[str, ...], ("k", "v")),
-        "shift_window": (int, 2),
-        "shift_constraint": (str, "free"),
-        "shift_init": (str, "uniform"),
-        "use_cache": (bool | dict[str, bool], True),
-    }
-    if any(one.name == "layer_types" for one in fields(plain)):
-        own["layer_types"] = (list[str] | None, None)  # the family's own field, in place of the property
-    members = {"model_type": f"kvshift_{plain.model_type}", **{name: default for name, (_, default) in own.items()}}
-    members["__annotations__"] = {name: kind for name, (kind, _) in own.items()}
+    members: dict[str, Any] = {"model_type": f"kvshift_{plain.model_type}"}
+    if any(one.name == "layer_types" for one in fields(plain)):  # the family's own field, in place of the property
+        members |= {"__annotations__": {"layer_types": list[str] | None}, "layer_types": None}
     return strict(_with_shift(plain, (RetrofitConfig,), members))
 
 

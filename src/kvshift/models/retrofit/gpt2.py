@@ -6,7 +6,6 @@ keys and values; every query head has a KV head of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +14,9 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, GPT2Model
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, eager_attention_forward
 
-from kvshift.layers import KVShift
-from kvshift.models.decoder import ShiftedDecoder, shift_into
+from kvshift.models.decoder import ShiftedAttention, ShiftedDecoder
 from kvshift.models.generation import ShiftedGeneration
 from kvshift.models.retrofit.family import Family, RetrofitConfig, Retrofitted
 from kvshift.models.versions import CACHE
@@ -27,72 +24,29 @@ from kvshift.models.versions import CACHE
 
 @strict
 class KVShiftGPT2Config(RetrofitConfig, GPT2Config):
-    """What `KVShiftGPT2LMHeadModel` is built from.
-
-    Besides the fields of `transformers.GPT2Config`:
-
-    Args:
-        shift_targets: which of "q", "k", "v" each layer shifts; () is GPT-2 itself.
-        shift_window: tokens mixed, the current one included; 2 in the paper.
-        shift_constraint: "free", "gate" or "clamp"; see `kvshift.KVShift`.
-        shift_init: "uniform" (the paper's, for training from scratch) or "identity" (a pretrained model computes what
-            it did before).
-    """
+    """The fields of `transformers.GPT2Config`, and those of `ShiftConfig`, which say what to shift."""
 
     model_type = "kvshift_gpt2"
 
-    shift_targets: list[str] | tuple[str, ...] = ("k", "v")
-    shift_window: int = 2
-    shift_constraint: str = "free"
-    shift_init: str = "uniform"
-    use_cache: bool | dict[str, bool] = True
 
-
-class KVShiftGPT2Attention(GPT2Attention):
+class KVShiftGPT2Attention(ShiftedAttention, GPT2Attention):
     """GPT-2's self-attention over shifted keys and values."""
 
-    shift: KVShift
+    attention_dropout = property(lambda self: self.attn_dropout.p)  # type: ignore[assignment]
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        past_key_values: Cache | None = None,
-        attention_mask: Tensor | None = None,
-        cache: Cache | None = None,
-        shift_mask: Tensor | None = None,
-        shift_seq_idx: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        batch, positions = hidden_states.shape[:2]
-        projected = self.c_attn(hidden_states).split(self.split_size, dim=2)
-        query, key, value = (x.view(batch, positions, -1, self.head_dim) for x in projected)  # the operator's layout
-        query, key, value, keep_raw = shift_into(
-            self.shift,
-            query,
-            key,
-            value,
-            past_key_values if cache is None else cache,
-            self.layer_idx,
-            mask=shift_mask,
-            seq_idx=shift_seq_idx,
-        )
-        implementation = self.config._attn_implementation
-        with keep_raw:
-            if implementation == "eager" and self.reorder_and_upcast_attn:
-                output, weights = self._upcast_and_reordered_attn(query, key, value, attention_mask)
-            else:
-                attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-                output, weights = attention(
-                    self,
-                    query,
-                    key,
-                    value,
-                    attention_mask,
-                    dropout=self.attn_dropout.p if self.training else 0.0,
-                    scaling=self.scaling,
-                    **kwargs,
-                )
-        return self.resid_dropout(self.c_proj(output.reshape(batch, positions, -1).contiguous())), weights
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = (*hidden_states.shape[:2], -1, self.head_dim)
+        query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
+        return query.view(heads), key.view(heads), value.view(heads)
+
+    def output(self, heads: Tensor) -> Tensor:
+        return self.resid_dropout(self.c_proj(heads.reshape(*heads.shape[:2], -1).contiguous()))
+
+    @staticmethod
+    def eager_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        if module.reorder_and_upcast_attn:
+            return module._upcast_and_reordered_attn(query, key, value, mask)
+        return eager_attention_forward(module, query, key, value, mask, **kwargs)
 
 
 class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
@@ -101,6 +55,7 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
     config: KVShiftGPT2Config
     config_class = KVShiftGPT2Config
     own_arguments = frozenset({"token_type_ids"})
+    embed_tokens = property(lambda self: self.wte)  # type: ignore[assignment]
 
     def forward(
         self,
@@ -128,9 +83,6 @@ class KVShiftGPT2Model(ShiftedDecoder, Retrofitted, GPT2Model):
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
         given = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
         return super().forward(*given, seq_idx, cu_seq_lens_q, cache, token_type_ids=token_type_ids, **kwargs)
-
-    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        return self.wte(input_ids) if inputs_embeds is None else inputs_embeds
 
     def run_layers(self, hidden_states: Tensor, masks: dict[str, Tensor | None], **kwargs: Any) -> Any:
         mask = masks["attention"]
