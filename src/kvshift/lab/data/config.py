@@ -64,7 +64,7 @@ class DataConfig:
 
     repeated_spans: float | None = None
     """Fraction of the training sequences in which a span of tokens is copied over a later one, so that there is more to
-    learn from what followed last time: above 0, at most 1, with packing concat. Validation text stays as it is."""
+    copy: above 0, at most 1, with packing concat. Validation text stays as it is."""
 
 
 def check_data_paths(corpus: str, validation: str | None, option: str) -> None:
