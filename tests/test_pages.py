@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvshift.lab.variants.by_name import VARIANTS
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
@@ -91,6 +93,12 @@ def test_the_start_page_names_what_the_project_has():
     assert re.search(r"^lab = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     (lines,) = re.findall(r"fewer than (\d+) lines", page)
     assert len((ROOT / "examples/tiny_gpt.py").read_text(encoding="utf-8").splitlines()) < int(lines)
+
+
+def test_every_variant_has_its_line():
+    page = (ROOT / "docs/variants.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    assert sorted(name for cell in cells for name in re.findall(r"`([^`]+)`", cell)) == sorted(VARIANTS)
 
 
 @pytest.mark.slow
