@@ -155,7 +155,9 @@ def test_the_table_of_the_docs_is_the_one_in_results():
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "results.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "results.md"], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_prose_spells_kv_shift_in_one_way(page):
     """KV shift in prose, kv-shift as one types it, kvshift the package; tables and output have labels of records."""
     text = re.sub(

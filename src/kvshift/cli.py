@@ -31,7 +31,7 @@ class _Command:
 
 _COMMANDS = {
     "compare": _Command(
-        "Train paired models and compare them, as without and with KV shift",
+        "Train paired models, with and without KV shift, and compare them",
         "kvshift.lab.compare.compare_config:CompareConfig",
         "kvshift.lab.compare.compare:compare",
         "kvshift compare --out runs/pair --seeds 3 --data.corpus 'texts/*.txt'",
@@ -93,31 +93,31 @@ _COMMANDS = {
         ),
     ),
     "reproduce": _Command(
-        "Run the paper's figures and tables again",
+        "Reproduce the paper's figures and tables",
         "kvshift.recipes.reproduce_config:ReproduceConfig",
         "kvshift.recipes.listing:list_or_reproduce",
         "kvshift reproduce fig01a --preset smoke",
     ),
     "analyze": _Command(
-        "Look into a trained model: heads, coefficients, attention",
+        "Analyze a model: induction scores, coefficients, attention maps",
         "kvshift.lab.analyze.analyze_config:AnalyzeConfig",
         "kvshift.lab.analyze.analyze:analyze",
         'kvshift analyze runs/mine --text "To be, or not to be"',
     ),
     "bench": _Command(
-        "Measure time and memory beside baselines",
+        "Measure time and memory against baselines",
         "kvshift.benchmarks.bench_config:BenchConfig",
         "kvshift.benchmarks.bench:bench",
         "kvshift bench --parts op layer --preset smoke --out runs/bench",
     ),
     "check": _Command(
-        "Check a model at its edges: documents, padding, caches, generation",
+        "Test a model: packed documents, padding, caches, generation",
         "kvshift.lab.check.check_config:CheckConfig",
         "kvshift.lab.check.checking:check",
         "kvshift check runs/mine",
     ),
     "doctor": _Command(
-        "Report what this installation would run, and test the operator",
+        "Report versions, devices, kernels, backends; test the operator",
         "kvshift.lab.doctor.doctor_config:DoctorConfig",
         "kvshift.lab.doctor.doctor:doctor",
         "kvshift doctor",

@@ -23,11 +23,11 @@ class CheckConfig:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a model on the hub: any causal language model of transformers."""
     properties: tuple[str, ...] = ()
-    """Only these, by their names in the table, such as "causality" "cache: every split"; none given: all."""
+    """Properties to test, by their names in the table, such as "causality" "cache: every split". With no value: all."""
     length: int = 24
     """Length of the longest sequences in tokens, 12 or more. Longer windows and chunks are not covered."""
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
-    """dtype of the check. auto: as saved, but float32 for a model in half precision, so that rounding hides less."""
+    """dtype of the check. auto: as saved, but float32 for a model in half precision, where rounding hides errors."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
     attn_implementation: str | None = None

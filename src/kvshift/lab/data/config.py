@@ -66,7 +66,7 @@ class DataConfig:
 
     repeated_spans: float | None = None
     """Fraction of the training sequences in which a span of tokens is copied over a later one, so that there is more to
-    learn from what followed last time: above 0, at most 1, with packing concat. Validation text stays as it is."""
+    copy: above 0, at most 1, with packing concat. Validation text stays as it is."""
 
 
 def find_shared(name: str | None) -> str | None:

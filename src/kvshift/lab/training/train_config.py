@@ -212,7 +212,7 @@ class TrainConfig(RunConfig):
     data: DataConfig = field(default_factory=DataConfig)
     probes: Literal["induction"] | None = None
     """What to measure at each evaluation besides the loss, without any change to the training. induction: scores of the
-    heads on repeated random tokens, and the validation loss by whether the row has shown a pair of tokens before."""
+    heads on repeated random tokens, and the validation loss by whether a pair of tokens occurred before."""
     tokens_per_step: int | None = None
     """Tokens per optimizer step over all devices. If that is more than batch_size x sequence_length x devices,
     gradients are accumulated. None: exactly that product."""
