@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 
 import kvshift
 
-__all__ = ["main", "run_and_exit"]
-
 
 @dataclass(frozen=True)
 class _Command:

@@ -8,8 +8,6 @@ from typing import Literal, get_args
 
 from kvshift.lab.core.errors import LabError
 
-__all__ = ["PARTS", "BenchConfig", "Part", "PresetName"]
-
 Part = Literal["op", "layer", "train", "prefill", "decode", "memory", "sweep"]
 PARTS: tuple[Part, ...] = get_args(Part)
 PresetName = Literal["smoke", "laptop", "paper"]

@@ -26,8 +26,6 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["SMOKE", "draw", "markdown", "short", "write"]
-
 _OURS = ("kv_shift", "kv shift")
 _SHIFTED = colors_of(["KV-shift"])["KV-shift"]
 SMOKE = "The preset smoke only shows that everything runs: at its sizes the times say nothing about those of others"

@@ -14,8 +14,6 @@ from kvshift.benchmarks.peak import peak_bytes
 from kvshift.benchmarks.presets import Preset
 from kvshift.lab.compare.timing import Clock, Times, describe, measure, quartiles, ratios
 
-__all__ = ["Case", "Implementation", "LeftOutError", "Row", "Session", "measure_case"]
-
 Row = dict[str, Any]
 
 

@@ -20,8 +20,6 @@ from kvshift.ops import BACKENDS, kv_shift
 from kvshift.ops.arguments import Call
 from kvshift.ops.triton.call import shift_triton, triton_refusal
 
-__all__ = ["Formulation", "Table", "in_one_launch", "rotary_tables", "rotary_then", "with_rotary", "without"]
-
 Pair = tuple[Tensor, Tensor]
 Table = tuple[Tensor, Tensor]
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Pair]

@@ -24,8 +24,6 @@ from kvshift.layers import param_groups
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.ops import dispatch
 
-__all__ = ["decode_cases", "model_fields", "prefill_cases", "train_cases"]
-
 THEIRS, WITHOUT, OURS = "transformers' Llama", "without shift", "kv shift"
 PLAIN = "kv shift, plain operations"
 _BACKENDS = {"kv shift, triton": "triton", PLAIN: "eager"}  # beside what "auto" is

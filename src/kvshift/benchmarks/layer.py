@@ -17,8 +17,6 @@ from kvshift.benchmarks.saved import bytes_saved
 from kvshift.benchmarks.twins import SLICE, exactly, far_off
 from kvshift.layers import KVShiftAttention, ShiftOptions
 
-__all__ = ["layer_cases"]
-
 _TARGETS: dict[str, tuple[Any, ...]] = {"without shift": (), "kv shift": ("k", "v")}
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from kvshift.benchmarks.cases import Case, Row, Session
 from kvshift.benchmarks.operator import shift_case
 
-__all__ = ["Line", "fit_line", "lines", "sweep_cases"]
-
 _AXES = "BTGD"
 
 

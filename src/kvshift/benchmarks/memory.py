@@ -20,8 +20,6 @@ from kvshift.benchmarks.peak import peak_bytes
 from kvshift.benchmarks.saved import bytes_saved
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
 
-__all__ = ["memory_cases"]
-
 _THEIRS, _WITHOUT, _OURS = "transformers' Llama", "without shift", "kv shift"
 
 

@@ -24,8 +24,6 @@ from kvshift.benchmarks.formulations import Formulation, Table, ours, rotary_tab
 from kvshift.benchmarks.parity import check_formulation
 from kvshift.benchmarks.saved import bytes_saved
 
-__all__ = ["COPY", "operator_cases", "shift_case"]
-
 COPY = "copy of k and v"
 _PASSES = {"forward": 2, "forward and backward": 5}  # over the bytes of k and v
 _MOST_SETS = 32

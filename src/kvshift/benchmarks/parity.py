@@ -20,8 +20,6 @@ from kvshift.benchmarks.formulations import Formulation, Table
 from kvshift.layers.positions import rotate_half
 from kvshift.ops import ShiftState, kv_shift
 
-__all__ = ["ParityResult", "check_formulation"]
-
 _SLICE = 32  # positions
 _TERMS = 512  # sums over tokens are made in blocks, or as a tree, whose depth this bounds
 

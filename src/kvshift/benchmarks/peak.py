@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["memory_blocks", "peak_bytes"]
-
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     """Bytes that were held at the peak of a call beyond those held before it, what it returns included.

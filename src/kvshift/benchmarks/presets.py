@@ -14,8 +14,6 @@ import torch
 
 from kvshift.benchmarks.bench_config import PresetName
 
-__all__ = ["PRESETS", "LayerSize", "ModelSize", "Preset", "Sweep"]
-
 Shape = tuple[int, int, int, int]
 
 # About a million parameters a layer: what two cores train in under a second a step.

@@ -16,8 +16,6 @@ from kvshift.benchmarks.cases import Row
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.json_lines import JSONLines, read_lines
 
-__all__ = ["RowFile", "options_hash", "read_rows"]
-
 _SAME = ("options", "config_hash", "commit", "versions", "hardware")
 
 

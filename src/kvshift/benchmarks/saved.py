@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from kvshift.benchmarks.peak import memory_blocks
 
-__all__ = ["bytes_saved"]
-
 _BLOCK = 512  # CUDA's caching allocator hands out multiples of it
 
 

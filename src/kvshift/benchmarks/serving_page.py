@@ -18,8 +18,6 @@ from kvshift.lab.analysis.made_page import write_or_check
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.errors import LabError
 
-__all__ = ["MARKERS", "rendered"]
-
 MARKERS = ("<!-- From here on made from results/serving by `make results`. -->\n", "<!-- Until here. -->\n")
 PAGE, RESULTS = Path("docs/performance.md"), Path("results/serving")
 

@@ -25,8 +25,6 @@ from torch import Tensor
 from kvshift.ops.arguments import TENSORS, Call
 from kvshift.ops.triton.launch import TILING, Tiling
 
-__all__ = ["candidates", "main", "tune"]
-
 SHAPES = ((8, 4096, 20, 4, 128), (16, 2048, 16, 16, 64))
 """B, T, H, G, D: grouped heads as in the paper's 2.9B, and as many KV heads as query heads."""
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from kvshift.layers import KVShift
 
-__all__ = ["SLICE", "exactly", "far_off", "gradients", "shifting_by"]
-
 SLICE = (slice(0, 2), slice(0, 32))  # rows, positions
 
 # Of the norm of a tensor: matrices multiply and add up what each rounding leaves, layer upon layer. A shift that is

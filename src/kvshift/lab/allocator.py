@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["keep_memory"]
-
 
 def keep_memory() -> bool:
     """Have the C library keep freed memory, as the allocators do that PyTorch recommends for a CPU.

@@ -16,8 +16,6 @@ from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
-__all__ = ["read"]
-
 
 def read(
     options: type,

@@ -24,8 +24,6 @@ from kvshift.lab.core.errors import LabError, nearest
 from kvshift.lab.plan.plan_config import PlanConfig
 from kvshift.lab.training.train_config import TrainConfig
 
-__all__ = ["parse", "with_file"]
-
 _HELP = "YAML or JSON file of options, such as the config.json of a run; command-line options override the file."
 
 # What a run records beside its options.

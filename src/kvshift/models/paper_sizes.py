@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["SIZES"]
-
 _LARGE = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}}
 
 # (hidden_size, layers, heads, KV heads, MLP width, context, vocabulary); the head size is 128 in all.

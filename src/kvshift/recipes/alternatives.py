@@ -24,8 +24,6 @@ from kvshift.recipes.tuning import reached_soonest
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["RECIPE"]
-
 LEVEL = 0.9
 FACTOR = 2.0
 """Two ratios of steps count as alike within this."""

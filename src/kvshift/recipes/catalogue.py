@@ -16,8 +16,6 @@ from kvshift.lab.core.errors import LabError
 if TYPE_CHECKING:
     from kvshift.recipes.recipe import Recipe
 
-__all__ = ["CATALOGUE", "Entry", "Grid", "Preset", "find_recipe"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:

@@ -22,8 +22,6 @@ from kvshift.recipes.recipe import Record, accuracy_curve, by_label
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["KIND_NAMES", "Changes", "layers_text", "loss_at", "mean_text", "plot_changes"]
-
 
 @dataclass(frozen=True)
 class Changes:

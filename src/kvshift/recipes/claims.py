@@ -11,21 +11,6 @@ from typing import Literal
 from kvshift.lab.analysis.learning import Reach, ReachComparison
 from kvshift.lab.core.statistics import difference_interval, t_interval
 
-__all__ = [
-    "Claim",
-    "Direction",
-    "at_most",
-    "higher",
-    "in_every_seed",
-    "not_testable",
-    "percent",
-    "points",
-    "reached",
-    "sooner",
-    "times",
-    "within",
-]
-
 Direction = Literal["holds", "fails", "not shown", "not testable here"]
 
 

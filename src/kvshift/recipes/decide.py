@@ -26,8 +26,6 @@ from kvshift.recipes.tuning import least_loss
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["LAPTOP", "MARGIN", "RECIPE", "at_least"]
-
 MARGIN = 0.01
 """Nats per token: a smaller gain would be of little use. The paper's tables have gains of 0.01 to 0.03."""
 

@@ -29,8 +29,6 @@ from kvshift.recipes.tuning import least_loss
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["LAPTOP", "RECIPE", "SMOKE", "at_compute"]
-
 LAPTOP = TrainConfig(
     out=Path(),
     model=ModelConfig(hidden_size=64, num_attention_heads=4),

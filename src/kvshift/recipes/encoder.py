@@ -25,8 +25,6 @@ from kvshift.recipes.tuning import least_loss
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["RECIPE"]
-
 SCORED = "masked"
 VANILLA = "no shift"
 

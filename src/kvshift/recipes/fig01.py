@@ -14,8 +14,6 @@ from kvshift.recipes.recipe import Record, accuracy_curves, by_label, last_mean
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["LAST", "SCORED", "chance", "final_accuracy", "plot_induction", "reach_by_label"]
-
 SCORED = "first_repeat"
 """The paper's metric: the target of the first repeat of each sequence."""
 LAST = 3

@@ -16,8 +16,6 @@ from kvshift.recipes.models import model_label, sized
 from kvshift.recipes.recipe import Recipe, Record, by_label
 from kvshift.recipes.tuning import reached_soonest
 
-__all__ = ["RECIPE"]
-
 MODELS = ((2, "vanilla"), (1, "kv-shift"))  # layers, variant
 WIDTH = 8
 

@@ -24,8 +24,6 @@ from kvshift.recipes.recipe import Recipe, Record, by_label
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["RECIPE", "FieldConfig", "FlowConfig", "compute_fields", "compute_flows"]
-
 FORMS = ("exact", "paper", "script")
 _SAID = {"exact": "derived", "paper": "Table 3", "script": "script"}
 _FLOW = "flow"

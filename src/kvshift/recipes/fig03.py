@@ -24,8 +24,6 @@ from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, accuracy_curv
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["RECIPE", "SHARDED", "Sharded", "try_step"]
-
 GIB = 2**30
 
 

@@ -20,8 +20,6 @@ from kvshift.recipes.recipe import Recipe, Record, accuracy_curve, accuracy_curv
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["RATES", "RECIPE", "RISE", "has_diverged"]
-
 RATES = (1e-4, 2e-4, 1e-3, 1e-2)  # of the paper; ours are these, times the scale of the setting
 RISE = 0.5
 """Nats per token: a run that ends so far above its own lowest loss has diverged, too."""

@@ -34,8 +34,6 @@ from kvshift.recipes.tuning import least_loss
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["PUBLISHED", "RECIPE", "HopJob", "errors_by_hops"]
-
 HOPS = (1, 2, 4, 8, 10, 12, 16)
 PUBLISHED = {
     2: (0.0100, 0.1401, 0.4226, 0.6581, 0.6922, 0.7197, 0.7365),

@@ -25,8 +25,6 @@ from kvshift.recipes.tuning import reached_soonest
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["RECIPE"]
-
 SCORED = "new"
 """The third token of each pair of the table, asked once."""
 MARGIN = 0.02

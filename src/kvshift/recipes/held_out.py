@@ -16,8 +16,6 @@ from kvshift.lab.data.packing import collate, pack_documents
 from kvshift.lab.data.sources import load_documents
 from kvshift.lab.training.trainer import sequence_losses
 
-__all__ = ["HeldOut", "Texts", "measure"]
-
 Texts = dict[str, list[float]]  # by the name of a text, the mean loss of each of its sequences, in nats per token
 
 _BEST_HEADS = 5

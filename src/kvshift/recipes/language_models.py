@@ -19,26 +19,6 @@ from kvshift.recipes.claims import Claim, Direction, higher
 from kvshift.recipes.jobs import StudyJob
 from kvshift.recipes.recipe import Record, accuracy_curve, by_label, diverged
 
-__all__ = [
-    "LARGE",
-    "STUDY",
-    "TABLES",
-    "WIKI",
-    "Place",
-    "Setting",
-    "called",
-    "claim_of",
-    "compared",
-    "job",
-    "jobs_of",
-    "label_at",
-    "last_losses",
-    "pairs_of",
-    "place_label",
-    "places_of",
-    "pooled",
-]
-
 STUDY = "language_models"
 
 

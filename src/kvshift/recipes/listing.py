@@ -9,8 +9,6 @@ from kvshift.lab.core.errors import LabError
 from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.reproduce_config import ReproduceConfig
 
-__all__ = ["list_or_reproduce", "overview"]
-
 
 def list_or_reproduce(config: ReproduceConfig) -> None:
     """The command: see `kvshift.recipes.reproduce`."""

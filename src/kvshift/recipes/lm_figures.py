@@ -34,8 +34,6 @@ from kvshift.recipes.tuning import least_loss
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["MARGIN", "RECIPES", "no_better", "plot_differences"]
-
 MARGIN = 0.01
 """Nats per token: losses that differ by less count as alike. The effects of the paper are 0.01 to 0.03."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["LENGTHS", "LOSSES", "MLA_RATE", "RATES"]
-
 RATES = (1e-4, 2e-4, 4e-4, 1e-3, 2e-3, 4e-3)
 LENGTHS = (256, 512, 1024, 2048, 4096)
 MLA_RATE = 2e-3

@@ -36,8 +36,6 @@ from kvshift.recipes.tuning import by_variant, least_loss
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["NOTES", "RECIPES", "by_cell", "correlations", "side_by_side"]
-
 Cells = Mapping[tuple[Place, float], float | None]
 """By place and learning rate the validation loss at the end; None where the run diverged."""
 

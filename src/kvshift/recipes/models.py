@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
 
-__all__ = ["PAIR", "model_label", "sized"]
-
 PAIR = ("kv-shift", "vanilla")
 
 

@@ -25,8 +25,6 @@ from kvshift.recipes.tuning import reached_soonest
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["RECIPE"]
-
 SCORED = "queries"
 LEVEL = 0.99
 LAST = 3

@@ -17,8 +17,6 @@ from kvshift.recipes.lm_tables import NOTES
 from kvshift.recipes.recipe import Recipe, Record
 from kvshift.recipes.tuning import least_loss
 
-__all__ = ["NEIGHBOURS", "RECIPE"]
-
 NEIGHBOURS = ("canon", "fox-shift")
 _TOKENS = 512  # of the vocabulary that parameters are counted with, where the size leaves it open; it cancels out
 

@@ -25,8 +25,6 @@ from kvshift.recipes.records import kept_records
 from kvshift.recipes.summary import summary_page
 from kvshift.recipes.tuning import best_rates, by_variant
 
-__all__ = ["SMOKE", "report", "results_page"]
-
 SMOKE = "The preset smoke only shows that everything runs: its verdicts mean nothing"
 
 LEVELS = (0.9, 0.99)

@@ -28,8 +28,6 @@ from kvshift.recipes.tuning import least_loss
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["LAPTOP", "RECIPE", "SMOKE"]
-
 FOUND = Setting(64, 2, 4e-3, most=5_000_000)
 LAPTOP = replace(FOUND.config(2, apart=204_800), eval_rows=96)
 PAPER = replace(

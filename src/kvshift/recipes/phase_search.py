@@ -24,21 +24,6 @@ from kvshift.recipes.recipe import Record, accuracy_curve
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = [
-    "BASE",
-    "LEVEL",
-    "SEARCH",
-    "SearchJob",
-    "Setting",
-    "claims",
-    "millions",
-    "plot",
-    "search_jobs",
-    "table",
-    "tokens_per_step",
-    "tokens_to_level",
-]
-
 LEVEL = 0.2
 """A model has begun to copy where the prefix matching of its best head is this high."""
 

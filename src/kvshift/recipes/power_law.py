@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["RECIPES", "parameters_of"]
-
 _LAPTOP = replace(
     depth.LAPTOP,
     model=ModelConfig(),

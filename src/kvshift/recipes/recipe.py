@@ -14,19 +14,6 @@ from kvshift.recipes.claims import Claim
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = [
-    "Job",
-    "Recipe",
-    "Record",
-    "Score",
-    "accuracy_curve",
-    "accuracy_curves",
-    "by_label",
-    "diverged",
-    "last_mean",
-    "reported",
-]
-
 
 class Job(Protocol):
     """One unit of work, which leaves what it found in a folder of its own. Jobs travel to other processes."""

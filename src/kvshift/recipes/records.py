@@ -17,8 +17,6 @@ from kvshift.lab.core.json_lines import read_lines, write_lines
 from kvshift.recipes.jobs import RunJob
 from kvshift.recipes.recipe import Job, Recipe, Record
 
-__all__ = ["KeptRecords", "kept_records", "read_records", "record_of", "write_records"]
-
 _KEPT = ("started", "commit", "versions", "hardware", "platform")
 
 

@@ -10,8 +10,6 @@ import tyro
 
 from kvshift.lab.core.errors import LabError
 
-__all__ = ["Cluster", "ReproduceConfig"]
-
 Cluster = Literal["local", "ray"]
 
 

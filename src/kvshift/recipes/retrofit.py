@@ -24,8 +24,6 @@ from kvshift.recipes.recipe import Job, Recipe
 from kvshift.recipes.retrofit_claims import ALL, BOTH, CONTROL, LORA, NOTHING, claims, plot, tables
 from kvshift.recipes.tuning import least_loss
 
-__all__ = ["RECIPE"]
-
 SMOLLM2 = "smollm2"  # stands for the folder of the model, which is another on each machine
 PARTS: Mapping[str, Any] = {ALL: "shift", CONTROL: "current", LORA: "lora", BOTH: "shift+lora"}
 

@@ -18,8 +18,6 @@ from kvshift.recipes.recipe import Record, accuracy_curve, accuracy_curves, by_l
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["ALL", "BOTH", "CONTROL", "LORA", "NOTHING", "Measured", "claims", "plot", "tables"]
-
 NOTHING = "nothing trained"
 ALL, CONTROL, LORA, BOTH = "coefficients", "current token alone", "LoRA", "LoRA and coefficients"
 

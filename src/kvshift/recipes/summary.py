@@ -13,8 +13,6 @@ from kvshift.recipes.claims import Claim, Direction
 from kvshift.recipes.recipe import Recipe, Record, reported
 from kvshift.recipes.records import kept_records
 
-__all__ = ["MAIN", "Main", "summary_page"]
-
 _HEAD = """# Summary
 
 The main claims about KV shift, and what our runs say of each. This page is made from the same records as the

@@ -25,8 +25,6 @@ from kvshift.recipes.recipe import Recipe, Record, by_label
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["RECIPE", "DrawsConfig", "LimitConfig", "compute_draws", "compute_limit"]
-
 LIMIT, DRAWS = "orthonormal embeddings", "Gaussian embeddings"
 
 # By kind of token: which these are, and their logit as printed and as derived.

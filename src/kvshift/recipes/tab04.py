@@ -31,8 +31,6 @@ from kvshift.recipes.tuning import least_loss
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["RECIPE"]
-
 MODELS = {"KV-shift": "kv-shift", "vanilla": "vanilla"}  # variants by label
 INSIDE = "inside.json"
 PAPER_SHARES = {

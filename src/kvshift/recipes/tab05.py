@@ -22,8 +22,6 @@ from kvshift.recipes.tuning import least_loss
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["CELLS", "RECIPE"]
-
 # The cells of Table 5, as `coefficient_counts` names them, and the paper's counts.
 CELLS = {
     "alpha1 > alpha2, beta1 > beta2": 50,

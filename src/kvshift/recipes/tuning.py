@@ -11,8 +11,6 @@ from kvshift.recipes.catalogue import Grid
 from kvshift.recipes.jobs import RunJob
 from kvshift.recipes.recipe import Job, Record, Score, accuracy_curve, diverged, last_mean
 
-__all__ = ["at_best_rates", "best_rates", "by_variant", "least_loss", "reached_soonest", "tuning_jobs"]
-
 
 def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[RunJob]:
     """Each of `jobs` that trains, with the seeds of the grid, at each rate of it and for its steps."""

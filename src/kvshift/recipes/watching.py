@@ -16,8 +16,6 @@ from tqdm.auto import tqdm
 from kvshift.lab.core.messages import say
 from kvshift.recipes.recipe import Job
 
-__all__ = ["last_step", "watching"]
-
 _APART = 60.0  # seconds between two lines, where stderr is no terminal
 _TAIL = 2**16  # bytes at the end of a file of metrics that are looked at
 

@@ -13,8 +13,6 @@ from typing import IO
 
 import psutil
 
-__all__ = ["end_all", "watch"]
-
 _INTERVAL = 2.0  # seconds
 _PATIENCE = 10.0  # seconds that processes have to end in before they are killed
 

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.model_files import read_object
 
-__all__ = ["check_weights"]
-
 _INDEX = "model.safetensors.index.json"
 _FLOATS = {"F64": "d", "F32": "f", "F16": "e"}  # letters of `struct`; BF16 is the upper half of F32
 _NAMES = {"k": ("shift.alpha",), "v": ("shift.beta",)}

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import tyro
 
-__all__ = ["ServeOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:

@@ -24,8 +24,6 @@ from typing import NoReturn
 
 from kvshift.integrations.vllm_plugin.start_fault import FAULT_FILE, reason_of, refused_within
 
-__all__ = ["main"]
-
 _version = metadata.version
 
 

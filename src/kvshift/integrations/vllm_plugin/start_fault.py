@@ -12,8 +12,6 @@ import os
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["FAULT_FILE", "MESSAGES", "keep_start_fault", "reason_of", "refused_within"]
-
 FAULT_FILE = "KVSHIFT_START_FAULT"
 """The environment variable."""
 MESSAGES = ("EngineCore failed to start.", "WorkerProc failed to start.")

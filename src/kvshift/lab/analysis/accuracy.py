@@ -14,18 +14,6 @@ from kvshift.lab.variants.by_name import VARIANTS
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
 
-__all__ = [
-    "Curves",
-    "draw_accuracy",
-    "draw_chance",
-    "draw_curves",
-    "draw_groups",
-    "draw_means",
-    "draw_pale",
-    "draw_shares",
-    "minus",
-]
-
 Seeds = Mapping[int, tuple[Sequence[float], Sequence[float]]]
 """By seed: steps, and a value at each."""
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from kvshift.lab.variants.by_name import VARIANTS
 
-__all__ = ["BLUE", "GREEN", "GREY", "ORANGE", "PURPLE", "SKY_BLUE", "VERMILLION", "colors_of", "marker_of", "shades"]
-
 VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY_BLUE = "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 GREY = "#777777"
 

@@ -11,8 +11,6 @@ from kvshift.lab.analysis.runs import Run
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
 
-__all__ = ["Twins", "explanation", "summarize", "table"]
-
 
 @dataclass(frozen=True)
 class Twins:

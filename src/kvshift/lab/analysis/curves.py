@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["count_tokens", "plot_coefficients", "plot_curves", "plot_learning", "save_figure"]
-
 # Lightness turned round and hues kept: what is dark on white becomes as light on black.
 _DARK = "@media (prefers-color-scheme: dark) {#figure_1 {filter: invert(0.93) hue-rotate(180deg)}}"
 

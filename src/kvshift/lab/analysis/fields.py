@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_field", "draw_fields", "draw_flow"]
-
 _LINES = {"$α_1$": (GREEN, "-"), "$α_2$": (GREEN, "--"), "$β_1$": (PURPLE, "-."), "$β_2$": (PURPLE, ":")}
 
 

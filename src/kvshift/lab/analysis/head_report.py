@@ -20,8 +20,6 @@ from kvshift.lab.variants.by_name import shift_label
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["SCORES", "best_heads", "steps_reached", "write_head_report"]
-
 SCORES = {
     "previous_token": ("previous token", "previous"),
     "duplicate_token": ("duplicate token", "earlier"),

@@ -19,8 +19,6 @@ from typing import Literal
 
 from kvshift.lab.core.statistics import first_reached, t_interval
 
-__all__ = ["Reach", "ReachComparison", "compare_reach", "reach_of", "steps_to"]
-
 
 def steps_to(steps: Sequence[float], accuracy: Sequence[float], level: float) -> float | None:
     """The step at which an accuracy first comes up to `level`, by straight lines between evaluations; None: never.

@@ -9,8 +9,6 @@ from pathlib import Path
 from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.core.errors import LabError
 
-__all__ = ["write_or_check"]
-
 
 def write_or_check(
     program: str, arguments: Sequence[str], page: Path, results: Path, made: Callable[[str], str]

@@ -14,15 +14,6 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.image import AxesImage
     from numpy import ndarray
 
-__all__ = [
-    "coefficient_counts",
-    "count_coefficients",
-    "counts_by_layer",
-    "map_attention",
-    "map_coefficients",
-    "map_scores",
-]
-
 _SYMBOLS = {"alpha": "α", "beta": "β", "gamma": "γ"}
 _OF = {"alpha": "keys", "beta": "values", "gamma": "queries"}
 _CELLS = 64  # of a panel with numbers in its cells; more would not be legible

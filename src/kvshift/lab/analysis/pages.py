@@ -6,8 +6,6 @@ import base64
 from pathlib import Path
 from typing import Any
 
-__all__ = ["inline", "render"]
-
 
 def render(template: str, **values: Any) -> str:
     """Fill in a template of this folder; a name that the template has and `values` lacks is an error."""

@@ -11,8 +11,6 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-__all__ = ["INTERVALS", "LOSS", "count_steps", "legend_below", "new_figure", "whole_ticks"]
-
 LOSS = "validation loss\n(nats per token)"
 INTERVALS = "means over seeds; bands and bars are 95 % intervals"
 

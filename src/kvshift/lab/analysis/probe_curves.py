@@ -14,8 +14,6 @@ from kvshift.lab.analysis.runs import Run, read_run
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-__all__ = ["PANELS", "plot_probes"]
-
 # By name in the lines of metrics: title, which fits on one line, and label of the upright axis.
 PANELS = {
     "prefix_matching": ("Prefix matching, best head", "attention"),

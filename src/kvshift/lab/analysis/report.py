@@ -15,8 +15,6 @@ from kvshift.lab.analysis.probe_curves import plot_probes
 from kvshift.lab.analysis.runs import Run, read_json, read_run
 from kvshift.lab.analysis.tables import as_markdown
 
-__all__ = ["PAIR", "read_twins", "run_folder", "verdicts", "write_report"]
-
 _TEMPLATE = "report.html.jinja"
 
 PAIR = ("vanilla", "kv-shift")

@@ -15,8 +15,6 @@ from kvshift.lab.variants.by_name import label_of
 if TYPE_CHECKING:
     from kvshift.lab.training.train_config import TrainConfig
 
-__all__ = ["Run", "is_finished", "read_json", "read_run"]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Interval", "PowerLaw", "fit_power_law"]
-
 ROUNDING = 1e-12
 """What is less, of the largest number that it came from, counts as 0."""
 

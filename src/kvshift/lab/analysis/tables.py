@@ -5,8 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-__all__ = ["as_markdown", "as_text"]
-
 Rows = Sequence[Sequence[str]]
 
 

@@ -10,8 +10,6 @@ import tyro
 
 from kvshift.lab.core.errors import require
 
-__all__ = ["CheckConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:

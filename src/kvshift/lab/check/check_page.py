@@ -19,8 +19,6 @@ from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.check.stock_models import GROUPS
 from kvshift.lab.core.errors import LabError
 
-__all__ = ["MARKER", "rendered"]
-
 MARKER = "<!-- From here on made from results/check by `make results`. -->\n"
 
 Row = Mapping[str, Any]

@@ -20,8 +20,6 @@ from kvshift.lab.runs.model_files import locate, model_folder
 from kvshift.lab.training.train_config import DType
 from kvshift.models.check import PROPERTIES, Report, check_model
 
-__all__ = ["SomethingWrongError", "check", "report_table", "stamped"]
-
 _HALF = (torch.bfloat16, torch.float16)
 
 

@@ -25,8 +25,6 @@ from kvshift.lab.core.messages import say
 from kvshift.models.check import check_model
 from kvshift.models.retrofit import add_kv_shift
 
-__all__ = ["GROUPS", "STOCK", "build_stock", "is_known", "measure"]
-
 _SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,

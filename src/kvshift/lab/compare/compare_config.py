@@ -16,8 +16,6 @@ from kvshift.lab.core.errors import LabError, require_unicode
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.by_name import VARIANTS, find_entry
 
-__all__ = ["CompareConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:

@@ -14,8 +14,6 @@ from kvshift.lab.data.text import load_text_data
 from kvshift.lab.generate.continuing import continue_rows
 from kvshift.lab.variants.building import load_trained
 
-__all__ = ["sample"]
-
 _PROMPT_TOKENS = 16
 
 

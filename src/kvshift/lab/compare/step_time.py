@@ -24,8 +24,6 @@ from kvshift.lab.training.optimizer import adamw, recompute_activations
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.building import load_trained
 
-__all__ = ["measure_step_time", "side_by_side"]
-
 _LEAST_SECONDS = 0.15  # of steps in a row: long against the clock's resolution, short against changes of the machine
 _FEWEST_ROUNDS = 5
 

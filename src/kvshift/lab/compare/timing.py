@@ -20,18 +20,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = [
-    "Clock",
-    "EventClock",
-    "Quartiles",
-    "Times",
-    "WallClock",
-    "describe",
-    "measure",
-    "quartiles",
-    "ratios",
-]
-
 _MOST_CALLS = 20  # in a row: a CUDA stream takes about a thousand launches before it makes the host wait
 _LONGEST_HEAD_START = 1.0  # seconds
 

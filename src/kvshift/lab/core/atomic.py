@@ -12,8 +12,6 @@ from typing import Any
 
 from kvshift.lab.core.errors import LabError, RunFailedError
 
-__all__ = ["new_folder", "remove_folder", "sync_folder", "write_bytes", "write_json"]
-
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a file that is there whole or, however the process ends, not at all."""

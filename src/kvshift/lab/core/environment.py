@@ -15,8 +15,6 @@ import torch
 
 import kvshift
 
-__all__ = ["environment"]
-
 
 def environment(device: torch.device, processes: int) -> dict[str, Any]:
     """Which program runs, on what; `started` is in UTC, memory in bytes."""

@@ -11,18 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-__all__ = [
-    "FolderInUseError",
-    "LabError",
-    "RunFailedError",
-    "install_command",
-    "missing_package",
-    "nearest",
-    "require",
-    "require_new",
-    "require_unicode",
-]
-
 
 class LabError(Exception):
     """A fault that the user can fix. The message names what it is about, what was found and what was expected.

@@ -29,8 +29,6 @@ from filelock import FileLock, Timeout
 from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
 
-__all__ = ["JSONLines", "open_locked", "read_lines", "write_lines"]
-
 
 class JSONLines:
     """A file of JSON lines, open for appending.

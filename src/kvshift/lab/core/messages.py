@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["say", "say_nothing"]
-
 
 def say(text: str, *, command: str | None = None) -> None:
     """Print a line at once, with the name of the command before it where one is given."""

@@ -4,8 +4,6 @@ import hashlib
 
 import torch
 
-__all__ = ["generator_for", "seed_for"]
-
 
 def seed_for(purpose: str, seed: int) -> int:
     """A seed of 32 bits that belongs to this purpose and this seed of a run.

@@ -8,18 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "Estimate",
-    "Verdict",
-    "difference_interval",
-    "first_reached",
-    "mean_of",
-    "paired_difference",
-    "rank_correlation",
-    "t_interval",
-    "verdict",
-]
-
 
 @dataclass(frozen=True)
 class Estimate:

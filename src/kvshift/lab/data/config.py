@@ -10,8 +10,6 @@ from typing import Literal
 
 from kvshift.lab.core.errors import LabError
 
-__all__ = ["SHARED", "DataConfig", "check_data_config", "find_shared"]
-
 SHARED = "KVSHIFT_SHARED_DATA"
 """The environment variable that names the folder of larger corpora, which the repository does not hold."""
 

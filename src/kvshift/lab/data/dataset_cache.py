@@ -13,8 +13,6 @@ from datasets.exceptions import DatasetGenerationError
 
 from kvshift.lab.core.errors import LabError
 
-__all__ = ["CacheError", "cached_dataset", "fingerprint"]
-
 # Part of every key. To be raised with any change of the code that makes a dataset, which the other parts do not see.
 _VERSION = 2
 

@@ -26,20 +26,6 @@ import pyarrow.parquet as pq
 
 from kvshift.lab.core.errors import LabError
 
-__all__ = [
-    "FORMATS",
-    "FileStamp",
-    "bundled_corpora",
-    "find_corpus",
-    "find_files",
-    "find_texts",
-    "is_data_file",
-    "is_local",
-    "of_chats",
-    "read_files",
-    "read_pieces",
-]
-
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".parquet")
 _COMPRESSIONS = (".gz", ".xz", ".zst")
 

@@ -10,8 +10,6 @@ from huggingface_hub.utils import validate_repo_id
 
 from kvshift.lab.core.errors import LabError
 
-__all__ = ["download", "is_hub_name", "require_on_hub"]
-
 _SECONDS = 10.0  # that the hub has to answer
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 

@@ -12,8 +12,6 @@ from torch.utils.data import IterableDataset, Sampler
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.seeds import generator_for
 
-__all__ = ["EndlessStream", "ShuffledEpochs"]
-
 
 class ShuffledEpochs(Sampler[int]):
     """The first `count` numbers of one permutation of range(sequences) after another.

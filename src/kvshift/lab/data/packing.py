@@ -29,8 +29,6 @@ from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
 from kvshift.lab.data.pieces import cut, parts_at_lines
 from kvshift.lab.data.sources import Documents, texts
 
-__all__ = ["collate", "count_tokens", "encoder", "pack", "pack_documents", "pack_stream", "repeat_spans"]
-
 # Characters handed to the tokenizer at once, to work on with all its threads.
 _BATCH_CHARACTERS = 2**20
 

@@ -10,8 +10,6 @@ import re
 
 import tokenizers
 
-__all__ = ["cut", "parts_at_lines", "without_long_words"]
-
 _PIECE_CHARACTERS = 2**15
 _LONGEST_PIECE = 2**20  # where the text has no end of line to cut at
 _LONGEST_WORD = 2**10

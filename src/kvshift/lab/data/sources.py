@@ -16,8 +16,6 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.dataset_cache import cached_dataset, fingerprint
 from kvshift.lab.data.files import FileStamp, find_corpus, find_texts, of_chats, read_files, read_pieces
 
-__all__ = ["Documents", "load_documents", "read_text", "texts"]
-
 Documents = datasets.Dataset | datasets.IterableDataset
 
 # Documents at the head of a stream that are kept for validation: a stream has no known end to take a share of.

@@ -14,8 +14,6 @@ from kvshift.lab.data.packing import count_tokens, pack_documents, pack_stream
 from kvshift.lab.data.sources import STREAM_VALIDATION_DOCUMENTS, Documents, load_documents, texts
 from kvshift.lab.data.tokenizers import make_tokenizer
 
-__all__ = ["TextData", "load_text_data"]
-
 
 @dataclass(frozen=True)
 class TextData:

@@ -10,8 +10,6 @@ import tokenizers
 
 from kvshift.lab.data.pieces import cut, parts_at_lines
 
-__all__ = ["Tokens", "token_stream"]
-
 # Characters handed to the tokenizer at once, to work on with all its threads; it takes some 170 bytes for each.
 _BATCH_CHARACTERS = 2**18
 

@@ -23,15 +23,6 @@ from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.data.pieces import cut, without_long_words
 from kvshift.lab.data.sources import Documents, texts
 
-__all__ = [
-    "END_OF_TEXT",
-    "ORIGIN",
-    "load_tokenizer",
-    "make_tokenizer",
-    "save_tokenizer",
-    "train_bpe",
-]
-
 END_OF_TEXT = "<|endoftext|>"
 
 # Characters that a BPE learns from: more than this changes its merges no longer, but takes minutes.

@@ -23,8 +23,6 @@ from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.doctor.doctor_config import DoctorConfig
 
-__all__ = ["SomethingWrongError", "doctor"]
-
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "vllm", "numpy")
 _VARIABLES = ("KVSHIFT_", "TRITON_", "CUDA_", "OMP_", "PYTORCH_", "TORCH")  # how those begin that change what runs
 _DTYPES = ("float32", "bfloat16", "float16", "float64")

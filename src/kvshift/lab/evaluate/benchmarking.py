@@ -19,8 +19,6 @@ from kvshift.lab.evaluate.task_scores import average, compare, compare_averages,
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.runs.model_files import locate
 
-__all__ = ["measure", "table"]
-
 _say = partial(say, command="eval")
 
 Found = dict[str, list[dict[str, Any]]]  # of each benchmark, for each question

@@ -28,8 +28,6 @@ from typing import Any, Literal, NamedTuple
 from kvshift.lab.core.errors import LabError, nearest
 from kvshift.lab.evaluate.items import Item, Questions
 
-__all__ = ["BENCHMARKS", "PAPER", "Asked", "Benchmark", "make_task", "prompts", "select"]
-
 _LETTERS = "ABCDEFGH"
 
 # Tokens of a solution of MATH at most, or half of what the model is made for.

@@ -25,8 +25,6 @@ from kvshift.lab.generate.continuing import continue_rows
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.runs.progress import counted
 
-__all__ = ["measure", "table"]
-
 _say = partial(say, command="eval")
 
 _PROMPTS = 100  # where nobody says how many

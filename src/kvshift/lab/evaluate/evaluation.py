@@ -12,8 +12,6 @@ from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.runs.loading import find_device
 from kvshift.lab.training.train_config import to_json
 
-__all__ = ["evaluate"]
-
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """Print a table, and return what `config.output` then holds.

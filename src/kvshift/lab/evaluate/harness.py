@@ -22,8 +22,6 @@ except ModuleNotFoundError as error:
     missing = (error.name or "lm_eval").partition(".")[0]
     raise LabError(f"tasks: needs the package {missing!r}: {install_command('eval')}") from error
 
-__all__ = ["AnsweringModel", "AskedOnce", "answering", "ask"]
-
 _HFLM: Any = huggingface.HFLM  # whose decorator hides its type
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every model that was loaded elsewhere

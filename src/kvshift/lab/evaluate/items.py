@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import SHARED
 
-__all__ = ["HUB", "Item", "Questions", "find_data", "read_questions"]
-
 HUB = "hub"
 
 _SPLITS = {"test": "test", "examples": "dev"}  # of MMLU and CMMLU

@@ -12,8 +12,6 @@ from typing import Any
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.json_lines import JSONLines, open_locked
 
-__all__ = ["KeptAnswers", "kept_in", "key_of", "version_of"]
-
 
 class KeptAnswers(Mapping[str, Any]):
     """Answers by key, each of which is in the file before the next is asked for."""

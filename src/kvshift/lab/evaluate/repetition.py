@@ -13,8 +13,6 @@ import numpy as np
 
 from kvshift.lab.core.statistics import Estimate
 
-__all__ = ["LOOP_TIMES", "distinct", "distinct_difference", "loop_length", "rep"]
-
 LOOP_TIMES = 3
 
 Tokens = Sequence[int]

@@ -26,8 +26,6 @@ import torch.nn.functional as F
 
 from kvshift.lab.data.token_stream import Tokens
 
-__all__ = ["BLOCK_BYTES", "BlockSums", "Part", "Scored", "Window", "score", "sequences", "windows"]
-
 # Of one document, what counts as one observation. Tokens depend on their neighbours: an error made of single tokens
 # would be far too small.
 BLOCK_BYTES = 4096

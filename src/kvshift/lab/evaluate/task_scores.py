@@ -12,8 +12,6 @@ import numpy as np
 from kvshift.lab.core.statistics import mean_of
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER
 
-__all__ = ["average", "compare", "compare_averages", "scores"]
-
 _RESAMPLES = 10_000
 
 

@@ -26,8 +26,6 @@ from kvshift.lab.runs.loading import check_tokenizer, load_config, load_tokenize
 from kvshift.lab.runs.model_files import locate
 from kvshift.lab.runs.progress import Counter
 
-__all__ = ["Model", "measure", "pieces", "prepare", "table"]
-
 _say = partial(say, command="eval")
 
 _LONGEST_WINDOW = 2048  # where nobody names one: the logits of a longer one take gigabytes

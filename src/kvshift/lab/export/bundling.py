@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-__all__ = ["bundle"]
-
 PACKAGE = "kvshift"
 _INDENT = "    "
 _FOR_TOOLS = re.compile(r"  # (type: ignore\[[\w, -]+\]|fmt: skip)")

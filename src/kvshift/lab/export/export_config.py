@@ -11,8 +11,6 @@ import tyro
 from kvshift.lab.core.errors import LabError, require_new
 from kvshift.lab.training.train_config import DType
 
-__all__ = ["ExportOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:

@@ -24,8 +24,6 @@ from kvshift.ops.rope import Rotary
 from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import shift_traceable, state_after
 
-__all__ = ["DROPPED", "REPLACED"]
-
 REPLACED = {
     "CoefficientCache": "kvshift.ops.decode",
     "shift_norm_rope": "kvshift.ops.attention_inputs",

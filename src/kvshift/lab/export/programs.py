@@ -40,17 +40,6 @@ from kvshift.models.documents import create_masks
 from kvshift.models.versions import CACHE
 from kvshift.ops import ShiftState
 
-__all__ = [
-    "Program",
-    "check_programs",
-    "flat",
-    "greedy",
-    "load_program",
-    "nested",
-    "require_packages",
-    "write_programs",
-]
-
 Format = Literal["onnx", "pt2"]
 Program = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """From inputs by name to outputs by name."""

@@ -24,17 +24,6 @@ from kvshift.lab.export.bundling import bundle
 from kvshift.models.retrofit import FAMILIES, families, gpt2
 from kvshift.models.retrofit.family import Family, auto_class
 
-__all__ = [
-    "MOST_LINES",
-    "check_folder",
-    "compute",
-    "generate_code",
-    "largest_difference",
-    "left_padded",
-    "require_known",
-    "write_code",
-]
-
 MOST_LINES = 2300
 LOADED_BY = "AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)"
 _ROUNDING = 512  # times the precision of the largest logit, but never more than a twentieth of that logit

@@ -17,8 +17,6 @@ from transformers import GenerationConfig, LogitsProcessorList
 from kvshift.lab.core.errors import RunFailedError
 from kvshift.lab.variants.uncached import decodes_with_cache
 
-__all__ = ["continue_rows"]
-
 
 def continue_rows(model: Any, prompts: Sequence[Tensor], how: GenerationConfig, *, seed: int, **kwargs: Any) -> Tensor:
     """What the model writes after each prompt; torch's own generators are left as they were.

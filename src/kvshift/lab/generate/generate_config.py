@@ -12,8 +12,6 @@ import tyro
 from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.training.train_config import DType
 
-__all__ = ["GenerateConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:

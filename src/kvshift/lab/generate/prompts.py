@@ -11,8 +11,6 @@ from typing import NamedTuple
 from kvshift.lab.core.errors import LabError, require_unicode
 from kvshift.lab.core.json_lines import JSONLines, open_locked
 
-__all__ = ["Prompt", "answers_in", "read_prompts"]
-
 
 class Prompt(NamedTuple):
     """A text to continue, and what messages call it: "prompt", or "prompts.txt:3"."""

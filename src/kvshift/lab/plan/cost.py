@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 Precision = Literal["bf16", "fp32"]
 Sharding = Literal["none", "ddp", "fsdp"]
 
-__all__ = ["CacheSize", "Flops", "Llama", "LlamaShape", "Memory", "Parameters", "Precision", "Sharding"]
-__all__ += ["cache_size", "count_parameters", "training_flops", "training_memory"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:

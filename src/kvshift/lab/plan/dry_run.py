@@ -20,8 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
-__all__ = ["Shards", "dry_run"]
-
 
 @dataclass(frozen=True)
 class Shards:

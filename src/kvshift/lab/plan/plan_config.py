@@ -9,8 +9,6 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.plan.cost import Precision, Sharding
 from kvshift.lab.training.train_config import ModelConfig
 
-__all__ = ["DeviceName", "PlanConfig", "PlanData"]
-
 DeviceName = Literal["A100", "H100", "H200", "B200", "MI300X", "L40S", "RTX4090", "RTX5090"]
 
 

@@ -11,8 +11,6 @@ import tyro
 from kvshift.lab.core.errors import require, require_new
 from kvshift.lab.training.train_config import DType
 
-__all__ = ["RetrofitOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RetrofitOptions:

@@ -23,17 +23,6 @@ from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.train_config import ModelConfig, config_hash, differences
 from kvshift.models.configuration import ShiftConfig
 
-__all__ = [
-    "Start",
-    "begin",
-    "data_facts",
-    "enter",
-    "other_options",
-    "refuse_foreign",
-    "refuse_other_options",
-    "resolved_model",
-]
-
 _SAMPLED_ROWS = 256
 _PARTS = {"model", "optimizer", "data"}  # of the options, objects; a task run has no data
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from kvshift.lab.core.atomic import remove_folder, sync_folder, write_json
 
-__all__ = ["find_checkpoint", "keep_newest", "list_checkpoints", "seal", "size_fault"]
-
 _MANIFEST = "manifest.json"
 _PREFIX = "checkpoint-"
 

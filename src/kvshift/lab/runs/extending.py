@@ -17,8 +17,6 @@ from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.training.train_config import TrainConfig, config_hash
 
-__all__ = ["extends", "record_extension", "refuse_extension", "same_schedule", "with_recorded_warmup"]
-
 
 def extends(old: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     """Whether the options ask for more steps than the run was begun with."""

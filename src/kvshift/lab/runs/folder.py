@@ -27,8 +27,6 @@ from kvshift.lab.core.atomic import remove_folder, write_bytes
 from kvshift.lab.core.errors import FolderInUseError, LabError
 from kvshift.lab.core.json_lines import JSONLines
 
-__all__ = ["Metrics", "RunFolder", "read_metrics"]
-
 
 class RunFolder:
     """Where the files of one run lie."""

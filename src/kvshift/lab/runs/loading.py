@@ -23,19 +23,6 @@ from kvshift.lab.runs.model_files import locate, require_ids
 from kvshift.lab.training.train_config import DType
 from kvshift.lab.variants.by_name import VARIANTS, find_variant
 
-__all__ = [
-    "MISFITS",
-    "UNREADABLE",
-    "Loaded",
-    "check_tokenizer",
-    "find_device",
-    "load_config",
-    "load_model",
-    "load_tokenizer",
-    "load_weights",
-    "not_finite",
-]
-
 for _name in VARIANTS:  # whose model types they register likewise
     find_variant(_name)
 

@@ -13,8 +13,6 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.hub import download, is_hub_name, require_on_hub
 from kvshift.lab.runs.checkpoints import list_checkpoints, size_fault
 
-__all__ = ["find_file", "largest_id", "locate", "model_folder", "read_object", "require_ids"]
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 

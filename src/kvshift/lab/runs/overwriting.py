@@ -9,8 +9,6 @@ from kvshift.lab.core.atomic import remove_folder
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.folder import RunFolder
 
-__all__ = ["next_tokenizer", "refuse_what_is_no_run", "replace_run"]
-
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\.corrupt(-\d+)?)?")
 _HALF_WRITTEN = re.compile(r"\..*\.part|\.tokenizer-.*|\.model\.former|\.next")
 

@@ -13,8 +13,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from kvshift.lab.core.errors import LabError
 
-__all__ = ["Processes"]
-
 _Result = TypeVar("_Result")
 
 # The first process tokenizes while the others wait for it.

@@ -10,8 +10,6 @@ from tqdm.auto import tqdm
 
 from kvshift.lab.core.messages import say
 
-__all__ = ["SECONDS_APART", "Counter", "counted"]
-
 Item = TypeVar("Item")
 
 SECONDS_APART = 10.0  # of two lines, where there is no terminal

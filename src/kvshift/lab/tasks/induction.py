@@ -31,8 +31,6 @@ from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_batch_size, check_choices
 from kvshift.lab.tasks.sampling import distinct_rows
 
-__all__ = ["InductionConfig", "InductionTask"]
-
 PAD = 0
 _UNKNOWN = -1  # in the map of successors
 

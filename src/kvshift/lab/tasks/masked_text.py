@@ -30,8 +30,6 @@ from kvshift.lab.data.config import SHARED, DataConfig, find_shared
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 
-__all__ = ["MaskedTextConfig", "MaskedTextTask"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedTextConfig:

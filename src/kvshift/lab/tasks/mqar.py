@@ -22,8 +22,6 @@ from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size, check_choices
 from kvshift.lab.tasks.sampling import distinct_rows
 
-__all__ = ["MQARConfig", "MQARTask"]
-
 FILLER = 0
 
 

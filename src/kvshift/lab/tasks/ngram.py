@@ -27,8 +27,6 @@ from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 
-__all__ = ["NGramConfig", "NGramTask"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NGramConfig:

@@ -8,8 +8,6 @@ from typing import Any
 
 from kvshift.lab.core.errors import LabError, require
 
-__all__ = ["check_at_least", "check_batch_size", "check_choices"]
-
 
 def check_choices(task: str, config: Any) -> None:
     """Raise a LabError where a field declared as a Literal holds another value."""

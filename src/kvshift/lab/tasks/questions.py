@@ -15,8 +15,6 @@ from torch import Tensor
 
 from kvshift.lab.tasks.batch import Task
 
-__all__ = ["Question", "QuestionTask"]
-
 
 @dataclass(frozen=True, eq=False)
 class Question:

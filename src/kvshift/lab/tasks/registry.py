@@ -14,8 +14,6 @@ from kvshift.lab.tasks.masked_text import MaskedTextConfig, MaskedTextTask
 from kvshift.lab.tasks.mqar import MQARConfig, MQARTask
 from kvshift.lab.tasks.ngram import NGramConfig, NGramTask
 
-__all__ = ["TASKS", "TaskConfig", "WholeTask", "config_class", "make_task", "task_name"]
-
 
 class TaskConfig(Protocol):
     """The options of a task: a frozen dataclass whose fields JSON can hold, and which refuses what cannot be."""

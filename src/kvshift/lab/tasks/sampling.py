@@ -10,8 +10,6 @@ import math
 import numpy as np
 import torch
 
-__all__ = ["distinct_rows"]
-
 _CELLS = 2**20  # of the table of last draws, at most: 4 MiB stay in the cache of a core
 
 

@@ -12,8 +12,6 @@ from torch.utils.data import Dataset
 from kvshift.lab.core.seeds import seed_for
 from kvshift.lab.tasks.batch import Batch, Task
 
-__all__ = ["Split", "TaskBatches", "evaluation_batches", "generator_of"]
-
 Split = Literal["training", "evaluation"]
 
 _SEEDS = 2**31  # of each split: torch's generator on a CPU takes 32 bits, and the highest of them is the split

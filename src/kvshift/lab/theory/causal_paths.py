@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["path_weights"]
-
 
 def path_weights(second: Tensor, first: Tensor, query: int, source: int) -> Tensor:
     """What each token k adds to the weight with which `query` sees `source` through two layers.

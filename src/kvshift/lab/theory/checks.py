@@ -25,10 +25,6 @@ from kvshift.lab.theory.limit_loss import Form, exact, loss, token_logits
 from kvshift.lab.theory.loss_field import FIGURE2, LEVELS, Field, descend_within, loss_field
 from kvshift.layers.positions import alibi_slopes
 
-__all__ = ["COEFFICIENTS", "check_field", "check_figure2", "check_flow", "check_logits", "check_match"]
-__all__ += ["check_monte_carlo", "check_one_layer", "check_orthonormal", "check_panel", "check_places"]
-__all__ += ["check_two_layers", "matching_tokens"]
-
 # Of the table of Monte Carlo draws: a1, a2, b1, b2.
 COEFFICIENTS = ((0.0, 1.0, 1.0, 0.0), (0.3, 0.7, 0.2, 0.8), (2.0, -1.0, -1.0, 3.0), (3.0, 0.0, 0.0, 4.0))
 

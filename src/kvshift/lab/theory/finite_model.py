@@ -16,8 +16,6 @@ from torch import Tensor
 
 from kvshift import KVShiftAttention, kv_shift
 
-__all__ = ["build_layer", "draw_losses", "layer_loss", "model_logits", "model_loss", "random_embeddings"]
-
 
 def random_embeddings(batch: int, tokens: int, width: int, generator: torch.Generator) -> Tensor:
     """u_k ~ N(0, 1/d) in each component, (B, T, d) float64."""

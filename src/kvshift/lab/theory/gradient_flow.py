@@ -16,8 +16,6 @@ import torch
 
 from kvshift.lab.theory.limit_loss import Form, loss
 
-__all__ = ["Trajectory", "gradient_flow", "loss_and_gradient", "take_steps"]
-
 
 @dataclass(frozen=True)
 class Trajectory:

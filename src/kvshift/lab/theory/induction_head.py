@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["check_head", "induction_head", "random_tokens", "softmax_between"]
-
 
 def induction_head(x: Tensor, sigma: float, slope: float) -> Tensor:
     """The mean of all tokens, weighted by how much the token *before* each looks like the last one.

@@ -32,8 +32,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Form", "TokenLogits", "exact", "loss", "paper", "script", "token_logits"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Form:

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from kvshift.lab.theory.limit_loss import Form, exact, loss, paper, script
 
-__all__ = ["FIGURE2", "LEVELS", "Field", "descend_within", "figure2_fields", "loss_field"]
-
 # Rows and columns of the figure: title and formula of each panel.
 FIGURE2: Mapping[str, Mapping[str, Form]] = {
     "exact": {f"T = {tokens}": exact(tokens) for tokens in (4, 12, 102)},

@@ -26,8 +26,6 @@ from torch import Tensor
 from kvshift import KVShiftAttention, kv_shift
 from kvshift.lab.theory.induction_head import check_head, softmax_between
 
-__all__ = ["build_layer", "kv_shift_head", "mask_gap"]
-
 
 def kv_shift_head(
     x: Tensor, sigma: float, slope: float, *, first: int = 1, last: int | None = None

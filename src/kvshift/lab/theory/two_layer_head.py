@@ -28,8 +28,6 @@ from torch import Tensor
 from kvshift import KVShiftAttention, ShiftOptions
 from kvshift.lab.theory.induction_head import check_head, softmax_between
 
-__all__ = ["build_layers", "copy_bound", "error_bound", "previous_tokens", "run_layers", "two_layer_head"]
-
 
 def previous_tokens(x: Tensor, first_slope: float, *, strict: bool = True) -> Tensor:
     """What layer 1 writes beside each token.

@@ -14,8 +14,6 @@ from kvshift.lab.runs.progress import counted
 from kvshift.lab.tasks import generator_of
 from kvshift.lab.tasks.questions import Question, QuestionTask
 
-__all__ = ["answer", "ask"]
-
 
 def ask(
     model: Any, task: QuestionTask, count: int, *, seed: int, batch_size: int, shown: bool = False

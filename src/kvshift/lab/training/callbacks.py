@@ -25,17 +25,6 @@ from kvshift.lab.runs.processes import Processes
 from kvshift.lab.runs.progress import SECONDS_APART, Counter
 from kvshift.lab.variants.variant import shift_layers
 
-__all__ = [
-    "Evaluation",
-    "GracefulStop",
-    "InterruptedRunError",
-    "Progress",
-    "Recorder",
-    "Schedule",
-    "coefficients",
-    "whole",
-]
-
 
 class InterruptedRunError(LabError):
     """The process was told to end; the same command resumes where it stopped."""

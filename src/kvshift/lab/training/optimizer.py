@@ -11,8 +11,6 @@ from kvshift import clamp_after_step, param_groups
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.variant import shift_layers
 
-__all__ = ["adamw", "recompute_activations"]
-
 
 def adamw(model: nn.Module, options: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
     """AdamW for `model`, whose coefficients with the constraint "clamp" are clamped after each of its steps."""

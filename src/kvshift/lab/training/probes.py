@@ -31,8 +31,6 @@ from kvshift.lab.analyze.analyze_config import RepeatConfig
 from kvshift.lab.analyze.head_scores import measure_heads
 from kvshift.lab.core.errors import LabError
 
-__all__ = ["KINDS", "SCORES", "check_probes", "kinds_of_targets", "probe_heads", "probe_targets", "summarize_targets"]
-
 KINDS = ("pair_seen", "token_seen", "neither")
 SCORES = ("prefix_matching", "previous_token", "duplicate_token", "induction")
 _FROM = 64

@@ -31,20 +31,6 @@ from kvshift.lab.training.train_config import RunConfig, TrainConfig
 from kvshift.lab.training.trainer import RunTrainer
 from kvshift.lab.variants.building import declare_plain_llama
 
-__all__ = [
-    "attach",
-    "fit",
-    "fsdp_is_ignored",
-    "open_run",
-    "peak_memory",
-    "refuse_sharded_sequences",
-    "resolved",
-    "save_model",
-    "surviving",
-    "training_arguments",
-]
-
-
 # What a disk says that is full or fails.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 

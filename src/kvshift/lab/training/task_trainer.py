@@ -20,8 +20,6 @@ from kvshift.lab.training.callbacks import Evaluation
 from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.training.trainer import RunTrainer
 
-__all__ = ["EarlyStopping", "TaskTrainer", "score"]
-
 
 class TaskTrainer(RunTrainer):
     """Trains on a stream of batches, an item of which is a whole batch.

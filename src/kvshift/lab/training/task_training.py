@@ -57,8 +57,6 @@ from kvshift.lab.variants.building import build_model, count_parameters, describ
 from kvshift.lab.variants.by_name import settled
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 
-__all__ = ["TaskTrainConfig", "evaluation_of", "task_of", "task_options", "train_task"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TaskTrainConfig(RunConfig):

@@ -18,18 +18,6 @@ from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.variants.by_name import VARIANTS
 
-__all__ = [
-    "DType",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RunConfig",
-    "TrainConfig",
-    "config_hash",
-    "differences",
-    "from_json",
-    "to_json",
-]
-
 # Of the weights of a model that is loaded; auto: as they were saved.
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 

@@ -32,8 +32,6 @@ from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.variants.building import declare_plain_llama
 from kvshift.layers import KVShift
 
-__all__ = ["LanguageModelTrainer", "RunTrainer", "sequence_losses", "summarize", "token_losses"]
-
 # In a checkpoint between two lines of metrics: from which step the next mean is taken, and the sum of each process.
 _UNLOGGED = "unlogged_loss.json"
 

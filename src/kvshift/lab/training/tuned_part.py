@@ -13,8 +13,6 @@ from kvshift.lab.core.errors import LabError, install_command
 from kvshift.lab.core.seeds import seed_for
 from kvshift.lab.variants.variant import shift_layers
 
-__all__ = ["LORA_RANK", "TunedPart", "merge_lora", "tune_part"]
-
 TunedPart = Literal["shift", "current", "lora", "shift+lora"]
 LORA_RANK = 8
 

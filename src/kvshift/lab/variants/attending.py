@@ -20,8 +20,6 @@ from kvshift.models.decoder import ShiftedAttention, shift_into
 from kvshift.models.llama.modeling import KVShiftLlamaAttention
 from kvshift.models.retrofit.gpt2 import KVShiftGPT2Attention
 
-__all__ = ["AttendingGPT2", "AttendingLlama", "require_token_mask"]
-
 
 def require_token_mask(attention_mask: Any, variant: str) -> None:
     """Raise a ValueError for a mask that is not of tokens, (batch, positions): a variant makes its own of pairs."""

@@ -36,8 +36,6 @@ from kvshift.models.llama.modeling import KVShiftLlamaPreTrainedModel
 from kvshift.ops import shift_tokens
 from kvshift.ops.attention_inputs import shift_norm_rope
 
-__all__ = ["BidirectionalShift", "EncoderConfig", "EncoderOptions", "LabEncoder", "encoder_config", "shift_both_ways"]
-
 Direction = Literal["previous", "next", "both"]
 _ATTENTION = ("eager", "sdpa")
 

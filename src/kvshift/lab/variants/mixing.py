@@ -30,8 +30,6 @@ from kvshift.ops.arguments import Norms
 from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.rope import Rotary
 
-__all__ = ["Heads", "MixingGPT2", "MixingLlamaForCausalLM", "MixingVariant", "TokenMixing", "tokens_before"]
-
 
 class Heads(NamedTuple):
     """Of an attention: `kv_heads` G, their `size` D, the `width` of the model and the spread of its start values."""

@@ -9,8 +9,6 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.models.paper_sizes import SIZES
 
-__all__ = ["given_fields", "size_fields"]
-
 
 def given_fields(options: ModelConfig) -> dict[str, Any]:
     """What the options say of the model themselves; `rope_theta`, which has no field of that name, is left out."""

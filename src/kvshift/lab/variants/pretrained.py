@@ -22,16 +22,6 @@ from kvshift.lab.variants.variant import shift_layers
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift.models.retrofit.family import RetrofitConfig
 
-__all__ = [
-    "Pretrained",
-    "base_config",
-    "find_pretrained",
-    "fitting_config",
-    "load_pretrained",
-    "weights_digest",
-    "with_tokenizer",
-]
-
 _SAMPLED = 256  # numbers of each tensor that enter its digest
 
 

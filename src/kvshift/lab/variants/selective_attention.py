@@ -31,8 +31,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Axis", "selective_attention", "selective_attention_whole"]
-
 Axis = Literal["query", "key"]
 
 _BLOCK = 64  # queries

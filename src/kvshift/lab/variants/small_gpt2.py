@@ -24,8 +24,6 @@ from kvshift.layers import ShiftOptions
 from kvshift.models.decoder import ShiftedPreTrainedModel
 from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2Model
 
-__all__ = ["GPT2Options", "LabGPT2", "LabGPT2Config", "gpt2_config"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Options:

@@ -12,17 +12,6 @@ from kvshift.models.retrofit import KVShiftGPT2Model
 from kvshift.models.retrofit.family import note_class
 from kvshift.models.versions import CACHE, given_cache
 
-__all__ = [
-    "NamedConfig",
-    "UncachedConfig",
-    "UncachedDecoder",
-    "UncachedGPT2Model",
-    "UncachedGeneration",
-    "UncachedLlamaModel",
-    "become",
-    "decodes_with_cache",
-]
-
 
 class NamedConfig:
     """Stands before the configuration of a family; what it saves is refused by the classes of other models.

@@ -27,8 +27,6 @@ from kvshift.lab.core.errors import LabError
 if TYPE_CHECKING:  # takes a quarter of a second to import
     from scipy.sparse import csr_array
 
-__all__ = ["BOS", "CFG3F", "CFG3S", "CFGGrammar", "Chain", "Lengths"]
-
 BOS = 0  # the token before each sentence; no rule writes it
 
 Rule = tuple[int, ...]

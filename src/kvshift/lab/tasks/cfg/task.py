@@ -20,8 +20,6 @@ from kvshift.lab.tasks.cfg.grammar import BOS, CFG3F, CFGGrammar
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 from kvshift.lab.tasks.questions import Question
 
-__all__ = ["CFGConfig", "CFGTask"]
-
 Measure = Literal["from_start", "from_prefix"]
 
 

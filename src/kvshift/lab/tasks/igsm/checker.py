@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvshift.lab.tasks.igsm.problem import Known, Problem, Step
 from kvshift.lab.tasks.igsm.wording import spaced
 
-__all__ = ["is_right", "steps"]
-
 
 def is_right(problem: Problem, text: str) -> dict[str, bool]:
     """Judge a text, written or spaced.

@@ -20,8 +20,6 @@ from kvshift.lab.tasks.igsm.wording import MODULUS, VOCABULARY, written
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["WORDS", "Encoded", "Encoder", "Layout", "make_encoder"]
-
 WORDS = "words"
 """Name of the closed vocabulary, which is a part of this package."""
 

@@ -29,8 +29,6 @@ from kvshift.lab.tasks.igsm.quantities import Abstract, Instance
 from kvshift.lab.tasks.igsm.wording import MODULUS
 from kvshift.lab.tasks.igsm.writing import Writing, statement
 
-__all__ = ["draw", "draw_structure"]
-
 _MOST_DEPENDENCIES = 4
 
 

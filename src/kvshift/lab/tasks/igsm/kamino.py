@@ -25,8 +25,6 @@ from kvshift.lab.tasks.igsm.names import SYSTEMS, Category
 from kvshift.lab.tasks.igsm.problem import Known, Problem, Step
 from kvshift.lab.tasks.igsm.wording import LETTERS, MODULUS
 
-__all__ = ["MAX_OPS", "Letters", "Rule", "UndefinedQuantityError", "as_printed", "draw", "problem_of", "solution_order"]
-
 Letters = Literal["in_order", "random"]
 MAX_OPS: dict[Letters, int] = {"in_order": 26, "random": 40}
 """Quantities that there are letters for, a ... z in kaminocode/iGSM; and items for, ten in each of four categories."""

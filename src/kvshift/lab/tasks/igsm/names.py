@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SYSTEMS", "Category"]
-
 
 @dataclass(frozen=True, slots=True)
 class Category:

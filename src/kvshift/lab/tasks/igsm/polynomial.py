@@ -7,8 +7,6 @@ A polynomial is a dict of integer coefficients by monomial; a monomial is the so
 
 from __future__ import annotations
 
-__all__ = ["Polynomial", "combined", "constant", "quantity", "reduced"]
-
 Polynomial = dict[tuple[str, ...], int]
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["HASH_BUCKETS", "TRAINING_BUCKETS", "Definition", "Known", "Problem", "Step", "bucket_of"]
-
 HASH_BUCKETS = 23
 TRAINING_BUCKETS = 16  # buckets 0 ... 15 are for training, 16 ... 22 for questions (Ye et al.)
 

@@ -10,8 +10,6 @@ from kvshift.lab.tasks.igsm.polynomial import Polynomial, combined, constant, qu
 from kvshift.lab.tasks.igsm.problem import Known, Step
 from kvshift.lab.tasks.igsm.wording import MODULUS
 
-__all__ = ["Abstract", "Instance"]
-
 
 @dataclass(frozen=True, slots=True)
 class Instance:

@@ -41,8 +41,6 @@ from kvshift.lab.tasks.igsm.wording import MODULUS
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size, check_choices
 from kvshift.lab.tasks.questions import Question
 
-__all__ = ["IGSMConfig", "IGSMTask"]
-
 _SOLUTION, _VALUES = 0, 1
 _MOST_IGSM_OPS = 52  # each takes a letter
 _TRIES = 20_000

@@ -13,8 +13,6 @@ import string
 
 from kvshift.lab.tasks.igsm.names import SYSTEMS
 
-__all__ = ["LETTERS", "MODULUS", "VOCABULARY", "spaced", "written"]
-
 MODULUS = 23
 """The value in the paper, and the largest: the vocabulary has the numbers below it."""
 LETTERS = string.ascii_lowercase + string.ascii_uppercase

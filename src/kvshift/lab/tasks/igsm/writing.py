@@ -9,8 +9,6 @@ from kvshift.lab.tasks.igsm.drawing import Uniform
 from kvshift.lab.tasks.igsm.quantities import Abstract, Instance
 from kvshift.lab.tasks.igsm.wording import LETTERS
 
-__all__ = ["Writing", "statement"]
-
 
 def statement(name: str, instance: Instance) -> str:
     """The sentence that says what a quantity is."""
