@@ -1,4 +1,4 @@
-"""The operators as loops over sequences and positions: slow, obvious, and the truth all else is compared with.
+"""The operators as loops over sequences and positions: slow, obvious, and what all else is compared with.
 
 Shapes: B batch, T positions, S sequences, R rows of state, H heads, G KV heads, D head size, W window.
 """

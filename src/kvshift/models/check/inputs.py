@@ -5,6 +5,7 @@ Shapes: B rows, T columns, V vocabulary.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +19,10 @@ ALL = {"": slice(None)}
 
 
 class Place(NamedTuple):
-    """A sequence of n tokens in a batch: its row and columns (n,), and its name in a pack."""
+    """A sequence of n tokens in a batch: its row, its columns in rising order, and its name in a pack."""
 
     row: int
-    columns: Tensor
+    columns: list[int]
     tokens: Tensor
     label: str
 
@@ -51,7 +52,7 @@ class Batch:
         for row, pack in enumerate(packs):
             start = self.width - lengths[row] if padding == "left" else 0
             for index, tokens in enumerate(pack):
-                columns = torch.arange(start, start + len(tokens))
+                columns = list(range(start, start + len(tokens)))
                 self.ids[row, columns], self.attention_mask[row, columns] = tokens, 1
                 self.seq_idx[row, columns] = index + 1
                 self.places.append(Place(row, columns, tokens, f"document {index}" if self.packed else ""))
@@ -71,7 +72,7 @@ class Batch:
     @property
     def cu_seq_lens_q(self) -> Tensor:
         """Where each document of a single row begins, and its end: (documents + 1,)."""
-        return torch.tensor([*(int(place.columns[0]) for place in self.places), self.width], dtype=torch.int32)
+        return torch.tensor([*(place.columns[0] for place in self.places), self.width], dtype=torch.int32)
 
     @property
     def max_length_q(self) -> int:
@@ -105,9 +106,9 @@ class Batch:
 
     def extend(self, new: Tensor) -> None:
         """Continue the last sequence of each row with `new` (B, N), behind any padding; drop the sequences before."""
-        columns = torch.arange(self.width, self.width + new.shape[1])
+        columns = list(range(self.width, self.width + new.shape[1]))
         last = {place.row: place for place in self.places}.values()
-        self.places = [Place(i, torch.cat([at, columns]), torch.cat([tokens, new[i]]), "") for i, at, tokens, _ in last]
+        self.places = [Place(i, [*at, *columns], torch.cat([tokens, new[i]]), "") for i, at, tokens, _ in last]
         self.ids = torch.cat([self.ids, new], dim=1)
         self.attention_mask = torch.cat([self.attention_mask, torch.ones_like(new)], dim=1)
         self.width = self.ids.shape[1]
@@ -121,14 +122,14 @@ class Batch:
             logits, reference: (B, columns, V); of padding they do not matter.
         """
         for place in self.places:
-            inside = (place.columns >= start) & (place.columns < start + logits.shape[1])
-            if not inside.any():
+            first, end = (bisect_left(place.columns, column) for column in (start, start + logits.shape[1]))
+            if first == end:
                 continue
-            where = place.row, place.columns[inside] - start
-            expected = self.subject.alone(place.tokens)[inside] if reference is None else reference[where]
-            first = place.columns[inside][0] if self.packed else inside.nonzero()[0]
+            where = place.row, torch.tensor(place.columns[first:end]) - start
+            expected = self.subject.alone(place.tokens)[first:end] if reference is None else reference[where]
+            position = place.columns[first] if self.packed else first
             label = place.label if reference is None else ""
-            self.subject.result.add(logits[where], expected, sequence=place.row, start=int(first), within=label)
+            self.subject.result.add(logits[where], expected, sequence=place.row, start=position, within=label)
 
     def compare_calls(self, sizes: Iterable[int], names: Iterable[str] = ()) -> None:
         """Feed these numbers of columns in calls with a cache, and compare each with the sequences alone."""

@@ -88,7 +88,7 @@ def documents_continued(subject: Subject, packs: Iterable[Batch], *names: str) -
 def documents_in_chunks(subject: Subject) -> None:
     """A pack in three calls, each of which begins within a document."""
     (batch,) = one_pack(subject)
-    starts = [int(place.columns[0]) for place in batch.places]
+    starts = [place.columns[0] for place in batch.places]
     ends = (0, starts[1] - 1, (starts[2] + starts[3]) // 2, batch.width)
     with _named_by(subject, PACKED):
         logits = [batch.feed(end - start, PACKED) for start, end in pairwise(ends)]

@@ -111,7 +111,7 @@ class Subject:
         tokens = self._tokens(ids, embedded)
         return self.model.generate(**tokens, attention_mask=mask.to(self.device), generation_config=config)
 
-    def gradients(self, ids: Tensor, spans: Iterable[Tensor], **inputs: Any) -> list[Tensor]:
+    def gradients(self, ids: Tensor, spans: Iterable[Sequence[int] | Tensor], **inputs: Any) -> list[Tensor]:
         """For each span of positions, how much its logits depend on each token, (T,), as parts of the largest,
         in which the result counts from here on.
 
