@@ -213,7 +213,7 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], dict[str, tuple[str, int] | No
             "cache: left padding": ("split at 1", 1),
             "cache: right padding": ("token 1 after the prompt", 3),
             "generate: left padding": ("", 4),
-            "generate: beams": ("tokens of the beams", 6),
+            "generate: beams": ("tokens of the beams", 7),  # sorting the beams rolls the state once more
         },
     ),
     "state at the padded end": (
