@@ -168,8 +168,13 @@ def plan_shift(
 
 def plan_without_boundaries(positions: int, window: int, rows: int, device: torch.device) -> ShiftPlan:
     """The plan where every batch entry is one sequence, the same for all: (1, T, W), no next state, (1, R + T, W)."""
-    lag_W = torch.arange(window, device=device)
-    row_1 = torch.arange(-rows, positions, device=device)[None, :, None]
-    reader = row_1 + lag_W
-    empty = torch.empty(1, 0, dtype=torch.int, device=device)
-    return ShiftPlan(row_1[:, rows:] - lag_W, empty, torch.where(reader < positions, reader, NOTHING))
+    sources = torch.arange(positions, device=device)[None, :, None] - torch.arange(window, device=device)
+    readers = readers_without_boundaries(-rows, positions, positions, window, device)
+    return ShiftPlan(sources, torch.empty(1, 0, dtype=torch.int, device=device), readers)
+
+
+def readers_without_boundaries(start: int, end: int, positions: int, window: int, device: torch.device) -> Tensor:
+    """The `readers` of rows start .. end - 1 where every batch entry is one sequence, (1, end - start, W)."""
+    row = torch.arange(start, end, device=device)[None, :, None]
+    reader = row + torch.arange(window, device=device)
+    return torch.where(reader < positions, reader, NOTHING)

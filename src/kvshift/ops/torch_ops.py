@@ -24,7 +24,7 @@ from torch._C import _TorchDispatchModeKey
 from torch.autograd import forward_ad
 
 from kvshift.ops.arguments import Call
-from kvshift.ops.boundaries import ShiftPlan, plan_without_boundaries
+from kvshift.ops.boundaries import ShiftPlan, plan_without_boundaries, readers_without_boundaries
 
 Shift = Callable[[Tensor, Tensor, Tensor, "ShiftPlan | None"], Tensor]
 """Mixes every token of x with those before it in its sequence.
@@ -173,8 +173,7 @@ def gradients_of_state(
     state_BQGD, dtype = by_batch(state, grad_y), coefficients.dtype
     slots, lags = state_BQGD.shape[1], range(coefficients.shape[1])
     if readers is None:
-        readers = plan_without_boundaries(grad_y.shape[1], len(lags), slots, state.device).readers
-        assert readers is not None
+        readers = readers_without_boundaries(-slots, 0, grad_y.shape[1], len(lags), state.device)
     read = [pick(grad_y, readers[:, :slots, lag]).to(dtype) for lag in lags]
     weights = coefficients.unsqueeze(2).unbind(1)
     grad_state = torch.stack([torch.where(w == 0, 0, g * w) for g, w in zip(read, weights, strict=True)]).sum(0)
@@ -288,8 +287,7 @@ def shift_eager(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan 
     if x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
         return _cast(_weighted_sum([x], _lags(coefficients, x)[:1]), x)
     if plan is None and torch.compiler.is_compiling():  # which computes the row numbers where it reads the rows
-        slots = state.shape[0] // x.shape[0] * state.shape[1]
-        plan = plan_without_boundaries(x.shape[1], coefficients.shape[1], slots, x.device)
+        plan = plan_without_boundaries(x.shape[1], coefficients.shape[1], state.shape[1], x.device)
     return _shift_in_blocks(x, coefficients, state, plan)
 
 
@@ -352,8 +350,8 @@ def _backward_of_slices(
     grad_x = _in_blocks(x, block, dtype)
     grad_coefficients = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
     # Rows of state are read like positions before the first.
-    before = torch.arange(-lags, 0, device=x.device)
-    newest = _weighted_sum([_at(grad_y, before + lag) for lag in range(1, lags + 1)], earlier)
+    readers = readers_without_boundaries(-lags, 0, x.shape[1], lags + 1, x.device)
+    newest = _weighted_sum([pick(grad_y, readers[:, :, lag]) for lag in range(1, lags + 1)], earlier)
     grad_state = torch.nn.functional.pad(newest, (0, 0, 0, 0, state.shape[1] - lags, 0))
     return grad_x, grad_coefficients.to(coefficients.dtype), grad_state.to(state.dtype)
 
@@ -373,12 +371,6 @@ def _spans(x_window: Tensor, state: Tensor, start: int, end: int, lags: int) -> 
         if first < end:
             offset = before + first - start - lag
             yield lag, slice(first - start, end - start), x_window[:, offset : offset + end - first]
-
-
-def _at(x: Tensor, t: Tensor) -> Tensor:
-    """x[:, t], and zero where there is no such position; no slice, whose bounds a compiler would remember."""
-    is_position = (t >= 0) & (t < x.shape[1])
-    return torch.where(is_position[:, None, None], x[:, t.clamp(min=0, max=x.shape[1] - 1)], 0)
 
 
 def _forward_of_gathers(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor) -> Tensor:
