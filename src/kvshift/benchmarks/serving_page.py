@@ -8,7 +8,6 @@ and fails where the page is not what the rows give.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from kvshift.lab.analysis.made_page import write_or_check
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.json_lines import read_lines
 
 MARKERS = ("<!-- From here on made from results/serving by `make results`. -->\n", "<!-- Until here. -->\n")
 PAGE, RESULTS = Path("docs/performance.md"), Path("results/serving")
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _rows(name: str) -> list[Row]:
     path = RESULTS / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return [*read_lines(path)] if path.exists() else []
 
 
 def _speed(rows: Sequence[Row]) -> str:

@@ -8,7 +8,6 @@ where the page is not what the rows give.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from kvshift.lab.analysis.made_page import write_or_check
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.check.stock_models import GROUPS
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.json_lines import read_lines
 
 MARKER = "<!-- From here on made from results/check by `make results`. -->\n"
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         head, marker, _ = text.partition(MARKER)
         if not marker:
             raise LabError(f"{page} has lost its marker: {MARKER.strip()}")
-        return f"{head}{marker}\n{rendered([json.loads(line) for line in results.read_text().splitlines()])}"
+        return f"{head}{marker}\n{rendered([*read_lines(results)])}"
 
     return write_or_check("kvshift.lab.check.check_page", arguments, page, results, made)
 
