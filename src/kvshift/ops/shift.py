@@ -282,7 +282,7 @@ def check_state(call: Call, sequences: int) -> None:
         return
     _check_rows("state.k", k, call.k, sequences, call.window())
     _check_rows("state.v", v, call.v, sequences, call.window())
-    # Where none is kept, nobody asks how many.
+    # max_rows does not matter where no row is kept.
     if k.shape[1] != v.shape[1] or (call.max_rows and k.shape[1] > call.max_rows):
         raise ValueError(
             f"state must hold as many keys as values, max_rows at most; got {k.shape[1]} rows of keys and "

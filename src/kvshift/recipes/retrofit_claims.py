@@ -1,4 +1,4 @@
-"""What was measured of the parts of `retrofit.py`, and what is said of it: claims, table and figure."""
+"""Claims, table and figure of the measurements of `retrofit.py`."""
 
 from __future__ import annotations
 

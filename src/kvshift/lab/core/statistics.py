@@ -1,4 +1,4 @@
-"""What may be said of measured differences: means with their errors, t-intervals, and the words that follow."""
+"""Statistics of measured differences: means with standard errors, t-intervals, verdicts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Verdict:
     """What a comparison has shown.
 
     Attributes:
-        outcome: "lower" and "higher" are said of the first model's loss against the second's; "undecided" where
-            there is nothing to judge by: one seed, or seeds that do not vary.
+        outcome: the first model's loss is "lower" or "higher" than the second's; "undecided" with one seed, or
+            seeds that do not vary.
         text: the outcome in words, with its numbers.
         difference: mean over seeds.
         low, high: ends of the interval of the difference; None where there is none.

@@ -45,7 +45,7 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
         options: the same as JSON, for the folder.
     """
     config.check()
-    refuse_sharded_sequences()
+    require_whole_sequences()
     if config.device == "cuda" and not torch.cuda.is_available():
         raise LabError("device is cuda, but PyTorch sees no GPU here; expected auto or cpu")
     for name in config.report_to:
@@ -61,7 +61,7 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
     return enter(folder, options)
 
 
-def refuse_sharded_sequences() -> None:
+def require_whole_sequences() -> None:
     """Raise a LabError where accelerate was told to give each process a part of every sequence."""
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
         return
