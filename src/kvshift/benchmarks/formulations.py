@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kvshift.layers.positions import half_tables, rotary_table, rotate_half
 from kvshift.ops import BACKENDS, kv_shift
 from kvshift.ops.arguments import Call
+from kvshift.ops.boundaries import shared_plans
 from kvshift.ops.triton.call import shift_triton, triton_refusal
 
 Pair = tuple[Tensor, Tensor]
@@ -75,14 +76,24 @@ def _with_boundaries(k: Tensor) -> list[Formulation]:
         "left padding": {"mask": position_T >= pads_B1},
     }
     return [
-        Formulation(
-            name=f"kv_shift, {name}",
-            function=ours("auto", **boundaries),
-            computes=f"kv_shift with {name}",
-            boundaries=boundaries,
-        )
+        Formulation(name=f"kv_shift, {name}{suffix}", function=function, computes=computes, boundaries=boundaries)
         for name, boundaries in found.items()
+        for suffix, function, computes in (
+            ("", ours("auto", **boundaries), f"kv_shift with {name}"),
+            (", plan kept", _in_a_later_layer(ours("auto", **boundaries)), f"kv_shift with {name}, its plan kept"),
+        )
     ]
+
+
+def _in_a_later_layer(function: Function) -> Function:
+    """With the plan of the boundaries from the first call: a model makes it once for all layers."""
+    plans: dict[Any, Any] = {}
+
+    def shift(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
+        with shared_plans(plans):
+            return function(k, v, alpha, beta)
+
+    return shift
 
 
 def twice(function: Callable[[Tensor, Tensor], Tensor]) -> Function:

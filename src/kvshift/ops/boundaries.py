@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -68,10 +68,14 @@ Arguments = ParamSpec("Arguments")
 
 
 @contextmanager
-def shared_plans() -> Iterator[None]:
-    """While it is open, in this thread, the same tensors get the same plan: one for all layers of a call of a model."""
+def shared_plans(plans: dict[Any, Any] | None = None) -> Iterator[None]:
+    """While it is open, in this thread, the same tensors get the same plan: one for all layers of a call of a model.
+
+    Args:
+        plans: where to keep them; new if None.
+    """
     outer = getattr(_SHARED, "plans", None)
-    _SHARED.plans = {}
+    _SHARED.plans = {} if plans is None else plans
     try:
         yield
     finally:
