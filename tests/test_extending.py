@@ -15,6 +15,11 @@ from matplotlib.figure import Figure
 from kvshift import KVShift, ShiftOptions, cli
 from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.study.claims import Claim, percent
+from kvshift.lab.study.entry import Entry, Preset
+from kvshift.lab.study.jobs import TrainingJob
+from kvshift.lab.study.recipe import Recipe, accuracy_curve
+from kvshift.lab.study.records import read_records
 from kvshift.lab.tasks import Batch, concatenate, make_task
 from kvshift.lab.tasks.batch import IGNORED
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
@@ -27,11 +32,7 @@ from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedGeneration, UncachedLlamaModel, become
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift.recipes.catalogue import CATALOGUE, Entry, Preset
-from kvshift.recipes.claims import Claim, percent
-from kvshift.recipes.jobs import TrainingJob
-from kvshift.recipes.recipe import Recipe, accuracy_curve
-from kvshift.recipes.records import read_records
+from kvshift.recipes.catalogue import CATALOGUE
 
 from .lab.tasks.cases import check_shape, seeded
 
@@ -122,7 +123,7 @@ def task(monkeypatch: pytest.MonkeyPatch) -> None:
 def recipe(task: None, monkeypatch: pytest.MonkeyPatch) -> None:
     presets = {"smoke": Preset(seeds=1, cost="seconds")}
     monkeypatch.setitem(CATALOGUE, "toy", Entry(name="toy", title="copying", presets=presets))
-    module = ModuleType("kvshift.recipes.toy")
+    module = ModuleType("kvshift.recipes.toy.study")
     module.RECIPE = Recipe(entry=CATALOGUE["toy"], source="no figure", jobs=jobs, plot=plot, claims=claims)
     monkeypatch.setitem(sys.modules, module.__name__, module)
 

@@ -11,7 +11,7 @@ ALIKE = {
     "__init__",
     "__main__",  # of the command and of the theory's checks
     "shift",  # the operator and its layer: one stem names both
-    "mqar",  # the task and the recipe that is typed by its name
+    "study",  # of each recipe, which is a folder
     "task",  # of each task that is a folder
     "configuration",  # models: the fields of the shift; models/llama, models/baichuan_m1: the families that have them
     "modeling",  # of these two families, as in transformers

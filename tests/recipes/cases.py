@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.study.recipe import Record
+from kvshift.lab.study.watching import last_step
 from kvshift.lab.training.callbacks import InterruptedRunError
-from kvshift.recipes.recipe import Record
-from kvshift.recipes.watching import last_step
 
 HARDWARE = {"device": "cpu", "cpu": "abacus", "cores": 2, "threads": 1}
 

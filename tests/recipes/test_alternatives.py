@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvshift.recipes import alternatives, fig01a
-from kvshift.recipes.alternatives import MODELS, OURS, READINGS
-from kvshift.recipes.recipe import Record
+from kvshift.lab.study.recipe import Record
+from kvshift.recipes.alternatives import study as alternatives
+from kvshift.recipes.alternatives.study import MODELS, OURS, READINGS
+from kvshift.recipes.fig01a import study as fig01a
 
 from .cases import made_up
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import CFG3F, CFG3S, CFGTask
 from kvshift.lab.tasks.streams import evaluation_batches
 from kvshift.lab.training.task_training import task_of, task_options
-from kvshift.recipes import cfg
-from kvshift.recipes.recipe import Record
+from kvshift.recipes.cfg import study as cfg
 
 from .cases import made_up
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvshift.lab.analysis.learning import Reach
 from kvshift.lab.core.statistics import verdict
-from kvshift.recipes.claims import higher, percent, points, reached, times, within
+from kvshift.lab.study.claims import higher, percent, points, reached, times, within
 
 pytestmark = pytest.mark.no_models
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvshift.lab.study.jobs import SHARED, on_text_at_hand
+from kvshift.lab.study.recipe import Record
 from kvshift.lab.variants.building import build_model, count_parameters, describe
-from kvshift.recipes import encoder
-from kvshift.recipes.jobs import SHARED, on_text_at_hand
-from kvshift.recipes.recipe import Record
+from kvshift.recipes.encoder import study as encoder
 
 from .cases import made_up
 

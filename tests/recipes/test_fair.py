@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from kvshift.lab.study.jobs import RunJob
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
-from kvshift.recipes.jobs import RunJob
 
 pytestmark = pytest.mark.no_models
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from kvshift.recipes import fig01a, fig01b
-from kvshift.recipes.recipe import Record
+from kvshift.lab.study.recipe import Record
+from kvshift.recipes.fig01a import study as fig01a
+from kvshift.recipes.fig01b import study as fig01b
 
 from .cases import made_up
 
@@ -97,7 +98,7 @@ def test_claim_of_figure_1b() -> None:
 
 def test_models_have_the_papers_sizes() -> None:
     """Figure 9 states the parameters of its three models, which F = 8 E / 3 in multiples of 8 gives exactly."""
-    from kvshift.recipes.models import sized
+    from kvshift.lab.study.models import sized
 
     for width, layers, heads, mlp, stated in ((1024, 4, 8, 2736, 50e6), (128, 2, 1, 344, 0.4e6), (8, 1, 1, 24, 0.8e3)):
         options = sized(width, layers, "vanilla", heads=heads)

@@ -8,11 +8,11 @@ import json
 import numpy as np
 import pytest
 
+from kvshift.lab.study.recipe import Record
 from kvshift.lab.theory.limit_loss import exact
 from kvshift.lab.theory.loss_field import Field, loss_field
-from kvshift.recipes import fig02
-from kvshift.recipes.fig02 import FieldConfig, FlowConfig, compute_fields, compute_flows
-from kvshift.recipes.recipe import Record
+from kvshift.recipes.fig02 import study as fig02
+from kvshift.recipes.fig02.study import FieldConfig, FlowConfig, compute_fields, compute_flows
 
 from .cases import made_up
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvshift.lab.study.recipe import Record
 from kvshift.lab.training.train_config import to_json
-from kvshift.recipes import fig03
-from kvshift.recipes.recipe import Record
+from kvshift.recipes.fig03 import study as fig03
 
 from .cases import made_up
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvshift.recipes import fig04
-from kvshift.recipes.fig04 import RATES
-from kvshift.recipes.models import PAIR
-from kvshift.recipes.recipe import Record
+from kvshift.lab.study.models import PAIR
+from kvshift.lab.study.recipe import Record
+from kvshift.recipes.fig04 import study as fig04
+from kvshift.recipes.fig04.study import RATES
 
 from .cases import made_up
 

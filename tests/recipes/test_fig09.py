@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import NGramTask
 from kvshift.lab.training.train_config import to_json
 from kvshift.lab.variants.building import llama_config
 from kvshift.models.llama import KVShiftLlamaForCausalLM
-from kvshift.recipes import fig09
-from kvshift.recipes.recipe import Record
+from kvshift.recipes.fig09 import study as fig09
 
 from .cases import made_up
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.analysis.colors import BLUE, VERMILLION, shades
+from kvshift.lab.study.recipe import reported
+from kvshift.lab.study.records import kept_records
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
-from kvshift.recipes.recipe import reported
-from kvshift.recipes.records import kept_records
 
 from ..lab.analysis.drawn import (
     alike_in_grey,

@@ -14,14 +14,16 @@ from matplotlib.figure import Figure
 from kvshift.lab.core import atomic
 from kvshift.lab.core.errors import FolderInUseError, LabError
 from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.study import jobs as kinds
+from kvshift.lab.study.entry import Entry, Preset
+from kvshift.lab.study.jobs import TrainingJob
+from kvshift.lab.study.recipe import Recipe, Record
+from kvshift.lab.study.records import KeptRecords, read_records, write_records
 from kvshift.lab.training.callbacks import InterruptedRunError
-from kvshift.recipes import jobs as kinds
-from kvshift.recipes import mqar, page
+from kvshift.recipes import page
 from kvshift.recipes import reproduce as module
-from kvshift.recipes.catalogue import Entry, Preset, find_recipe
-from kvshift.recipes.jobs import TrainingJob
-from kvshift.recipes.recipe import Recipe, Record
-from kvshift.recipes.records import KeptRecords, read_records, write_records
+from kvshift.recipes.catalogue import find_recipe
+from kvshift.recipes.mqar import study as mqar
 from kvshift.recipes.reproduce import ReproduceConfig, folder_of, reproduce
 
 from .cases import Counting, made_up, runs

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvshift.lab.study.models import model_label
+from kvshift.lab.study.recipe import Record
+from kvshift.lab.study.tuning import tuning_jobs
 from kvshift.lab.training.train_config import to_json
 from kvshift.lab.variants.building import build_model, describe
-from kvshift.recipes import mqar
-from kvshift.recipes.models import model_label
-from kvshift.recipes.recipe import Record
-from kvshift.recipes.tuning import tuning_jobs
+from kvshift.recipes.mqar import study as mqar
 
 from .cases import made_up
 

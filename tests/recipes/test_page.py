@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.study.claims import not_testable
+from kvshift.lab.study.records import read_records, write_records
 from kvshift.recipes import page, summary
 from kvshift.recipes.catalogue import find_recipe
-from kvshift.recipes.claims import not_testable
-from kvshift.recipes.records import read_records, write_records
 from kvshift.recipes.summary import MAIN, summary_page
 
 from ..lab.analysis.run_folders import write_pair

@@ -11,14 +11,15 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl
 
+from kvshift.lab.study.jobs import TextJob
+from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.recipe import Record
 from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import TrainConfig, to_json
-from kvshift.recipes import phase, phase_search
-from kvshift.recipes.changes import Changes
-from kvshift.recipes.jobs import TextJob
-from kvshift.recipes.models import PAIR, model_label
-from kvshift.recipes.phase_search import LEVEL, SEARCH, StopAtLevel, tokens_per_step, tokens_to_level
-from kvshift.recipes.recipe import Record
+from kvshift.recipes.phase import phase_search
+from kvshift.recipes.phase import study as phase
+from kvshift.recipes.phase.changes import Changes
+from kvshift.recipes.phase.phase_search import LEVEL, SEARCH, StopAtLevel, tokens_per_step, tokens_to_level
 
 from .cases import made_up
 

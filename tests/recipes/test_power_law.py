@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from kvshift.lab.study.models import PAIR
+from kvshift.lab.study.recipe import Record
 from kvshift.lab.training.train_config import to_json
 from kvshift.lab.variants.by_name import VARIANTS
-from kvshift.recipes import power_law
 from kvshift.recipes.catalogue import find_recipe
-from kvshift.recipes.models import PAIR
-from kvshift.recipes.power_law import SIZES, parameters_of
-from kvshift.recipes.recipe import Record
+from kvshift.recipes.scaling import power_law
+from kvshift.recipes.scaling.power_law import SIZES, parameters_of
 
 from .cases import made_up
 

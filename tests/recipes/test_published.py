@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kvshift.lab.study.recipe import reported
+from kvshift.lab.study.records import kept_records
+from kvshift.lab.study.tuning import at_best_rates, best_rates, tuning_jobs
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
-from kvshift.recipes.recipe import reported
-from kvshift.recipes.records import kept_records
-from kvshift.recipes.tuning import at_best_rates, best_rates, tuning_jobs
 
 RESULTS = Path(__file__).parents[2] / "results"
 PUBLISHED = [

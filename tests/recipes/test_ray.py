@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.study.sweep import _gpu_share, sweep
 from kvshift.lab.training.callbacks import InterruptedRunError
-from kvshift.recipes.sweep import _gpu_share, sweep
 
 from .cases import Counting, runs
 

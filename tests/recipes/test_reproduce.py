@@ -11,14 +11,15 @@ import pytest
 
 from kvshift import cli
 from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.study.claims import Claim
+from kvshift.lab.study.entry import Entry, Preset
+from kvshift.lab.study.jobs import Computation
+from kvshift.lab.study.recipe import Recipe, reported
+from kvshift.lab.study.records import read_records
 from kvshift.recipes import catalogue, listing
 from kvshift.recipes import reproduce as module
-from kvshift.recipes.catalogue import CATALOGUE, Entry, Preset, find_recipe
-from kvshift.recipes.claims import Claim
-from kvshift.recipes.jobs import Computation
+from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.listing import list_or_reproduce
-from kvshift.recipes.recipe import Recipe, reported
-from kvshift.recipes.records import read_records
 from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
 from .cases import Counting, runs

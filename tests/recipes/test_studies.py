@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from kvshift.lab.study.entry import Entry, Preset
+from kvshift.lab.study.recipe import Recipe
+from kvshift.lab.study.records import kept_records, read_records, write_records
 from kvshift.recipes import reproduce as module
-from kvshift.recipes.catalogue import Entry, Preset
-from kvshift.recipes.recipe import Recipe
-from kvshift.recipes.records import kept_records, read_records, write_records
 from kvshift.recipes.reproduce import ReproduceConfig, folder_of, reproduce
 
 from .cases import Counting, made_up, runs

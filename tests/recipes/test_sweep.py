@@ -15,8 +15,8 @@ import pytest
 import torch
 from joblib.externals.loky import get_reusable_executor
 
+from kvshift.lab.study.sweep import sweep
 from kvshift.lab.training.callbacks import InterruptedRunError
-from kvshift.recipes.sweep import sweep
 
 from .cases import Counting, runs
 

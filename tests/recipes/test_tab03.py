@@ -10,11 +10,11 @@ import re
 import pytest
 import torch
 
+from kvshift.lab.study.recipe import Record
 from kvshift.lab.theory.checks import COEFFICIENTS
 from kvshift.lab.theory.limit_loss import Form, exact, token_logits
-from kvshift.recipes import tab03
-from kvshift.recipes.recipe import Record
-from kvshift.recipes.tab03 import DRAWS, LIMIT, PAPER, DrawsConfig, LimitConfig, compute_draws, compute_limit
+from kvshift.recipes.tab03 import study as tab03
+from kvshift.recipes.tab03.study import DRAWS, LIMIT, PAPER, DrawsConfig, LimitConfig, compute_draws, compute_limit
 
 from .cases import made_up
 

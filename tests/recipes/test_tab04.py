@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import IGSMConfig
 from kvshift.lab.tasks.igsm import IGSMTask
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import ModelConfig
-from kvshift.recipes import tab04
-from kvshift.recipes.recipe import Record
+from kvshift.recipes.tab04 import study as tab04
 
 from .cases import made_up
 

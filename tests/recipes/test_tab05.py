@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from kvshift.lab.analysis.maps import coefficient_counts
+from kvshift.lab.study.recipe import Record
 from kvshift.recipes.catalogue import find_recipe
-from kvshift.recipes.language_models import Place, label_at
-from kvshift.recipes.recipe import Record
-from kvshift.recipes.tab05 import CELLS
+from kvshift.recipes.language_models.settings import Place, label_at
+from kvshift.recipes.tab05.study import CELLS
 
 from .cases import made_up
 

@@ -11,19 +11,21 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvshift import cli
-from kvshift.recipes import cfg, fig01a, mqar
-from kvshift.recipes import reproduce as module
-from kvshift.recipes.catalogue import Grid
-from kvshift.recipes.jobs import Computation, TrainingJob
-from kvshift.recipes.recipe import Recipe, Record, reported
-from kvshift.recipes.records import read_records
-from kvshift.recipes.tuning import (
+from kvshift.lab.study.entry import Grid
+from kvshift.lab.study.jobs import Computation, TrainingJob
+from kvshift.lab.study.recipe import Recipe, Record, reported
+from kvshift.lab.study.records import read_records
+from kvshift.lab.study.tuning import (
     at_best_rates,
     best_rates,
     least_loss,
     reached_soonest,
     tuning_jobs,
 )
+from kvshift.recipes import reproduce as module
+from kvshift.recipes.cfg import study as cfg
+from kvshift.recipes.fig01a import study as fig01a
+from kvshift.recipes.mqar import study as mqar
 
 from .cases import made_up
 

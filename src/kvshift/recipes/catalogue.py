@@ -7,77 +7,14 @@ recipes needs neither torch nor transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.study.entry import Entry, Grid, Preset
 
 if TYPE_CHECKING:
-    from kvshift.recipes.recipe import Recipe
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """The learning rates that every variant of a comparison is given.
-
-    Attributes:
-        rates: the grid, ascending.
-        seeds: of the runs that choose among them, 1000 and up: far from those that are reported, which begin at 0.
-        steps: of the runs that choose, which are the first of a longer run where the rate is constant; None: as many
-            as those that are reported have.
-    """
-
-    rates: tuple[float, ...]
-    seeds: tuple[int, ...]
-    steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.rates or sorted(set(self.rates)) != list(self.rates):
-            raise ValueError(f"rates must be one or more, ascending, got {self.rates}")
-        if not self.seeds or min(self.seeds) < 1000:
-            raise ValueError(f"seeds must be one or more, each 1000 or above, got {self.seeds}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """One size of a recipe.
-
-    Attributes:
-        seeds: how many by default: 0 ... seeds - 1.
-        cost: what it takes, in words: time, and on what.
-        grid: learning rates that every variant is given before, and the seeds that choose each one's own; None: the
-            jobs' own rates.
-    """
-
-    seeds: int
-    cost: str
-    grid: Grid | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A recipe in the list.
-
-    Attributes:
-        name: as typed: "fig01a"; its module here has the same name, where `module` does not say another.
-        title: one line.
-        presets: by name: "smoke" (seconds), "laptop" (minutes or hours on two cores), "paper" (a GPU), and others.
-        study: whose runs it shares: runs of one label are the same runs in all recipes of a study, and are run once;
-            None: its runs are its own.
-        module: here, whose `RECIPES` hold it by name; None: the module of its name has it alone, as `RECIPE`.
-    """
-
-    name: str
-    title: str
-    presets: Mapping[str, Preset]
-    study: str | None = None
-    module: str | None = None
-
-    @property
-    def runs(self) -> str:
-        """The name of the folder, and of the file of records, that its runs are in."""
-        return self.study or self.name
+    from kvshift.lab.study.recipe import Recipe
 
 
 _ZOOLOGY = Grid(rates=(1e-4, 10 ** (-10 / 3), 10 ** (-8 / 3), 1e-2), seeds=(1000,))  # logspace(-4, -2, 4)
@@ -97,7 +34,7 @@ _TABLES = {
 
 def _language_models(name: str, title: str, module: str | None, *, smoke: str, laptop: str, paper: str) -> Entry:
     """A recipe that draws on the runs of the language models; `paper` says what its preset takes, and where."""
-    of_tables = module == "lm_tables"
+    of_tables = module == "language_models.lm_tables"
     costs = {"smoke": smoke, "laptop": laptop, "paper": paper}
     grids = {**_TABLES, "paper": Grid(rates=(2e-3,), seeds=(1000,))} if name == "tab15" else _TABLES
     return Entry(
@@ -258,7 +195,7 @@ _ENTRIES = (
         _language_models(
             f"tab{number:02}",
             f"losses by learning rate and context: {method}",
-            "lm_tables",
+            "language_models.lm_tables",
             smoke=f"{10 * variants} seconds on two cores",
             laptop=f"{13 * variants} minutes on two cores; what tables share is run once",
             paper=f"{45 * variants} runs of {_A100}",
@@ -278,7 +215,7 @@ _ENTRIES = (
         _language_models(
             name,
             title,
-            "lm_figures",
+            "language_models.lm_figures",
             smoke="40 seconds on two cores",
             laptop="32 minutes on two cores; what other recipes of the study have run is not run again",
             paper=f"{runs} runs of a model of {size} on many GPUs; not measured",
@@ -293,7 +230,7 @@ _ENTRIES = (
     _language_models(
         "tab15",
         "multi-head latent attention, with a hard shift and without",
-        "lm_tables",
+        "language_models.lm_tables",
         smoke="30 seconds on two cores",
         laptop="35 minutes on two cores",
         paper=f"40 runs of {_A100}",
@@ -348,7 +285,7 @@ _ENTRIES = (
                 "paper": Preset(seeds=1, cost=f"{runs} on many GPUs; not measured"),
             },
             study="scaling",
-            module="power_law",
+            module="scaling.power_law",
         )
         for name, title, smoke, laptop, runs in (
             ("fig05", "losses by size", 60, "an hour on two cores", "6 runs of models of 1.5B to 13B"),
@@ -420,5 +357,5 @@ def find_recipe(name: str) -> Recipe:
     if name not in CATALOGUE:
         raise LabError(f"recipe: there is no {name!r}; there are {', '.join(CATALOGUE)}")
     module = CATALOGUE[name].module
-    found = import_module(f"kvshift.recipes.{module or name}")
+    found = import_module(f"kvshift.recipes.{module or name + '.study'}")
     return found.RECIPE if module is None else found.RECIPES[name]

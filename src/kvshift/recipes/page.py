@@ -18,12 +18,12 @@ from kvshift.lab.analysis.curves import plot_curves, save_figure
 from kvshift.lab.analysis.learning import reach_of
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.atomic import write_bytes
+from kvshift.lab.study.claims import Claim
+from kvshift.lab.study.recipe import Recipe, Record, Score, accuracy_curves, by_label, diverged, reported
+from kvshift.lab.study.records import kept_records
+from kvshift.lab.study.tuning import best_rates, by_variant
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
-from kvshift.recipes.claims import Claim
-from kvshift.recipes.recipe import Recipe, Record, Score, accuracy_curves, by_label, diverged, reported
-from kvshift.recipes.records import kept_records
 from kvshift.recipes.summary import summary_page
-from kvshift.recipes.tuning import best_rates, by_variant
 
 SMOKE = "The preset smoke only shows that everything runs: its verdicts mean nothing"
 

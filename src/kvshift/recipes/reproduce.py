@@ -25,16 +25,16 @@ from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say
 from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.study.claims import Claim
+from kvshift.lab.study.jobs import SHARED, on_text_at_hand
+from kvshift.lab.study.recipe import Job, Recipe, Record, reported
+from kvshift.lab.study.records import KeptRecords, record_of, write_records
+from kvshift.lab.study.sweep import sweep
+from kvshift.lab.study.tuning import at_best_rates, best_rates, tuning_jobs
+from kvshift.lab.study.watching import watching
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
-from kvshift.recipes.claims import Claim
-from kvshift.recipes.jobs import SHARED, on_text_at_hand
 from kvshift.recipes.page import SMOKE, report
-from kvshift.recipes.recipe import Job, Recipe, Record, reported
-from kvshift.recipes.records import KeptRecords, record_of, write_records
 from kvshift.recipes.reproduce_config import ReproduceConfig
-from kvshift.recipes.sweep import sweep
-from kvshift.recipes.tuning import at_best_rates, best_rates, tuning_jobs
-from kvshift.recipes.watching import watching
 
 __all__ = ["ReproduceConfig", "folder_of", "reproduce"]
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from kvshift.lab.core.errors import LabError
-
-Cluster = Literal["local", "ray"]
+from kvshift.lab.study.entry import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)

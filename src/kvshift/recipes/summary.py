@@ -8,10 +8,10 @@ from pathlib import Path
 
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.study.claims import Claim, Direction
+from kvshift.lab.study.recipe import Recipe, Record, reported
+from kvshift.lab.study.records import kept_records
 from kvshift.recipes.catalogue import find_recipe
-from kvshift.recipes.claims import Claim, Direction
-from kvshift.recipes.recipe import Recipe, Record, reported
-from kvshift.recipes.records import kept_records
 
 _HEAD = """# Summary
 

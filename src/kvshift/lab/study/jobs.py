@@ -1,0 +1,283 @@
+"""The kinds of jobs: train on a task, train on text, or work something out."""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers import TrainerCallback
+
+from kvshift.lab.analysis.maps import coefficient_counts
+from kvshift.lab.analysis.runs import is_finished, read_json, read_run
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.environment import environment
+from kvshift.lab.core.errors import RunFailedError
+from kvshift.lab.data.config import SHARED, DataConfig, find_shared
+from kvshift.lab.runs.beginning import enter, other_options, refuse_other_options
+from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.study.recipe import Job
+from kvshift.lab.study.watching import last_step
+from kvshift.lab.tasks import MaskedTextConfig
+from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
+from kvshift.lab.training.train import train
+from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_hash, differences, to_json
+
+__all__ = ["SHARED", "Computation", "RunJob", "StudyJob", "TextJob", "TrainingJob", "on_text_at_hand"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJob(ABC):
+    """Train one model.
+
+    Attributes:
+        label: which variant.
+        config: of the run.
+        tunes: the label of the reported runs whose learning rate this run helps to choose; None: it is reported.
+    """
+
+    label: str
+    config: RunConfig
+    tunes: str | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    def at_rate(self, rate: float) -> Self:
+        """The same run at another learning rate."""
+        optimizer = replace(self.config.optimizer, learning_rate=rate)
+        return replace(self, config=replace(self.config, optimizer=optimizer))
+
+    def tuning(self, rate: float, *, steps: int | None = None) -> Self:
+        """A run that helps to choose the learning rate, and is named by it.
+
+        Args:
+            rate: which it tries.
+            steps: how many, of a run whose rate is constant; None: as many as this one takes.
+        """
+        job = self.at_rate(rate)
+        if steps is not None:
+            assert self.config.optimizer.schedule == "constant", "fewer steps would be another schedule"
+            job = replace(job, config=replace(job.config, steps=steps))
+        return replace(job, label=f"{self.label}, rate {rate:.2g}", tunes=self.label)
+
+    @abstractmethod
+    def is_finished(self, out: Path) -> bool:
+        """See `Job`, as for all that follows."""
+
+    @abstractmethod
+    def other_options(self, options: Mapping[str, Any]) -> list[str]: ...
+
+    @abstractmethod
+    def run(self, out: Path) -> None: ...
+
+    def on_bundled_text(self) -> Self:
+        """The same run on the bundled corpus, if its text is in files."""
+        return self
+
+    def progress(self, out: Path) -> tuple[int, int]:
+        """By the last line of metrics."""
+        return last_step(RunFolder(out).metrics), self.config.steps
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """With the curves of loss, accuracies and probes, and the last coefficients among the results."""
+        run = read_run(out)
+        steps, losses = run.series("eval", "step", "loss")
+        curve: dict[str, list[float | None]] = {"step": steps, "loss": losses}
+        for line in run.metrics:
+            if line["kind"] == "eval":
+                for name, accuracy in line.get("accuracy", {}).items():
+                    curve.setdefault(name, []).append(accuracy)
+        probes = {line["step"]: line for line in run.metrics if line["kind"] == "probes"}
+        names = {name: None for line in probes.values() for name in line if name not in _OF_A_LINE}
+        curve |= {name: [probes.get(step, {}).get(name) for step in steps] for name in names}
+        return {
+            "config_hash": run.config["config_hash"],
+            "options": {name: value for name, value in run.config.items() if name not in _NO_OPTIONS},
+            "environment": run.environment,
+            "curve": curve,
+            "result": {**run.result, "coefficients": run.coefficients()},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob(RunJob):
+    """Train one model on one task; see `kvshift.lab.training.task_training`."""
+
+    config: TaskTrainConfig
+
+    def on_bundled_text(self) -> Self:
+        """See `RunJob`; of the tasks, masked text alone reads any."""
+        task = self.config.task
+        if not isinstance(task, MaskedTextConfig) or "/" not in task.corpus:
+            return self
+        task = replace(task, corpus=DataConfig().corpus, validation=None)
+        return replace(self, config=replace(self.config, task=task))
+
+    def is_finished(self, out: Path) -> bool:
+        """Raises a LabError where `out` holds a run with other options."""
+        return out.exists() and enter(RunFolder(out), task_options(self.config))
+
+    def other_options(self, options: Mapping[str, Any]) -> list[str]:
+        return other_options(options, task_options(self.config))
+
+    def run(self, out: Path) -> None:
+        train_task(replace(self.config, out=out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextJob(RunJob):
+    """Train one language model on text; see `kvshift.lab.training.train`.
+
+    Attributes:
+        config: of the run; a corpus and its validation text are either bundled, or files under the folder that
+            the environment variable `SHARED` names. What is kept of a run says the same of them on every machine.
+    """
+
+    config: TrainConfig
+
+    def on_bundled_text(self) -> Self:
+        """See `RunJob`."""
+        if not _is_file(self.config):
+            return self
+        data = replace(self.config.data, corpus=DataConfig().corpus, validation=None)
+        return replace(self, config=replace(self.config, data=data))
+
+    def is_finished(self, out: Path) -> bool:
+        """Raises a LabError where `out` holds a run with other options, or where the text is not to be found."""
+        return out.exists() and enter(RunFolder(out), to_json(self._here()))
+
+    def other_options(self, options: Mapping[str, Any]) -> list[str]:
+        """The text need not lie on this machine."""
+        return other_options(options, to_json(self.config))
+
+    def run(self, out: Path) -> None:
+        train(replace(self._here(), out=out), self.callbacks())
+
+    def callbacks(self) -> Sequence[TrainerCallback]:
+        """Of the Trainer besides."""
+        return ()
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """Without what only `kvshift compare` reads, the losses by sequence."""
+        found = super().record(out)
+        options = {**found["options"], "data": found["options"]["data"] | _text_of(self.config)}
+        facts = options.pop("data_facts")
+        result = {name: value for name, value in found["result"].items() if not name.endswith("_per_row")}
+        digits = config_hash(options)
+        return {**found, "options": {**options, "data_facts": facts}, "config_hash": digits, "result": result}
+
+    def _here(self) -> TrainConfig:
+        """With the text where it lies on this machine."""
+        if not _is_file(self.config):
+            return self.config
+        found = {name: find_shared(value) for name, value in _text_of(self.config).items()}
+        return replace(self.config, data=replace(self.config.data, **found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyJob(TextJob):
+    """A `TextJob` whose divergence is a result, and whose record counts the coefficients over training."""
+
+    def run(self, out: Path) -> None:
+        """Where a number is not finite, the run is finished: {"diverged_at": step} is its result."""
+        try:
+            super().run(out)
+        except RunFailedError as error:
+            found = re.search(r"not finite (?:at|after) step (\d+)", str(error))
+            if found is None:  # memory, or the disk
+                raise
+            write_json(RunFolder(out).result, {"diverged_at": int(found[1])})
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """With the counts of `coefficient_counts` at each evaluation, by name, in the curve."""
+        found = super().record(out)
+        by_step: dict[int, list[dict[str, Any]]] = {}
+        for line in read_run(out).metrics:
+            if line["kind"] == "coefficients":
+                by_step.setdefault(line["step"], []).append(line)
+        counts = [coefficient_counts(by_step.get(step, [])) for step in found["curve"]["step"]]
+        if not counts or any(each is None for each in counts):
+            return found
+        names = counts[0] or {}
+        return {
+            **found,
+            "curve": {**found["curve"], **{name: [each[name] for each in counts if each] for name in names}},
+        }
+
+
+def on_text_at_hand(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs, with the bundled corpus in place of files where the environment variable `SHARED` names no folder."""
+    if os.environ.get(SHARED):
+        return [*jobs]
+    return [job.on_bundled_text() if isinstance(job, RunJob) else job for job in jobs]
+
+
+def _is_file(config: TrainConfig) -> bool:
+    """Whether the corpus is a file: what has no slash is bundled, and a data set on the hub has a slash too."""
+    return "/" in config.data.corpus and config.data.hub_config is None
+
+
+def _text_of(config: TrainConfig) -> dict[str, str | None]:
+    return {"corpus": config.data.corpus, "validation": config.data.validation}
+
+
+_OF_A_LINE = ("kind", "step", "tokens", "heads")
+_NO_OPTIONS = ("config_hash", "out", "progress", "report_to", "data_workers")  # the last four are of the machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """Work out numbers that need no training.
+
+    Attributes:
+        label: which variant.
+        config: a frozen dataclass, the options.
+        function: from `config` to JSON, on the top level of a module.
+        seed: of what is drawn, if anything is.
+    """
+
+    label: str
+    config: Any
+    function: Callable[[Any], dict[str, Any]]
+    seed: int = 0
+
+    def is_finished(self, out: Path) -> bool:
+        """Raises a LabError where `out` holds what was worked out with other options."""
+        if not is_finished(out):
+            return False
+        refuse_other_options(RunFolder(out), read_json(out / "config.json"), to_json(self.config))
+        return True
+
+    def other_options(self, options: Mapping[str, Any]) -> list[str]:
+        return differences(options, to_json(self.config))
+
+    def run(self, out: Path) -> None:
+        folder = RunFolder(out)
+        with folder.locked():
+            if self.is_finished(out):
+                return
+            options = to_json(self.config)
+            write_json(folder.environment, environment(torch.device("cpu"), 1))
+            write_json(folder.config, {**options, "config_hash": config_hash(options)})
+            write_json(folder.result, self.function(self.config))
+
+    def progress(self, out: Path) -> tuple[int, int]:
+        """All of it is one step."""
+        return int(is_finished(out)), 1
+
+    def record(self, out: Path) -> dict[str, Any]:
+        options = read_json(out / "config.json")
+        return {
+            "config_hash": options.pop("config_hash"),
+            "options": options,
+            "environment": read_json(out / "environment.json"),
+            "curve": {},
+            "result": read_json(out / "result.json"),
+        }

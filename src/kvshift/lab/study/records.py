@@ -1,0 +1,163 @@
+"""What is kept of the runs of a recipe, one JSON object a line.
+
+RESULTS/RECIPE/PRESET.jsonl           of all runs of a preset; the results page is made from these
+RESULTS/RECIPE/PRESET.partial.jsonl   of those that are finished, until all are
+RESULTS/STUDY/PRESET.jsonl            of all recipes of a study that are finished: they share runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from filelock import FileLock
+
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.json_lines import read_lines, write_lines
+from kvshift.lab.study.jobs import RunJob
+from kvshift.lab.study.recipe import Job, Recipe, Record
+
+_KEPT = ("started", "commit", "versions", "hardware", "platform")
+
+
+def record_of(job: Job, out: Path) -> Record:
+    """What is kept of a finished job; of its environment, what belongs to no single machine's paths."""
+    found = job.record(out)
+    environment = {name: found["environment"].get(name) for name in _KEPT}
+    if "continued" in found["environment"]:
+        environment["continued"] = [
+            {name: part.get(name) for name in ("step", *_KEPT)} for part in found["environment"]["continued"]
+        ]
+    return Record(label=job.label, seed=job.seed, tunes=_tunes(job), **{**found, "environment": environment})
+
+
+def write_records(path: Path, records: Sequence[Record]) -> None:
+    """Write all lines again; the file is whole or as it was."""
+    write_lines(path, map(vars, records))
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records in a file; raises LabError that names file and line."""
+    records = []
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            records.append(Record(**line))
+        except TypeError as error:
+            raise LabError(f"{path}:{number}: not a record of a recipe: {error}") from error
+    return records
+
+
+def kept_records(results: Path, recipe: Recipe, preset: str) -> list[Record] | None:
+    """All records of a preset; None where they are not kept, or where runs of it are missing from those of its study.
+
+    Of a study those count that the recipe asks for: its labels, with the seeds that all of them have.
+    """
+    path = results / recipe.entry.runs / f"{preset}.jsonl"
+    if not path.exists():
+        return None
+    records = read_records(path)
+    if recipe.entry.study is None:
+        return records
+    size = recipe.presets[preset]
+    labels = {job.label for job in recipe.jobs(preset, [0])}
+    ours = [record for record in records if (record.tunes or record.label) in labels]
+    seeds = {
+        label: {record.seed for record in ours if record.tunes is None and record.label == label} for label in labels
+    }
+    shared = set.intersection(*seeds.values())
+    tuned = {record.tunes for record in ours if record.tunes is not None}
+    if not shared >= set(range(size.seeds)) or (size.grid is not None and tuned != labels):
+        return None
+    return [record for record in ours if record.tunes is not None or record.seed in shared]
+
+
+class KeptRecords:
+    """The records of one preset of one recipe in a folder of results, from which a study resumes on any machine.
+
+    Attributes:
+        whole: the file of all runs. One of an older setting is left alone until `complete`.
+        partial: the file of those that are finished so far.
+        shared: whether the recipes of a study keep their records here: then each adds to what the others have.
+    """
+
+    def __init__(self, results: Path, recipe: str, preset: str, *, shared: bool = False) -> None:
+        self.whole = results / recipe / f"{preset}.jsonl"
+        self.partial = results / recipe / f"{preset}.partial.jsonl"
+        self.shared = shared
+
+    def find(self, job: Job) -> tuple[Record, Path] | None:
+        """The record of a job, and its file; a LabError where a partial one has other options."""
+        for path in (self.partial, self.whole):
+            record = _by_run(path).get((job.label, job.seed, _tunes(job)))
+            if record is None:
+                continue
+            lines = job.other_options(record.options)
+            if not lines:
+                return record, path
+            if path == self.partial:
+                listed = "\n  ".join(lines)
+                raise LabError(
+                    f"results: {path} holds {job.label}, seed {job.seed}, with other options:\n  {listed}\n"
+                    "put these options back to resume that study, or take the file away to begin another"
+                )
+        return None
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Write those that are not in the whole file to the partial one, beside what this holds."""
+        self.whole.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.whole.parent / ".lock"):  # other processes may add theirs
+            whole, before = _by_run(self.whole), _by_run(self.partial)
+            runs = {_run_of(record): record for record in records}
+            after = before | {run: record for run, record in runs.items() if whole.get(run) != record}
+            if after != before:
+                write_records(self.partial, [*after.values()])
+
+    def complete(self, records: Sequence[Record]) -> None:
+        """Replace the whole file, and remove the partial one; where they are shared, what others left stays."""
+        self.whole.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.whole.parent / ".lock"):
+            left: dict[_Run, Record] = {}
+            if self.shared:
+                ours = {_run_of(record): record for record in records}
+                left = {run: record for run, record in _by_run(self.partial).items() if run not in ours}
+                records = [*(_by_run(self.whole) | ours).values()]
+            write_records(self.whole, records)
+            if left:
+                write_records(self.partial, [*left.values()])
+            else:
+                self.partial.unlink(missing_ok=True)
+
+    def refuse_to_forget(self, jobs: Sequence[Job]) -> None:
+        """Raise a LabError where a file keeps runs besides those of `jobs`, which would be lost once all are finished.
+
+        A whole file that keeps none of `jobs` is of an older setting, and is meant to be replaced. A shared one loses
+        none.
+        """
+        if self.shared:
+            return
+        asked = {(job.label, job.seed, _tunes(job)) for job in jobs}
+        for path in (self.partial, self.whole):
+            runs = _by_run(path)
+            lost = [run for run in runs if run not in asked]
+            if lost and (path == self.partial or len(lost) < len(runs)):
+                label, seed, _ = lost[0]
+                raise LabError(
+                    f"results: {path} keeps {len(lost)} runs that this call does not make ({label}, seed {seed} ...); "
+                    "ask for at least as many seeds, or take that file away"
+                )
+
+
+_Run = tuple[str, int, str | None]
+
+
+def _run_of(record: Record) -> _Run:
+    return record.label, record.seed, record.tunes
+
+
+def _by_run(path: Path) -> dict[_Run, Record]:
+    """In the order of the file; none, where there is no such file."""
+    return {_run_of(record): record for record in read_records(path)} if path.exists() else {}
+
+
+def _tunes(job: Job) -> str | None:
+    return job.tunes if isinstance(job, RunJob) else None

@@ -1,0 +1,168 @@
+"""What the paper leaves open of its induction task, both ways: does the comparison of Figure 1a depend on it?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvshift.lab.analysis.accuracy import draw_accuracy
+from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
+from kvshift.lab.analysis.panels import legend_below, new_figure
+from kvshift.lab.study.claims import Claim, at_most, times, within
+from kvshift.lab.study.jobs import TrainingJob
+from kvshift.lab.study.models import model_label, sized
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label
+from kvshift.lab.study.tuning import reached_soonest
+from kvshift.lab.tasks import InductionConfig
+from kvshift.lab.training.task_training import TaskTrainConfig, task_of
+from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.fig01a import study as fig01a
+from kvshift.recipes.induction.first_repeat import LAST, SCORED
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+LEVEL = 0.9
+FACTOR = 2.0
+"""Two ratios of steps count as alike within this."""
+MODELS = ((2, "vanilla"), (1, "kv-shift"))  # the longest run first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One way to read what the paper leaves open.
+
+    Attributes:
+        words: what figures and claims call it.
+        task: fields of the task that differ from ours.
+        mlp: width of the MLP over that of the model; None: 8 / 3.
+    """
+
+    words: str
+    task: dict[str, Any]
+    mlp: int | None = None
+
+
+OURS = Reading(words="as everywhere here", task={})
+READINGS = (
+    OURS,
+    Reading(words="loss on repeats alone", task={"loss": "repeats"}),
+    Reading(words="mode latest", task={"mode": "latest"}),
+    Reading(words="MLP five times as wide as the model", task={}, mlp=5),
+)
+
+
+def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
+    """One layer with and two without, by each reading, with each seed."""
+    config, width, heads = fig01a.SIZES[preset]
+    return [
+        TrainingJob(label=_label(model, reading), config=_config(config, width, heads, model, reading, seed))
+        for model in MODELS
+        for reading in READINGS
+        for seed in seeds
+    ]
+
+
+def _config(
+    config: TaskTrainConfig, width: int, heads: int, model: tuple[int, str], reading: Reading, seed: int
+) -> TaskTrainConfig:
+    assert isinstance(config.task, InductionConfig)
+    options = sized(width, *model, heads=heads)
+    if reading.mlp is not None:
+        options = replace(options, intermediate_size=reading.mlp * width)
+    return replace(config, seed=seed, model=options, task=replace(config.task, **reading.task))
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """By each reading the claim of Figure 1a, and whether its ratio is near that of ours."""
+    found, ours = [], _ratios(records, OURS)
+    for reading in READINGS:
+        reach = _reach(records, reading)
+        compared = compare_reach(*reach, names=("KV-shift, 1 layer", "vanilla, 2 layers"))
+        found.append(
+            Claim(
+                statement=f"{_said(reading)}: one layer with KV shift reaches {100 * LEVEL:g} % in at most half the "
+                "steps of two layers without",
+                paper="much earlier; it leaves this open",
+                ours=compared.text,
+                direction=at_most(compared, 0.5),
+                size=f"steps to {100 * LEVEL:g} %",
+                own=True,
+            )
+        )
+        if reading is not OURS:
+            found.append(_change(reading, _ratios(records, reading), ours))
+    return found
+
+
+def _change(reading: Reading, theirs: list[float] | None, ours: list[float] | None) -> Claim:
+    """Whether the ratio by a reading is near that of ours; a run that never came there leaves it open."""
+    if theirs is None or ours is None:
+        said = f"no ratio: by {'this reading' if theirs is None else 'ours'} some run has not reached {100 * LEVEL:g} %"
+    else:
+        said = times(theirs, ours)
+    return Claim(
+        statement=f"{_said(reading)}: the ratio of steps changes by less than a factor of {FACTOR:g}",
+        paper="it leaves this open",
+        ours=said,
+        direction="not shown" if theirs is None or ours is None else within(theirs, ours, margin=math.log(FACTOR)),
+        size="ratio of steps by this reading over that by ours",
+        own=True,
+    )
+
+
+def plot(records: Sequence[Record]) -> Figure:
+    """Accuracy at the first repeat over steps, a panel for each reading."""
+    models = by_label(records)
+    figure, panels = new_figure([reading.words for reading in READINGS], ylabels=["accuracy at the first repeat"])
+    for axes, reading in zip(panels, READINGS, strict=True):
+        runs = {model_label(*model): models[_label(model, reading)] for model in MODELS}
+        curves = {label: accuracy_curves(seeds, SCORED) for label, seeds in runs.items()}
+        chance = task_of(next(iter(runs["KV-shift, 1 layer"].values())).options).chance[SCORED]
+        draw_accuracy(axes, curves, chance=chance)
+    legend_below(figure)
+    return figure
+
+
+def _label(model: tuple[int, str], reading: Reading) -> str:
+    """By our reading that of Figure 1a, whose runs these are."""
+    name = model_label(*model)
+    return name if reading is OURS else f"{name}, {reading.words}"
+
+
+def _said(reading: Reading) -> str:
+    return reading.words[0].upper() + reading.words[1:]
+
+
+def _reach(records: Sequence[Record], reading: Reading) -> list[Reach]:
+    """When one layer with KV shift was there, and two without."""
+    models = by_label(records)
+    return [reach_of(accuracy_curves(models[_label(model, reading)], SCORED), LEVEL) for model in MODELS[::-1]]
+
+
+def _ratios(records: Sequence[Record], reading: Reading) -> list[float] | None:
+    """The logarithm of the ratio of steps of each seed; None where some run has not come so far."""
+    ours, theirs = _reach(records, reading)
+    if ours.missing or theirs.missing:
+        return None
+    return [math.log(one / other) for one, other in zip(ours.reached, theirs.reached, strict=True)]
+
+
+RECIPE = Recipe(
+    entry=CATALOGUE["alternatives"],
+    source="What the paper leaves open of Figure 1a",
+    jobs=jobs,
+    plot=plot,
+    claims=claims,
+    tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
+    scored=SCORED,
+    notes=(
+        "Open in the paper: which tokens are trained on (here all; else repeats alone), what follows a repeated token "
+        "(here as the script in the paper has it, in four of five cases what followed the latest occurrence; else "
+        "always that), and the width of the MLP (here 8 / 3 of the model's; else 5,120 for 1,024, with which one layer "
+        "has the paper's 20 million parameters).",
+        "How the laptop was chosen: it is that of Figure 1a; the readings were set before any run of them.",
+    ),
+)

@@ -1,0 +1,214 @@
+"""Figure 3 and Table 2: the models of 2.9B and 19B, whose sharded step can be tried without their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvshift.lab.analysis.accuracy import draw_curves
+from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
+from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
+from kvshift.lab.plan.cost import count_parameters, training_flops, training_memory
+from kvshift.lab.plan.dry_run import dry_run
+from kvshift.lab.study.claims import Claim
+from kvshift.lab.study.jobs import Computation, StudyJob
+from kvshift.lab.study.models import PAIR
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_label, diverged
+from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.building import llama_config
+from kvshift.lab.variants.by_name import VARIANTS, with_variant
+from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.language_models.settings import LARGE, claim_of, job
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """A model on as many devices as the paper had.
+
+    Attributes:
+        size: of the model.
+        variant: its name.
+        devices: processes.
+        length: tokens in a sequence.
+        layers: of the model; None: all.
+    """
+
+    size: str
+    variant: str
+    devices: int
+    length: int
+    layers: int | None = None
+
+
+# By preset: size, devices and context of Table 16, and layers.
+SHARDED = {
+    "smoke": (("0.2B", 8, 64, 1),),
+    "laptop": (("2.9B", 512, 4096, None), ("19B", 240, 12_288, None)),
+}
+_MEANS = {"2.9B": (38.57, 36.45), "19B": (38.83, 38.06)}  # Table 2: KV-shift, vanilla
+_NAMED = {"0.2B": 0.14, "2.9B": 2.9, "19B": 19.0}  # billions
+
+
+def try_step(config: Sharded) -> dict[str, Any]:
+    """A dry run of one step, what `kvshift plan` says of it, and the FLOPs of a token."""
+    options = with_variant(ModelConfig(size=config.size), config.variant)
+    model = llama_config(options, vocab_size=1, sequence_length=config.length)
+    if config.layers is not None:
+        model.num_hidden_layers = config.layers
+    planned = training_memory(
+        model,
+        rows=1,
+        sequence_length=config.length,
+        precision="bf16",
+        gradient_checkpointing=True,
+        sharding="fsdp",
+        devices=config.devices,
+    )
+    return {
+        **asdict(dry_run(model, devices=config.devices, sequence_length=config.length)),
+        "planned": {name: getattr(planned, name) for name in ("weights", "gradients", "optimizer")},
+        "counted": count_parameters(model).total,
+        "flops_per_token": training_flops(model, config.length).model,
+    }
+
+
+def jobs(preset: str, seeds: Sequence[int]) -> list[Computation | StudyJob]:
+    """Dry runs; with the preset paper the training itself."""
+    if preset == "paper":
+        return [
+            job(LARGE[size], LARGE[size].places[0], variant, seed)
+            for size in ("19B", "2.9B")
+            for seed in seeds
+            for variant in PAIR
+        ]
+    return [
+        Computation(
+            label=f"{VARIANTS[variant].label}, {size}",
+            config=Sharded(size=size, variant=variant, devices=devices, length=length, layers=layers),
+            function=try_step,
+            seed=seed,
+        )
+        for size, devices, length, layers in SHARDED[preset]
+        for seed in seeds
+        for variant in PAIR
+    ]
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """Of dry runs: sizes, and bytes beside the plan. Of training: which loss is lower."""
+    if any(record.curve for record in records):
+        return _trained(records)
+    found = []
+    for record in records:
+        result, options = record.result, record.options
+        share, planned = (sum(each.values()) for each in ({n: result[n] for n in result["planned"]}, result["planned"]))
+        if options["layers"] is None:
+            total = result["parameters"]
+            found.append(
+                Claim(
+                    statement=f"{record.label}: the configuration of Table 16 has the parameters of its name",
+                    paper=f"{options['size']}",
+                    ours=f"{total:,}",
+                    direction="holds" if abs(total / 1e9 / _NAMED[options["size"]] - 1) < 0.01 else "fails",
+                    size=f"as counted by formula: {result['counted']:,}",
+                    by="arithmetic",
+                )
+            )
+        found.append(
+            Claim(
+                statement=f"{record.label}: one of {options['devices']} processes takes a step on fake tensors, in "
+                "the weights, gradients and AdamW of the plan to within 5 %",
+                paper="trained there",
+                ours=f"{share / GIB:.3f} GiB on the first process; activations are not compared",
+                direction="holds" if 0.99 < share / planned < 1.05 else "fails",
+                size=f"{planned / GIB:.3f} GiB planned; {result['gathered'] / GIB:.2f} GiB of weights gathered; "
+                f"{result['flops_per_token'] / 1e9:.1f} GFLOP for each token",
+                own=True,
+                by="arithmetic",
+            )
+        )
+    return [
+        *found,
+        *(_benchmarks(size) for size in dict.fromkeys(r.options["size"] for r in records) if size in _MEANS),
+    ]
+
+
+def _benchmarks(size: str) -> Claim:
+    """Of Table 2, after all tokens; which no model that fits a laptop can be asked."""
+    ours, theirs = _MEANS[size]
+    return Claim(
+        statement=f"{size}: KV-shift scores higher than vanilla on eight benchmarks",
+        paper=f"{ours:.2f} against {theirs:.2f}, the mean of eight, one run of each",
+        ours="nothing was trained",
+        direction="not testable here",
+        size="models that fit a laptop answer these benchmarks at chance",
+    )
+
+
+def _trained(records: Sequence[Record]) -> list[Claim]:
+    models, found = by_label(records), []
+    ours, theirs = (VARIANTS[variant].label for variant in PAIR)
+    for label in models:
+        if not label.startswith(f"{ours}, "):
+            continue
+        size = label.removeprefix(f"{ours}, ")
+        runs = models[label], models[f"{theirs}, {size}"]
+        whole = not any(diverged(record) for each in runs for record in each.values())
+        pairs = [(_last(runs[0][seed]), _last(runs[1][seed])) for seed in runs[0]] if whole else None
+        found.append(
+            claim_of(
+                pairs,
+                (ours, theirs),
+                lambda ours, theirs: "not shown",
+                statement=f"{size}: {ours} has a lower loss than {theirs}",
+                paper="lower throughout, without numbers",
+                size="one pair of runs decides nothing",
+            )
+        )
+    return found
+
+
+def _last(record: Record) -> float:
+    return accuracy_curve(record, "loss")[1][-1]
+
+
+def plot(records: Sequence[Record]) -> Figure:
+    """Of dry runs, the bytes of a device beside the plan; of training, the losses."""
+    if any(record.curve for record in records):
+        figure, (axes,) = new_figure(["Training"], ylabels=[LOSS], height=4)
+        draw_curves(axes, {label: accuracy_curves(seeds, "loss") for label, seeds in by_label(records).items()})
+        legend_below(figure)
+        return figure
+    figure, (axes,) = new_figure(["A sharded step"], ylabels=["GiB of one device"], height=3.6)
+    for at, (kind, color) in enumerate({"weights": GREEN, "gradients": PURPLE, "optimizer": ORANGE}.items()):
+        for shift, (name, hatch) in enumerate((("dry run", ""), ("planned", "///"))):
+            bytes_of = [(record.result["planned"] if shift else record.result)[kind] for record in records]
+            places = [number + 0.13 * (2 * at + shift - 2.5) for number in range(len(records))]
+            how = {"label": f"{kind}, {name}", "color": color, "alpha": 1 - 0.5 * shift, "hatch": hatch}
+            axes.bar(places, [each / GIB for each in bytes_of], 0.12, **how)
+    axes.set_xticks(range(len(records)), [record.label for record in records])
+    legend_below(figure)
+    return figure
+
+
+RECIPE = Recipe(
+    entry=CATALOGUE["fig03"],
+    source="Figure 3 and Table 2",
+    jobs=jobs,
+    plot=plot,
+    claims=claims,
+    notes=(
+        "Smoke and laptop train nothing. They build each model, shard it layer by layer over as many processes as the "
+        "paper had GPUs, and take one step of AdamW with fake tensors and a process group that only pretends: every "
+        "operation is called with the shapes of one process, and nothing is computed. Bytes are counted on the first "
+        "process, whose shards are the largest: rows are dealt out whole. The laptop's models are of full depth.",
+        "The preset paper trains them: 500 and 200 billion tokens of FineWeb-Edu, for the paper's text is private. "
+        "`kvshift eval` then has the benchmarks of Table 2.",
+    ),
+)

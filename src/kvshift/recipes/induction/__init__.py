@@ -1,0 +1,1 @@
+"""The runs on induction, which `fig01a` and `alternatives` share."""

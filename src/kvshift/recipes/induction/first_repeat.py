@@ -1,0 +1,44 @@
+"""What Figures 1a and 1b share: curves of accuracy on induction, steps to a level, what chance is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvshift.lab.analysis.accuracy import draw_accuracy
+from kvshift.lab.analysis.learning import Reach, reach_of
+from kvshift.lab.analysis.panels import legend_below, new_figure
+from kvshift.lab.study.recipe import Record, accuracy_curves, by_label, last_mean
+from kvshift.lab.training.task_training import task_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SCORED = "first_repeat"
+"""The paper's metric: the target of the first repeat of each sequence."""
+LAST = 3
+"""Evaluations whose mean is the accuracy at the end; a run ends early after as many at `stop_at`."""
+
+
+def reach_by_label(records: Sequence[Record], level: float) -> dict[str, Reach]:
+    """When each model reached an accuracy at the first repeat."""
+    return {label: reach_of(accuracy_curves(seeds, SCORED), level) for label, seeds in by_label(records).items()}
+
+
+def final_accuracy(seeds: Mapping[int, Record]) -> list[float]:
+    """Of each seed, at the end of training."""
+    return [last_mean(record, SCORED, LAST) for record in seeds.values()]
+
+
+def plot_induction(records: Sequence[Record], title: str) -> Figure:
+    """Accuracy at the first repeat over steps."""
+    figure, (axes,) = new_figure([title], ylabels=["accuracy at the first repeat"], height=4)
+    curves = {label: accuracy_curves(seeds, SCORED) for label, seeds in by_label(records).items()}
+    draw_accuracy(axes, curves, chance=chance(records))
+    legend_below(figure)
+    return figure
+
+
+def chance(records: Sequence[Record]) -> float:
+    """The accuracy of one who knows which tokens have come, and not in which order."""
+    return task_of(records[0].options).chance[SCORED]

@@ -1,0 +1,1 @@
+"""The language models that many tables and figures of the paper share."""

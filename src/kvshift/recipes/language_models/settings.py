@@ -1,0 +1,303 @@
+"""The language models that many tables and figures of the paper share: what is trained, and how recipes read it.
+
+All recipes of the study `language_models` draw on one grid of runs, by learning rate, context length and variant: a run
+that two of them ask for has one label, and is run once.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvshift.lab.core.statistics import verdict
+from kvshift.lab.data.config import DataConfig
+from kvshift.lab.study.claims import Claim, Direction, higher
+from kvshift.lab.study.jobs import StudyJob
+from kvshift.lab.study.recipe import Record, accuracy_curve, by_label, diverged
+from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig
+from kvshift.lab.variants.by_name import VARIANTS, with_variant
+
+STUDY = "language_models"
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A size of model and of context.
+
+    Attributes:
+        layers: of the model.
+        length: tokens in a sequence.
+    """
+
+    layers: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What one preset trains.
+
+    Attributes:
+        config: of all its runs, but for model, length and seed.
+        places: the longest runs first.
+        tokens_at_once: in one forward pass.
+        validation_tokens: of an evaluation.
+        scale: the paper's context lengths over ours, and our learning rates over the paper's.
+    """
+
+    config: TrainConfig
+    places: Sequence[Place]
+    tokens_at_once: int
+    validation_tokens: int
+    scale: int = 1
+
+    def at(self, place: Place) -> TrainConfig:
+        """The options at a place: tokens of a step and of an evaluation do not depend on the length."""
+        config = self.config
+        return replace(
+            config,
+            model=replace(config.model, num_hidden_layers=None if config.model.size else place.layers),
+            data=replace(config.data, sequence_length=place.length),
+            batch_size=self.tokens_at_once // place.length,
+            eval_rows=self.validation_tokens // place.length,
+        )
+
+
+# By name: a variant, what figures call it, and options of the model. An RMSNorm makes the heads of differential
+# attention as large at the first step as at the last, so that it needs the paper's start of the output projections.
+_REFINED: Mapping[str, tuple[str, str, dict[str, bool]]] = {
+    "differential": ("differential", "differential", {"zero_outputs": True}),
+    "differential-no-qk-norm": (
+        "differential",
+        "differential without QK-norm",
+        {"zero_outputs": True, "qk_norm": False},
+    ),
+}
+
+WIKI = DataConfig(corpus="wiki2014-en/train-00.jsonl.xz", validation="wiki2014-en/valid.jsonl.xz")
+
+# Section 7 of the paper's appendices H and N, in the setting of BlaGPT; see the notes of `lm_tables`.
+_BLAGPT = OptimizerConfig(
+    learning_rate=2e-3, schedule="wsd", warmup_steps=250, decay_fraction=2000 / 5100, weight_decay=0.0, clip_norm=0.0
+)
+_PAPER = TrainConfig(
+    out=Path(),
+    model=ModelConfig(size="0.2B", rope_theta=10_000, zero_outputs=True),
+    data=DataConfig(
+        corpus="HuggingFaceFW/fineweb",
+        hub_config="sample-10BT",
+        tokenizer="openai-community/gpt2",
+        validation_fraction=0.0015,
+    ),
+    optimizer=_BLAGPT,
+    steps=5100,
+    tokens_per_step=524_288,
+    eval_every=125,
+    save_every=500,
+    log_every=25,
+    report_to=(),
+    progress=False,
+)
+_LAPTOP = replace(
+    _PAPER,
+    model=ModelConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, qk_norm=True, tie_word_embeddings=False
+    ),
+    data=WIKI,
+    optimizer=replace(_BLAGPT, learning_rate=8e-3, warmup_steps=60),
+    steps=400,
+    tokens_per_step=None,
+    eval_every=100,
+    save_every=200,
+    log_every=50,
+)
+_SMOKE = replace(
+    _LAPTOP,
+    model=replace(_LAPTOP.model, hidden_size=16),
+    data=DataConfig(vocab_size=257),
+    optimizer=replace(_BLAGPT, learning_rate=1e-3, warmup_steps=1),
+    steps=4,
+    eval_every=2,
+    save_every=4,
+    log_every=2,
+)
+
+TABLES: Mapping[str, Setting] = {
+    "paper": Setting(
+        config=_PAPER,
+        places=tuple(Place(12, length) for length in (4096, 2048, 1024, 512, 256)),
+        tokens_at_once=65_536,
+        validation_tokens=10_485_760,
+    ),
+    "laptop": Setting(
+        config=_LAPTOP,
+        places=(Place(4, 128), Place(2, 256), Place(2, 128), Place(2, 64)),
+        tokens_at_once=2048,
+        validation_tokens=49_152,
+        scale=4,
+    ),
+    "smoke": Setting(
+        config=_SMOKE, places=(Place(1, 16), Place(1, 8)), tokens_at_once=32, validation_tokens=64, scale=16
+    ),
+}
+
+# Table 16: layers, context, learning rate, warm-up, tokens of a step, of all steps, and sequences at once.
+_TABLE_16 = {
+    "1.5B": (28, 2048, 2e-4, 1000, 1_048_576, 10**10, 8),
+    "2.9B": (32, 4096, 8e-4, 600, 16_777_216, 5 * 10**11, 8),
+    "6.7B": (32, 2048, 2e-4, 1000, 1_048_576, 10**10, 8),
+    "13B": (40, 2048, 2e-4, 1000, 2_097_152, 10**10, 8),
+    "19B": (48, 12_288, 2e-4, 3000, 2_949_120, 2 * 10**11, 1),
+}
+
+
+def _large(size: str, part: str) -> Setting:
+    layers, length, rate, warmup, step, tokens, at_once = _TABLE_16[size]
+    vocabulary = 48_000 if size in ("2.9B", "19B") else 36_000
+    config = TrainConfig(
+        out=Path(),
+        model=ModelConfig(size=size),
+        data=DataConfig(
+            corpus="HuggingFaceFW/fineweb-edu", hub_config=part, vocab_size=vocabulary, validation_fraction=0.001
+        ),
+        optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=warmup),
+        steps=tokens // step,
+        tokens_per_step=step,
+        eval_every=500,
+        save_every=500,
+        log_every=25,
+        gradient_checkpointing=True,
+        report_to=(),
+        progress=False,
+    )
+    return Setting(
+        config=config, places=(Place(layers, length),), tokens_at_once=at_once * length, validation_tokens=2_097_152
+    )
+
+
+LARGE: Mapping[str, Setting] = {
+    **{size: _large(size, "sample-10BT") for size in ("1.5B", "6.7B", "13B")},
+    **{size: _large(size, "sample-350BT") for size in ("2.9B", "19B")},
+}
+"""The paper's larger models, by size, as in its Table 16."""
+
+
+def place_label(place: Place) -> str:
+    """What figures and tables call it."""
+    return f"{place.layers} layer{'s' if place.layers > 1 else ''}, {place.length} tokens"
+
+
+def called(variant: str) -> str:
+    """What figures and tables call a variant, or one of those that are refined here."""
+    return _REFINED[variant][1] if variant in _REFINED else VARIANTS[variant].label
+
+
+def label_at(place: Place, variant: str) -> str:
+    """What figures and tables call a model."""
+    return f"{called(variant)}, {place_label(place)}"
+
+
+def job(setting: Setting, place: Place, variant: str, seed: int) -> StudyJob:
+    """One run."""
+    config = setting.at(place)
+    name, _, options = _REFINED.get(variant, (variant, "", {}))
+    model = replace(with_variant(config.model, name), **options)
+    return StudyJob(label=label_at(place, variant), config=replace(config, seed=seed, model=model))
+
+
+def jobs_of(setting: Setting, variants: Sequence[str], seeds: Sequence[int]) -> list[StudyJob]:
+    """Each variant at each place, with each seed."""
+    return [job(setting, place, variant, seed) for place in setting.places for seed in seeds for variant in variants]
+
+
+def places_of(records: Sequence[Record]) -> list[Place]:
+    """Those that records are of, the smallest first."""
+    found = {
+        Place(record.options["model"]["num_hidden_layers"], record.options["data"]["sequence_length"])
+        for record in records
+    }
+    return sorted(found)
+
+
+def last_losses(records: Sequence[Record], variant: str, place: Place) -> dict[int, float | None]:
+    """The last validation loss of each seed; None where the run diverged."""
+    runs = by_label(records)[label_at(place, variant)]
+    return {seed: None if diverged(record) else accuracy_curve(record, "loss")[1][-1] for seed, record in runs.items()}
+
+
+def pairs_of(records: Sequence[Record], one: str, other: str, place: Place) -> list[tuple[float, float]] | None:
+    """The last losses of two variants, a pair for each seed; None where a run diverged: then there is no interval."""
+    pairs = zip(*(last_losses(records, variant, place).values() for variant in (one, other)), strict=True)
+    known = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    return known if len(known) == len(last_losses(records, one, place)) else None
+
+
+def claim_of(
+    pairs: Sequence[tuple[float, float]] | None,
+    names: tuple[str, str],
+    decide: Callable[[Sequence[float], Sequence[float]], Direction],
+    *,
+    statement: str,
+    paper: str,
+    size: str = "",
+    own: bool = False,
+) -> Claim:
+    """A claim about pairs of losses, which `decide` is given as two lists; "not shown" where a run diverged."""
+    means, text, direction = "", "a run diverged: no interval", "not shown"
+    if pairs is not None:
+        ours, theirs = ([pair[number] for pair in pairs] for number in (0, 1))
+        means = f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}"
+        text, direction = verdict([one - other for one, other in pairs], names=names).text, decide(ours, theirs)
+    return Claim(
+        statement=statement,
+        paper=paper,
+        ours=text,
+        direction=direction,
+        size="; ".join(part for part in (means, size) if part) or "-",
+        own=own,
+    )
+
+
+def compared(
+    records: Sequence[Record], better: str, worse: str, place: Place, *, paper: str, own: bool = False
+) -> Claim:
+    """Whether one variant has the lower loss at a place, paired by seed, each at its own best learning rate."""
+    names = (called(better), called(worse))
+    return claim_of(
+        pairs_of(records, better, worse, place),
+        names,
+        lambda ours, theirs: higher(theirs, ours),
+        statement=f"{place_label(place)}: {names[0]} has a lower loss than {names[1]}",
+        paper=paper,
+        own=own,
+    )
+
+
+def pooled(records: Sequence[Record], better: str, worse: str) -> list[Claim]:
+    """Whether the mean loss over all places is lower, by seed; nothing of a single place.
+
+    The places of one seed share their text and its order: they are no separate runs, and have one mean for each seed.
+    """
+    places = places_of(records)
+    if len(places) < 2:
+        return []
+    names = (called(better), called(worse))
+    by_place = [pairs_of(records, better, worse, place) for place in places]
+    known = [pairs for pairs in by_place if pairs is not None]
+    means = [
+        (statistics.fmean(ours for ours, _ in of_seed), statistics.fmean(theirs for _, theirs in of_seed))
+        for of_seed in zip(*known, strict=True)
+    ]
+    return [
+        claim_of(
+            means if len(known) == len(places) else None,
+            names,
+            lambda ours, theirs: higher(theirs, ours),
+            statement=f"Mean over {len(places)} places, by seed: {names[0]} has a lower loss than {names[1]}",
+            paper="not asked",
+            size="chosen after the data had been seen",
+            own=True,
+        )
+    ]

@@ -1,0 +1,82 @@
+"""Are four numbers per head enough? KV shift beside what production models spend four per channel on, at equal size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvshift.lab.study.claims import Claim
+from kvshift.lab.study.jobs import StudyJob
+from kvshift.lab.study.recipe import Recipe, Record
+from kvshift.lab.study.tuning import least_loss
+from kvshift.lab.training.train_config import ModelConfig, TrainConfig
+from kvshift.lab.variants.building import llama_config
+from kvshift.lab.variants.by_name import find_variant, with_variant
+from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.language_models.lm_figures import plot_differences
+from kvshift.recipes.language_models.lm_tables import NOTES
+from kvshift.recipes.language_models.settings import TABLES, Setting, compared, jobs_of, places_of, pooled
+
+NEIGHBOURS = ("canon", "fox-shift")
+_TOKENS = 512  # of the vocabulary that parameters are counted with, where the size leaves it open; it cancels out
+
+
+def _setting(preset: str) -> Setting:
+    """At the second of the paper's lengths, in the size of its tables."""
+    setting = TABLES[preset]
+    if preset == "smoke":
+        return setting
+    return replace(setting, places=[place for place in setting.places if place.length * setting.scale == 512])
+
+
+def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
+    """KV shift and vanilla, and the neighbours with MLPs narrower by what these have more parameters than KV shift."""
+    setting = _setting(preset)
+    return [
+        *jobs_of(setting, ["kv-shift", "vanilla"], seeds),
+        *(
+            replace(job, config=replace(job.config, model=_narrower(job.config, variant)))
+            for variant in NEIGHBOURS
+            for job in jobs_of(setting, [variant], seeds)
+        ),
+    ]
+
+
+def _narrower(config: TrainConfig, variant: str) -> ModelConfig:
+    """With as many parameters as KV shift, to half a unit of each layer's MLP."""
+    length = config.data.sequence_length
+    size = llama_config(with_variant(config.model, "kv-shift"), vocab_size=_TOKENS, sequence_length=length)
+    plain = llama_config(with_variant(config.model, "vanilla"), vocab_size=_TOKENS, sequence_length=length)
+    more = find_variant(variant).added_parameters(plain) - find_variant("kv-shift").added_parameters(size)
+    unit = 3 * size.hidden_size * size.num_hidden_layers + size.num_hidden_layers * 2 * bool(size.mlp_bias)
+    return replace(config.model, intermediate_size=size.intermediate_size - round(more / unit))
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """Whether KV shift is lower than each neighbour, and each than vanilla."""
+    pairs = [("kv-shift", other) for other in (*NEIGHBOURS, "vanilla")]
+    pairs += [(other, "vanilla") for other in NEIGHBOURS]
+    return [
+        claim
+        for better, worse in pairs
+        for claim in (
+            *(compared(records, better, worse, place, paper="not asked", own=True) for place in places_of(records)),
+            *pooled(records, better, worse),
+        )
+    ]
+
+
+RECIPE = Recipe(
+    entry=CATALOGUE["neighbours"],
+    source="No figure of the paper: whether four numbers per head are enough is ours to ask",
+    jobs=jobs,
+    plot=lambda records: plot_differences(("kv-shift", *NEIGHBOURS, "vanilla"), records),
+    claims=claims,
+    tuned_by=least_loss(),
+    notes=(
+        "Canon: a convolution of width 4 for each channel of keys and values. FoX shift: how much of the token before "
+        "is mixed in depends on the token. Both have more parameters than KV shift; their MLPs are narrower by as "
+        "many, to half a unit of each layer. All read the same tokens, and each has its own best learning rate.",
+        *NOTES,
+    ),
+)

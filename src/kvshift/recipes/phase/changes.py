@@ -1,0 +1,213 @@
+"""When models begin to copy, and what the shift is worth before that, at it and afterwards, by kind of target."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from kvshift.lab.analysis.accuracy import draw_chance, draw_means
+from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
+from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
+from kvshift.lab.analysis.tables import as_markdown
+from kvshift.lab.core.statistics import t_interval, verdict
+from kvshift.lab.study.claims import Claim, higher, sooner
+from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.recipe import Record, accuracy_curve, by_label
+from kvshift.lab.training.probes import KINDS
+from kvshift.recipes.phase.phase_search import LEVEL, millions, tokens_per_step
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Changes:
+    """When each model changes, and what the shift gains before, at and after that, by kind of target.
+
+    Attributes:
+        records: of models of some depths, without and with the shift, with the same seeds.
+    """
+
+    records: Sequence[Record]
+
+    @cached_property
+    def models(self) -> dict[str, dict[int, Record]]:
+        """By label and seed."""
+        return by_label(self.records)
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """Least first."""
+        return sorted({record.options["model"]["num_hidden_layers"] for record in self.records})
+
+    def reach(self, label: str) -> Reach:
+        """The steps of each seed to `LEVEL`."""
+        return reach_of(
+            {seed: accuracy_curve(record, "prefix_matching") for seed, record in self.models[label].items()}, LEVEL
+        )
+
+    def gains(self, layers: int, name: str, steps: Mapping[int, float]) -> list[float]:
+        """By how much each seed's loss is lower with the shift, after so many steps of that seed.
+
+        Args:
+            layers: of both models.
+            name: of the loss: "loss", or "loss_" and a kind of target.
+            steps: by seed.
+        """
+        ours, theirs = (self.models[model_label(layers, variant)] for variant in PAIR)
+        return [loss_at(theirs[seed], name, step) - loss_at(ours[seed], name, step) for seed, step in steps.items()]
+
+    def moments(self, layers: int) -> dict[str, dict[int, float]]:
+        """By name, the steps by seed; a moment that not all seeds have is left out."""
+        ours, theirs = (self.reach(model_label(layers, variant)) for variant in PAIR)
+        found: dict[str, Mapping[int, float | None]] = {
+            "half way to KV-shift's change": {seed: step and step / 2 for seed, step in ours.steps.items()},
+            "at KV-shift's change": ours.steps,
+            "at vanilla's change": theirs.steps,
+            "at the end": dict(theirs.within),
+        }
+        return {
+            name: {seed: step for seed, step in steps.items() if step is not None}
+            for name, steps in found.items()
+            if None not in steps.values()
+        }
+
+    def sooner(self, ours: str, theirs: str) -> Claim:
+        """Whether one model copies after fewer tokens than another, by their labels."""
+        compared = compare_reach(self.reach(ours), self.reach(theirs), names=(ours, theirs))
+        tokens = tokens_per_step(self.records[0])
+        reached = [statistics.geometric_mean(r) for r in (self.reach(ours).reached, self.reach(theirs).reached) if r]
+        means = " and ".join(millions(steps * tokens) for steps in reached)
+        return Claim(
+            statement=f"{ours}: a prefix matching of {LEVEL:g} sooner than {theirs}",
+            paper="not asked",
+            ours=compared.text.replace("steps", f"steps of {tokens:,} tokens", 1),
+            direction=sooner(compared),
+            size=f"of those that reach it, after {means} tokens" if means else "none reaches it",
+            own=True,
+        )
+
+    def gain(self, layers: int, when: str, steps: Mapping[int, float]) -> Claim:
+        """Whether the loss is lower with the shift at a moment, and the gain by kind of target."""
+        losses = self.gains(layers, "loss", steps)
+        by_kind = {kind: self.gains(layers, f"loss_{kind}", steps) for kind in KINDS}
+        return Claim(
+            statement=f"{layers_text(layers)}, {when}: a lower loss with KV shift",
+            paper="not asked",
+            ours=verdict([-gain for gain in losses]).text,
+            direction=higher(losses, [0.0] * len(losses)),
+            size="gain in nats: "
+            + "; ".join(f"{KIND_NAMES[kind]} {mean_text(gains)}" for kind, gains in by_kind.items()),
+            own=True,
+        )
+
+    def where(self, layers: int) -> list[Claim]:
+        """Whether, at its end, the gain is on pairs that were seen, and plain attention is ahead on what is new."""
+        ends = self.ends(layers)
+        seen, new = (self.gains(layers, f"loss_{kind}", ends) for kind in ("pair_seen", "neither"))
+        return [
+            Claim(
+                statement=f"{layers_text(layers)}, at the end: the gain is larger on pairs seen in the row before than "
+                "on targets that follow a new token",
+                paper="not asked",
+                ours=f"{mean_text(seen)} against {mean_text(new)}",
+                direction=higher(seen, new),
+                size="nats per token; positions from 64 on",
+                own=True,
+            ),
+            Claim(
+                statement=f"{layers_text(layers)}, at the end: plain attention has the lower loss on targets that "
+                "follow a new token",
+                paper="not asked",
+                ours=f"KV shift gains {mean_text(new)}",
+                direction=higher([0.0] * len(new), new),
+                size="nats per token; positions from 64 on",
+                own=True,
+            ),
+        ]
+
+    def ends(self, layers: int) -> dict[int, float]:
+        """The last step of each seed."""
+        return dict(self.reach(model_label(layers, "vanilla")).within)
+
+    def table(self) -> str:
+        """The gains by kind of target at each moment, in Markdown."""
+        rows: list[tuple[str, ...]] = [("model", "moment", "all targets", *KIND_NAMES.values())]
+        for layers in self.depths:
+            for name, steps in self.moments(layers).items():
+                gains = (self.gains(layers, loss, steps) for loss in ("loss", *(f"loss_{kind}" for kind in KINDS)))
+                rows.append((layers_text(layers), name, *map(mean_text, gains)))
+        return f"What KV shift gains, in nats per token (95 % intervals over seeds):\n\n{as_markdown(rows, left=None)}"
+
+
+KIND_NAMES = {
+    "pair_seen": "pairs seen in the row before",
+    "token_seen": "first token seen, with others after it",
+    "neither": "first token new in the row",
+}
+
+
+def loss_at(record: Record, name: str, step: float) -> float:
+    """A curve of a run after so many steps, by a straight line between evaluations; before the first, that."""
+    steps, values = accuracy_curve(record, name)
+    for at in range(1, len(steps)):
+        if steps[at - 1] <= step <= steps[at]:
+            part = (step - steps[at - 1]) / (steps[at] - steps[at - 1])
+            return values[at - 1] + part * (values[at] - values[at - 1])
+    return values[0] if step < steps[0] else values[-1]
+
+
+def mean_text(gains: Sequence[float]) -> str:
+    """The mean of gains over seeds, and its 95 % interval."""
+    mean = f"{statistics.fmean(gains):+.3f}"
+    if len(gains) == 1:
+        return mean
+    low, high = t_interval(gains)
+    return f"{mean} ({low:+.3f} to {high:+.3f})"
+
+
+def layers_text(count: int) -> str:
+    """In words."""
+    return f"{count} layer{'s' if count > 1 else ''}"
+
+
+def plot_changes(records: Sequence[Record]) -> Figure:
+    """Prefix matching and losses by kind of target over tokens, and when each model changes."""
+    changes = Changes(records)
+    titles = {
+        "prefix_matching": "Prefix matching: attention of the best head to the token that followed last time",
+        "loss_pair_seen": "Loss where the pair of tokens was seen in the row before",
+        "loss_token_seen": "Loss where the first token was seen, followed by others",
+        "loss_neither": "Loss where the first token is new in the row",
+    }
+    labels = [model_label(layers, variant) for layers in changes.depths for variant in PAIR]
+    figure, panels = new_figure(
+        [*titles.values()], ylabels=["prefix matching", *["loss (nats per token)"] * 3], height=3.4
+    )
+    tokens = tokens_per_step(records[0])
+    for axes, name in zip(panels, titles, strict=True):
+        curves = {
+            label: {
+                seed: ([step * tokens / 1e6 for step in steps], values)
+                for seed, (steps, values) in (
+                    (seed, accuracy_curve(record, name)) for seed, record in changes.models[label].items()
+                )
+            }
+            for label in labels
+            if any(
+                value is not None for record in changes.models[label].values() for value in record.curve.get(name, [])
+            )
+        }
+        draw_means(axes, curves)
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        for label in labels:
+            mean = changes.reach(label).mean
+            if mean is not None and label in lines:
+                axes.axvline(mean * tokens / 1e6, color=lines[label].get_color(), linestyle=":", linewidth=1)
+        axes.set_xlabel("million training tokens")
+    draw_chance(panels[0], LEVEL, f"{LEVEL:g}, from which a model is said to have changed; upright lines: when")
+    legend_below(figure, INTERVALS)
+    return figure

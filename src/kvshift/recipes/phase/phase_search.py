@@ -1,0 +1,250 @@
+"""The search of `phase`: two plain layers in many settings, to find one in which they begin to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from kvshift.lab.analysis.learning import steps_to
+from kvshift.lab.analysis.panels import new_figure
+from kvshift.lab.analysis.tables import as_markdown
+from kvshift.lab.plan.cost import training_flops
+from kvshift.lab.study.claims import Claim, in_every_seed
+from kvshift.lab.study.jobs import TextJob
+from kvshift.lab.study.recipe import Record, accuracy_curve
+from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json
+from kvshift.lab.variants.building import llama_config
+from kvshift.lab.variants.by_name import with_variant
+from kvshift.recipes.language_models.settings import WIKI
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+LEVEL = 0.2
+"""A model has begun to copy where the prefix matching of its best head is this high."""
+
+_LENGTH = 512
+_APART = 409_600  # tokens between two evaluations of the search
+_MOST = 25_000_000  # tokens, of 26.8 million there are
+
+BASE = TrainConfig(
+    out=Path(),
+    data=replace(WIKI, corpus="wiki2014-en/train-*.jsonl.xz", sequence_length=_LENGTH),
+    optimizer=OptimizerConfig(warmup_steps=100, weight_decay=0.0),
+    eval_rows=48,
+    save_every=1000,
+    log_every=100,
+    report_to=(),
+    progress=False,
+    probes="induction",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One in which two plain layers may begin to copy.
+
+    Attributes:
+        width: of the model.
+        heads: of a layer.
+        rate: the learning rate, constant after 100 steps.
+        tokens: in a step.
+        vocabulary: of the BPE.
+        most: tokens to read, none twice.
+        qk_norm: of the model.
+        repeated_spans: the fraction of sequences in which a span is repeated (`DataConfig.repeated_spans`).
+    """
+
+    width: int
+    heads: int
+    rate: float
+    tokens: int = 1024
+    vocabulary: int = 1024
+    most: int = _MOST
+    qk_norm: bool = False
+    repeated_spans: float | None = None
+
+    @property
+    def label(self) -> str:
+        """All of it, but for `most`."""
+        size = f"width {self.width}, {self.heads} head{'s' if self.heads > 1 else ''} of {self.width // self.heads}"
+        norm = ", QK-norm" if self.qk_norm else ""
+        spans = "" if self.repeated_spans is None else f", spans repeated in {100 * self.repeated_spans:g} %"
+        return f"{size}{norm}, BPE {self.vocabulary:,}, {self.tokens:,} tokens a step, rate {self.rate:g}{spans}"
+
+    def config(self, layers: int, *, apart: int = _APART) -> TrainConfig:
+        """The options of a run, vanilla.
+
+        Args:
+            layers: of the model.
+            apart: tokens between two evaluations.
+        """
+        model = ModelConfig(
+            hidden_size=self.width,
+            num_attention_heads=self.heads,
+            num_hidden_layers=layers,
+            qk_norm=self.qk_norm or None,
+        )
+        return replace(
+            BASE,
+            model=with_variant(model, "vanilla"),
+            data=replace(BASE.data, vocab_size=self.vocabulary, repeated_spans=self.repeated_spans),
+            optimizer=replace(BASE.optimizer, learning_rate=self.rate),
+            steps=self.most // self.tokens,
+            batch_size=self.tokens // _LENGTH,
+            eval_every=apart // self.tokens,
+        )
+
+
+# The likeliest first: many steps, wide heads.
+SEARCH = (
+    Setting(64, 2, 4e-3),
+    Setting(128, 2, 2e-3),
+    Setting(64, 2, 4e-3, vocabulary=512),
+    Setting(64, 2, 4e-3, qk_norm=True),
+    # Where text alone does not bring two plain layers to copy: text in which spans are repeated.
+    Setting(64, 2, 4e-3, repeated_spans=0.1),
+    Setting(64, 2, 4e-3, repeated_spans=0.3),
+    Setting(64, 2, 4e-3, repeated_spans=1.0),
+    Setting(64, 4, 4e-3, tokens=4096, repeated_spans=1.0),
+    # More of text alone.
+    Setting(128, 4, 4e-3, qk_norm=True),
+    Setting(64, 1, 4e-3),
+    Setting(64, 2, 2e-3),
+    Setting(64, 2, 8e-3),
+    Setting(64, 2, 1e-3),
+    Setting(64, 4, 4e-3),
+    Setting(64, 2, 4e-3, tokens=2048),
+    Setting(64, 2, 4e-3, tokens=4096),
+    Setting(64, 2, 8e-3, tokens=8192),
+    Setting(64, 2, 4e-3, vocabulary=2048, most=22_700_000),
+    Setting(64, 2, 4e-3, vocabulary=4096, most=19_600_000),
+    Setting(128, 4, 2e-3),
+    Setting(128, 2, 4e-3),
+    Setting(128, 2, 2e-3, tokens=4096),
+    Setting(256, 4, 1e-3),
+)
+
+
+class StopAtLevel(TrainerCallback):
+    """Ends training after the second evaluation in a row at which the best head's prefix matching is at the level."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        self._count = self._count + 1 if metrics["eval_prefix_matching"] >= LEVEL else 0
+        control.should_training_stop = control.should_training_stop or self._count == 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchJob(TextJob):
+    """A `TextJob` that ends once the model copies."""
+
+    def callbacks(self) -> Sequence[TrainerCallback]:
+        """See `StopAtLevel`."""
+        return (StopAtLevel(),)
+
+
+def search_jobs(seeds: Sequence[int]) -> list[SearchJob]:
+    """Each setting with each seed, in the order of `SEARCH`."""
+    return [
+        SearchJob(label=setting.label, config=replace(setting.config(2), seed=seed))
+        for setting in SEARCH
+        for seed in seeds
+    ]
+
+
+def tokens_to_level(record: Record) -> float | None:
+    """Tokens that a run had read when its best head's prefix matching came up to `LEVEL`; None: it did not."""
+    steps = steps_to(*accuracy_curve(record, "prefix_matching"), LEVEL)
+    return None if steps is None else steps * tokens_per_step(record)
+
+
+def tokens_per_step(record: Record) -> int:
+    """Of all processes."""
+    options = record.options
+    return options["tokens_per_step"] or options["batch_size"] * options["data"]["sequence_length"]
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """In how many settings two plain layers copy, and in which soonest: on text as it is, and with spans repeated."""
+    texts = {
+        "text": [record for record in records if not record.options["data"].get("repeated_spans")],
+        "text with repeated spans": [record for record in records if record.options["data"].get("repeated_spans")],
+    }
+    return [_claim(text, of_text) for text, of_text in texts.items() if of_text]
+
+
+def _claim(text: str, records: Sequence[Record]) -> Claim:
+    reached = {record.label: tokens for record in records if (tokens := tokens_to_level(record)) is not None}
+    costs = {record.label: reached[record.label] * _flops(record) for record in records if record.label in reached}
+    ours = f"in {len(reached)} of {len(records)} settings"
+    if costs:
+        cheapest = min(costs, key=costs.__getitem__)
+        ours += f"; the cheapest is {cheapest}: after {millions(reached[cheapest])} tokens"
+    return Claim(
+        statement=f"Two plain layers reach a prefix matching of {LEVEL:g} on {text}",
+        paper="not asked",
+        ours=ours,
+        direction=in_every_seed(int(bool(reached)), 1),
+        size="one seed of each setting, up to 25 million tokens, none of which is read twice",
+        own=True,
+    )
+
+
+def _flops(record: Record) -> float:
+    """Of training, for one token."""
+    model = from_json(ModelConfig, {**record.options["model"], "size": None, "config": None})
+    length = record.options["data"]["sequence_length"]
+    size = llama_config(model, vocab_size=record.options["data_facts"]["tokens"], sequence_length=length)
+    return training_flops(size, length).model
+
+
+def millions(tokens: float) -> str:
+    """In words."""
+    return f"{tokens / 1e6:.1f} million"
+
+
+def plot(records: Sequence[Record]) -> Figure:
+    """How high each setting came."""
+    figure, (axes,) = new_figure(
+        ["Two plain layers: the highest prefix matching of a head"], height=0.5 + 0.3 * len(records)
+    )
+    best = [max(accuracy_curve(record, "prefix_matching")[1]) for record in records]
+    axes.barh(range(len(records)), best, color="tab:gray")
+    axes.axvline(LEVEL, color="black", linestyle=":")
+    for at, (record, value) in enumerate(zip(records, best, strict=True)):
+        tokens = tokens_to_level(record)
+        read = record.options["steps"] if tokens is None else 0
+        text = (
+            f"not within {millions(read * tokens_per_step(record))}" if tokens is None else f"after {millions(tokens)}"
+        )
+        axes.text(max(value, LEVEL) + 0.01, at, f"{text} tokens", va="center", fontsize="small")
+    axes.set_yticks(range(len(records)), [record.label for record in records], fontsize="small")
+    axes.set(xlim=(0, 1), xlabel=f"attention to the token that followed last time; dotted: {LEVEL:g}")
+    axes.invert_yaxis()
+    return figure
+
+
+def table(records: Sequence[Record]) -> str:
+    """Every setting that was tried."""
+    rows = [("setting", "tokens read", f"tokens to {LEVEL:g}", "highest prefix matching", "last loss")]
+    for record in records:
+        reached = tokens_to_level(record)
+        rows.append(
+            (
+                record.label,
+                millions(record.result["tokens"]),
+                "not reached" if reached is None else millions(reached),
+                f"{max(accuracy_curve(record, 'prefix_matching')[1]):.3f}",
+                f"{record.curve['loss'][-1]:.3f}",
+            )
+        )
+    return as_markdown(rows, left=None)

@@ -1,0 +1,1 @@
+"""Does KV shift help a model that has learned without it? Coefficients, LoRA and both, trained for a few minutes."""

@@ -1,0 +1,1 @@
+"""Table 4: grade-school problems with more operations than were trained on."""

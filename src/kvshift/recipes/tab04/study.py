@@ -1,0 +1,279 @@
+"""Table 4: grade-school problems with more operations than were trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares
+from kvshift.lab.analysis.colors import colors_of
+from kvshift.lab.analysis.panels import legend_below, new_figure
+from kvshift.lab.analysis.runs import read_json
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.study.claims import Claim, higher, not_testable, percent, points
+from kvshift.lab.study.jobs import TrainingJob
+from kvshift.lab.study.models import sized
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label
+from kvshift.lab.study.tuning import least_loss
+from kvshift.lab.tasks import IGSMConfig
+from kvshift.lab.tasks.igsm import IGSMTask
+from kvshift.lab.training.answers import ask
+from kvshift.lab.training.task_training import TaskTrainConfig
+from kvshift.lab.training.train_config import OptimizerConfig
+from kvshift.recipes.catalogue import CATALOGUE
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+MODELS = {"KV-shift": "kv-shift", "vanilla": "vanilla"}  # variants by label
+INSIDE = "inside.json"
+PAPER_SHARES = {
+    "Tr12-Te15": {"vanilla": 0.8154, "KV-shift": 0.8909},
+    "Tr21-Te24": {"vanilla": 0.8711, "KV-shift": 0.9062},
+}
+_OPTIMIZER = OptimizerConfig(
+    learning_rate=2e-4, schedule="cosine", min_lr_ratio=0.01, warmup_steps=1000, beta2=0.98, weight_decay=0.05
+)
+TR12 = TaskTrainConfig(
+    out=Path(),
+    task=IGSMConfig(ops=12, test_ops=15, tokenizer="gpt2", letters="random"),
+    optimizer=_OPTIMIZER,
+    steps=100_000,
+    batch_size=32,
+    accumulation=16,  # 512 sequences a step
+    eval_every=2000,
+    eval_rows=512,
+    eval_batch_size=64,
+    save_every=5000,
+    data_workers=4,  # GPT-2's tokenizer: 400 sequences a second from each
+    questions=4096,
+)
+TR21 = replace(
+    TR12,
+    task=IGSMConfig(ops=21, test_ops=24, tokenizer="gpt2", letters="random"),
+    optimizer=replace(_OPTIMIZER, weight_decay=0.03),
+    steps=200_000,
+    accumulation=8,  # 256 sequences a step
+)
+LAPTOP = replace(
+    TR12,
+    task=IGSMConfig(ops=4, test_ops=5, length=256, loss="solutions", max_new_tokens=104, letters="random", modulus=5),
+    optimizer=replace(_OPTIMIZER, learning_rate=4e-3, warmup_steps=200),
+    steps=10_000,
+    batch_size=8,
+    accumulation=1,
+    eval_every=500,
+    eval_rows=512,
+    save_every=2000,
+    data_workers=0,
+    questions=1000,
+)
+# Problems of the other generator, which asks for what nobody states.
+YE = replace(
+    LAPTOP,
+    task=IGSMConfig(
+        generator="igsm", ops=4, test_ops=5, max_edges=8, length=512, loss="solutions", max_new_tokens=120, modulus=5
+    ),
+    batch_size=4,  # sequences are twice as long: as many tokens a step as the laptop
+    eval_batch_size=32,
+)
+SMOKE = replace(
+    LAPTOP,
+    task=IGSMConfig(ops=2, test_ops=3, length=96, max_new_tokens=5, letters="random", modulus=5),
+    optimizer=replace(_OPTIMIZER, warmup_steps=1),
+    steps=4,
+    batch_size=4,
+    eval_every=2,
+    eval_rows=8,
+    eval_batch_size=8,
+    questions=8,
+)
+
+# settings, then width, layers and heads
+SIZES = {
+    "paper": ((TR12, TR21), 768, 12, 12),
+    "ye": ((YE,), 64, 2, 4),
+    "laptop": ((LAPTOP,), 64, 2, 4),
+    "smoke": ((SMOKE,), 16, 1, 2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemJob(TrainingJob):
+    """Train one model, ask it problems of more operations than it was trained on, then of as many."""
+
+    def is_finished(self, out: Path) -> bool:
+        return super().is_finished(out) and (out / INSIDE).exists()
+
+    def run(self, out: Path) -> None:
+        super().run(out)
+        with RunFolder(out).locked():
+            if not self.is_finished(out):
+                write_json(out / INSIDE, self._ask_inside(out))
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """With the answers to problems of as many operations as in training among the results."""
+        found = super().record(out)
+        found["result"]["inside"] = read_json(out / INSIDE)
+        return found
+
+    def _ask_inside(self, out: Path) -> dict[str, Any]:
+        """Problems of the most operations of training, none of which occurs there."""
+        task, device = self.config.task, "cuda" if self.config.device != "cpu" and torch.cuda.is_available() else "cpu"
+        assert isinstance(task, IGSMConfig)
+        model: Any = AutoModelForCausalLM.from_pretrained(out / "model")
+        model.to(device).eval()
+        size = self.config.eval_batch_size or self.config.batch_size
+        return ask(model, IGSMTask(replace(task, test_ops=task.ops)), self.config.questions, seed=0, batch_size=size)
+
+
+def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
+    """Both models in each setting with each seed."""
+    settings, width, layers, heads = SIZES[preset]
+    return [
+        ProblemJob(
+            label=f"{model}, {_setting(config.task)}",
+            config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)),
+        )
+        for config in settings[::-1]  # the longest first
+        for seed in seeds
+        for model, variant in MODELS.items()
+    ]
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """KV shift has more right, in each setting, by the paper's rule; beside it, whether it has so in training's range.
+
+    Print says nothing of the second. It tells what does not compute from what does not reach further.
+    """
+    models = by_label(records)
+    found = []
+    for setting in _settings(records):
+        runs = [models[f"{model}, {setting}"] for model in MODELS]
+        printed = PAPER_SHARES.get(setting)
+        found.append(
+            Claim(
+                statement=f"KV shift answers more problems right, {setting}",
+                paper=_in_print(printed or PAPER_SHARES["Tr12-Te15"]) + ("" if printed else " (Tr12-Te15)"),
+                ours=_found(runs, "answers"),
+                direction=higher(*(_shares(seeds, "paper") for seeds in runs)),
+                size="of the paper's setting, one seed in the paper" if printed else "a miniature; cannot be compared",
+            )
+        )
+        if not printed:
+            found[-1] = not_testable(found[-1], "neither model learns to answer, so that neither can be ahead")
+        if all("inside" in record.result for seeds in runs for record in seeds.values()):
+            inside = [_shares(seeds, "paper", "inside") for seeds in runs]
+            found.append(
+                Claim(
+                    statement=f"KV shift answers more problems right of no more operations than in training, {setting}",
+                    paper="no number",
+                    ours=_found(runs, "inside"),
+                    direction=higher(*inside),
+                    size="other problems than those of training",
+                    own=True,
+                )
+            )
+    return found
+
+
+def _found(runs: Sequence[dict[int, Record]], which: str) -> str:
+    """The shares of both models, by the paper's rule and strictly."""
+    ours, theirs = (_shares(seeds, "paper", which) for seeds in runs)
+    strict = [_shares(seeds, "strict", which) for seeds in runs]
+    return (
+        f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}; "
+        f"with every step right {percent(strict[0])} against {percent(strict[1])}"
+    )
+
+
+def plot(records: Sequence[Record]) -> Figure:
+    """What share of questions each run answers, and how well it computes in sequences like those of training."""
+    models, settings = by_label(records), _settings(records)
+    labels = ["share of questions answered", *["accuracy of computed values"] * len(settings)]
+    figure, (left, *right) = new_figure(["Questions answered", *settings], ylabels=labels, height=3.4)
+    answers = {
+        model: [[run.result["answers"]["paper"] for run in models[f"{model}, {one}"].values()] for one in settings]
+        for model in MODELS
+    }
+    draw_shares(left, settings, answers)
+    for group, setting in enumerate(settings):
+        for place, model in zip((-0.15, 0.15), MODELS, strict=True):
+            if setting in PAPER_SHARES:
+                share = PAPER_SHARES[setting][model]
+                left.plot(group + place, share, "x", color=colors_of(MODELS)[model], label=f"{model} in the paper")
+    left.set_xlabel("operations in training (Tr) and test (Te)")
+    for axes, setting in zip(right, settings, strict=True):
+        curves = {model: accuracy_curves(models[f"{model}, {setting}"], "values") for model in MODELS}
+        record = next(iter(models[f"{next(iter(MODELS))}, {setting}"].values()))
+        draw_accuracy(axes, curves, chance=1 / record.options["task"]["modulus"])
+    legend_below(figure)
+    return figure
+
+
+def _setting(task: object) -> str:
+    assert isinstance(task, IGSMConfig)
+    return f"Tr{task.ops}-Te{task.test_ops}"
+
+
+def _settings(records: Sequence[Record]) -> list[str]:
+    """Easiest first, as in the paper."""
+    found = {record.label.split(", ")[1] for record in records}
+    return sorted(found, key=lambda setting: int(setting.split("-")[0].removeprefix("Tr")))
+
+
+def _shares(seeds: dict[int, Record], measure: str, which: str = "answers") -> list[float]:
+    return [record.result[which][measure]["share"] for record in seeds.values()]
+
+
+def _in_print(shares: dict[str, float]) -> str:
+    ours, theirs = shares["KV-shift"], shares["vanilla"]
+    return f"{100 * ours:.2f} % against {100 * theirs:.2f} %: {100 * (ours - theirs):+.2f} points"
+
+
+RECIPE = Recipe(
+    entry=CATALOGUE["tab04"],
+    source="Table 4, Appendix E.2",
+    jobs=jobs,
+    plot=plot,
+    claims=claims,
+    tuned_by=least_loss(),
+    paper={**PAPER_SHARES, "Tr12-Te15, learning rate 2e-3": {"vanilla": 0.5, "KV-shift": 0.7}},
+    notes=(
+        'The paper says "similar hyper-parameters" to Ye et al. (2024), with a context of 1,024 and a learning rate of '
+        "2e-4. Here: their medium setting for Tr12, their hard one for Tr21 (steps, sequences, weight decay), "
+        "12 layers "
+        "of width 768 in the Llama form for both models.",
+        "An operation is a line of the solution. The released generator cannot make as many as the paper trained and "
+        "tested on; docs/tasks.md says what was done instead, and how its problems are parted.",
+        "With our names and GPT-2's tokens, 96 % of the problems of 24 operations are longer than 1,024 tokens, and "
+        "28 % of those of 21, which training leaves out: answers continue past the context of training.",
+        "The released code names quantities a, b, c ... in order: training up to 12 operations never has the letters "
+        "m, n and o, which 15 operations need: no solution that long could be right in every step. Here all presets "
+        "draw letters at random (letters=random); letters=in_order is the released form.",
+        'The paper\'s rule asks only for one step with the right quantity and value. "Every step right" also asks for '
+        "new letters, and a model that always writes the likeliest one may repeat itself.",
+        "The laptop trains on up to 4 operations and asks for 5, modulo 5 instead of 23, with words for tokens and "
+        "labels on solutions alone. A sequence holds the longest question with its solution, and no question has a "
+        "word that training lacks. Chance for the number is 1 in 5; of the questions 48 % ask for a constant, "
+        "which its statement gives.",
+        "The preset ye is the laptop with problems after Ye et al. (docs/tasks.md), whose quantities are in part "
+        "implied by a structure and never stated, and whose solutions define what is needed and nothing else; "
+        "operations are counted as they do. Of its questions none asks for a constant, and 25 % are right by always "
+        "saying 0. Its sequences are twice as long, and half as many make a step. Nothing was "
+        "tried before it was set but the lengths of its problems and the time that a step takes. To its rates, too, "
+        "5e-4 was added when vanilla had done best at 1e-3, before any reported run had ended.",
+        "How the laptop was chosen: by one vanilla run (seed 1000, learning rate 4e-3, 3,000 steps), before any with "
+        "KV shift. It computed 97 % of the values of sequences like those of training and answered 34 % of 200 "
+        "questions of 4 operations and 26 % of 5: there is something to learn, and room above it. The rates were 1e-3 "
+        "to 8e-3; 5e-4 was added when vanilla had done best at 1e-3, before any reported run had ended. An earlier "
+        "miniature, of 2 operations asked for 3, had no rule with two dependencies in training and words in 34 % of "
+        "its questions that training lacked.",
+    ),
+)

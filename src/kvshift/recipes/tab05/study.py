@@ -1,0 +1,144 @@
+"""Table 5 and Appendix F: which way the coefficients of the KV heads lean, at the end and over training."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvshift.lab.analysis.accuracy import draw_chance, draw_curves
+from kvshift.lab.analysis.maps import coefficient_counts
+from kvshift.lab.analysis.panels import legend_below, new_figure
+from kvshift.lab.analysis.tables import as_markdown
+from kvshift.lab.study.claims import Claim, higher, not_testable, percent
+from kvshift.lab.study.jobs import StudyJob
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label, diverged, reported
+from kvshift.lab.study.tuning import least_loss
+from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.language_models.lm_tables import NOTES
+from kvshift.recipes.language_models.settings import LARGE, TABLES, jobs_of, label_at, place_label, places_of
+
+if TYPE_CHECKING:  # takes a second to import
+    from matplotlib.figure import Figure
+
+# The cells of Table 5, as `coefficient_counts` names them, and the paper's counts.
+CELLS = {
+    "alpha1 > alpha2, beta1 > beta2": 50,
+    "alpha1 <= alpha2, beta1 > beta2": 17,
+    "alpha1 > alpha2, beta1 <= beta2": 9,
+    "alpha1 <= alpha2, beta1 <= beta2": 52,
+}
+_DIAGONAL = ("alpha1 > alpha2, beta1 > beta2", "alpha1 <= alpha2, beta1 <= beta2")
+_NEGATIVE = tuple(f"negative {name}" for name in ("alpha1", "alpha2", "beta1", "beta2"))
+_SUMS = tuple(f"distance of {name}1 + {name}2 from 1" for name in ("alpha", "beta"))
+
+
+def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
+    """KV shift alone: the runs of Table 7 at one length; on many GPUs the 2.9B."""
+    setting = TABLES[preset] if preset != "paper" else LARGE["2.9B"]
+    if preset == "laptop":
+        setting = replace(setting, places=[place for place in setting.places if place.length == 128])
+    return jobs_of(setting, ["kv-shift"], seeds)
+
+
+def _on_diagonal(record: Record) -> list[float]:
+    """At each evaluation the share of the heads whose keys and values lean the same way."""
+    return _per_head(record, _DIAGONAL)
+
+
+def _negative(record: Record) -> list[float]:
+    """At each evaluation the share of all coefficients, four of a head, that are below 0."""
+    return [count / 4 for count in _per_head(record, _NEGATIVE)]
+
+
+def _per_head(record: Record, names: Iterable[str]) -> list[float]:
+    """At each evaluation the sum of these counts over the number of KV heads."""
+    counts, heads = (
+        [sum(each) for each in zip(*(accuracy_curve(record, name)[1] for name in counted), strict=True)]
+        for counted in (names, CELLS)
+    )
+    return [count / number for count, number in zip(counts, heads, strict=True)]
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """Of each size, whether keys and values lean the same way in more than half of the heads."""
+    found = []
+    for place in places_of(records):
+        runs = [run for run in by_label(records)[label_at(place, "kv-shift")].values() if not diverged(run)]
+        shares = [_on_diagonal(run)[-1] for run in runs]
+        found.append(
+            Claim(
+                statement=f"{place_label(place)}: keys and values lean the same way in more than half of the KV heads",
+                paper="102 of 128 heads (79.7 %)",
+                ours=percent(shares) if shares else "all runs diverged",
+                direction=higher(shares, [0.5] * len(shares)) if shares else "not shown",
+                size="half is expected at the start, where they are independent",
+            )
+        )
+        if records[0].options["model"].get("size") is None:
+            steps = records[0].options["steps"]
+            found[-1] = not_testable(found[-1], f"after {steps:,} steps the coefficients are near their start values")
+    return found
+
+
+def tables(records: Sequence[Record]) -> str:
+    """Table 5 of each size, then signs and sums by layer, added up or averaged over seeds."""
+    shown, parts = reported(records), []
+    for place in places_of(shown):
+        runs = [run for run in by_label(shown)[label_at(place, "kv-shift")].values() if not diverged(run)]
+        rows = [("layer", *CELLS, *_NEGATIVE, *_SUMS)]
+        layers = len(runs[0].result["coefficients"]) if runs else 0
+        for name, chosen in [*((str(at), slice(at, at + 1)) for at in range(layers)), ("all", slice(None))]:
+            counts = [coefficient_counts(run.result["coefficients"][chosen]) or {} for run in runs]
+            if not counts:
+                continue
+            line = [f"{sum(count[cell] for count in counts):g}" for cell in (*CELLS, *_NEGATIVE)]
+            line += [f"{statistics.fmean(count[cell] for count in counts):.3f}" for cell in _SUMS]
+            rows.append((name, *line))
+        parts.append(f"{place_label(place)}: KV heads of {len(runs)} seeds together\n\n{as_markdown(rows)}")
+    paper = as_markdown([("", *CELLS), ("the paper's 2.9B", *map(str, CELLS.values()))])
+    return "\n\n".join([*parts, paper])
+
+
+def plot(records: Sequence[Record]) -> Figure:
+    """Over training: the share of heads on the diagonal, that of negative coefficients, how far the sums are from 1."""
+    titles = ["Keys and values lean the same way", "Negative coefficients"]
+    titles += [f"Distance of ${sign}_1 + {sign}_2$ from 1" for sign in "αβ"]
+    labels = ["share of KV heads", "share of coefficients", *["mean over KV heads"] * 2]
+    figure, panels = new_figure(titles, ylabels=labels)
+    shown: list[Callable[[Record], Sequence[float]]] = [_on_diagonal, _negative]
+    shown += [lambda run, name=name: accuracy_curve(run, name)[1] for name in _SUMS]
+    for axes, values in zip(panels, shown, strict=True):
+        draw_curves(
+            axes,
+            {
+                label: {
+                    seed: (accuracy_curve(run, "loss")[0], values(run))
+                    for seed, run in seeds.items()
+                    if not diverged(run)
+                }
+                for label, seeds in by_label(records).items()
+            },
+        )
+    for axes in panels[:2]:
+        axes.set_ylim(-0.02, 1.02)
+    draw_chance(panels[0], 0.5, "half of the heads")
+    legend_below(figure)
+    return figure
+
+
+RECIPE = Recipe(
+    entry=CATALOGUE["tab05"],
+    source="Table 5 and Appendix F",
+    jobs=jobs,
+    plot=plot,
+    claims=claims,
+    tuned_by=least_loss(),
+    tables=tables,
+    notes=(
+        "Of any checkpoint `kvshift analyze` counts the same; a run's metrics.jsonl has its coefficients over "
+        "training. At 20 billion tokens the paper's diagonal was 47 and 43.",
+        NOTES[2],
+    ),
+)
