@@ -236,6 +236,6 @@ def test_what_a_run_filled_in_does_not_differ() -> None:
 
 
 def test_the_page_ignores_partial_records(beads: list[Counting], tmp_path: Path) -> None:
-    before = page.results_page(tmp_path)
+    before = page.results_page(page.published(tmp_path))
     write_records(tmp_path / "fig01a" / "laptop.partial.jsonl", [made_up("vanilla, 2 layers")])
-    assert page.results_page(tmp_path) == before
+    assert page.results_page(page.published(tmp_path)) == before

@@ -18,10 +18,10 @@ from kvshift.lab.variants.building import build_model, llama_config
 from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
-from kvshift.recipes.language_models import lm_figures, lm_tables
+from kvshift.recipes.language_models import STUDY, lm_figures, lm_tables
 from kvshift.recipes.language_models.lm_paper import LENGTHS, LOSSES, RATES
-from kvshift.recipes.language_models.settings import STUDY, TABLES, Place, label_at
-from kvshift.recipes.page import results_page
+from kvshift.recipes.language_models.settings import TABLES, Place, label_at
+from kvshift.recipes.page import published, results_page
 
 from .cases import made_up
 
@@ -394,7 +394,7 @@ def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
 
 
 def test_the_page_says_what_was_not_run(tmp_path: Path) -> None:
-    text = results_page(tmp_path)
+    text = results_page(published(tmp_path))
     assert "## Not run yet" in text
     assert all(name in text.partition("## Not run yet")[2] for name in CATALOGUE)
     assert "|\n| [" not in text  # no verdict

@@ -73,17 +73,17 @@ def test_a_broken_record_is_named(results: Path) -> None:
 
 
 def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(results: Path) -> None:
-    text = page.results_page(results)
+    text = page.results_page(page.published(results))
     table = text.partition("\n## ")[0]
     assert table.count("| [fig01a](#fig01a-laptop-one-layer-learns-induction) |") == 4
     assert "\n## fig01a, laptop: one layer learns induction\n" in text
     assert "What was run: width 24, layers 3, steps 400, sequences per step 8, learning rate 0.002, task name " in text
-    assert "![one layer learns induction](figures/fig01a-laptop.svg)" in text
+    assert "![one layer learns induction](../results/fig01a/laptop.svg)" in text
     assert "8 runs on abacus, commit c0ffee12, 2026-01-02; 12 minutes of CPU time." in text
 
 
 def test_what_runs_at_one_rate_decide_is_decided_at_one_rate(results: Path) -> None:
-    lines = page.results_page(results).splitlines()
+    lines = page.results_page(page.published(results)).splitlines()
     decided = [line for line in lines if line.startswith("| [fig01a]") and "**not shown**" not in line]
     assert decided
     assert all("| one for all | **" in line and line.endswith("** at one rate |") for line in decided)
@@ -98,7 +98,7 @@ def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) 
             final = 0.99 if rate == best else 0.5
             records.append(replace(made_up(label, 1000, curve=curve(0.1, final), options=options), tunes=label))
     write_records(path, records)
-    text = page.results_page(results)
+    text = page.results_page(page.published(results))
     assert "| own best of 3 | **" in text
     assert "at one rate |" not in text
     assert "At an end of the grid, so that a better one may lie beyond: vanilla, 2 layers (0.004)." in text
@@ -111,7 +111,7 @@ def test_where_rates_are_the_question_each_model_has_several(results: Path) -> N
         options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
         records = [replace(record, options=options) if record.seed == seed else record for record in records]
     write_records(path, records)
-    text = page.results_page(results)
+    text = page.results_page(page.published(results))
     assert "| several for each | **" in text
     assert "at one rate |" not in text
 
@@ -121,7 +121,7 @@ def test_rates_that_follow_from_the_size_are_one_for_each(results: Path) -> None
     smaller = {**OPTIONS, "model": {"family": "llama", "hidden_size": 12}, "optimizer": {"learning_rate": 0.004}}
     records = [replace(r, options=smaller) if r.label == "vanilla, 1 layer" else r for r in read_records(path)]
     write_records(path, records)
-    assert "| one for each size | **" in page.results_page(results)
+    assert "| one for each size | **" in page.results_page(page.published(results))
 
 
 def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypa
     first, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))
     changed = replace(recipe, claims=lambda records: [replace(first, own=True), *others])
     monkeypatch.setattr(page, "find_recipe", lambda name: changed)
-    paper, _, own = page.results_page(results).partition("\n## Questions of ours\n")
+    paper, _, own = page.results_page(page.published(results)).partition("\n## Questions of ours\n")
     assert first.statement not in paper
     assert all(claim.statement in paper for claim in others)
     own, _, section = own.partition("\n## ")
@@ -141,7 +141,7 @@ def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypa
 
 
 def test_steps_to_both_levels_stand_by_model(results: Path) -> None:
-    text = page.results_page(results)
+    text = page.results_page(page.published(results))
     # 0.9 at the third evaluation; 0.99 at step 400 in one seed and 394.7 in the other: 397.4 e^(+-0.0841)
     [row] = [line for line in text.splitlines() if line.startswith("| vanilla, 2 layers |")]
     _, _, ninety, ninety_nine, _ = row.split("|")
@@ -152,7 +152,8 @@ def test_steps_to_both_levels_stand_by_model(results: Path) -> None:
 def test_the_check_sees_a_stale_page(results: Path, capsys: pytest.CaptureFixture) -> None:
     assert page.main(["--check"]) == 1  # no page yet
     assert page.main([]) == 0
-    assert (results.parent / "docs" / "figures" / "fig01a-laptop.svg").exists()
+    assert (results / "fig01a" / "laptop.svg").exists()
+    assert "Records: [laptop.jsonl](laptop.jsonl)." in (results / "fig01a" / "page.md").read_text()
     assert page.main(["--check"]) == 0
     path = results / "fig01a" / "laptop.jsonl"
     path.write_text(path.read_text().replace("0.995", "0.975"))
@@ -192,7 +193,7 @@ def test_a_claim_that_two_recipes_share_stands_once_with_both_links(
     monkeypatch.setattr(page, "CATALOGUE", {"fig01a": recipe.entry, "fig01b": other.entry})
     (results / "fig01b").mkdir()
     shutil.copy(results / "fig01a" / "laptop.jsonl", results / "fig01b")
-    table = page.results_page(results).partition("\n## ")[0]
+    table = page.results_page(page.published(results)).partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| [fig01a]")]
     assert len(rows) == 4
     assert all(row.startswith("| [fig01a](") and ", [fig01b](#fig01b-laptop-" in row for row in rows)
@@ -205,7 +206,7 @@ def test_a_verdict_without_runs_says_by_what(results: Path, monkeypatch: pytest.
     claims = [replace(first, direction="holds", by="arithmetic"), not_testable(second, "it is too small"), *others]
     changed = replace(recipe, claims=lambda records: claims)
     monkeypatch.setattr(page, "find_recipe", lambda name: changed)
-    text = page.results_page(results)
+    text = page.results_page(page.published(results))
     assert "| one for all | **holds** by arithmetic |" in text
     assert "| one for all | **not testable here** |" in text  # not "at one rate"
     assert f"it is too small; {second.size} | **not testable here** |" in text

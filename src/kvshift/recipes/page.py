@@ -1,9 +1,10 @@
-"""From kept records to Markdown: the report of one preset, and `docs/results.md` over all of them.
+"""From kept records to Markdown: the report of one preset, a page for each recipe, and `docs/results.md` over all.
 
     python -m kvshift.recipes.page [--check]
 
-writes `docs/results.md`, `docs/summary.md`, the figures and that of the README's comparison from `results/`, in the
-working directory; with --check it writes nothing and fails where a page is not what the records give.
+writes, from `results/` in the working directory, `results/RECIPE/page.md` and `results/RECIPE/PRESET.svg`,
+`docs/results.md`, `docs/summary.md`, and the figure of the README's comparison; with --check it writes nothing and
+fails where a page is not what the records give.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,68 +60,105 @@ def report(recipe: Recipe, preset: str, records: Sequence[Record], claims: Seque
     return f"# {_heading(recipe, preset)}\n\n{_section(recipe, preset, records, claims, figure)}"
 
 
-def results_page(results: Path, figures: Path | None = None) -> str:
-    """The text of `docs/results.md`.
+@dataclass(frozen=True)
+class Published:
+    """One preset of a recipe, all of whose runs are kept.
+
+    Attributes:
+        records: of all runs, those that chose a learning rate too.
+        claims: what the others show.
+    """
+
+    recipe: Recipe
+    preset: str
+    records: Sequence[Record]
+    claims: Sequence[Claim]
+
+    def section(self, figure: str) -> str:
+        """What a page says of it, below its heading."""
+        return _section(self.recipe, self.preset, self.records, self.claims, figure)
+
+
+def published(results: Path) -> list[Published]:
+    """All presets that have been run to their end, in the order of the catalogue.
 
     Args:
-        results: folder with RECIPE/PRESET.jsonl.
-        figures: where each recipe's figure is drawn, as RECIPE-PRESET.svg; None: nowhere.
+        results: folder with STUDY/PRESET.jsonl.
     """
+    found = []
+    for recipe in map(find_recipe, CATALOGUE):
+        for preset in recipe.presets:
+            records = kept_records(results, recipe, preset)
+            if records is not None:
+                found.append(Published(recipe, preset, records, recipe.claims(reported(records))))
+    return found
+
+
+def results_page(found: Sequence[Published]) -> str:
+    """The text of `docs/results.md`."""
     head = ("paper", "ours", "preset", "seeds", "learning rate", "verdict")
     claimed: list[tuple[str, ...]] = [("recipe", "claim", *head)]
     asked: list[tuple[str, ...]] = [("recipe", "question", *head)]
     listed: dict[tuple[str, str, str], tuple[list[tuple[str, ...]], int]] = {}  # where each claim stands
     sections: list[str] = []
-    run: list[str] = []
-    for name in CATALOGUE:
-        recipe = find_recipe(name)
-        for preset in recipe.presets:
-            records = kept_records(results, recipe, preset)
-            if records is None:
+    for each in found:
+        recipe, preset = each.recipe, each.preset
+        seeds, rates = str(len({record.seed for record in reported(each.records)})), _rates_of(each.records)
+        link = f"[{recipe.name}](#{_anchor(recipe, preset)})"
+        for claim in each.claims:
+            key = (claim.statement, claim.ours, preset)
+            if key in listed:  # of runs that recipes share; the first row says what the paper has
+                table, at = listed[key]
+                table[at] = (f"{table[at][0]}, {link}", *table[at][1:])
                 continue
-            run.append(name)
-            shown = reported(records)
-            claims = recipe.claims(shown)
-            seeds, rates = str(len({record.seed for record in shown})), _rates_of(records)
-            link = f"[{name}](#{_anchor(recipe, preset)})"
-            for claim in claims:
-                key = (claim.statement, claim.ours, preset)
-                if key in listed:  # of runs that recipes share; the first row says what the paper has
-                    table, at = listed[key]
-                    table[at] = (f"{table[at][0]}, {link}", *table[at][1:])
-                    continue
-                row = (link, claim.statement, claim.paper, claim.ours, preset, seeds, rates, _verdict(claim, rates))
-                table = asked if claim.own else claimed
-                listed[key] = (table, len(table))
-                table.append(row)
-            if figures is not None:
-                figures.mkdir(parents=True, exist_ok=True)
-                save_figure(recipe.plot(shown), figures / f"{name}-{preset}", kinds=["svg"])
-            section = _section(recipe, preset, records, claims, f"figures/{name}-{preset}.svg")
-            sections.append(f"## {_heading(recipe, preset)}\n\n{section}")
+            row = (link, claim.statement, claim.paper, claim.ours, preset, seeds, rates, _verdict(claim, rates))
+            table = asked if claim.own else claimed
+            listed[key] = (table, len(table))
+            table.append(row)
+        section = each.section(f"../results/{recipe.name}/{preset}.svg")
+        sections.append(f"## {_heading(recipe, preset)}\n\n{section}")
     parts = [_HEAD, as_markdown(claimed, left=None), ""]
     if len(asked) > 1:
         parts += [_OWN, as_markdown(asked, left=None), ""]
+    run = {each.recipe.name for each in found}
     if missing := [name for name in CATALOGUE if name not in run]:
         sections.append(f"## Not run yet\n\nOf {', '.join(missing)} no preset has been run to its end.\n")
     return "\n".join([*parts, *sections])
 
 
+def recipe_pages(found: Sequence[Published]) -> dict[str, str]:
+    """By the name of a recipe, the text of its `page.md`: all of its presets, with links to their records."""
+    pages: dict[str, str] = {}
+    for each in found:
+        name, runs = each.recipe.name, each.recipe.entry.runs
+        records = f"{each.preset}.jsonl" if runs == name else f"../{runs}/{each.preset}.jsonl"
+        text = f"## {each.preset}\n\n{each.section(f'{each.preset}.svg')}\nRecords: [{records}]({records}).\n"
+        pages[name] = f"{pages[name]}\n{text}" if name in pages else f"# {name}: {each.recipe.title}\n\n{text}"
+    return pages
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Write or check the page; returns the exit code."""
-    results, page, short = Path("results"), Path("docs/results.md"), Path("docs/summary.md")
+    """Write or check the pages; returns the exit code."""
+    results, docs = Path("results"), Path("docs")
     if list(arguments) not in ([], ["--check"]):
         print(f"usage: python -m kvshift.recipes.page [--check], got {' '.join(arguments)}", file=sys.stderr)
         return 2
+    found = published(results)
+    pages = {results / name / "page.md": text for name, text in recipe_pages(found).items()}
+    pages |= {docs / "results.md": results_page(found), docs / "summary.md": summary_page(results, _anchor)}
     if not arguments:
-        write_bytes(page, results_page(results, page.parent / "figures").encode())
-        write_bytes(short, summary_page(results, _anchor).encode())
+        for path, text in pages.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, text.encode())
+        for each in found:
+            figure = each.recipe.plot(reported(each.records))
+            save_figure(figure, results / each.recipe.name / each.preset, kinds=["svg"])
         if runs := sorted((results / "compare").glob("seed-*/*/result.json"), reverse=True):
             curves = plot_curves([run.parent for run in runs])
-            save_figure(curves, page.parent / "figures" / "compare", kinds=["svg"])
+            (docs / "figures").mkdir(exist_ok=True)
+            save_figure(curves, docs / "figures" / "compare", kinds=["svg"])
         return 0
-    made = {page: results_page(results), short: summary_page(results, _anchor)}
-    stale = [path for path, text in made.items() if not (path.exists() and path.read_text() == text)]
+    stale = [path for path, text in pages.items() if not (path.exists() and path.read_text() == text)]
     for path in stale:
         print(f"{path} is not what {results} gives: run `make results` and commit what it changes", file=sys.stderr)
     return int(bool(stale))

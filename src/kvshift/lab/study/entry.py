@@ -56,19 +56,17 @@ class Entry:
     """A recipe in the list.
 
     Attributes:
-        name: as typed: "fig01a".
+        name: as typed, and that of its folder: "fig01a".
         title: one line.
         presets: by name: "smoke" (seconds), "laptop" (minutes or hours on two cores), "paper" (a GPU), and others.
         study: whose runs it shares: runs of one label are the same runs in all recipes of a study, and are run once;
             None: its runs are its own.
-        module: whose `RECIPES` hold it by name; None: the module `study` in its folder has it alone, as `RECIPE`.
     """
 
     name: str
     title: str
     presets: Mapping[str, Preset]
     study: str | None = None
-    module: str | None = None
 
     @property
     def runs(self) -> str:

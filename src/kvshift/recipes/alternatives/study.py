@@ -13,11 +13,12 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.claims import Claim, at_most, times, within
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import model_label, sized
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_of
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.alternatives import ENTRY
 from kvshift.recipes.fig01a import study as fig01a
 from kvshift.recipes.induction.first_repeat import LAST, SCORED
 
@@ -151,18 +152,12 @@ def _ratios(records: Sequence[Record], reading: Reading) -> list[float] | None:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["alternatives"],
+    entry=ENTRY,
     source="What the paper leaves open of Figure 1a",
     jobs=jobs,
     plot=plot,
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
-    notes=(
-        "Open in the paper: which tokens are trained on (here all; else repeats alone), what follows a repeated token "
-        "(here as the script in the paper has it, in four of five cases what followed the latest occurrence; else "
-        "always that), and the width of the MLP (here 8 / 3 of the model's; else 5,120 for 1,024, with which one layer "
-        "has the paper's 20 million parameters).",
-        "How the laptop was chosen: it is that of Figure 1a; the readings were set before any run of them.",
-    ),
+    notes=read_notes(__file__),
 )

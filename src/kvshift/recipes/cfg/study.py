@@ -15,12 +15,13 @@ from kvshift.lab.core.statistics import t_interval, verdict
 from kvshift.lab.study.claims import Claim, higher, percent, points, within
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import sized
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
 from kvshift.lab.training.task_training import TaskTrainConfig, evaluation_of, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.cfg import ENTRY
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -178,22 +179,11 @@ def _floor(records: Sequence[Record]) -> float:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["cfg"],
+    entry=ENTRY,
     source="Rebuttal; the setting of Allen-Zhu and Li, Physics of Language Models: Part 1",
     jobs=jobs,
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    notes=(
-        "The rebuttal names neither grammar nor model. Here: cfg3f, 12 layers of width 768 in the Llama form for both "
-        "models, 4.9 billion tokens, learning rate 3e-4 with linear decay after 1,000 steps of warm-up.",
-        "The laptop and long have a grammar of their own, of the same shape with three levels of rules instead of six: "
-        f"2,400 steps and 24,000. A model is near the least possible loss within {NEAR:g} nats; this was set before "
-        "any run of 24,000 steps. The least possible loss was corrected after them: in its place stood the entropy of "
-        "the stream, 0.666 nats, which is out of reach where a sequence begins in the middle of a sentence.",
-        "How they were chosen: the grammar so that a model learns some of it within minutes, at a rate of 6e-3 by "
-        "trials that were not written down; long and the laptop's grid of rates before any run of them. The two rates "
-        "of long are the best of the laptop, one of either model.",
-        "The rebuttal also finds the speed unchanged; `kvshift bench` measures that.",
-    ),
+    notes=read_notes(__file__),
 )

@@ -14,12 +14,13 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.jobs import TextJob
 from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.decide import ENTRY
 from kvshift.recipes.phase.changes import KIND_NAMES, Changes, layers_text, mean_text
 from kvshift.recipes.phase.phase_search import BASE, tokens_per_step
 
@@ -188,7 +189,7 @@ def _over_tokens(record: Record, name: str) -> tuple[list[float], list[float]]:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["decide"],
+    entry=ENTRY,
     source="The paper's main claim, a lower loss on text, in miniature; settings, claims and margin are older than the "
     "runs",
     jobs=jobs,
@@ -196,18 +197,5 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=least_loss(),
     tables=lambda records: Changes([record for record in records if record.tunes is None]).table(),
-    notes=(
-        "The laptop: width 64, 4 heads, QK-norm, sequences of 512 tokens of English Wikipedia articles of 2014 through "
-        "a BPE of 1,024, 4,096 tokens a step, none read twice: 12 million tokens with 2 and 4 layers, 6.5 million with "
-        "8. AdamW without weight decay, gradients clipped at 1, 100 steps of warm-up, then a constant rate, which "
-        "falls linearly to 0 over the last fifth of the steps.",
-        "How the laptop was chosen: by the variances of the earlier recipes. With ten pairs of seeds, intervals would "
-        "have half widths of 0.013, 0.013 and 0.029 nats at 2, 4 and 8 layers. The preset pilot, two pairs of other "
-        "seeds at the middle rate, measures whether that holds once models have begun to copy. It decides no claim.",
-        "The claim that decides is the first: the mean over depths. A gain below 0.01 nats would be of little use.",
-        "Models are probed at each evaluation (docs/probes.md).",
-        "The environment variable KVSHIFT_SHARED_DATA names the folder with wiki2014-en/train-*.jsonl.xz and "
-        'wiki2014-en/valid.jsonl.xz: any text of one document a line, as {"text": ...}.',
-        "The preset paper is no setting of the paper either: width 512, for a GPU.",
-    ),
+    notes=read_notes(__file__),
 )

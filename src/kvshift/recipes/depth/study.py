@@ -18,12 +18,13 @@ from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.claims import Claim, higher
 from kvshift.lab.study.jobs import TextJob
 from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import with_variant
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.depth import ENTRY
 from kvshift.recipes.language_models.settings import WIKI
 
 if TYPE_CHECKING:  # takes a second to import
@@ -249,24 +250,11 @@ def _over_compute(record: Record) -> tuple[list[float], list[float]]:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["depth"],
+    entry=ENTRY,
     source="No figure of the paper: whether the gain survives depth is what its reviewers asked",
     jobs=jobs,
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    notes=(
-        "The laptop reads 1.2 of 8.9 million tokens of English Wikipedia articles of 2014, nothing twice, through a "
-        "BPE of 1,024 tokens. Width 64, sequences of 128 tokens, 600 steps of 16 each; after 60 steps of warm-up the "
-        "learning rate is constant, so that a loss on the way is one that a shorter run would end at. The validation "
-        "sequences are the first 384 of other articles.",
-        "How the laptop was chosen: by what fits into an hour of two cores, before any loss was seen.",
-        "The environment variable KVSHIFT_SHARED_DATA names the folder with wiki2014-en/train-00.jsonl.xz and "
-        'wiki2014-en/valid.jsonl.xz: any text of one document a line, as {"text": ...}.',
-        "Equal compute: each depth is read off where it has taken as many FLOPs as the shallowest vanilla model takes "
-        "for all its steps, by a straight line between evaluations; the shift is 0.0023, 0.0027 and "
-        "0.0031 of them at 2, 4 and 8 layers. The "
-        "learning rates are those that were best for all steps; for fewer a higher one may be, and was not tried.",
-        "The preset paper is no setting of the paper either: width 512 and up to 16 layers, for a GPU.",
-    ),
+    notes=read_notes(__file__),
 )

@@ -13,6 +13,7 @@ from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.study.claims import Claim, higher
 from kvshift.lab.study.jobs import TrainingJob
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label, last_mean
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import MaskedTextConfig
@@ -20,7 +21,7 @@ from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.bidirectional import EncoderOptions
 from kvshift.lab.variants.by_name import with_variant
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.encoder import ENTRY
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -127,23 +128,11 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["encoder"],
+    entry=ENTRY,
     source="No figure of the paper: a reviewer asked for encoders",
     jobs=jobs,
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    notes=(
-        "The encoder is the lab's Llama whose attention sees the whole document; 15 % of the tokens are masked as in "
-        "BERT. The shift has two numbers for each of keys and values and KV head that look one way, three both ways.",
-        "The laptop: 2 layers of width 64, 4,000 steps of 16 sequences of 64 tokens of English Wikipedia articles, "
-        "drawn at random, through a BPE of 1,024 tokens; the validation sequences are the first 768 of other articles.",
-        "How the laptop was chosen: by runs without shift alone, on a seed of their own. A causal model reads what "
-        "often follows a word off that word; an encoder has to attend before it knows more than how frequent each is, "
-        "and for a while its loss stays near 5.7. A first laptop, 600 steps of 4 layers, ended there without a shift; "
-        "it is not shown. Of what fits into an hour of two cores, this one is past that before half of its steps.",
-        "The environment variable KVSHIFT_SHARED_DATA names the folder of the text; where it is not set, the bundled "
-        "corpus stands for it.",
-        "The preset paper is no setting of the paper either: width 512 and 8 layers, for a GPU.",
-    ),
+    notes=read_notes(__file__),
 )

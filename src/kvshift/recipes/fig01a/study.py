@@ -11,12 +11,13 @@ from kvshift.lab.analysis.learning import compare_reach
 from kvshift.lab.study.claims import Claim, at_most, higher, percent, reached, sooner
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import model_label, sized
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_label
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.fig01a import ENTRY
 from kvshift.recipes.induction.first_repeat import (
     LAST,
     SCORED,
@@ -120,27 +121,12 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["fig01a"],
+    entry=ENTRY,
     source="Figure 1a, Section 3.1, Appendix K",
     jobs=jobs,
     plot=partial(plot_induction, title="Induction, one layer and more"),
     claims=claims,
     tuned_by=reached_soonest(SCORED, 0.9, last=LAST),
     scored=SCORED,
-    notes=(
-        "The paper does not state the width of the MLP, the heads, the number of steps, or which tokens are trained "
-        "on. Here: F = 8 E / 3 (rounded up to a multiple of 8), heads of 128, 5,000 steps (preset paper), every token.",
-        "The script in the paper cannot feed training as it is; the mode `script` fixes it (docs/tasks.md).",
-        "A run ends once 99.9 % were reached in three evaluations in a row.",
-        "On the laptop 99 % are enough, which is what the claims ask for: four plain layers stayed at 99.5 % for the "
-        "last 1,500 steps of a run at 2e-3.",
-        "How the laptop was chosen: so that two layers without shift learn it, too, while one waits. With sequences of "
-        "48 out of 48 tokens they were at 15 % after 3,000 steps, and there was nothing to compare steps with. At a "
-        "rate of 2e-3 for all models, and 1,200 steps, two and four plain layers reached 90 % after 750 to 1,100. The "
-        "grid of rates, and 3,000 steps, which give one plain layer thrice as long, were set before any run of them. "
-        "Evaluations of 512 sequences were set after two runs that chose rates, which were thrown away: 2,048 took "
-        "nearly half as long as the training between them.",
-        "Runs that choose a rate have 1,500 steps on the laptop: of a model that reaches 90 % by then at some rate, "
-        "more would choose the same, for the soonest is the best.",
-    ),
+    notes=read_notes(__file__),
 )

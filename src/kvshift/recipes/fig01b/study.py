@@ -9,11 +9,12 @@ from functools import partial
 from kvshift.lab.study.claims import Claim, higher, percent, points
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import model_label, sized
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_label
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.fig01a import study as fig01a
+from kvshift.recipes.fig01b import ENTRY
 from kvshift.recipes.induction.first_repeat import LAST, SCORED, chance, final_accuracy, plot_induction, reach_by_label
 
 MODELS = ((2, "vanilla"), (1, "kv-shift"))  # layers, variant
@@ -62,18 +63,12 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["fig01b"],
+    entry=ENTRY,
     source="Figure 1b, Section 3.1, Appendix K",
     jobs=jobs,
     plot=partial(plot_induction, title="Induction at width 8"),
     claims=claims,
     tuned_by=reached_soonest(SCORED, 0.9, last=LAST),
     scored=SCORED,
-    notes=(
-        "One head of 8, F = 24, 20,000 steps: the paper does not state them.",
-        *fig01a.RECIPE.notes[1:3],
-        "How the laptop was chosen: the task is that of Figure 1a. On what grounds 3,000 steps and a rate of 1e-2 "
-        "were taken was not written down, so that what was found at this one rate is no more than that; the grid is "
-        "younger.",
-    ),
+    notes=read_notes(__file__),
 )

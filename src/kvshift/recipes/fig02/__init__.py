@@ -1,1 +1,13 @@
 """Figure 2: the loss of Theorem 3.4 over a square of coefficients, and where descent leads, there and beyond it."""
+
+from kvshift.lab.study.entry import Entry, Preset
+
+ENTRY = Entry(
+    name="fig02",
+    title="where descent on the loss of induction leads",
+    presets={
+        "smoke": Preset(seeds=1, cost="20 seconds on one core"),
+        "laptop": Preset(seeds=1, cost="30 seconds on one core"),
+        "paper": Preset(seeds=1, cost="2 minutes on one core"),
+    },
+)

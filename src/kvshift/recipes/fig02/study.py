@@ -14,12 +14,13 @@ import numpy as np
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.claims import Claim, Direction
 from kvshift.lab.study.jobs import Computation
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_label
 from kvshift.lab.theory.checks import check_panel
 from kvshift.lab.theory.gradient_flow import Trajectory, gradient_flow
 from kvshift.lab.theory.limit_loss import exact
 from kvshift.lab.theory.loss_field import FIGURE2, Field, loss_field
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.fig02 import ENTRY
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -230,17 +231,11 @@ def _short(field: Field) -> dict[str, Any]:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["fig02"],
+    entry=ENTRY,
     source="Figure 2, Theorem 3.4, Appendix L",
     jobs=jobs,
     plot=plot,
     claims=claims,
     paper={"O(T)": (0, 10, 100), "induction": (0, 1), "levels": "0, 0.05 ... 9.95", "points": 1000},
-    notes=(
-        "Three formulas, a row each: as derived, with T = O(T) + 2 but no less than 4; as printed in Theorem 3.4 and "
-        "Table 3; as the script of appendix L computes it. The script does not run as printed. docs/theory.md has all.",
-        "Starts are on a grid over the square; a start counts as led elsewhere if descent within the square ends more "
-        "than 0.05 from induction.",
-        "All numbers follow from formulas: there is one seed, and no interval.",
-    ),
+    notes=read_notes(__file__),
 )

@@ -14,11 +14,12 @@ from kvshift.lab.plan.dry_run import dry_run
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.jobs import Computation, StudyJob
 from kvshift.lab.study.models import PAIR
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_label, diverged
 from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.fig03 import ENTRY
 from kvshift.recipes.language_models.settings import LARGE, claim_of, job
 
 if TYPE_CHECKING:  # takes a second to import
@@ -198,17 +199,10 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["fig03"],
+    entry=ENTRY,
     source="Figure 3 and Table 2",
     jobs=jobs,
     plot=plot,
     claims=claims,
-    notes=(
-        "Smoke and laptop train nothing. They build each model, shard it layer by layer over as many processes as the "
-        "paper had GPUs, and take one step of AdamW with fake tensors and a process group that only pretends: every "
-        "operation is called with the shapes of one process, and nothing is computed. Bytes are counted on the first "
-        "process, whose shards are the largest: rows are dealt out whole. The laptop's models are of full depth.",
-        "The preset paper trains them: 500 and 200 billion tokens of FineWeb-Edu, for the paper's text is private. "
-        "`kvshift eval` then has the benchmarks of Table 2.",
-    ),
+    notes=read_notes(__file__),
 )

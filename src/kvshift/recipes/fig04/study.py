@@ -11,10 +11,11 @@ from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.study.claims import Claim, higher, in_every_seed, not_testable
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.models import PAIR
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_label, diverged
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import VARIANTS
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.fig04 import ENTRY
 from kvshift.recipes.language_models.settings import LARGE, TABLES, Place, Setting, claim_of, job
 
 if TYPE_CHECKING:  # takes a second to import
@@ -141,18 +142,10 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["fig04"],
+    entry=ENTRY,
     source="Figure 4",
     jobs=jobs,
     plot=plot,
     claims=claims,
-    notes=(
-        "The rates are what the figure is about: both variants have the same, and a verdict is about that rate.",
-        "The paper shows training losses without numbers, and does not say when a run counts as diverged. Here: where "
-        f"a number is not finite, or where the loss at the end lies {RISE} nats above the lowest evaluation of the "
-        "run. That was set before any run.",
-        "The laptop: 4 layers of width 64, 400 steps of 2,048 tokens of English Wikipedia articles, and four times the "
-        "paper's rates, as in its Tables 6 to 10; AdamW, clipping at 1, constant after 40 steps of warm-up. It was "
-        "chosen by what fits, before any run of it.",
-    ),
+    notes=read_notes(__file__),
 )

@@ -21,6 +21,7 @@ from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study.claims import Claim, Direction, higher, percent, points
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import HopConfig, HopTask, evaluation_batches
@@ -29,7 +30,7 @@ from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
 from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.fig08 import ENTRY
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -370,29 +371,12 @@ def _row(errors: Sequence[float]) -> str:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["fig08"],
+    entry=ENTRY,
     source="Figure 8; data, model and published errors: Sanford, Hsu and Telgarsky (2024)",
     jobs=jobs,
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
     paper={"hops": HOPS, "vanilla errors by layers": PUBLISHED},
-    notes=(
-        "Errors are those at defined targets, of 1,000 sequences for each k with dropout off. The published ones were "
-        "measured with dropout active, on 100 sequences; beside those stand ours with dropout on.",
-        "There is no output matrix: the 128 numbers of the last LayerNorm are the logits, of which 23 belong to "
-        "tokens. `GPT2Options(head='linear')` has one.",
-        "AdamW at library defaults decays every parameter by 0.01; here matrices and embeddings alone, as everywhere "
-        "in this repository.",
-        "The published model of six layers was stopped half-way through its schedule, at step 100,000 of 200,001: so "
-        "is ours.",
-        "The laptop has width 64, 24 letters, k up to 4, and 3,000 steps; hops8 has 48 letters, k up to 8, and 6,000.",
-        "How they were chosen: the laptop, at first of two and three layers at 2e-3, by trials that were not written "
-        "down, within some minutes; depths to 6, hops8 and the rates from 5e-4 to 4e-3 before any run of them. 4e-3 "
-        "was the best of these for nine of the ten models, so 8e-3 was added, after reported runs of five and six "
-        "layers at 4e-3, which were run again, and before those of two to four.",
-        "The rates of hops8: first 2e-3 to 1.6e-2, set after the laptop's runs and before any of hops8. Two of six "
-        "models chose an end, so 1e-3 and 3.2e-2 were added, after the reported runs of six and four layers, and "
-        "before any of two layers had ended. No choice changed.",
-    ),
+    notes=read_notes(__file__),
 )

@@ -14,13 +14,14 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.claims import Claim, Direction, percent, points, within
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import PAIR, sized
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label, last_mean
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import NGramConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import VARIANTS
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.fig09 import ENTRY
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -153,23 +154,12 @@ def _as_soon(ours: Reach, theirs: Reach) -> Direction:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["fig09"],
+    entry=ENTRY,
     source="Figure 9",
     jobs=jobs,
     plot=plot,
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
-    notes=(
-        'The paper gives the three sizes and "about 200" pairs. Here: 32 tokens, sequences of three, F = 8 E / 3 '
-        "(rounded up to a multiple of 8), which makes the sizes come out; 5,000 steps at a learning rate of "
-        "2e-4, for the "
-        "smallest of 1e-2.",
-        "Accuracy is that over the whole table, of which training draws rows: to learn from memory is the task.",
-        "The laptop has 3.2 million parameters in four layers where the paper has 50 million. A run ends once it has "
-        "known the whole table in 20 evaluations in a row.",
-        "How the laptop was chosen: the smaller sizes are the paper's; steps and rates by trials that were not "
-        "written down, so that every size has learned the table within its steps. The grid of rates, the same for all"
-        " sizes, was set before any run of it.",
-    ),
+    notes=read_notes(__file__),
 )

@@ -1,1 +1,50 @@
-"""The language models that many tables and figures of the paper share."""
+"""The language models that many tables and figures of the paper share: the grids and the presets of their recipes."""
+
+from kvshift.lab.study.entry import Entry, Grid, Preset
+
+GRIDS = {
+    "smoke": Grid(rates=(1.6e-2, 3.2e-2), seeds=(1000,)),
+    "laptop": Grid(rates=(1.6e-3, 4e-3, 8e-3, 1.6e-2), seeds=(1000,)),  # four times the paper's last four
+    "paper": Grid(rates=(1e-4, 2e-4, 4e-4, 1e-3, 2e-3, 4e-3), seeds=(1000,)),
+}
+STUDY = "language_models"
+
+
+def table_entry(name: str, method: str, *, variants: int) -> Entry:
+    """The table of one method, beside which `variants` in all are trained."""
+    return Entry(
+        name=name,
+        title=f"losses by learning rate and context: {method}",
+        presets={
+            "smoke": Preset(seeds=1, cost=f"{10 * variants} seconds on two cores", grid=GRIDS["smoke"]),
+            "laptop": Preset(
+                seeds=3,
+                cost=f"{13 * variants} minutes on two cores; what tables share is run once",
+                grid=GRIDS["laptop"],
+            ),
+            "paper": Preset(
+                seeds=3,
+                cost=f"{45 * variants} runs of two hours on 8 A100 each in the paper; not measured",
+                grid=GRIDS["paper"],
+            ),
+        },
+        study=STUDY,
+    )
+
+
+def figure_entry(name: str, title: str, *, runs: int, size: str) -> Entry:
+    """A figure that draws on the runs of the tables; the paper's has so many runs of a model of that size."""
+    return Entry(
+        name=name,
+        title=title,
+        presets={
+            "smoke": Preset(seeds=1, cost="40 seconds on two cores", grid=GRIDS["smoke"]),
+            "laptop": Preset(
+                seeds=3,
+                cost="32 minutes on two cores; what other recipes of the study have run is not run again",
+                grid=GRIDS["laptop"],
+            ),
+            "paper": Preset(seeds=1, cost=f"{runs} runs of a model of {size} on many GPUs; not measured"),
+        },
+        study=STUDY,
+    )

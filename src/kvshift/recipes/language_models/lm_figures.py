@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,25 +10,23 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_means, minus
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.core.statistics import difference_interval
-from kvshift.lab.study.claims import Claim, Direction, within
+from kvshift.lab.study.claims import Claim, Direction
+from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.variants.by_name import VARIANTS
-from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.language_models.lm_tables import NOTES
 from kvshift.recipes.language_models.settings import (
     LARGE,
     TABLES,
     Place,
     claim_of,
-    compared,
     jobs_of,
     label_at,
     pairs_of,
     place_label,
     places_of,
-    pooled,
 )
 
 if TYPE_CHECKING:  # takes a second to import
@@ -67,36 +65,9 @@ def _by_less_than_margin(ours: Sequence[float], theirs: Sequence[float]) -> Dire
     return "holds" if interval[1] < MARGIN else "fails" if interval[0] > MARGIN else "not shown"
 
 
-def _ablation(records: Sequence[Record]) -> list[Claim]:
-    words = "both play an important role"
-    pairs = (("kv-shift", "k-shift"), ("kv-shift", "v-shift"), ("k-shift", "vanilla"), ("v-shift", "vanilla"))
-    return [
-        claim
-        for better, worse in pairs
-        for claim in (
-            *(compared(records, better, worse, place, paper=words) for place in places_of(records)),
-            *pooled(records, better, worse),
-        )
-    ]
-
-
-def _more(keys: Sequence[str], words: str, records: Sequence[Record]) -> list[Claim]:
+def none_better(keys: Sequence[str], words: str, records: Sequence[Record]) -> list[Claim]:
+    """At each place, `no_better` of each method, with the paper's words."""
     return [no_better(records, key, place, paper=words) for key in keys for place in places_of(records)]
-
-
-def _similar(records: Sequence[Record]) -> list[Claim]:
-    names = (VARIANTS["qkv-shift"].label, VARIANTS["kv-shift"].label)
-    return [
-        claim_of(
-            pairs_of(records, "qkv-shift", "kv-shift", place),
-            names,
-            partial(within, margin=MARGIN),
-            statement=f"{place_label(place)}: {names[0]} and {names[1]} differ by less than {MARGIN}",
-            paper="the loss curves are similar",
-            size=f"the margin of {MARGIN} is ours",
-        )
-        for place in places_of(records)
-    ]
 
 
 def plot_differences(methods: Sequence[str], records: Sequence[Record]) -> Figure:
@@ -113,48 +84,31 @@ def plot_differences(methods: Sequence[str], records: Sequence[Record]) -> Figur
     return figure
 
 
-def _recipe(
-    name: str,
+def figure_recipe(
+    entry: Entry,
     source: str,
     methods: Sequence[str],
     claims: Callable[[Sequence[Record]], list[Claim]],
     *,
+    notes: Sequence[str],
     large: str = "1.5B",
 ) -> Recipe:
+    """A figure of the losses of some methods minus vanilla's.
+
+    Args:
+        entry: of the recipe.
+        source: where it stands in the paper.
+        methods: all that are trained.
+        claims: see `Recipe`.
+        notes: of this figure, before that of the laptop's setting.
+        large: the size of the paper's model.
+    """
     return Recipe(
-        entry=CATALOGUE[name],
+        entry=entry,
         source=source,
         jobs=partial(_jobs, methods, large),
         plot=partial(plot_differences, methods),
         claims=claims,
         tuned_by=least_loss(),
-        notes=(
-            f"The paper trained its {large} model (Table 16) and shows training losses without numbers; its text is "
-            "private, and FineWeb-Edu stands for it. The laptop draws on the runs of Tables 6 to 10.",
-            *NOTES[2:3],
-        ),
+        notes=(*notes, *NOTES[2:3]),
     )
-
-
-_LONGER = "a longer shift window does not improve performance"
-_CONTROLS = "more controls do not make the model learn better"
-
-RECIPES: Mapping[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        _recipe("fig07a", "Figure 7a", ["kv-shift", "k-shift", "v-shift", "vanilla"], _ablation),
-        _recipe(
-            "fig07b",
-            "Figure 7b",
-            ["kv-shift", "kv-shift-window-3", "kv-shift-window-4", "vanilla"],
-            partial(_more, ["kv-shift-window-3", "kv-shift-window-4"], _LONGER),
-        ),
-        _recipe(
-            "fig10",
-            "Figure 10",
-            ["kv-shift", "kv-shift-gate", "kv-shift-clamp", "vanilla"],
-            partial(_more, ["kv-shift-gate", "kv-shift-clamp"], _CONTROLS),
-        ),
-        _recipe("fig11", "Figure 11", ["kv-shift", "qkv-shift", "vanilla"], _similar, large="19B"),
-    )
-}

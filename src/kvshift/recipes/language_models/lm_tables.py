@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -14,10 +13,11 @@ from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import rank_correlation
 from kvshift.lab.study.claims import Claim, higher
+from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, diverged, reported
 from kvshift.lab.study.tuning import by_variant, least_loss
-from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift.recipes.language_models.settings import (
     TABLES,
@@ -205,77 +205,34 @@ def _text(keys: Sequence[str], records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
-NOTES = (
-    "Setting of BlaGPT, as the paper used it: 12 layers of width 768, 12 query and 4 KV heads, QK-norm, tied "
-    "embeddings; 5,100 steps of 524,288 tokens, Adam without weight decay or clipping, 250 steps of warm-up, linear "
-    "decay over the last 2,000; output projections start at 0. Not as there: the text is the 10-billion-token sample "
-    "of FineWeb from the hub, its sequences in an order drawn by the seed, with 10,485,760 tokens from its end held "
-    "out; and the first step of the warm-up has rate 0, where the paper's has 1/250.",
-    "The paper has one run in each cell. So has the grid here (seed 1000); from it each method gets its own rate, and "
-    "three further seeds at that rate decide the claims. The grid of the preset paper is that of the paper.",
-    "The laptop, chosen by what fits: width 64, 4 query and 2 KV heads, 400 steps of 2,048 tokens of English Wikipedia"
-    " articles through a BPE of 1,024 tokens, nothing twice; a quarter of the paper's context lengths and four times "
-    "its learning rates; decay is its share of the steps. Not as in the paper: embedding and head are two matrices, "
-    "and warm-up takes 60 steps, its share being 20. With both as in the paper, vanilla's seeds ended up to 0.27 nats "
-    "apart here; so these two were chosen by runs of vanilla alone, of seeds 1001 and 1002. Output projections start "
-    "from N(0, 0.02): from 0, as in the paper, these two seeds ended 0.014 nats apart with 2 layers and 0.277 with 4. "
-    "The environment variable KVSHIFT_SHARED_DATA names the folder of the text.",
-    "Ranks are correlated over the cells of the depth that has several lengths, of one run each; three cells say "
-    "little.",
-    "KV-shift against vanilla stands in each of Tables 7 to 13: it is one comparison, not seven. The mean over places "
-    "is one for each seed, because places share seeds. It was asked after the data had been seen.",
-)
+NOTES = read_notes(__file__)
 
 
-_SELECTIVE = (
-    "What the paper ran sums what is masked along the keys, and not along the queries as the published method does; so "
-    "does the variant here. The published one is the variant `selective`."
-)
+def table_recipe(
+    entry: Entry,
+    methods: Sequence[str],
+    *,
+    better: str,
+    side_by_side: Sequence[str] | None = None,
+    notes: Sequence[str] = (),
+) -> Recipe:
+    """The table of a method, and what the paper says of one method against others.
 
-
-_DIFFERENTIAL = (
-    "Differential attention starts with output projections at 0 in all presets, as everything does in the paper; the "
-    "laptop starts the others from N(0, 0.02). An RMSNorm makes its heads as large at the first step as at the last, "
-    "and from N(0, 0.02) it ended 0.10 to 0.54 nats higher at its best rates, in runs that these replace. Its distance "
-    "from the others is still several times the paper's."
-)
-
-
-_LATENT = (
-    "The paper has one learning rate, 2e-3, as the best of both. One head's key and another's value come from the "
-    "token before. QK-norm is left out, and every query head has keys and values of its own."
-)
-
-
-def _recipe(name: str, methods: Sequence[str], *, better: str, notes: Sequence[str] = ()) -> Recipe:
-    """The table of the first of `methods`, and what the paper says of `better` against the others."""
+    Args:
+        entry: of the recipe.
+        methods: all that are trained, that of the table first.
+        better: which of them the paper has ahead of the others; where it is alone, its contexts are compared.
+        side_by_side: whose tables stand beside the paper's; None: that of the first.
+        notes: of this table, before those of all.
+    """
     others = [key for key in methods if key != better]
     return Recipe(
-        entry=CATALOGUE[name],
-        source=f"Table {int(name[3:])}",
+        entry=entry,
+        source=f"Table {int(entry.name[3:])}",
         jobs=partial(_jobs, methods),
         plot=partial(_plot, methods),
         claims=partial(_claims, better, others) if others else _longer,
         tuned_by=least_loss(),
-        tables=partial(_text, methods[:1]),
+        tables=partial(_text, side_by_side or methods[:1]),
         notes=(*notes, *NOTES),
     )
-
-
-RECIPES: Mapping[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        _recipe("tab06", ["vanilla"], better="vanilla"),
-        _recipe("tab07", ["kv-shift", "vanilla"], better="kv-shift"),
-        _recipe("tab08", ["qkv-shift", "kv-shift", "vanilla"], better="kv-shift"),
-        _recipe("tab09", ["k-shift", "kv-shift", "vanilla"], better="kv-shift"),
-        _recipe("tab10", ["v-shift", "kv-shift", "vanilla"], better="kv-shift"),
-        _recipe("tab11", ["differential-no-qk-norm", "kv-shift", "vanilla"], better="kv-shift", notes=[_DIFFERENTIAL]),
-        _recipe("tab12", ["differential", "kv-shift", "vanilla"], better="kv-shift", notes=[_DIFFERENTIAL]),
-        _recipe("tab13", ["selective-key", "kv-shift", "vanilla"], better="kv-shift", notes=[_SELECTIVE]),
-        replace(
-            _recipe("tab15", ["mla-kv-shift", "mla"], better="mla-kv-shift", notes=[_LATENT]),
-            tables=partial(_text, ["mla", "mla-kv-shift"]),
-        ),
-    )
-}

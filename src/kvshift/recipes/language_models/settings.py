@@ -19,8 +19,6 @@ from kvshift.lab.study.recipe import Record, accuracy_curve, by_label, diverged
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
 
-STUDY = "language_models"
-
 
 @dataclass(frozen=True, order=True)
 class Place:

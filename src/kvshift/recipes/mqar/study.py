@@ -13,6 +13,7 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.claims import Claim, in_every_seed, percent, sooner
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, last_mean
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import MQARConfig
@@ -20,7 +21,7 @@ from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import variant_of, with_variant
 from kvshift.lab.variants.small_gpt2 import GPT2Options
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.mqar import ENTRY
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -169,25 +170,12 @@ def _runs(records: Sequence[Record], length: int, width: int, model: tuple[int, 
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["mqar"],
+    entry=ENTRY,
     source="Figure 2 of Arora et al., Zoology (2023); the paper names the task beside induction",
     jobs=jobs,
     plot=plot,
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
-    notes=(
-        "Zoology has two layers of attention with one head, learned positions and no MLP; one layer is ours to ask.",
-        "Zoology trains 64 times on the same 100,000 sequences; here each of as many steps draws new ones.",
-        "Zoology's layers add the normalised residual to itself in the place of the MLP; here there is nothing in it.",
-        "The cosine is set at every step, not after every epoch. The best learning rate is the one at which a variant "
-        "reaches 99 % soonest, or, where it does not, comes closest.",
-        "Zoology chooses the rate by the accuracy that it reports; here other seeds choose it.",
-        "The laptop has 32 tokens with 4 pairs, a vocabulary of 128, width 64, 10,000 steps of 64 sequences; a run "
-        "ends once 99.9 % were reached in three evaluations in a row.",
-        "How the laptop was chosen: at 2,000 steps and one rate of 5e-3 two plain layers stayed near chance, while at "
-        "1e-3 seed 0 of them was at 90 % after 1,887 and 98.8 % after 4,000. So the grid spans 5e-4 to 1e-2, and "
-        "there is time to finish. Seed 0 is one of those reported; of its five, it had a say in the span of the grid, "
-        "and none in which rate was taken.",
-    ),
+    notes=read_notes(__file__),
 )

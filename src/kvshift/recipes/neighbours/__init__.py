@@ -1,1 +1,19 @@
 """Are four numbers per head enough? KV shift beside what production models spend four per channel on, at equal size."""
+
+from kvshift.lab.study.entry import Entry, Preset
+from kvshift.recipes.language_models import GRIDS
+
+ENTRY = Entry(
+    name="neighbours",
+    title="four numbers per head, or per channel, or by the token",
+    presets={
+        "smoke": Preset(seeds=1, cost="60 seconds on two cores", grid=GRIDS["smoke"]),
+        "laptop": Preset(
+            seeds=3, cost="35 minutes on two cores, half of which other recipes share", grid=GRIDS["laptop"]
+        ),
+        "paper": Preset(
+            seeds=3, cost="36 runs of two hours on 8 A100 each in the paper; not measured", grid=GRIDS["paper"]
+        ),
+    },
+    study="language_models",
+)

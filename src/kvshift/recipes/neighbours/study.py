@@ -7,15 +7,16 @@ from dataclasses import replace
 
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.jobs import StudyJob
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import ModelConfig, TrainConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import find_variant, with_variant
-from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.language_models.lm_figures import plot_differences
 from kvshift.recipes.language_models.lm_tables import NOTES
 from kvshift.recipes.language_models.settings import TABLES, Setting, compared, jobs_of, places_of, pooled
+from kvshift.recipes.neighbours import ENTRY
 
 NEIGHBOURS = ("canon", "fox-shift")
 _TOKENS = 512  # of the vocabulary that parameters are counted with, where the size leaves it open; it cancels out
@@ -67,16 +68,11 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["neighbours"],
+    entry=ENTRY,
     source="No figure of the paper: whether four numbers per head are enough is ours to ask",
     jobs=jobs,
     plot=lambda records: plot_differences(("kv-shift", *NEIGHBOURS, "vanilla"), records),
     claims=claims,
     tuned_by=least_loss(),
-    notes=(
-        "Canon: a convolution of width 4 for each channel of keys and values. FoX shift: how much of the token before "
-        "is mixed in depends on the token. Both have more parameters than KV shift; their MLPs are narrower by as "
-        "many, to half a unit of each layer. All read the same tokens, and each has its own best learning rate.",
-        *NOTES,
-    ),
+    notes=(*read_notes(__file__), *NOTES),
 )

@@ -16,14 +16,14 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.jobs import TextJob
 from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig
 from kvshift.lab.variants.by_name import with_variant
-from kvshift.recipes.catalogue import CATALOGUE
-from kvshift.recipes.phase import phase_search
+from kvshift.recipes.phase import ENTRY, phase_search
 from kvshift.recipes.phase.changes import Changes, layers_text, mean_text, plot_changes
-from kvshift.recipes.phase.phase_search import LEVEL, Setting
+from kvshift.recipes.phase.phase_search import Setting
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -141,25 +141,12 @@ def tables(records: Sequence[Record]) -> str:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["phase"],
+    entry=ENTRY,
     source="No figure of the paper: its models are long past the point where attention begins to copy",
     jobs=jobs,
     plot=plot,
     claims=claims,
     tables=tables,
     tuned_by=least_loss(),
-    notes=(
-        "Models are probed at each evaluation (docs/probes.md). Prefix matching is the attention to the token after "
-        f"the earlier occurrence, on random tokens that come twice; a model has changed where that of its best head is "
-        f"{LEVEL:g}, by a straight line between evaluations. Losses by kind of target are of the same validation rows "
-        "as the loss.",
-        "The laptop reads English Wikipedia articles of 2014, nothing twice. After 100 steps of warm-up the learning "
-        "rate is constant, so that a loss on the way is one that a shorter run would end at.",
-        "How the laptop was chosen: the search, of one seed of each setting and vanilla alone, found none in which two "
-        "plain layers change within 25 million tokens. So the laptop is the cheapest setting of the search, and its "
-        "runs are longer than models with KV shift take to change.",
-        "The environment variable KVSHIFT_SHARED_DATA names the folder with wiki2014-en/train-*.jsonl.xz and "
-        'wiki2014-en/valid.jsonl.xz: any text of one document a line, as {"text": ...}.',
-        "The preset paper is no setting of the paper either: width 512, for a GPU.",
-    ),
+    notes=read_notes(__file__),
 )

@@ -16,11 +16,12 @@ from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.smollm2 import find_smollm2
 from kvshift.lab.study.jobs import Computation, TextJob
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Job, Recipe
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, config_hash
 from kvshift.lab.variants.building import build_model, llama_config
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.retrofit import ENTRY
 from kvshift.recipes.retrofit.held_out import HeldOut, measure
 from kvshift.recipes.retrofit.retrofit_claims import ALL, BOTH, CONTROL, LORA, NOTHING, claims, plot, tables
 
@@ -191,31 +192,12 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[Job]:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["retrofit"],
+    entry=ENTRY,
     source="No figure of the paper: its models were trained with the shift from the start",
     jobs=jobs,
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
     tables=tables,
-    notes=(
-        "The laptop's model is SmolLM2-135M-Instruct, dequantized from 4 bits; `make smollm` converts it once. It is "
-        "tuned to instructions, and rounded, which raw text alone may heal. What the token before is worth is seen "
-        "beside the control, in which the coefficients of the current token alone are trained: a scale for each head.",
-        "Trained: all 360 coefficients (30 layers, 3 heads, 4 each); 180 of them, the lags left at 0; LoRA of rank 8 "
-        "beside the four projections of each attention, 921,600 numbers; and both. All see the same sequences in the "
-        "same order; a seed is that of this order, and of LoRA's start.",
-        "The learning rate is constant after 4 steps of warm-up, the same for all that is trained in a run, and chosen "
-        "of one grid by runs of a quarter of the steps.",
-        "Losses are over sequences of 256 tokens, at equal distances: of Wikipedia articles, the kind that is trained "
-        "on, and from four books that are not in the training text. Nothing is reported on the sequences by which "
-        "rates were chosen. A loss is called lower where the interval over seeds and the one over sequences both say "
-        "so.",
-        "How the laptop was chosen: by what fits into three hours of two cores, before any loss was seen.",
-        "The environment variable KVSHIFT_SHARED_DATA names the folder of the texts.",
-        "The preset longer asks whether a gain lasts: coefficients and control alone, three times as long, at the rate "
-        "that was the best of the laptop's grid for both. Its seeds are two because of their time; neither part starts "
-        "from random numbers, so they differ in the order of the data alone.",
-        "The preset paper is no setting of the paper: the same model, eight times the tokens a step, all of the text.",
-    ),
+    notes=read_notes(__file__),
 )

@@ -15,14 +15,15 @@ from kvshift.lab.analysis.scaling import Interval, PowerLaw, fit_power_law
 from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.study.claims import Claim, Direction, higher
+from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.models import PAIR
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
-from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.depth import study as depth
 from kvshift.recipes.language_models.settings import LARGE
 
@@ -148,7 +149,7 @@ def _at_each_size(records: Sequence[Record]) -> list[Claim]:
     return claims
 
 
-def _over_sizes(records: Sequence[Record]) -> list[Claim]:
+def over_sizes(records: Sequence[Record]) -> list[Claim]:
     """Each size, and the mean over them: one for each seed, because sizes share seeds."""
     both = [runs.losses() for runs in _by_size(records)]
     if len(both) < 2:
@@ -190,7 +191,8 @@ def _over_seeds(values: Sequence[float]) -> str:
     return f"{mean:.4g} ({len(values)} seeds)" if interval is None else str(Interval(mean, *interval))
 
 
-def _scaling(records: Sequence[Record]) -> list[Claim]:
+def scaling(records: Sequence[Record]) -> list[Claim]:
+    """Of Figure 6: the gain at every size, the exponents, what they say of larger models, and of more tokens."""
     each = [claim.direction for claim in _at_each_size(records)]
     together: Direction = "fails" if "fails" in each else "holds" if set(each) == {"holds"} else "not shown"
     ours, theirs = _fits(records)
@@ -243,7 +245,7 @@ def _with_tokens(runs: _Runs) -> Claim:
     )
 
 
-def _plot_curves(records: Sequence[Record]) -> Figure:
+def plot_curves(records: Sequence[Record]) -> Figure:
     """Loss over steps, a panel for each size."""
     sizes = _by_size(records)
     figure, panels = new_figure([runs.name for runs in sizes], ylabels=[LOSS], sharey=True)
@@ -253,7 +255,7 @@ def _plot_curves(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def _plot_scaling(records: Sequence[Record]) -> Figure:
+def plot_scaling(records: Sequence[Record]) -> Figure:
     """The power laws to ten times the largest size, and the loss over three times the steps."""
     from matplotlib.ticker import ScalarFormatter
 
@@ -290,39 +292,21 @@ def _draw_runs(axes: Axes, runs: _Runs) -> None:
     draw_means(axes, curves)
 
 
-_NOTES = (
-    "The paper trains 1.5B, 6.7B and 13B on 10 billion tokens; which sizes its Figure 6a has besides, it does not say. "
-    "Here the 2.9B and 19B of Table 16 are trained alike. Its text is private; FineWeb-Edu stands for it, and a part "
-    "of it that was held out for WebText.",
-    "The laptop: 400 steps of 2,048 tokens at each of five sizes, from 2 layers of width 32 to 5 of width 128, and "
-    "1,200 steps of the middle one; English Wikipedia articles, nothing twice. After 40 steps of warm-up the learning "
-    "rate is constant, so that a loss on the way is one that a shorter run would end at. It was chosen by what fits, "
-    "before any loss was seen.",
-    "The exponents are those of runs on one number of tokens, not of models trained to their best; the law has no loss "
-    "that remains at any size. Both make extrapolation a statement about this law.",
-)
-
-
-def _recipe(
-    name: str,
+def scaling_recipe(
+    entry: Entry,
     source: str,
     claims: Callable[[Sequence[Record]], Sequence[Claim]],
     plot: Callable[[Sequence[Record]], Figure],
     *,
     longer: bool,
 ) -> Recipe:
+    """A figure of the losses of several sizes; with `longer`, one of them is trained three times as long too."""
     return Recipe(
-        entry=CATALOGUE[name],
+        entry=entry,
         source=source,
         jobs=partial(_jobs, longer=longer),
         plot=plot,
         claims=claims,
         tuned_by=least_loss(),
-        notes=_NOTES,
+        notes=read_notes(__file__),
     )
-
-
-RECIPES: Mapping[str, Recipe] = {
-    "fig05": _recipe("fig05", "Figure 5", _over_sizes, _plot_curves, longer=False),
-    "fig06": _recipe("fig06", "Figure 6", _scaling, _plot_scaling, longer=True),
-}

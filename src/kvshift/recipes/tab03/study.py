@@ -12,6 +12,7 @@ from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.claims import Claim, Direction
 from kvshift.lab.study.jobs import Computation
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_label
 from kvshift.lab.theory.checks import (
     COEFFICIENTS,
@@ -20,7 +21,7 @@ from kvshift.lab.theory.checks import (
     check_orthonormal,
     check_places,
 )
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.tab03 import ENTRY
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -249,15 +250,11 @@ def _verdict(holds: bool) -> Direction:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["tab03"],
+    entry=ENTRY,
     source="Table 3, Theorem 3.4, Appendix C",
     jobs=jobs,
     plot=plot,
     claims=claims,
     paper={tokens: printed for tokens, printed, _ in PAPER.values()},
-    notes=(
-        "S = 2 e^a1 + e^a2 + (T - 2), A1 = e^a1 / S, A2 = e^a2 / S. With orthonormal embeddings the model meets the "
-        "limit of large d exactly, so that a difference is one of formulas.",
-        "All logits but those of i - 1 and T are as printed; there b2 has the weight of token i, which is A1.",
-    ),
+    notes=read_notes(__file__),
 )

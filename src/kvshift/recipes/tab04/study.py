@@ -19,6 +19,7 @@ from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent, points
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import sized
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import IGSMConfig
@@ -26,7 +27,7 @@ from kvshift.lab.tasks.igsm import IGSMTask
 from kvshift.lab.training.answers import ask
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.recipes.catalogue import CATALOGUE
+from kvshift.recipes.tab04 import ENTRY
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -238,42 +239,12 @@ def _in_print(shares: dict[str, float]) -> str:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["tab04"],
+    entry=ENTRY,
     source="Table 4, Appendix E.2",
     jobs=jobs,
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
     paper={**PAPER_SHARES, "Tr12-Te15, learning rate 2e-3": {"vanilla": 0.5, "KV-shift": 0.7}},
-    notes=(
-        'The paper says "similar hyper-parameters" to Ye et al. (2024), with a context of 1,024 and a learning rate of '
-        "2e-4. Here: their medium setting for Tr12, their hard one for Tr21 (steps, sequences, weight decay), "
-        "12 layers "
-        "of width 768 in the Llama form for both models.",
-        "An operation is a line of the solution. The released generator cannot make as many as the paper trained and "
-        "tested on; docs/tasks.md says what was done instead, and how its problems are parted.",
-        "With our names and GPT-2's tokens, 96 % of the problems of 24 operations are longer than 1,024 tokens, and "
-        "28 % of those of 21, which training leaves out: answers continue past the context of training.",
-        "The released code names quantities a, b, c ... in order: training up to 12 operations never has the letters "
-        "m, n and o, which 15 operations need: no solution that long could be right in every step. Here all presets "
-        "draw letters at random (letters=random); letters=in_order is the released form.",
-        'The paper\'s rule asks only for one step with the right quantity and value. "Every step right" also asks for '
-        "new letters, and a model that always writes the likeliest one may repeat itself.",
-        "The laptop trains on up to 4 operations and asks for 5, modulo 5 instead of 23, with words for tokens and "
-        "labels on solutions alone. A sequence holds the longest question with its solution, and no question has a "
-        "word that training lacks. Chance for the number is 1 in 5; of the questions 48 % ask for a constant, "
-        "which its statement gives.",
-        "The preset ye is the laptop with problems after Ye et al. (docs/tasks.md), whose quantities are in part "
-        "implied by a structure and never stated, and whose solutions define what is needed and nothing else; "
-        "operations are counted as they do. Of its questions none asks for a constant, and 25 % are right by always "
-        "saying 0. Its sequences are twice as long, and half as many make a step. Nothing was "
-        "tried before it was set but the lengths of its problems and the time that a step takes. To its rates, too, "
-        "5e-4 was added when vanilla had done best at 1e-3, before any reported run had ended.",
-        "How the laptop was chosen: by one vanilla run (seed 1000, learning rate 4e-3, 3,000 steps), before any with "
-        "KV shift. It computed 97 % of the values of sequences like those of training and answered 34 % of 200 "
-        "questions of 4 operations and 26 % of 5: there is something to learn, and room above it. The rates were 1e-3 "
-        "to 8e-3; 5e-4 was added when vanilla had done best at 1e-3, before any reported run had ended. An earlier "
-        "miniature, of 2 operations asked for 3, had no rule with two dependencies in training and words in 34 % of "
-        "its questions that training lacked.",
-    ),
+    notes=read_notes(__file__),
 )

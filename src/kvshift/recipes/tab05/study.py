@@ -13,11 +13,12 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent
 from kvshift.lab.study.jobs import StudyJob
+from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label, diverged, reported
 from kvshift.lab.study.tuning import least_loss
-from kvshift.recipes.catalogue import CATALOGUE
 from kvshift.recipes.language_models.lm_tables import NOTES
 from kvshift.recipes.language_models.settings import LARGE, TABLES, jobs_of, label_at, place_label, places_of
+from kvshift.recipes.tab05 import ENTRY
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -129,16 +130,12 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 RECIPE = Recipe(
-    entry=CATALOGUE["tab05"],
+    entry=ENTRY,
     source="Table 5 and Appendix F",
     jobs=jobs,
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
     tables=tables,
-    notes=(
-        "Of any checkpoint `kvshift analyze` counts the same; a run's metrics.jsonl has its coefficients over "
-        "training. At 20 billion tokens the paper's diagonal was 47 and 43.",
-        NOTES[2],
-    ),
+    notes=(*read_notes(__file__), NOTES[2]),
 )

@@ -1,0 +1,31 @@
+"""Figure 7a: keys alone, values alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvshift.lab.study.claims import Claim
+from kvshift.lab.study.notes import read_notes
+from kvshift.lab.study.recipe import Record
+from kvshift.recipes.fig07a import ENTRY
+from kvshift.recipes.language_models.lm_figures import figure_recipe
+from kvshift.recipes.language_models.settings import compared, places_of, pooled
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """Whether both beat one alone, and one alone beats none: at each place, and over all."""
+    words = "both play an important role"
+    pairs = (("kv-shift", "k-shift"), ("kv-shift", "v-shift"), ("k-shift", "vanilla"), ("v-shift", "vanilla"))
+    return [
+        claim
+        for better, worse in pairs
+        for claim in (
+            *(compared(records, better, worse, place, paper=words) for place in places_of(records)),
+            *pooled(records, better, worse),
+        )
+    ]
+
+
+RECIPE = figure_recipe(
+    ENTRY, "Figure 7a", ["kv-shift", "k-shift", "v-shift", "vanilla"], claims, notes=read_notes(__file__)
+)

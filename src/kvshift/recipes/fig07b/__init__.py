@@ -1,0 +1,5 @@
+"""Figure 7b: longer windows."""
+
+from kvshift.recipes.language_models import figure_entry
+
+ENTRY = figure_entry("fig07b", "longer windows", runs=4, size="1.5B")

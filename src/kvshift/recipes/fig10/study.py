@@ -1,0 +1,18 @@
+"""Figure 10: gates and bounds."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kvshift.lab.study.notes import read_notes
+from kvshift.recipes.fig10 import ENTRY
+from kvshift.recipes.language_models.lm_figures import figure_recipe, none_better
+
+MORE = ("kv-shift-gate", "kv-shift-clamp")
+RECIPE = figure_recipe(
+    ENTRY,
+    "Figure 10",
+    ["kv-shift", *MORE, "vanilla"],
+    partial(none_better, MORE, "more controls do not make the model learn better"),
+    notes=read_notes(__file__),
+)

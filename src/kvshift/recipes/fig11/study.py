@@ -1,0 +1,35 @@
+"""Figure 11: queries too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvshift.lab.study.claims import Claim, within
+from kvshift.lab.study.notes import read_notes
+from kvshift.lab.study.recipe import Record
+from kvshift.lab.variants.by_name import VARIANTS
+from kvshift.recipes.fig11 import ENTRY
+from kvshift.recipes.language_models.lm_figures import MARGIN, figure_recipe
+from kvshift.recipes.language_models.settings import claim_of, pairs_of, place_label, places_of
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """Whether a shift of queries too makes no difference, at each place."""
+    names = (VARIANTS["qkv-shift"].label, VARIANTS["kv-shift"].label)
+    return [
+        claim_of(
+            pairs_of(records, "qkv-shift", "kv-shift", place),
+            names,
+            partial(within, margin=MARGIN),
+            statement=f"{place_label(place)}: {names[0]} and {names[1]} differ by less than {MARGIN}",
+            paper="the loss curves are similar",
+            size=f"the margin of {MARGIN} is ours",
+        )
+        for place in places_of(records)
+    ]
+
+
+RECIPE = figure_recipe(
+    ENTRY, "Figure 11", ["kv-shift", "qkv-shift", "vanilla"], claims, notes=read_notes(__file__), large="19B"
+)

@@ -1,0 +1,9 @@
+"""Table 12: losses by learning rate and context: Differential Transformer with QK-norm."""
+
+from __future__ import annotations
+
+from kvshift.lab.study.notes import read_notes
+from kvshift.recipes.language_models.lm_tables import table_recipe
+from kvshift.recipes.tab12 import ENTRY
+
+RECIPE = table_recipe(ENTRY, ["differential", "kv-shift", "vanilla"], better="kv-shift", notes=read_notes(__file__))

@@ -1,0 +1,15 @@
+"""Table 15: multi-head latent attention, with a hard shift and without."""
+
+from __future__ import annotations
+
+from kvshift.lab.study.notes import read_notes
+from kvshift.recipes.language_models.lm_tables import table_recipe
+from kvshift.recipes.tab15 import ENTRY
+
+RECIPE = table_recipe(
+    ENTRY,
+    ["mla-kv-shift", "mla"],
+    better="mla-kv-shift",
+    side_by_side=["mla", "mla-kv-shift"],
+    notes=read_notes(__file__),
+)
