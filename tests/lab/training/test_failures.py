@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvshift import cli
-from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
+from kvshift.lab.core.errors import DivergedError, FolderInUseError, LabError, RunFailedError
 from kvshift.lab.runs.checkpoints import find_checkpoint
 from kvshift.lab.runs.folder import Metrics, RunFolder
 from kvshift.lab.training.callbacks import InterruptedRunError
@@ -117,9 +117,10 @@ def test_loss_that_is_not_finite(corpus, tmp_path, capfd):
     config = tiny(corpus, tmp_path / "run", log_every=1)
     wild = replace(config, optimizer=replace(config.optimizer, learning_rate=1e30, clip_norm=0.0, warmup_steps=0))
     wild = replace(wild, save_every=1)
-    with pytest.raises(RunFailedError, match=r"not finite at step (\d+) .*checkpoint-\d+ is kept") as caught:
+    with pytest.raises(DivergedError, match=r"not finite at step (\d+) .*checkpoint-\d+ is kept") as caught:
         train(wild)
-    step = int(re.search(r"at step (\d+)", str(caught.value)).group(1))
+    step = caught.value.step
+    assert f"at step {step} " in str(caught.value)
     assert caught.value.exit_code == 3
     assert [line["step"] for line in metrics(wild.out, "train")] == list(range(1, step))
     assert find_checkpoint(wild.out, pytest.fail).name == f"checkpoint-{step - 1}"
@@ -185,8 +186,11 @@ def test_validation_loss_that_is_not_finite(corpus, tmp_path, monkeypatch):
         return torch.full((len(labels),), float("inf")), torch.full((len(labels),), LENGTH - 1)
 
     monkeypatch.setattr("kvshift.lab.training.trainer.sequence_losses", infinite)
-    with pytest.raises(RunFailedError, match=r"validation loss is not finite after step 5; checkpoint-4 is kept"):
+    with pytest.raises(
+        DivergedError, match="validation loss is not finite after step 5; checkpoint-4 is kept"
+    ) as caught:
         train(tiny(corpus, tmp_path / "run"))
+    assert caught.value.step == 5
     assert metrics(tmp_path / "run", "eval") == []
 
 

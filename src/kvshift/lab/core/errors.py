@@ -28,6 +28,18 @@ class RunFailedError(LabError):
     exit_code = 3
 
 
+class DivergedError(RunFailedError):
+    """A number of the training is not finite.
+
+    Attributes:
+        step: at or after which that was seen.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class FolderInUseError(LabError):
     """Another process trains in this folder."""
 

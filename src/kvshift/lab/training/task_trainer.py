@@ -66,8 +66,7 @@ class TaskTrainer(RunTrainer):
         """Score the evaluation batches, and tell the callbacks."""
         batches = counted(self._batches, "evaluation", "batches", shown=self._config.progress)
         self.scores = score(self.model, batches, self._task.slice_names, self.args.device, dropout=self._dropout)
-        if not math.isfinite(self.scores["loss"]):
-            self._fail(f"the validation loss is not finite after step {self.state.global_step}; {self._kept()}")
+        self._require_finite_loss(math.isfinite(self.scores["loss"]))
         accuracy = {f"eval_{name}": value for name, value in self.scores["accuracy"].items() if value is not None}
         self.log({"eval_loss": self.scores["loss"], **accuracy})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.scores)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import EvalPrediction, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from kvshift.lab.core.errors import RunFailedError
+from kvshift.lab.core.errors import DivergedError, RunFailedError
 from kvshift.lab.core.messages import say
 from kvshift.lab.data.order import EndlessStream, ShuffledEpochs
 from kvshift.lab.runs.checkpoints import keep_newest, seal
@@ -108,9 +108,11 @@ class RunTrainer(Trainer):
                 if self.state.global_step
                 else "No weight has been updated yet: the cause is in the options of the model or in its start weights"
             )
+            step = self.state.global_step + 1
             self._fail(
-                f"loss or gradient is not finite at step {self.state.global_step + 1} (loss of the last sequences "
-                f"{float(self._last_loss)}, norm of the gradient {float(norm)}). {cause}; {self._kept()}"
+                f"loss or gradient is not finite at step {step} (loss of the last sequences {float(self._last_loss)}, "
+                f"norm of the gradient {float(norm)}). {cause}",
+                step,
             )
         return norm
 
@@ -187,14 +189,22 @@ class RunTrainer(Trainer):
             f"{self._kept()}"
         ) from problem
 
-    def _fail(self, message: str) -> None:
-        """Stop every process, which all come here together; the first says why."""
-        raise RunFailedError(message) if self._processes.is_main else SystemExit(RunFailedError.exit_code)
+    def _fail(self, message: str, step: int) -> None:
+        """Stop every process, which all come here together; the first says what is not finite, and what is kept."""
+        if not self._processes.is_main:
+            raise SystemExit(DivergedError.exit_code)
+        raise DivergedError(f"{message}; {self._kept()}", step)
 
     def _kept(self) -> str:
         checkpoints = [path.parent.name for path in self._config.out.glob("checkpoint-*/manifest.json")]
         newest = max(checkpoints, key=lambda name: int(name.rpartition("-")[2]), default=None)
         return f"{newest} is kept" if newest else "there is no checkpoint before it"
+
+    def _require_finite_loss(self, finite: bool) -> None:
+        """Of an evaluation."""
+        step = self.state.global_step
+        if not finite:
+            self._fail(f"the validation loss is not finite after step {step}", step)
 
 
 class LanguageModelTrainer(RunTrainer):
@@ -292,8 +302,7 @@ class LanguageModelTrainer(RunTrainer):
         if self._probes:
             self._probed = summarize_targets(sums, tokens)
             sums, tokens = sums[:, 0], tokens[:, 0]
-        if not np.isfinite(sums).all():
-            self._fail(f"the validation loss is not finite after step {self.state.global_step}; {self._kept()}")
+        self._require_finite_loss(bool(np.isfinite(sums).all()))
         self.sequence_losses, self.sequence_tokens = sums / np.maximum(tokens, 1), tokens
         return summarize(sums, tokens)
 
