@@ -30,9 +30,9 @@ from torch import Tensor
 
 from kvshift.benchmarks.peak import peak_bytes
 from kvshift.lab.core.environment import environment
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_whole
 
 CONTEXTS = (512, 1024, 2048, 4096)

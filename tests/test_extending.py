@@ -13,8 +13,8 @@ from huggingface_hub.dataclasses import strict
 from matplotlib.figure import Figure
 
 from kvshift import KVShift, ShiftOptions, cli
-from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.runs.run import read_run
 from kvshift.lab.study.claims import Claim, percent
 from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.jobs import TrainingJob
@@ -25,9 +25,9 @@ from kvshift.lab.tasks.batch import IGNORED
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 from kvshift.lab.tasks.registry import TASKS
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.lab.variants.by_name import Entry as Variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedGeneration, UncachedLlamaModel, become
 from kvshift.lab.variants.variant import ModelVariant

@@ -6,8 +6,10 @@ import json
 
 import pytest
 
-from kvshift.benchmarks.rows import RowFile, options_hash
+from kvshift.benchmarks.bench_config import BenchConfig
+from kvshift.benchmarks.rows import RowFile
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import options_hash
 
 STAMP = {
     "config_hash": "0123",
@@ -91,5 +93,8 @@ def test_a_number_that_json_cannot_hold_is_refused(path):
     assert path.read_bytes() == before
 
 
-def test_the_hash_follows_every_option():
-    assert options_hash({"a": 1, "b": 2}) == options_hash({"b": 2, "a": 1}) != options_hash({"a": 1, "b": 3})
+def test_the_hash_follows_every_option_that_decides_numbers():
+    decisive = {"preset": "smoke", "rounds": None}
+    assert options_hash(BenchConfig, decisive) == options_hash(BenchConfig, {**decisive, "out": "x", "parts": ["op"]})
+    assert options_hash(BenchConfig, decisive) != options_hash(BenchConfig, {**decisive, "rounds": 3})
+    assert options_hash(BenchConfig, {"a": 1, "b": 2}) == options_hash(BenchConfig, {"b": 2, "a": 1})

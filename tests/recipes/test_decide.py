@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from kvshift.lab.core.options import to_json
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.models import model_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.training.probes import KINDS
-from kvshift.lab.training.train_config import to_json
 from kvshift.recipes.decide import study as decide
 
 from .cases import made_up

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import to_json
 from kvshift.lab.study.jobs import SHARED, on_text_at_hand
 from kvshift.lab.study.models import PAIR, model_label
 from kvshift.lab.study.recipe import Record
-from kvshift.lab.training.train_config import to_json
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.depth import study as depth
 

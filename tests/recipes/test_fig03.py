@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvshift.lab.core.options import to_json
 from kvshift.lab.study.recipe import Record
-from kvshift.lab.training.train_config import to_json
 from kvshift.recipes.fig03 import study as fig03
 
 from .cases import made_up

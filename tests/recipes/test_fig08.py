@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshift.lab.analysis.runs import read_json
+from kvshift.lab.core.atomic import read_json
+from kvshift.lab.core.options import to_json
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import HopConfig, HopTask, generator_of
-from kvshift.lab.training.train_config import to_json
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.recipes.fig08 import study as fig08
 from kvshift.recipes.fig08.study import HOPS, PUBLISHED, errors_by_hops

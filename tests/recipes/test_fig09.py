@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvshift.lab.core.options import to_json
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import NGramTask
-from kvshift.lab.training.train_config import to_json
 from kvshift.lab.variants.building import llama_config
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.recipes.fig09 import study as fig09

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvshift.lab.core.options import to_json
 from kvshift.lab.study.models import model_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.study.tuning import tuning_jobs
-from kvshift.lab.training.train_config import to_json
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.recipes.mqar import study as mqar
 

@@ -11,11 +11,12 @@ import pytest
 
 from kvshift.cli import main
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import to_json
 from kvshift.lab.study.jobs import SHARED, Computation, TextJob
 from kvshift.lab.study.recipe import Record, reported
 from kvshift.lab.study.records import read_records
 from kvshift.lab.study.tuning import tuning_jobs
-from kvshift.lab.training.train_config import TrainConfig, to_json
+from kvshift.lab.training.train_config import TrainConfig
 from kvshift.recipes.retrofit import study as retrofit
 from kvshift.recipes.retrofit.retrofit_claims import ALL, BOTH, CONTROL, LORA, NOTHING
 from kvshift.recipes.retrofit.study import PARTS, RetrofitJob

@@ -13,7 +13,7 @@ from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import IGSMConfig
 from kvshift.lab.tasks.igsm import IGSMTask
 from kvshift.lab.training.task_training import TaskTrainConfig
-from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.tab04 import study as tab04
 
 from .cases import made_up

@@ -20,11 +20,12 @@ from kvshift.benchmarks.bench_config import PARTS, BenchConfig, Part
 from kvshift.benchmarks.bench_report import SMOKE, short, write
 from kvshift.benchmarks.cases import Case, Session, measure_case
 from kvshift.benchmarks.presets import PRESETS
-from kvshift.benchmarks.rows import RowFile, options_hash
+from kvshift.benchmarks.rows import RowFile
 from kvshift.lab.allocator import keep_memory
 from kvshift.lab.compare.timing import EventClock, WallClock
 from kvshift.lab.core.environment import environment
 from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.options import Meaning, names, options_hash
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.ops.cpu.kernel import cpu_refusal
 
@@ -109,18 +110,13 @@ def _session(config: BenchConfig, device: torch.device) -> Session:
 def _stamp(config: BenchConfig, device: torch.device, kept: bool) -> dict[str, Any]:
     """What every row carries: the options that decide numbers, and where they were measured."""
     found = environment(device, 1)
-    options = {
-        "preset": config.preset,
-        "rounds": config.rounds,
-        "layers": config.layers,
-        "compile": config.compile,
-        "memory_kept": kept,
-        "backend": os.environ.get("KVSHIFT_BACKEND", "auto"),
-    }
+    free = names(BenchConfig, Meaning.DECIDES_NOTHING)
+    options = {name: value for name, value in vars(config).items() if name not in free}
+    options |= {"memory_kept": kept, "backend": os.environ.get("KVSHIFT_BACKEND", "auto")}
     others = _versions(("triton", "flash-linear-attention", "causal-conv1d"))
     refusal = cpu_refusal(torch.empty(0), 2)
     return {
-        "config_hash": options_hash(options),
+        "config_hash": options_hash(BenchConfig, options),
         "options": options,
         "started": found["started"],
         "commit": found["commit"],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import FREE, MACHINE
 
 Part = Literal["op", "layer", "train", "prefill", "decode", "memory", "sweep"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -20,10 +21,10 @@ class BenchConfig:
     The same command, given again, measures only the missing cases.
     """
 
-    parts: tuple[Part, ...] = PARTS
+    parts: tuple[Part, ...] = field(default=PARTS, metadata=FREE)
     """op: the operator. layer: an attention layer. train, prefill, decode: whole models. memory: bytes saved for the
     backward pass. sweep: cost against T, B, G, D and dtype."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=MACHINE)
     """Device to measure on. auto: CUDA if there is a GPU."""
     preset: PresetName = "laptop"
     """smoke: seconds, to see that it works. laptop: minutes on two cores. paper: the paper's sizes, for a GPU."""
@@ -33,10 +34,10 @@ class BenchConfig:
     """Layers of the 2.9B shape in the preset paper. None: as many as fit in the memory of the device."""
     compile: bool = True
     """Also measure torch.compile (never in smoke); on a CPU it needs a C++ compiler."""
-    system_malloc: bool = False
+    system_malloc: bool = field(default=False, metadata=MACHINE)
     """Use the C library's allocator with its default settings. Otherwise it retains freed memory, as PyTorch's guide
     for CPUs advises, because allocating new pages costs more than the measured operations."""
-    out: Path | None = None
+    out: Path | None = field(default=None, metadata=MACHINE)
     """Folder of the rows, the table and the plot. None: results/bench/HARDWARE."""
 
     def check(self) -> None:

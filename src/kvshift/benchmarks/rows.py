@@ -6,7 +6,6 @@ are not added to: numbers of one table are to be of one kind.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +16,6 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.json_lines import JSONLines, read_lines
 
 _SAME = ("options", "config_hash", "commit", "versions", "hardware")
-
-
-def options_hash(options: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits over the options that decide numbers."""
-    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -21,13 +21,11 @@ import yaml
 from kvshift.lab.command_line import read
 from kvshift.lab.compare.compare_config import CompareConfig
 from kvshift.lab.core.errors import LabError, nearest
+from kvshift.lab.core.options import RECORDED
 from kvshift.lab.plan.plan_config import PlanConfig
 from kvshift.lab.training.train_config import TrainConfig
 
 _HELP = "YAML or JSON file of options, such as the config.json of a run; command-line options override the file."
-
-# What a run records beside its options.
-_RECORDED = ("config_hash", "data_facts", "extended")
 
 
 def parse(options: type, args: Sequence[str], **kwargs: Any) -> Any:
@@ -68,7 +66,7 @@ def with_file(options: type, path: Path) -> Any:
     """The defaults of `options` with what the file says in their place."""
     values = _read(path)
     is_record = "config_hash" in values
-    values = {name: value for name, value in values.items() if name not in _RECORDED}
+    values = {name: value for name, value in values.items() if name not in RECORDED}
     known: dict[str, Any] = {}
     for each in (TrainConfig, CompareConfig, PlanConfig):
         known = _merged(known, _names(each))

@@ -20,11 +20,11 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from kvshift.lab.analysis.curves import save_figure
-from kvshift.lab.analysis.runs import is_finished
 from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say
 from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.runs.run import is_finished
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.jobs import SHARED, on_text_at_hand
 from kvshift.lab.study.recipe import Job, Recipe, Record, reported

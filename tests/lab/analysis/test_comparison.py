@@ -7,9 +7,9 @@ import pytest
 
 from kvshift.lab.analysis.comparison import explanation, summarize, table
 from kvshift.lab.analysis.report import read_twins
-from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.analysis.tables import as_markdown, as_text
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.runs.run import read_run
 
 from .run_folders import write_pair, write_run
 

@@ -10,9 +10,9 @@ from kvshift.lab.analysis.accuracy import draw_means, minus
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, plot_learning, save_figure
 from kvshift.lab.analysis.panels import INTERVALS
-from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.statistics import t_interval
+from kvshift.lab.runs.run import read_run
 
 from .run_folders import write_pair, write_run
 

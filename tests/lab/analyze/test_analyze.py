@@ -16,14 +16,15 @@ from kvshift import ShiftOptions
 from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.analyze import analyze as module
 from kvshift.lab.analyze.analyze import AnalyzeConfig, analyze
-from kvshift.lab.analyze.head_scores import RepeatConfig, measure_heads
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.tasks import InductionConfig
+from kvshift.lab.training.head_scores import measure_heads
+from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import add_kv_shift

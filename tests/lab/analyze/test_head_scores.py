@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from kvshift.lab.analyze.head_scores import (
-    RepeatConfig,
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.theory.one_layer_head import kv_shift_head
+from kvshift.lab.theory.two_layer_head import two_layer_head
+from kvshift.lab.training.head_scores import (
     attention_maps,
     attention_scores,
     measure_heads,
@@ -15,9 +17,7 @@ from kvshift.lab.analyze.head_scores import (
     sequences_for,
     shares,
 )
-from kvshift.lab.core.errors import LabError
-from kvshift.lab.theory.one_layer_head import kv_shift_head
-from kvshift.lab.theory.two_layer_head import two_layer_head
+from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 N = 11

@@ -16,10 +16,12 @@ from kvshift.lab.analysis.comparison import summarize
 from kvshift.lab.analysis.report import read_twins
 from kvshift.lab.compare.compare import CompareConfig, TrainingError, child_config, compare
 from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
+from kvshift.lab.core.options import to_json
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.options_file import parse
 from kvshift.lab.runs.folder import RunFolder
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, to_json
+from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
+from kvshift.lab.variants.model_config import ModelConfig
 
 from ..analysis.run_folders import write_run
 

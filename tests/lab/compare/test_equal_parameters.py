@@ -11,9 +11,10 @@ import pytest
 
 from kvshift.lab.compare.compare import CompareConfig, child_config, compare
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.training.train_config import ModelConfig, TrainConfig
+from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import VARIANTS
+from kvshift.lab.variants.model_config import ModelConfig
 
 UNIT = 3 * 24 * 2  # parameters that a unit of the MLPs' width has in all layers
 

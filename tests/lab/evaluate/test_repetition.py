@@ -20,7 +20,7 @@ from kvshift.lab.evaluate import continuations
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.evaluation import evaluate
 from kvshift.lab.evaluate.repetition import distinct, distinct_difference, loop_length, rep
-from kvshift.lab.generate.continuing import continue_rows
+from kvshift.lab.variants.continuing import continue_rows
 
 from ..generation_cases import TEXT, save_model, tokenizer
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from kvshift.lab.plan.cost import count_parameters, training_memory
 from kvshift.lab.plan.dry_run import dry_run
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import llama_config
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaConfig
 
 # As in tests/layers/test_sharding.py: nothing edits the views.

@@ -17,8 +17,8 @@ from kvshift.lab.plan import planning
 from kvshift.lab.plan.cost import LlamaShape, count_parameters, training_flops, training_memory
 from kvshift.lab.plan.plan_config import PlanConfig, PlanData
 from kvshift.lab.plan.planning import DEVICES, estimate, plan
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import llama_config
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, size_config
 
 TINY = ModelConfig(hidden_size=40, num_hidden_layers=3, num_attention_heads=5, vocab_size=211)

@@ -16,8 +16,8 @@ import torch
 from scipy.stats import chi2
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import from_json, to_json
 from kvshift.lab.tasks import CFG3F, CFG3S, CFGConfig, CFGGrammar, CFGTask, QuestionTask, TaskBatches, cfg
-from kvshift.lab.training.train_config import from_json, to_json
 
 from .cases import check_shape, drawn_numbers, seeded
 

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.training.train_config import ModelConfig, TrainConfig
+from kvshift.lab.training.train_config import TrainConfig
+from kvshift.lab.variants.model_config import ModelConfig
 
 TIMES = ("seconds", "step_seconds", "peak_memory_bytes")
 LENGTH = 37

@@ -17,7 +17,7 @@ from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.runs.checkpoints import find_checkpoint
 from kvshift.lab.runs.folder import Metrics, RunFolder, read_metrics
 from kvshift.lab.training.train import train
-from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.model_config import ModelConfig
 
 from .cases import assert_same_run, copied, disk_of, metrics, tiny
 

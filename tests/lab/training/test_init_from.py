@@ -15,9 +15,10 @@ from kvshift import KVShift
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
+from kvshift.lab.runs.pretrained import base_config, find_pretrained
 from kvshift.lab.training.train import train
-from kvshift.lab.training.train_config import ModelConfig, TrainConfig
-from kvshift.lab.variants.pretrained import base_config, find_pretrained
+from kvshift.lab.training.train_config import TrainConfig
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 

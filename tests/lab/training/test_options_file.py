@@ -10,10 +10,12 @@ import pytest
 
 from kvshift.lab.compare.compare_config import CompareConfig
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import to_json
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.options_file import parse
 from kvshift.lab.plan.plan_config import PlanConfig
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, to_json
+from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
+from kvshift.lab.variants.model_config import ModelConfig
 
 YAML = """
 out: runs/mine

@@ -5,8 +5,8 @@ import torch
 
 from kvshift.lab.training import train as training
 from kvshift.lab.training.train import train
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, llama_config, shift_layers
+from kvshift.lab.variants.model_config import ModelConfig
 
 from .cases import assert_same_bits, losses, metrics, tiny, weights
 

@@ -13,16 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvshift.cli import main
-from kvshift.lab.analysis.runs import read_run
-from kvshift.lab.analyze.head_scores import RepeatConfig, measure_heads
 from kvshift.lab.compare.samples import sample
 from kvshift.lab.compare.step_time import measure_step_time
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
 from kvshift.lab.runs.checkpoints import seal, size_fault
-from kvshift.lab.runs.loading import load_weights
+from kvshift.lab.runs.loading import load_trained, load_weights
+from kvshift.lab.runs.run import read_run
+from kvshift.lab.training.head_scores import measure_heads
+from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.lab.training.train import train
-from kvshift.lab.variants.building import load_trained
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .cases import assert_same_run, result, tiny

@@ -12,11 +12,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
 
-from kvshift.lab.analyze.analyze_config import RepeatConfig
-from kvshift.lab.analyze.head_scores import attention_scores, measure_heads
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
+from kvshift.lab.training.head_scores import attention_scores, measure_heads
 from kvshift.lab.training.probes import (
     KINDS,
     SCORES,
@@ -25,6 +24,7 @@ from kvshift.lab.training.probes import (
     probe_targets,
     summarize_targets,
 )
+from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.lab.training.train import train
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 

@@ -16,7 +16,7 @@ from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training import callbacks
 from kvshift.lab.training.callbacks import Evaluation, Progress
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
-from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.model_config import ModelConfig
 
 
 class Terminal(io.StringIO):

@@ -15,10 +15,11 @@ from transformers import AutoTokenizer
 
 from kvshift import cli
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import from_json
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
 from kvshift.lab.training.train import train
-from kvshift.lab.training.train_config import TrainConfig, from_json
+from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.training.trainer import sequence_losses, summarize
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 

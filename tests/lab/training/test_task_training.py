@@ -26,8 +26,9 @@ from kvshift.lab.tasks import (
 )
 from kvshift.lab.training.task_trainer import EarlyStopping, score
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig
+from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.building import build_model, llama_config
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 TIMES = ("seconds", "processor_seconds", "step_seconds", "peak_memory_bytes")

@@ -15,10 +15,12 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvshift.lab.core.errors import LabError, install_command
+from kvshift.lab.core.options import to_json
 from kvshift.lab.training import tuned_part
 from kvshift.lab.training.train import train
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, config_hash, to_json
+from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig, config_hash
 from kvshift.lab.training.tuned_part import merge_lora, tune_part
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import add_kv_shift
 

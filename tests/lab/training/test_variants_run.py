@@ -13,16 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvshift.cli import main
-from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.compare.samples import sample
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.plan.planning import PlanConfig, estimate
+from kvshift.lab.runs.loading import load_trained
+from kvshift.lab.runs.run import read_run
 from kvshift.lab.tasks import MQARConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
 from kvshift.lab.training.train import train
-from kvshift.lab.training.train_config import ModelConfig
-from kvshift.lab.variants.building import load_trained
 from kvshift.lab.variants.by_name import VARIANTS, find_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2Config
 from kvshift.models.llama import KVShiftLlamaConfig
 

@@ -8,7 +8,8 @@ import pytest
 
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.training.train_config import ModelConfig, TrainConfig, config_hash, to_json
+from kvshift.lab.core.options import to_json
+from kvshift.lab.training.train_config import TrainConfig, config_hash
 from kvshift.lab.variants.by_name import (
     VARIANTS,
     find_variant,
@@ -18,6 +19,7 @@ from kvshift.lab.variants.by_name import (
     variant_of,
     with_variant,
 )
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 
 SIZES = [ModelConfig(hidden_size=24), GPT2Options(width=24)]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvshift import KVShift, ShiftState, param_groups
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe, shift_layers
 from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.convolution import ChannelConvolution
 from kvshift.lab.variants.mixing import Heads
+from kvshift.lab.variants.model_config import ModelConfig
 
 from .layouts import LAYOUTS, before, given
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.differential import Differential, DifferentialLlamaForCausalLM, PairNorm
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.models.versions import CACHE
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.fox_shift import FoXShift
 from kvshift.lab.variants.mixing import Heads
+from kvshift.lab.variants.model_config import ModelConfig
 
 from .layouts import LAYOUTS, before, given
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from kvshift import KVShift
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import from_json, to_json
 from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.tasks import HopConfig, HopTask, MQARConfig, MQARTask
-from kvshift.lab.training.train_config import from_json, to_json
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.key_offset import offset_keys
+from kvshift.lab.variants.model_config import ModelConfig
 
 from .layouts import LAYOUTS, before, given
 

@@ -13,10 +13,10 @@ from transformers import DeepseekV2Config, DynamicCache, StaticCache
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.mla import MLALlamaConfig, MLALlamaForCausalLM
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.versions import CACHE
 
 from ...models.llama import checks

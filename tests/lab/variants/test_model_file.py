@@ -5,8 +5,8 @@ import json
 import pytest
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import llama_config
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaConfig
 
 # As Meta's are on the hub, older fields included.

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvshift.benchmarks.peak import peak_bytes
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import find_variant, with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_whole
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 

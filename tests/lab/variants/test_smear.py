@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.smear import Smear
 
 from .layouts import LAYOUTS, before, given

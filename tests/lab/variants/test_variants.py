@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import VARIANTS, find_variant, with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.lab.variants.uncached import decodes_with_cache
 from kvshift.lab.variants.variant import Variant

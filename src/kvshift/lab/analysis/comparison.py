@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvshift.lab.analysis.runs import Run
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import Meaning, differences, names
 from kvshift.lab.core.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
+from kvshift.lab.runs.run import Run
+from kvshift.lab.training.train_config import TrainConfig
+from kvshift.lab.variants.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,9 @@ def summarize(twins: Sequence[Twins], step_time: dict[str, Any] | None = None) -
 
 def _refuse_strangers(baseline: Run, other: Run) -> None:
     """Twins were given the same options and found the same data; what they recorded shows it."""
-    from kvshift.lab.training.train_config import differences  # brings the libraries that read data
-
-    of_variants = ("config_hash:", "model.variant:", "model.shift_", "model.freeze_shift:", "model.intermediate_size:")
-    lines = [line for line in differences(baseline.config, other.config) if not line.startswith(of_variants)]
+    of_variants = {"config_hash", *(f"model.{name}" for name in names(ModelConfig, Meaning.OF_THE_VARIANT))}
+    found = differences(TrainConfig, baseline.config, other.config)
+    lines = [line for name, line in found.items() if name not in of_variants]
     if lines:
         raise LabError(f"{baseline.folder} and {other.folder} are no twins: {'; '.join(lines)}")
 

@@ -10,9 +10,9 @@ from kvshift.lab.analysis.accuracy import draw_means, draw_pale, minus
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.maps import map_coefficients
 from kvshift.lab.analysis.panels import INTERVALS, count_steps, legend_below, new_figure, whole_ticks
-from kvshift.lab.analysis.runs import Run, read_run
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.folder import read_metrics
+from kvshift.lab.runs.run import Run, read_run
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from kvshift.lab.analysis.curves import plot_learning, save_figure
 from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.analysis.maps import count_coefficients, counts_by_layer, map_attention, map_coefficients, map_scores
 from kvshift.lab.analysis.pages import inline, render
-from kvshift.lab.analysis.runs import read_json
+from kvshift.lab.core.atomic import read_json
 from kvshift.lab.runs.folder import read_metrics
 from kvshift.lab.variants.by_name import shift_label
 

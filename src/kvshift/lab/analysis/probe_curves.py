@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.curves import count_tokens
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
-from kvshift.lab.analysis.runs import Run, read_run
+from kvshift.lab.runs.run import Run, read_run
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure

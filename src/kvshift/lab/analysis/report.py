@@ -12,8 +12,9 @@ from kvshift.lab.analysis.comparison import Twins, explanation, summarize, table
 from kvshift.lab.analysis.curves import plot_coefficients, plot_curves, save_figure
 from kvshift.lab.analysis.pages import inline, render
 from kvshift.lab.analysis.probe_curves import plot_probes
-from kvshift.lab.analysis.runs import Run, read_json, read_run
 from kvshift.lab.analysis.tables import as_markdown
+from kvshift.lab.core.atomic import read_json
+from kvshift.lab.runs.run import Run, read_run
 
 _TEMPLATE = "report.html.jinja"
 

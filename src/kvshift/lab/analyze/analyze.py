@@ -22,13 +22,13 @@ from transformers.utils import logging
 from kvshift.lab.analysis.head_report import SCORES, best_heads, write_head_report
 from kvshift.lab.analysis.maps import counts_by_layer
 from kvshift.lab.analyze.analyze_config import AnalyzeConfig
-from kvshift.lab.analyze.head_scores import Measured, attention_maps, measure_heads, sequences_for
 from kvshift.lab.core.atomic import write_bytes, write_json
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say, say_nothing
+from kvshift.lab.core.options import to_json
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate, model_folder
-from kvshift.lab.training.train_config import to_json
+from kvshift.lab.training.head_scores import Measured, attention_maps, measure_heads, sequences_for
 
 __all__ = ["AnalyzeConfig", "analyze"]
 

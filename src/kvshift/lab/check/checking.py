@@ -17,7 +17,7 @@ from kvshift.lab.core.messages import say
 from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate, model_folder
-from kvshift.lab.training.train_config import DType
+from kvshift.lab.variants.model_config import DType
 from kvshift.models.check import PROPERTIES, Report, check_model
 
 _HALF = (torch.bfloat16, torch.float16)

@@ -23,14 +23,15 @@ from typing import Any
 
 from kvshift.lab.analysis.comparison import explanation, table
 from kvshift.lab.analysis.report import run_folder, verdicts, write_report
-from kvshift.lab.analysis.runs import is_finished, read_json
 from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.compare.compare_config import CompareConfig
-from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.atomic import read_json, write_json
 from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
 from kvshift.lab.core.messages import say
+from kvshift.lab.core.options import to_json
 from kvshift.lab.runs.folder import RunFolder
-from kvshift.lab.training.train_config import TrainConfig, differences, to_json
+from kvshift.lab.runs.run import is_finished
+from kvshift.lab.training.train_config import TrainConfig, differences
 from kvshift.lab.variants.by_name import with_variant
 
 __all__ = ["CompareConfig", "TrainingError", "child_config", "compare"]

@@ -13,8 +13,9 @@ from typing import Annotated
 import tyro
 
 from kvshift.lab.core.errors import LabError, require_unicode
+from kvshift.lab.core.options import Meaning, names
 from kvshift.lab.training.train_config import TrainConfig
-from kvshift.lab.variants.by_name import VARIANTS, find_entry
+from kvshift.lab.variants.by_name import VARIANTS, find_entry, refinements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class CompareConfig:
             raise LabError("prompt must not be empty")
         require_unicode(self.prompt or "", "prompt")
         self._check_variants()
-        for name in ("extend", "overwrite"):
+        for name in sorted(names(TrainConfig, Meaning.OF_THE_CALL)):
             if getattr(self.train, name):
                 raise LabError(f"{name} is for kvshift train; for another comparison choose another folder for out")
         if "RANK" in os.environ:
@@ -94,13 +95,11 @@ class CompareConfig:
             raise LabError(f"model.variant ({model.variant}) is for kvshift train; name it among variants")
         if model.shift_targets == ():
             raise LabError("model.shift_targets must name at least one of q, k, v: without, kv-shift is vanilla")
-        for item in fields(model):
-            value = getattr(model, item.name)
-            of_shift = item.name.startswith(("shift_", "freeze_shift")) and value != item.default
-            if of_shift and not any(entry.shifts and item.name not in entry.fixes for entry in entries):
+        for name, default in refinements(model):
+            value = getattr(model, name)
+            if value != default and not any(entry.shifts and name not in entry.fixes for entry in entries):
                 raise LabError(
-                    f"model.{item.name} is {value!r}, which refines kv-shift, but variants are "
-                    f"{', '.join(self.variants)}"
+                    f"model.{name} is {value!r}, which refines kv-shift, but variants are {', '.join(self.variants)}"
                 )
         if self.equal_parameters and self.train.init_from is not None:
             raise LabError("equal_parameters changes the width of the MLPs, and init_from has one: give one of them")

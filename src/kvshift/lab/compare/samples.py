@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.data.text import load_text_data
-from kvshift.lab.generate.continuing import continue_rows
-from kvshift.lab.variants.building import load_trained
+from kvshift.lab.runs.loading import load_trained
+from kvshift.lab.runs.run import read_run
+from kvshift.lab.variants.continuing import continue_rows
 
 _PROMPT_TOKENS = 16
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvshift.lab.analysis.runs import read_run
 from kvshift.lab.compare.timing import Clock, WallClock, measure, ratios
 from kvshift.lab.core.errors import RunFailedError
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
+from kvshift.lab.runs.loading import load_trained
+from kvshift.lab.runs.run import read_run
 from kvshift.lab.training.optimizer import adamw, recompute_activations
 from kvshift.lab.training.train_config import TrainConfig
-from kvshift.lab.variants.building import load_trained
 
 _LEAST_SECONDS = 0.15  # of steps in a row: long against the clock's resolution, short against changes of the machine
 _FEWEST_ROUNDS = 5

@@ -18,6 +18,14 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     write_bytes(path, (json.dumps(values, indent=1, allow_nan=False) + "\n").encode())
 
 
+def read_json(path: Path) -> Any:
+    """The JSON in a file; raises LabError that names the file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LabError(f"{path}: cannot be read: {error}") from error
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """As `write_json`, for any content."""
     part = path.with_name(f".{path.name}.part")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import LATE
 
 SHARED = "KVSHIFT_SHARED_DATA"
 """The environment variable that names the folder of larger corpora, which the repository does not hold."""
@@ -62,7 +63,7 @@ class DataConfig:
     """How documents share a sequence. concat: attention and shift cross from one document to the next, as in the paper.
     documents: no document sees another."""
 
-    repeated_spans: float | None = None
+    repeated_spans: float | None = field(default=None, metadata=LATE)
     """Fraction of the training sequences in which a span of tokens is copied over a later one, so that there is more to
     copy: above 0, at most 1, with packing concat. Validation text stays as it is."""
 
@@ -80,10 +81,9 @@ def find_shared(name: str | None) -> str | None:
 
 def check_data_config(config: DataConfig) -> None:
     """Raise `LabError` for values that are wrong whatever the text."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value == "":
-            raise LabError(f"{field.name} must not be empty")
+    for item in dataclasses.fields(config):
+        if getattr(config, item.name) == "":
+            raise LabError(f"{item.name} must not be empty")
     if config.sequence_length < 2:
         raise LabError(f"sequence_length must be 2 or more (a token and its successor), got {config.sequence_length}")
     if not 0 < config.validation_fraction < 1:

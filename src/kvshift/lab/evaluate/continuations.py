@@ -21,9 +21,9 @@ from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.kept_answers import KeptAnswers, kept_in, key_of, version_of
 from kvshift.lab.evaluate.repetition import LOOP_TIMES, distinct, distinct_difference, loop_length, rep
 from kvshift.lab.evaluate.text_scores import Model, pieces, prepare
-from kvshift.lab.generate.continuing import continue_rows
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.runs.progress import counted
+from kvshift.lab.variants.continuing import continue_rows
 
 _say = partial(say, command="eval")
 

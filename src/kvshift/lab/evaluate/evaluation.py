@@ -8,9 +8,9 @@ from transformers.utils import logging
 
 from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.environment import environment
+from kvshift.lab.core.options import to_json
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.runs.loading import find_device
-from kvshift.lab.training.train_config import to_json
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from kvshift.lab.core.errors import LabError, require_new
-from kvshift.lab.training.train_config import DType
+from kvshift.lab.variants.model_config import DType
 
 
 @dataclass(frozen=True, kw_only=True)

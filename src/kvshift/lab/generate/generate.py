@@ -18,10 +18,10 @@ from transformers.utils import logging
 from kvshift.lab.core.errors import LabError, require_unicode
 from kvshift.lab.core.messages import say
 from kvshift.lab.core.seeds import seed_for
-from kvshift.lab.generate.continuing import continue_rows
 from kvshift.lab.generate.generate_config import GenerateConfig
 from kvshift.lab.generate.prompts import Prompt, answers_in, read_prompts
 from kvshift.lab.runs.loading import load_model
+from kvshift.lab.variants.continuing import continue_rows
 from kvshift.lab.variants.uncached import decodes_with_cache
 
 __all__ = ["Continuation", "GenerateConfig", "continue_batch", "encode", "generate"]

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from kvshift.lab.core.errors import LabError, require
-from kvshift.lab.training.train_config import DType
+from kvshift.lab.variants.model_config import DType
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.plan.cost import Precision, Sharding
-from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.model_config import ModelConfig
 
 DeviceName = Literal["A100", "H100", "H200", "B200", "MI300X", "L40S", "RTX4090", "RTX5090"]
 

@@ -26,8 +26,8 @@ from kvshift.lab.plan.cost import (
     training_memory,
 )
 from kvshift.lab.plan.plan_config import DeviceName, PlanConfig, PlanData
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.by_name import settled
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.model_fields import given_fields, size_fields
 from kvshift.models.paper_sizes import SIZES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
@@ -20,7 +20,8 @@ from kvshift.lab.runs.extending import extends, record_extension, refuse_extensi
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.overwriting import replace_run
 from kvshift.lab.runs.processes import Processes
-from kvshift.lab.training.train_config import ModelConfig, config_hash, differences
+from kvshift.lab.training.train_config import config_hash, differences
+from kvshift.lab.variants.model_config import model_fields
 from kvshift.models.configuration import ShiftConfig
 
 _SAMPLED_ROWS = 256
@@ -156,9 +157,7 @@ def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, A
 
 def resolved_model(config: ShiftConfig) -> dict[str, Any]:
     """The fields of `ModelConfig` as the model has them."""
-    apart = ("variant", "size", "config", "freeze_shift", "zero_outputs", "rope_theta")
-    names = [field.name for field in fields(ModelConfig) if field.name not in apart]
-    values = {name: getattr(config, name, None) for name in names}  # None: another family has no such field
+    values = {name: getattr(config, name, None) for name in model_fields()}  # None: another family has no such field
     rope = getattr(config, "rope_parameters", None) or {}
     return {**values, "rope_theta": rope.get("rope_theta"), "shift_targets": list(config.shift_targets)}
 

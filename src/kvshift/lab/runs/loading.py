@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
@@ -18,10 +25,13 @@ from transformers.utils import logging
 import kvshift.models.baichuan_m1
 import kvshift.models.retrofit  # noqa: F401
 from kvshift.lab.core import messages
+from kvshift.lab.core.atomic import read_json
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.model_files import locate, require_ids
-from kvshift.lab.training.train_config import DType
-from kvshift.lab.variants.by_name import VARIANTS, find_variant
+from kvshift.lab.runs.run import Run
+from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
+from kvshift.lab.variants.model_config import DType
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 for _name in VARIANTS:  # whose model types they register likewise
     find_variant(_name)
@@ -181,3 +191,15 @@ def _first_line(error: Exception) -> str:
     if isinstance(error, UNREADABLE):
         return line or type(error).__name__
     return f"a value in its config.json does not fit ({type(error).__name__}: {line})"
+
+
+def load_trained(run: Run) -> Any:
+    """The final model of a run of text in float32, as the class that it was trained as."""
+    folder = run.folder / "model"
+    values = read_json(folder / "config.json")
+    if values["model_type"] not in (LlamaConfig.model_type, KVShiftLlamaConfig.model_type):
+        find_variant(variant_of(run.config["model"]))  # which tells transformers of its classes
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    values |= {"shift_targets": run.config["model"]["shift_targets"], "model_type": KVShiftLlamaConfig.model_type}
+    config = KVShiftLlamaConfig.from_dict(values)
+    return KVShiftLlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)

@@ -16,8 +16,8 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.runs.loading import MISFITS, not_finite
 from kvshift.lab.runs.model_files import locate
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import llama_config
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.variant import shift_layers
 from kvshift.models.llama import KVShiftLlamaConfig
 from kvshift.models.retrofit.family import RetrofitConfig

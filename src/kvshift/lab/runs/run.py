@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvshift.lab.core.atomic import read_json
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.json_lines import read_lines
 from kvshift.lab.variants.by_name import label_of
@@ -40,7 +40,8 @@ class Run:
 
     def options(self) -> TrainConfig:
         """`config` as it was given to `kvshift train`, with nothing left open."""
-        from kvshift.lab.training.train_config import TrainConfig, from_json  # brings the libraries that read data
+        from kvshift.lab.core.options import from_json  # brings the libraries that read data
+        from kvshift.lab.training.train_config import TrainConfig  # brings the libraries that read data
 
         names = {field.name for field in dataclasses.fields(TrainConfig)}
         return from_json(TrainConfig, {name: value for name, value in self.config.items() if name in names})
@@ -74,11 +75,3 @@ def read_run(folder: Path) -> Run:
         list(read_lines(folder / "metrics.jsonl")),
         read_json(folder / "result.json"),
     )
-
-
-def read_json(path: Path) -> Any:
-    """The JSON in a file; raises LabError that names the file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LabError(f"{path}: cannot be read: {error}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,19 +13,20 @@ import torch
 from transformers import TrainerCallback
 
 from kvshift.lab.analysis.maps import coefficient_counts
-from kvshift.lab.analysis.runs import is_finished, read_json, read_run
-from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.atomic import read_json, write_json
 from kvshift.lab.core.environment import environment
-from kvshift.lab.core.errors import RunFailedError
+from kvshift.lab.core.errors import DivergedError
+from kvshift.lab.core.options import Meaning, names, to_json
 from kvshift.lab.data.config import SHARED, DataConfig, find_shared
 from kvshift.lab.runs.beginning import enter, other_options, refuse_other_options
 from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.runs.run import is_finished, read_run
 from kvshift.lab.study.recipe import Job
 from kvshift.lab.study.watching import last_step
 from kvshift.lab.tasks import MaskedTextConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
 from kvshift.lab.training.train import train
-from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_hash, differences, to_json
+from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_hash, differences
 
 __all__ = ["SHARED", "Computation", "RunJob", "StudyJob", "TextJob", "TrainingJob", "on_text_at_hand"]
 
@@ -189,11 +189,8 @@ class StudyJob(TextJob):
         """Where a number is not finite, the run is finished: {"diverged_at": step} is its result."""
         try:
             super().run(out)
-        except RunFailedError as error:
-            found = re.search(r"not finite (?:at|after) step (\d+)", str(error))
-            if found is None:  # memory, or the disk
-                raise
-            write_json(RunFolder(out).result, {"diverged_at": int(found[1])})
+        except DivergedError as error:
+            write_json(RunFolder(out).result, {"diverged_at": error.step})
 
     def record(self, out: Path) -> dict[str, Any]:
         """With the counts of `coefficient_counts` at each evaluation, by name, in the curve."""
@@ -229,7 +226,7 @@ def _text_of(config: TrainConfig) -> dict[str, str | None]:
 
 
 _OF_A_LINE = ("kind", "step", "tokens", "heads")
-_NO_OPTIONS = ("config_hash", "out", "progress", "report_to", "data_workers")  # the last four are of the machine
+_NO_OPTIONS = {"config_hash"} | names(TrainConfig, Meaning.OF_THE_MACHINE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 
 PAIR = ("kv-shift", "vanilla")
 

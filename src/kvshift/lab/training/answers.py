@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvshift.lab.core.seeds import seed_for
-from kvshift.lab.generate.continuing import continue_rows
 from kvshift.lab.runs.progress import counted
 from kvshift.lab.tasks import generator_of
 from kvshift.lab.tasks.questions import Question, QuestionTask
+from kvshift.lab.variants.continuing import continue_rows
 
 
 def ask(

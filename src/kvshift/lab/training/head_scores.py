@@ -47,10 +47,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvshift.lab.analyze.analyze_config import RepeatConfig
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.training.callbacks import coefficients
+from kvshift.lab.training.repeat_config import RepeatConfig
 
 __all__ = [
     "HeadScores",

@@ -1,7 +1,7 @@
 """Probes of training: at each evaluation, whether the model copies; `docs/probes.md` says how to read them.
 
 *Heads*: the scores of `kvshift analyze` on sequences of different random tokens that come twice, and the loss on the
-second half; see `kvshift.lab.analyze.head_scores`.
+second half; see `kvshift.lab.training.head_scores`.
 
 *Targets*: the validation loss by kind of target. A token y follows a token x at position t of what x can see: its row,
 or, where documents are kept apart, its document in the row. The target y is
@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvshift.lab.analyze.analyze_config import RepeatConfig
-from kvshift.lab.analyze.head_scores import measure_heads
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.training.head_scores import measure_heads
+from kvshift.lab.training.repeat_config import RepeatConfig
 
 KINDS = ("pair_seen", "token_seen", "neither")
 SCORES = ("prefix_matching", "previous_token", "duplicate_token", "induction")

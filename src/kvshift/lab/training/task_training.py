@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.messages import say
+from kvshift.lab.core.options import MACHINE, from_json, to_json
 from kvshift.lab.runs.beginning import begin
 from kvshift.lab.runs.folder import RunFolder, read_metrics
 from kvshift.lab.runs.processes import Processes
@@ -51,10 +52,11 @@ from kvshift.lab.training.running import (
     training_arguments,
 )
 from kvshift.lab.training.task_trainer import EarlyStopping, TaskTrainer, score
-from kvshift.lab.training.train_config import ModelConfig, RunConfig, from_json, to_json
+from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.variants.bidirectional import EncoderOptions
 from kvshift.lab.variants.building import build_model, count_parameters, describe
 from kvshift.lab.variants.by_name import settled
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 
 
@@ -66,7 +68,7 @@ class TaskTrainConfig(RunConfig):
     runs.
     """
 
-    out: Path = Path()
+    out: Path = field(default=Path(), metadata=MACHINE)
     """Folder of the run; made where it is missing. A recipe fills it in."""
     task: TaskConfig
     """What is learned: the config of a class in `kvshift.lab.tasks`."""
@@ -89,10 +91,10 @@ class TaskTrainConfig(RunConfig):
     row; None: always train `steps`."""
     stop_after: int = 3
     """See `stop_at`."""
-    progress: bool = False
+    progress: bool = field(default=False, metadata=MACHINE)
     """Tell on stderr how far training is, and each evaluation; several runs at a time would mingle."""
     save_every: int = 1000
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[str, ...] = field(default=(), metadata=MACHINE)
     log_every: int = 50
 
     def check(self) -> None:

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvshift.lab.core.atomic import remove_folder, write_json
 from kvshift.lab.core.messages import say, say_nothing
+from kvshift.lab.core.options import to_json
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
 from kvshift.lab.data.tokenizers import save_tokenizer
@@ -23,6 +24,13 @@ from kvshift.lab.runs.beginning import begin, data_facts, resolved_model
 from kvshift.lab.runs.extending import with_recorded_warmup
 from kvshift.lab.runs.folder import RunFolder, read_metrics
 from kvshift.lab.runs.overwriting import next_tokenizer
+from kvshift.lab.runs.pretrained import (
+    find_pretrained,
+    fitting_config,
+    load_pretrained,
+    weights_digest,
+    with_tokenizer,
+)
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.probes import check_probes
 from kvshift.lab.training.running import (
@@ -37,18 +45,11 @@ from kvshift.lab.training.running import (
     surviving,
     training_arguments,
 )
-from kvshift.lab.training.train_config import TrainConfig, to_json
+from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.training.trainer import LanguageModelTrainer
 from kvshift.lab.training.tuned_part import merge_lora, tune_part
 from kvshift.lab.variants.building import build_model, count_parameters, llama_config
 from kvshift.lab.variants.by_name import find_variant, label_of, settled, variant_of
-from kvshift.lab.variants.pretrained import (
-    find_pretrained,
-    fitting_config,
-    load_pretrained,
-    weights_digest,
-    with_tokenizer,
-)
 from kvshift.lab.variants.uncached import decodes_with_cache
 
 __all__ = ["TrainConfig", "train"]

@@ -2,80 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import math
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-import tyro
-
+from kvshift.lab.core import options
 from kvshift.lab.core.errors import LabError, require
+from kvshift.lab.core.options import CALL, FREE, LATE, MACHINE, options_hash
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.variants.by_name import VARIANTS
-
-# Of the weights of a model that is loaded; auto: as they were saved.
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-
-# What is asked of one call, and is no part of a run.
-_OF_THE_CALL = ("extend", "overwrite")
-
-# What may differ between a run and its continuation, for it changes no number that is computed.
-_FREE = ("out", "report_to", "progress", "keep_checkpoints", "data_workers", "probes")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A Llama with KV shift. An option that is not given (None) comes from `size` or `config`; without these, from the
-    default in its description."""
-
-    family = "llama"
-    variant: Annotated[
-        str | None,
-        tyro.conf.arg(help=f"One of {', '.join(VARIANTS)}. None: kv-shift, configured by shift_*."),
-    ] = None
-
-    size: str | None = None
-    """One of the paper's: 0.2B, 1.5B, 2.9B, 6.7B, 13B, 19B."""
-    config: Path | None = None
-    """A JSON file with the fields of KVShiftLlamaConfig, such as the config.json of a saved model."""
-    hidden_size: int | None = None
-    """Model width E. None: 128."""
-    num_hidden_layers: int | None = None
-    """Number of layers. None: 2."""
-    num_attention_heads: int | None = None
-    """Number of query heads H. None: 4."""
-    num_key_value_heads: int | None = None
-    """Number of KV heads G. None: as many as query heads."""
-    intermediate_size: int | None = None
-    """MLP width F. None: 8/3 of hidden_size, rounded up to a multiple of 32."""
-    vocab_size: int | None = None
-    """Rows of the embedding, at least as many as the tokenizer has tokens. None: exactly as many."""
-    tie_word_embeddings: bool | None = None
-    """Use one matrix for embedding and output. None: no."""
-    qk_norm: bool | None = None
-    """Apply an RMSNorm to each query and key head. None: no."""
-    sliding_window: int | None = None
-    """Number of tokens that a token attends to, itself included. None: all."""
-    rope_theta: float | None = None
-    """Base of the rotary embedding. None: 10000."""
-    shift_targets: tuple[Literal["q", "k", "v"], ...] | None = None
-    """Which of queries, keys and values to shift; with no value after it, none (the vanilla model). None: k v."""
-    shift_window: int | None = None
-    """Number of tokens that are mixed, the current one included. None: 2."""
-    shift_constraint: Literal["free", "gate", "clamp"] | None = None
-    """free: any numbers. gate: sigmoid(a) and 1 - sigmoid(a). clamp: within [0, 1]. None: free."""
-    shift_init: Literal["uniform", "identity"] | None = None
-    """uniform: U(0, 1), summing to 1. identity: (1, 0), no shift at first. None: uniform."""
-    freeze_shift: bool = False
-    """Keep the coefficients at their start values."""
-    zero_outputs: bool | None = None
-    """Start the output projections of attention and MLP at 0, so that the model begins as embedding and head alone.
-    None: no."""
+from kvshift.lab.variants.model_config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +68,7 @@ class OptimizerConfig:
 class RunConfig:
     """Options of every training run, on text or on a task."""
 
-    out: Path
+    out: Path = field(metadata=MACHINE)
     """Folder of the run; created if missing."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int = 300
@@ -146,11 +83,11 @@ class RunConfig:
     """Evaluate on only the first N validation sequences. None: all."""
     save_every: int = 100
     """Steps between checkpoints; the last step is always followed by one."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = field(default=2, metadata=FREE)
     """How many recent checkpoints to keep."""
     log_every: int = 10
     """Steps between lines of training metrics, which are means over these steps."""
-    report_to: tuple[str, ...] = ("tensorboard",)
+    report_to: tuple[str, ...] = field(default=("tensorboard",), metadata=MACHINE)
     """Trackers besides metrics.jsonl, by transformers' names: tensorboard (in OUT/tensorboard), wandb (in OUT/wandb),
     mlflow ... With no value after it: none."""
     compile: bool = False
@@ -161,9 +98,9 @@ class RunConfig:
     """Compute matrix products in bfloat16, with float32 weights. auto: yes on GPUs that support it, no on CPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto: a GPU if there is one."""
-    data_workers: int = 0
+    data_workers: int = field(default=0, metadata=MACHINE)
     """Processes that load training sequences in advance. 0: the training process loads them."""
-    progress: bool = True
+    progress: bool = field(default=True, metadata=MACHINE)
     """Show progress on stderr: a bar in a terminal, otherwise a line at most every ten seconds."""
 
     def check(self) -> None:
@@ -186,27 +123,27 @@ class RunConfig:
 class TrainConfig(RunConfig):
     """One training run. The same command, given again, continues a run that was stopped."""
 
-    init_from: str | None = None
+    init_from: str | None = field(default=None, metadata=LATE)
     """Start from the weights and the tokenizer of this model: a run folder, a model folder, or a name on the hub. It
     must be a Llama, with or without KV shift, or an output of `kvshift retrofit`. For a Llama, the options under
     `model` that are not given come from the model, and a shift that is added starts as the identity."""
-    tune: Literal["shift", "current", "lora", "shift+lora"] | None = None
+    tune: Literal["shift", "current", "lora", "shift+lora"] | None = field(default=None, metadata=LATE)
     """Train only a part of the model. shift: the coefficients. current: the coefficients of the current token. lora:
     low-rank additions to the attention projections, merged at the end. shift+lora: both. Checkpoints contain only that
     part. None: all weights."""
-    lora_rank: int | None = None
+    lora_rank: int | None = field(default=None, metadata=LATE)
     """Rank of LoRA. None: 8."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    probes: Literal["induction"] | None = None
+    probes: Literal["induction"] | None = field(default=None, metadata=FREE)
     """What to measure at each evaluation besides the loss, without any change to the training. induction: scores of the
     heads on repeated random tokens, and the validation loss by whether a pair of tokens occurred before."""
     tokens_per_step: int | None = None
     """Tokens per optimizer step over all devices. If that is more than batch_size x sequence_length x devices,
     gradients are accumulated. None: exactly that product."""
-    extend: bool = False
+    extend: bool = field(default=False, metadata=CALL)
     """Extend a run to more steps even if the longer schedule would have had other learning rates so far."""
-    overwrite: bool = False
+    overwrite: bool = field(default=False, metadata=CALL)
     """Replace the run in `out` without asking for confirmation. A folder with any other file is not touched."""
 
     def check_paths(self) -> None:
@@ -245,51 +182,9 @@ class TrainConfig(RunConfig):
 
 def config_hash(config: Mapping[str, Any]) -> str:
     """16 hexadecimal digits over all that decides the numbers of a run; `config` as `to_json` gives it."""
-    decisive = {name: value for name, value in config.items() if name not in _FREE}
-    # So that runs from before there were these options keep their digits:
-    for name in ("init_from", "tune", "lora_rank"):
-        if decisive.get(name) is None:
-            decisive.pop(name, None)
-    for part, late in {"model": ("variant", "zero_outputs"), "data": ("repeated_spans",)}.items():
-        fields = decisive.get(part, {})
-        kept = {name: value for name, value in fields.items() if name not in late or value is not None}
-        decisive |= {part: kept} if kept else {}
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+    return options_hash(TrainConfig, config)
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line for each field whose value decides the numbers of a run and is not the same in both."""
-    lines = []
-    for name in sorted({*old, *new} - ({*_FREE} if not prefix else set())):
-        before, now = old.get(name), new.get(name)
-        if isinstance(before, Mapping) and isinstance(now, Mapping):
-            lines += differences(before, now, f"{prefix}{name}.")
-        elif before != now:
-            lines.append(f"{prefix}{name}: {before!r} there, {now!r} here")
-    return lines
-
-
-def to_json(config: Any) -> dict[str, Any]:
-    """The fields of a config as what JSON holds: paths become strings, tuples lists; without what is of one call."""
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_THE_CALL}
-    return json.loads(json.dumps(values, default=str))
-
-
-def from_json(cls: type, values: Mapping[str, Any], where: str = "") -> Any:
-    """The inverse of `to_json`; a field that `cls` does not have is an error."""
-    hints = get_type_hints(cls)
-    unknown = [name for name in values if name not in hints]
-    if unknown:
-        raise LabError(f"unknown field {where}{unknown[0]}; known: {', '.join(hints)}")
-    return cls(**{name: _revive(hints[name], value, f"{where}{name}.") for name, value in values.items()})
-
-
-def _revive(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return from_json(hint, value, where)
-    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
-        return tuple(value)
-    if isinstance(value, str) and Path in kinds and str not in kinds:
-        return Path(value)
-    return value
+    return [*options.differences(TrainConfig, old, new).values()]

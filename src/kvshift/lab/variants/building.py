@@ -11,15 +11,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 
-from kvshift.lab.analysis.runs import Run, read_json
 from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.errors import LabError, nearest, require
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.bidirectional import EncoderOptions, encoder_config
-from kvshift.lab.variants.by_name import find_variant, variant_of
+from kvshift.lab.variants.by_name import find_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.model_fields import given_fields, size_fields
 from kvshift.lab.variants.small_gpt2 import GPT2Options, gpt2_config
 from kvshift.lab.variants.variant import Size, shift_layers
@@ -31,7 +30,6 @@ __all__ = [
     "declare_plain_llama",
     "describe",
     "llama_config",
-    "load_trained",
     "shift_layers",
     "with_vanilla_parameters",
 ]
@@ -162,18 +160,6 @@ def declare_plain_llama(folder: Path) -> None:
     ours = {field.name for field in fields(KVShiftLlamaConfig)} - {field.name for field in fields(LlamaConfig)}
     plain = {name: value for name, value in values.items() if name not in ours}
     write_json(path, {**plain, "model_type": LlamaConfig.model_type, "architectures": [LlamaForCausalLM.__name__]})
-
-
-def load_trained(run: Run) -> Any:
-    """The final model of a run of text in float32, as the class that it was trained as."""
-    folder = run.folder / "model"
-    values = read_json(folder / "config.json")
-    if values["model_type"] not in (LlamaConfig.model_type, KVShiftLlamaConfig.model_type):
-        find_variant(variant_of(run.config["model"]))  # which tells transformers of its classes
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    values |= {"shift_targets": run.config["model"]["shift_targets"], "model_type": KVShiftLlamaConfig.model_type}
-    config = KVShiftLlamaConfig.from_dict(values)
-    return KVShiftLlamaForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
 
 
 def count_parameters(model: torch.nn.Module) -> dict[str, int]:

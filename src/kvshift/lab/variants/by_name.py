@@ -106,7 +106,7 @@ def with_variant(options: _Options, name: str) -> _Options:
     if entry.shifts:
         return replace(given, variant=None, **{"shift_targets": given.shift_targets or ("k", "v"), **entry.fixes})
     kept = None if name == "vanilla" else name
-    return replace(given, variant=kept, **dict(_refinements(given)) | {"shift_targets": ()})
+    return replace(given, variant=kept, **dict(refinements(given)) | {"shift_targets": ()})
 
 
 def settled(options: _Options) -> _Options:
@@ -125,7 +125,7 @@ def settled(options: _Options) -> _Options:
             "the model without shift is the variant vanilla"
         )
     made: Any = with_variant(options, given.variant)
-    for name, default in _refinements(given):
+    for name, default in refinements(given):
         value, fixed = getattr(given, name), getattr(made, name)
         if value not in (default, fixed):
             why = f"for which it is {fixed!r}" if entry.shifts else "which shifts nothing"
@@ -171,6 +171,6 @@ def _said_of_shift(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refinements(options: Any) -> list[tuple[str, Any]]:
+def refinements(options: Any) -> list[tuple[str, Any]]:
     """The fields that say how something is shifted, and their defaults."""
     return [(item.name, item.default) for item in fields(options) if item.name.startswith(("shift_", "freeze_shift"))]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.training.train_config import ModelConfig
+from kvshift.lab.variants.model_config import ModelConfig, model_fields
 from kvshift.models.paper_sizes import SIZES
 
 
 def given_fields(options: ModelConfig) -> dict[str, Any]:
     """What the options say of the model themselves; `rope_theta`, which has no field of that name, is left out."""
-    names = (field.name for field in fields(ModelConfig))
-    others = ("variant", "size", "config", "freeze_shift", "zero_outputs", "rope_theta")
-    return {name: getattr(options, name) for name in names if name not in others and getattr(options, name) is not None}
+    return {name: value for name in model_fields() if (value := getattr(options, name)) is not None}
 
 
 def size_fields(options: ModelConfig) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.probes import KINDS
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig
+from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.decide import ENTRY
 from kvshift.recipes.phase.changes import KIND_NAMES, Changes, layers_text, mean_text
 from kvshift.recipes.phase.phase_search import BASE, tokens_per_step

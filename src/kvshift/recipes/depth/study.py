@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
+from kvshift.lab.core.options import from_json
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.plan.cost import training_flops
@@ -21,9 +22,10 @@ from kvshift.lab.study.models import PAIR, model_label
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.lab.study.tuning import least_loss
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json
+from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import ENTRY
 from kvshift.recipes.language_models.settings import WIKI
 

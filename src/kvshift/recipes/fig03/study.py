@@ -16,9 +16,9 @@ from kvshift.lab.study.jobs import Computation, StudyJob
 from kvshift.lab.study.models import PAIR
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_label, diverged
-from kvshift.lab.training.train_config import ModelConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.fig03 import ENTRY
 from kvshift.recipes.language_models.settings import LARGE, claim_of, job
 

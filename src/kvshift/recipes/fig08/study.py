@@ -14,8 +14,7 @@ import torch
 
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.panels import legend_below, new_figure
-from kvshift.lab.analysis.runs import read_json
-from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.atomic import read_json, write_json
 from kvshift.lab.core.statistics import t_interval
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study.claims import Claim, Direction, higher, percent, points

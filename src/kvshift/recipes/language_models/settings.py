@@ -16,8 +16,9 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.recipe import Record, accuracy_curve, by_label, diverged
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig
+from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 
 
 @dataclass(frozen=True, order=True)

@@ -10,9 +10,10 @@ from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record
 from kvshift.lab.study.tuning import least_loss
-from kvshift.lab.training.train_config import ModelConfig, TrainConfig
+from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import find_variant, with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.language_models.lm_figures import plot_differences
 from kvshift.recipes.language_models.lm_tables import NOTES
 from kvshift.recipes.language_models.settings import TABLES, Setting, compared, jobs_of, places_of, pooled

@@ -12,13 +12,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.analysis.panels import new_figure
 from kvshift.lab.analysis.tables import as_markdown
+from kvshift.lab.core.options import from_json
 from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.claims import Claim, in_every_seed
 from kvshift.lab.study.jobs import TextJob
 from kvshift.lab.study.recipe import Record, accuracy_curve
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json
+from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.language_models.settings import WIKI
 
 if TYPE_CHECKING:  # takes a second to import

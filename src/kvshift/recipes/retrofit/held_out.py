@@ -9,11 +9,11 @@ from typing import Any, cast
 import datasets
 import torch
 
-from kvshift.lab.analyze.analyze_config import RepeatConfig
-from kvshift.lab.analyze.head_scores import measure_heads
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.data.packing import collate, pack_documents
 from kvshift.lab.data.sources import load_documents
+from kvshift.lab.training.head_scores import measure_heads
+from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.lab.training.trainer import sequence_losses
 
 Texts = dict[str, list[float]]  # by the name of a text, the mean loss of each of its sequences, in nats per token
@@ -31,7 +31,7 @@ class HeldOut:
         begin: sequences at the beginning of each text that are left out: on those of the first, learning rates were
             chosen.
         sequence_length: tokens of each.
-        repeated: random sequences of 64 tokens, or fewer, that come twice; see `kvshift.lab.analyze.head_scores`.
+        repeated: random sequences of 64 tokens, or fewer, that come twice; see `kvshift.lab.training.head_scores`.
         batch_size: sequences at once.
     """
 

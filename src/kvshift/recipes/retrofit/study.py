@@ -19,8 +19,9 @@ from kvshift.lab.study.jobs import Computation, TextJob
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Job, Recipe
 from kvshift.lab.study.tuning import least_loss
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, config_hash
+from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig, config_hash
 from kvshift.lab.variants.building import build_model, llama_config
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.retrofit import ENTRY
 from kvshift.recipes.retrofit.held_out import HeldOut, measure
 from kvshift.recipes.retrofit.retrofit_claims import ALL, BOTH, CONTROL, LORA, NOTHING, claims, plot, tables

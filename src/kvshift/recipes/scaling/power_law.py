@@ -12,6 +12,7 @@ from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.colors import colors_of, marker_of
 from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift.lab.analysis.scaling import Interval, PowerLaw, fit_power_law
+from kvshift.lab.core.options import from_json
 from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.study.claims import Claim, Direction, higher
@@ -21,9 +22,10 @@ from kvshift.lab.study.models import PAIR
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.lab.study.tuning import least_loss
-from kvshift.lab.training.train_config import ModelConfig, OptimizerConfig, TrainConfig, from_json
+from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import study as depth
 from kvshift.recipes.language_models.settings import LARGE
 

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below, new_figure
-from kvshift.lab.analysis.runs import read_json
-from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.atomic import read_json, write_json
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent, points
 from kvshift.lab.study.jobs import TrainingJob

@@ -1,0 +1,125 @@
+"""Options: frozen dataclasses whose fields say, beside type and default, what an option counts for.
+
+A field of which nothing is said decides numbers. What else there is to say of one stands at the field:
+
+    report_to: tuple[str, ...] = field(default=("tensorboard",), metadata=MACHINE)
+
+From that follow the hash of a run, with which options a folder is resumed, and what is written down of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from kvshift.lab.core.errors import LabError
+
+
+class Meaning(Enum):
+    """What can be said of an option."""
+
+    DECIDES_NOTHING = "no number that is computed depends on it: it may differ between a run and its continuation"
+    OF_THE_MACHINE = "it is about where a run takes place: the records of a study leave it out"
+    OF_THE_CALL = "it is asked of one call, and is no part of a run"
+    LATE = "there are runs from before it: where it is None, it does not enter the hash"
+    OF_THE_VARIANT = "it may differ between the variants of a comparison"
+    BESIDE_THE_MODEL = "it has no field of its name in the configuration of the model"
+
+
+def means(*meanings: Meaning) -> Mapping[str, Any]:
+    """The metadata of a field of which that is to be said."""
+    return {meaning.name: True for meaning in meanings}
+
+
+FREE = means(Meaning.DECIDES_NOTHING)
+MACHINE = means(Meaning.DECIDES_NOTHING, Meaning.OF_THE_MACHINE)
+CALL = means(Meaning.OF_THE_CALL)
+LATE = means(Meaning.LATE)
+
+RECORDED = ("config_hash", "data_facts", "extended")
+"""What a run records beside its options."""
+
+
+@cache
+def names(options: type, meaning: Meaning) -> frozenset[str]:
+    """The fields of a dataclass of which that is said."""
+    return frozenset(item.name for item in dataclasses.fields(options) if item.metadata.get(meaning.name))
+
+
+@cache
+def _groups(options: type) -> Mapping[str, type]:
+    """The fields of a dataclass that are groups of options, with their dataclasses."""
+    hints = get_type_hints(options)
+    return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+
+
+def options_hash(options: type, values: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits over all that decides numbers.
+
+    Args:
+        options: the dataclass that says what each option counts for; an option that it does not have counts.
+        values: as `to_json` gives them.
+    """
+    free, late = names(options, Meaning.DECIDES_NOTHING), names(options, Meaning.LATE)
+    decisive = {
+        name: value for name, value in values.items() if name not in free and not (name in late and value is None)
+    }
+    for group, its_options in _groups(options).items():
+        late, given = names(its_options, Meaning.LATE), decisive.get(group, {})
+        kept = {name: value for name, value in given.items() if name not in late or value is not None}
+        decisive |= {group: kept} if kept else {}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(
+    options: type | None, old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, str]:
+    """By the name of each field whose value decides numbers and is not the same in both, a line that says so.
+
+    Args:
+        options: the dataclass that says which options decide none; None: all of them count.
+        old, new: as `to_json` gives them.
+        prefix: of the names.
+    """
+    lines: dict[str, str] = {}
+    for name in sorted({*old, *new} - (names(options, Meaning.DECIDES_NOTHING) if options is not None else set())):
+        before, now = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            lines |= differences(None, before, now, f"{prefix}{name}.")
+        elif before != now:
+            lines[prefix + name] = f"{prefix}{name}: {before!r} there, {now!r} here"
+    return lines
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """The fields of a config as what JSON holds: paths become strings, tuples lists; without what is of one call."""
+    of_the_call = names(type(config), Meaning.OF_THE_CALL)
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in of_the_call}
+    return json.loads(json.dumps(values, default=str))
+
+
+def from_json(cls: type, values: Mapping[str, Any], where: str = "") -> Any:
+    """The inverse of `to_json`; a field that `cls` does not have is an error."""
+    hints = get_type_hints(cls)
+    unknown = [name for name in values if name not in hints]
+    if unknown:
+        raise LabError(f"unknown field {where}{unknown[0]}; known: {', '.join(hints)}")
+    return cls(**{name: _revive(hints[name], value, f"{where}{name}.") for name, value in values.items()})
+
+
+def _revive(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_json(hint, value, where)
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
+        return tuple(value)
+    if isinstance(value, str) and Path in kinds and str not in kinds:
+        return Path(value)
+    return value

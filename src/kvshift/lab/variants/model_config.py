@@ -1,0 +1,75 @@
+"""Options of a model of the Llama family, as `kvshift train` and the recipes have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from kvshift.lab.core.options import LATE, Meaning, means, names
+from kvshift.lab.variants.by_name import VARIANTS
+
+VARIES: Mapping[str, Any] = means(Meaning.OF_THE_VARIANT)
+BESIDE: Mapping[str, Any] = means(Meaning.BESIDE_THE_MODEL)
+
+# Of the weights of a model that is loaded; auto: as they were saved.
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Llama with KV shift. An option that is not given (None) comes from `size` or `config`; without these, from the
+    default in its description."""
+
+    family = "llama"
+    variant: Annotated[
+        str | None,
+        tyro.conf.arg(help=f"One of {', '.join(VARIANTS)}. None: kv-shift, configured by shift_*."),
+    ] = field(default=None, metadata=LATE | VARIES | BESIDE)
+
+    size: str | None = field(default=None, metadata=BESIDE)
+    """One of the paper's: 0.2B, 1.5B, 2.9B, 6.7B, 13B, 19B."""
+    config: Path | None = field(default=None, metadata=BESIDE)
+    """A JSON file with the fields of KVShiftLlamaConfig, such as the config.json of a saved model."""
+    hidden_size: int | None = None
+    """Model width E. None: 128."""
+    num_hidden_layers: int | None = None
+    """Number of layers. None: 2."""
+    num_attention_heads: int | None = None
+    """Number of query heads H. None: 4."""
+    num_key_value_heads: int | None = None
+    """Number of KV heads G. None: as many as query heads."""
+    intermediate_size: int | None = field(default=None, metadata=VARIES)
+    """MLP width F. None: 8/3 of hidden_size, rounded up to a multiple of 32."""
+    vocab_size: int | None = None
+    """Rows of the embedding, at least as many as the tokenizer has tokens. None: exactly as many."""
+    tie_word_embeddings: bool | None = None
+    """Use one matrix for embedding and output. None: no."""
+    qk_norm: bool | None = None
+    """Apply an RMSNorm to each query and key head. None: no."""
+    sliding_window: int | None = None
+    """Number of tokens that a token attends to, itself included. None: all."""
+    rope_theta: float | None = field(default=None, metadata=BESIDE)
+    """Base of the rotary embedding. None: 10000."""
+    shift_targets: tuple[Literal["q", "k", "v"], ...] | None = field(default=None, metadata=VARIES)
+    """Which of queries, keys and values to shift; with no value after it, none (the vanilla model). None: k v."""
+    shift_window: int | None = field(default=None, metadata=VARIES)
+    """Number of tokens that are mixed, the current one included. None: 2."""
+    shift_constraint: Literal["free", "gate", "clamp"] | None = field(default=None, metadata=VARIES)
+    """free: any numbers. gate: sigmoid(a) and 1 - sigmoid(a). clamp: within [0, 1]. None: free."""
+    shift_init: Literal["uniform", "identity"] | None = field(default=None, metadata=VARIES)
+    """uniform: U(0, 1), summing to 1. identity: (1, 0), no shift at first. None: uniform."""
+    freeze_shift: bool = field(default=False, metadata=VARIES | BESIDE)
+    """Keep the coefficients at their start values."""
+    zero_outputs: bool | None = field(default=None, metadata=LATE | BESIDE)
+    """Start the output projections of attention and MLP at 0, so that the model begins as embedding and head alone.
+    None: no."""
+
+
+def model_fields() -> list[str]:
+    """The options that are fields of the model's own configuration, by the same names."""
+    beside = names(ModelConfig, Meaning.BESIDE_THE_MODEL)
+    return [item.name for item in fields(ModelConfig) if item.name not in beside]
