@@ -11,6 +11,7 @@ ALIKE = {
     "__init__",
     "__main__",  # of the command and of the theory's checks
     "shift",  # the operator and its layer: one stem names both
+    "options",  # layers: those of the shift; lab: what every option says of itself
     "study",  # of each recipe, which is a folder
     "task",  # of each task that is a folder
     "configuration",  # models: the fields of the shift; models/llama, models/baichuan_m1: the families that have them

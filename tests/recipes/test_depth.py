@@ -10,9 +10,11 @@ import pytest
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.options import to_json
-from kvshift.lab.study.jobs import SHARED, on_text_at_hand
-from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.data.config import SHARED
+from kvshift.lab.study.jobs import on_text_at_hand
+from kvshift.lab.study.models import model_label
 from kvshift.lab.study.recipe import Record
+from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.depth import study as depth
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvshift.lab.study.jobs import SHARED, on_text_at_hand
+from kvshift.lab.data.config import SHARED
+from kvshift.lab.study.jobs import on_text_at_hand
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.variants.building import build_model, count_parameters, describe
 from kvshift.recipes.encoder import study as encoder

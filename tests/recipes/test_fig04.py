@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvshift.lab.study.models import PAIR
 from kvshift.lab.study.recipe import Record
+from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.fig04 import study as fig04
 from kvshift.recipes.fig04.study import RATES
 

@@ -13,10 +13,11 @@ from transformers import TrainerControl
 
 from kvshift.lab.core.options import to_json
 from kvshift.lab.study.jobs import TextJob
-from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.models import model_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import TrainConfig
+from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.phase import phase_search
 from kvshift.recipes.phase import study as phase
 from kvshift.recipes.phase.changes import Changes

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvshift.lab.core.options import to_json
-from kvshift.lab.study.models import PAIR
 from kvshift.lab.study.recipe import Record
-from kvshift.lab.variants.by_name import VARIANTS
+from kvshift.lab.variants.by_name import PAIR, VARIANTS
 from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.scaling import power_law
 from kvshift.recipes.scaling.power_law import SIZES, parameters_of

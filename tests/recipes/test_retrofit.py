@@ -12,7 +12,8 @@ import pytest
 from kvshift.cli import main
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.options import to_json
-from kvshift.lab.study.jobs import SHARED, Computation, TextJob
+from kvshift.lab.data.config import SHARED
+from kvshift.lab.study.jobs import Computation, TextJob
 from kvshift.lab.study.recipe import Record, reported
 from kvshift.lab.study.records import read_records
 from kvshift.lab.study.tuning import tuning_jobs

@@ -23,10 +23,11 @@ from kvshift.lab.analysis.curves import save_figure
 from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say
+from kvshift.lab.data.config import SHARED
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.run import is_finished
 from kvshift.lab.study.claims import Claim
-from kvshift.lab.study.jobs import SHARED, on_text_at_hand
+from kvshift.lab.study.jobs import on_text_at_hand
 from kvshift.lab.study.recipe import Job, Recipe, Record, reported
 from kvshift.lab.study.records import KeptRecords, record_of, write_records
 from kvshift.lab.study.sweep import sweep
@@ -35,8 +36,6 @@ from kvshift.lab.study.watching import watching
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.page import SMOKE, report
 from kvshift.recipes.reproduce_config import ReproduceConfig
-
-__all__ = ["ReproduceConfig", "folder_of", "reproduce"]
 
 
 def reproduce(config: ReproduceConfig) -> None:

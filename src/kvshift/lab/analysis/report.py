@@ -15,10 +15,11 @@ from kvshift.lab.analysis.probe_curves import plot_probes
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.atomic import read_json
 from kvshift.lab.runs.run import Run, read_run
+from kvshift.lab.variants.by_name import PAIR
 
 _TEMPLATE = "report.html.jinja"
 
-PAIR = ("vanilla", "kv-shift")
+_BASELINE_FIRST = PAIR[::-1]
 
 
 def run_folder(out: Path, seed: int, variant: str) -> Path:
@@ -26,7 +27,7 @@ def run_folder(out: Path, seed: int, variant: str) -> Path:
     return out / f"seed-{seed}" / variant.replace("-", "")
 
 
-def read_twins(out: Path, seed: int, variants: Sequence[str] = PAIR) -> Twins:
+def read_twins(out: Path, seed: int, variants: Sequence[str] = _BASELINE_FIRST) -> Twins:
     """The twins of one seed in the folder of a comparison."""
     return Twins(seed, {variant: read_run(run_folder(out, seed, variant)) for variant in variants})
 
@@ -37,7 +38,7 @@ def verdicts(summary: dict[str, Any]) -> str:
 
 
 def write_report(
-    out: Path, seeds: Sequence[int], variants: Sequence[str] = PAIR, *, more: str | None = None
+    out: Path, seeds: Sequence[int], variants: Sequence[str] = _BASELINE_FIRST, *, more: str | None = None
 ) -> dict[str, Any]:
     """Draw everything again from the files in the folder of a comparison.
 

@@ -30,8 +30,6 @@ from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate, model_folder
 from kvshift.lab.training.head_scores import Measured, attention_maps, measure_heads, sequences_for
 
-__all__ = ["AnalyzeConfig", "analyze"]
-
 _say = partial(say, command="analyze")
 
 

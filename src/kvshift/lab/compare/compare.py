@@ -34,8 +34,6 @@ from kvshift.lab.runs.run import is_finished
 from kvshift.lab.training.train_config import TrainConfig, differences
 from kvshift.lab.variants.by_name import with_variant
 
-__all__ = ["CompareConfig", "TrainingError", "child_config", "compare"]
-
 # -P: `-m` alone would import what lies in the current directory before what is installed.
 _TRAIN = (sys.executable, "-P", "-m", "kvshift", "train")
 

@@ -18,8 +18,6 @@ from kvshift.lab.export.remote_code import check_folder, compute, require_known,
 from kvshift.lab.retrofit.retrofitting import encoded_prompts, require_finite
 from kvshift.lab.runs.loading import UNREADABLE, load_as_saved
 
-__all__ = ["ExportOptions", "export"]
-
 _say = partial(say, command="export")
 
 

@@ -24,8 +24,6 @@ from kvshift.lab.runs.loading import load_model
 from kvshift.lab.variants.continuing import continue_rows
 from kvshift.lab.variants.uncached import decodes_with_cache
 
-__all__ = ["Continuation", "GenerateConfig", "continue_batch", "encode", "generate"]
-
 _say = partial(say, command="generate")
 
 _NEW_TOKENS = 128  # by default

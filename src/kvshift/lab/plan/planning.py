@@ -31,8 +31,6 @@ from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.model_fields import given_fields, size_fields
 from kvshift.models.paper_sizes import SIZES
 
-__all__ = ["DEVICES", "CostEstimate", "Device", "PlanConfig", "estimate", "plan"]
-
 _USABLE = 0.9  # of a device's memory: the rest is CUDA's context, the allocator's fragments, communication
 _GIB = 2**30
 _WIDTH = 100  # characters in a line of the tables

@@ -18,8 +18,6 @@ from kvshift.lab.runs.loading import UNREADABLE, load_as_saved, load_weights
 from kvshift.layers import ShiftOptions
 from kvshift.models.retrofit import add_kv_shift
 
-__all__ = ["RetrofitOptions", "encoded_prompts", "require_finite", "retrofit"]
-
 _say = partial(say, command="retrofit")
 
 # Of different lengths; what they say does not matter.

@@ -28,8 +28,6 @@ from kvshift.lab.training.task_training import TaskTrainConfig, task_options, tr
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_hash, differences
 
-__all__ = ["SHARED", "Computation", "RunJob", "StudyJob", "TextJob", "TrainingJob", "on_text_at_hand"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob(ABC):

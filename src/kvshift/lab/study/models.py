@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 
-PAIR = ("kv-shift", "vanilla")
-
 
 def model_label(layers: int, variant: str) -> str:
     """What figures and tables call the model."""

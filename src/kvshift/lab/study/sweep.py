@@ -22,8 +22,6 @@ from kvshift.lab.study.entry import Cluster
 from kvshift.lab.study.recipe import Job
 from kvshift.lab.training.callbacks import InterruptedRunError
 
-__all__ = ["Cluster", "sweep"]
-
 
 def sweep(
     jobs: Sequence[tuple[Job, Path]],

@@ -2,7 +2,6 @@
 
 | file | claim |
 |---|---|
-| `causal_paths.py` | Property 1: what two causal layers can hand on |
 | `induction_head.py` | Definition 3.1: the induction head that the theorems speak of |
 | `two_layer_head.py` | Theorem 3.2: two vanilla layers come near it, at twice the width |
 | `one_layer_head.py` | Theorem 3.3: one layer with KV shift is it |

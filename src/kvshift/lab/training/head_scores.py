@@ -52,18 +52,6 @@ from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.training.callbacks import coefficients
 from kvshift.lab.training.repeat_config import RepeatConfig
 
-__all__ = [
-    "HeadScores",
-    "Measured",
-    "RepeatConfig",
-    "attention_maps",
-    "attention_scores",
-    "measure_heads",
-    "repeated_sequences",
-    "sequences_for",
-    "shares",
-]
-
 _LENGTH = 64  # by default, where vocabulary and positions allow it
 
 

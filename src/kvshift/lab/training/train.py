@@ -52,8 +52,6 @@ from kvshift.lab.variants.building import build_model, count_parameters, llama_c
 from kvshift.lab.variants.by_name import find_variant, label_of, settled, variant_of
 from kvshift.lab.variants.uncached import decodes_with_cache
 
-__all__ = ["TrainConfig", "train"]
-
 _say = partial(say, command="train")
 
 

@@ -24,16 +24,6 @@ from kvshift.lab.variants.small_gpt2 import GPT2Options, gpt2_config
 from kvshift.lab.variants.variant import Size, shift_layers
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
-__all__ = [
-    "build_model",
-    "count_parameters",
-    "declare_plain_llama",
-    "describe",
-    "llama_config",
-    "shift_layers",
-    "with_vanilla_parameters",
-]
-
 _SIZES = (
     "hidden_size",
     "num_hidden_layers",

@@ -76,6 +76,9 @@ VARIANTS: Mapping[str, Entry] = {
     )
 }
 
+PAIR = ("kv-shift", "vanilla")
+"""KV shift, and what it is compared with."""
+
 
 def find_entry(name: str, where: str = "variant") -> Entry:
     """The entry of that name; `where` is what a LabError calls the option."""

@@ -18,13 +18,13 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.claims import Claim, higher
 from kvshift.lab.study.jobs import TextJob
-from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.models import model_label
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.building import llama_config
-from kvshift.lab.variants.by_name import with_variant
+from kvshift.lab.variants.by_name import PAIR, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import ENTRY
 from kvshift.recipes.language_models.settings import WIKI

@@ -13,11 +13,10 @@ from kvshift.lab.plan.cost import count_parameters, training_flops, training_mem
 from kvshift.lab.plan.dry_run import dry_run
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.jobs import Computation, StudyJob
-from kvshift.lab.study.models import PAIR
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_label, diverged
 from kvshift.lab.variants.building import llama_config
-from kvshift.lab.variants.by_name import VARIANTS, with_variant
+from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.fig03 import ENTRY
 from kvshift.recipes.language_models.settings import LARGE, claim_of, job

@@ -10,11 +10,10 @@ from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.study.claims import Claim, higher, in_every_seed, not_testable
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.models import PAIR
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_label, diverged
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.lab.variants.by_name import VARIANTS
+from kvshift.lab.variants.by_name import PAIR, VARIANTS
 from kvshift.recipes.fig04 import ENTRY
 from kvshift.recipes.language_models.settings import LARGE, TABLES, Place, Setting, claim_of, job
 

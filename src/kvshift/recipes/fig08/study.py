@@ -19,7 +19,7 @@ from kvshift.lab.core.statistics import t_interval
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study.claims import Claim, Direction, higher, percent, points
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.models import model_label
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_label
 from kvshift.lab.study.tuning import least_loss
@@ -27,7 +27,7 @@ from kvshift.lab.tasks import HopConfig, HopTask, evaluation_batches
 from kvshift.lab.training.task_trainer import score
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.lab.variants.by_name import VARIANTS, with_variant
+from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2
 from kvshift.recipes.fig08 import ENTRY
 

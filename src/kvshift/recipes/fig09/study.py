@@ -13,14 +13,14 @@ from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.claims import Claim, Direction, percent, points, within
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import PAIR, sized
+from kvshift.lab.study.models import sized
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label, last_mean
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import NGramConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.lab.variants.by_name import VARIANTS
+from kvshift.lab.variants.by_name import PAIR, VARIANTS
 from kvshift.recipes.fig09 import ENTRY
 
 if TYPE_CHECKING:  # takes a second to import

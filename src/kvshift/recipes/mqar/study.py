@@ -12,14 +12,14 @@ from kvshift.lab.analysis.learning import compare_reach, reach_of
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.claims import Claim, in_every_seed, percent, sooner
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.models import model_label
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, last_mean
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import MQARConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.lab.variants.by_name import variant_of, with_variant
+from kvshift.lab.variants.by_name import PAIR, variant_of, with_variant
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.recipes.mqar import ENTRY
 

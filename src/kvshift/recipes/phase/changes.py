@@ -14,9 +14,10 @@ from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import t_interval, verdict
 from kvshift.lab.study.claims import Claim, higher, sooner
-from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.models import model_label
 from kvshift.lab.study.recipe import Record, accuracy_curve, by_label
 from kvshift.lab.training.probes import KINDS
+from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.phase.phase_search import LEVEL, millions, tokens_per_step
 
 if TYPE_CHECKING:  # takes a second to import

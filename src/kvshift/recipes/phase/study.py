@@ -15,12 +15,12 @@ from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.jobs import TextJob
-from kvshift.lab.study.models import PAIR, model_label
+from kvshift.lab.study.models import model_label
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.lab.variants.by_name import with_variant
+from kvshift.lab.variants.by_name import PAIR, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.phase import ENTRY, phase_search
 from kvshift.recipes.phase.changes import Changes, layers_text, mean_text, plot_changes

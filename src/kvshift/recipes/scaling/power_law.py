@@ -18,13 +18,12 @@ from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.models import PAIR
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.building import llama_config
-from kvshift.lab.variants.by_name import VARIANTS, with_variant
+from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import study as depth
 from kvshift.recipes.language_models.settings import LARGE

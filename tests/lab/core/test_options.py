@@ -1,0 +1,93 @@
+"""What the fields of options say of themselves: what enters a hash, what is compared, what is written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import (
+    CALL,
+    FREE,
+    LATE,
+    MACHINE,
+    Meaning,
+    differences,
+    from_json,
+    names,
+    options_hash,
+    to_json,
+)
+
+pytestmark = pytest.mark.no_models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strings:
+    """A group of options."""
+
+    gauge: tuple[float, ...] = (0.25, 0.5)
+    coating: str | None = field(default=None, metadata=LATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lute:
+    """Options of which all is said that can be said of them."""
+
+    case: Path = field(default=Path("attic"), metadata=MACHINE)
+    polish: int = field(default=1, metadata=FREE)
+    again: bool = field(default=False, metadata=CALL)
+    courses: int = 7
+    capo: int | None = field(default=None, metadata=LATE)
+    strings: Strings = field(default_factory=Strings)
+
+
+LUTE = Lute()
+HASH = options_hash(Lute, to_json(LUTE))
+
+
+@pytest.mark.parametrize("changed", [{"case": Path("cellar")}, {"polish": 3}, {"again": True}])
+def test_what_decides_nothing_enters_neither_hash_nor_comparison(changed: dict) -> None:
+    values = to_json(replace(LUTE, **changed))
+    assert options_hash(Lute, values) == HASH
+    assert differences(Lute, to_json(LUTE), values) == {}
+
+
+@pytest.mark.parametrize(
+    "changed", [{"courses": 6}, {"capo": 2}, {"strings": Strings(gauge=(0.5,))}, {"strings": Strings(coating="gut")}]
+)
+def test_what_decides_numbers_enters_both(changed: dict) -> None:
+    values = to_json(replace(LUTE, **changed))
+    assert options_hash(Lute, values) != HASH
+    assert len(differences(Lute, to_json(LUTE), values)) == 1
+
+
+def test_an_option_that_came_late_leaves_older_hashes_as_they_are() -> None:
+    older = to_json(LUTE)
+    del older["capo"], older["strings"]["coating"]
+    assert options_hash(Lute, older) == HASH
+
+
+def test_a_difference_names_the_field_in_its_group() -> None:
+    values = to_json(replace(LUTE, courses=6, strings=Strings(coating="gut")))
+    assert differences(Lute, to_json(LUTE), values) == {
+        "courses": "courses: 7 there, 6 here",
+        "strings.coating": "strings.coating: None there, 'gut' here",
+    }
+
+
+def test_options_come_back_from_json_and_what_is_of_one_call_is_not_written() -> None:
+    lute = replace(LUTE, capo=2, strings=Strings(gauge=(0.1, 0.2)))
+    values = to_json(lute)
+    assert "again" not in values
+    assert from_json(Lute, values) == lute
+    with pytest.raises(LabError, match=r"unknown field strings\.weight; known: gauge, coating"):
+        from_json(Lute, {"strings": {"weight": 1}})
+
+
+def test_what_is_said_is_found_by_name() -> None:
+    assert names(Lute, Meaning.OF_THE_MACHINE) == {"case"}
+    assert names(Lute, Meaning.DECIDES_NOTHING) == {"case", "polish"}
+    assert names(Lute, Meaning.OF_THE_CALL) == {"again"}
