@@ -9,9 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvshift.lab.analysis.learning import Reach, ReachComparison
-from kvshift.lab.core.statistics import difference_interval, t_interval
+from kvshift.lab.core.statistics import difference_interval, t_interval, verdict
 
 Direction = Literal["holds", "fails", "not shown", "not testable here"]
+
+# What a comparison of measured numbers says of the claim that ours are the higher, or the sooner.
+_OF_OUTCOME: dict[str, Direction] = {"higher": "holds", "lower": "fails", "sooner": "holds", "later": "fails"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +52,8 @@ def not_testable(claim: Claim, why: str) -> Claim:
 
 
 def higher(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
-    """Whether ours are higher, paired by seed: by the 95 % t-interval of the differences; see `difference_interval`."""
-    interval = difference_interval(_differences(ours, theirs))
-    if interval is None or interval[0] <= 0 <= interval[1]:
-        return "not shown"
-    return "holds" if interval[0] > 0 else "fails"
+    """Whether ours are higher, paired by seed: as `verdict` has it: by the 95 % t-interval of the differences."""
+    return _OF_OUTCOME.get(verdict(_differences(ours, theirs)).outcome, "not shown")
 
 
 def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> Direction:
@@ -92,9 +92,7 @@ def sooner(found: ReachComparison) -> Direction:
     """
     if found.outcome in ("sooner in every seed", "later in every seed"):
         return in_every_seed(found.seeds if found.outcome == "sooner in every seed" else 0, found.seeds)
-    if found.outcome == "sooner":
-        return "holds"
-    return "fails" if found.outcome == "later" else "not shown"
+    return _OF_OUTCOME.get(found.outcome, "not shown")
 
 
 def at_most(found: ReachComparison, ratio: float) -> Direction:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from kvshift.lab.core.options import from_json
+from kvshift.lab.study.recipe import Record
+from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
+from kvshift.models.llama import KVShiftLlamaConfig
+
+
+def layers_text(count: int) -> str:
+    """In words."""
+    return f"{count} layer{'s' if count > 1 else ''}"
 
 
 def model_label(layers: int, variant: str) -> str:
     """What figures and tables call the model."""
-    return f"{VARIANTS[variant].label}, {layers} layer{'s' if layers > 1 else ''}"
+    return f"{VARIANTS[variant].label}, {layers_text(layers)}"
 
 
 def sized(width: int, layers: int, variant: str, *, heads: int) -> ModelConfig:
@@ -25,3 +34,10 @@ def sized(width: int, layers: int, variant: str, *, heads: int) -> ModelConfig:
         rope_theta=10_000,
     )
     return with_variant(size, variant)
+
+
+def llama_of(record: Record) -> KVShiftLlamaConfig:
+    """The configuration of the model that was trained on text."""
+    model = from_json(ModelConfig, {**record.options["model"], "size": None, "config": None})
+    tokens, length = record.options["data_facts"]["tokens"], record.options["data"]["sequence_length"]
+    return llama_config(model, vocab_size=tokens, sequence_length=length)

@@ -13,7 +13,7 @@ from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.jobs import TextJob
-from kvshift.lab.study.models import model_label
+from kvshift.lab.study.models import layers_text, model_label
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
 from kvshift.lab.study.tuning import least_loss
@@ -22,7 +22,7 @@ from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import PAIR, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.decide import ENTRY
-from kvshift.recipes.phase.changes import KIND_NAMES, Changes, layers_text, mean_text
+from kvshift.recipes.phase.changes import KIND_NAMES, Changes, mean_text
 from kvshift.recipes.phase.phase_search import BASE, tokens_per_step
 
 if TYPE_CHECKING:  # takes a second to import

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
-from kvshift.lab.core.options import from_json
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.claims import Claim, higher
 from kvshift.lab.study.jobs import TextJob
-from kvshift.lab.study.models import model_label
+from kvshift.lab.study.models import layers_text, llama_of, model_label
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
-from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import PAIR, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import ENTRY
@@ -144,11 +142,7 @@ def at_compute(record: Record, compute: float) -> float:
 
 def _flops(record: Record) -> float:
     """Of training, for one token."""
-    model = from_json(ModelConfig, {**record.options["model"], "size": None, "config": None})
-    data = record.options["data"]
-    tokens = record.options["data_facts"]["tokens"]
-    length = data["sequence_length"]
-    return training_flops(llama_config(model, vocab_size=tokens, sequence_length=length), length).model
+    return training_flops(llama_of(record), record.options["data"]["sequence_length"]).model
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
@@ -160,10 +154,10 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         for layers in losses.depths[1:] if equal else losses.depths:
             gains = losses.gains(layers, equal_compute=equal)
             ours, theirs = ((losses.at_equal_compute if equal else losses.at_end)(layers, variant) for variant in PAIR)
-            when = f"With the compute of {_layers(least)}" if equal else f"After {steps:,} steps"
+            when = f"With the compute of {layers_text(least)}" if equal else f"After {steps:,} steps"
             found.append(
                 Claim(
-                    statement=f"{when}, {_layers(layers)} with KV shift: a lower loss than {layers} without",
+                    statement=f"{when}, {layers_text(layers)} with KV shift: a lower loss than {layers} without",
                     paper="not asked",
                     ours=verdict([-gain for gain in gains]).text,
                     direction=higher(theirs, ours),
@@ -194,11 +188,11 @@ def _pooled(losses: Losses, steps: int) -> Claim:
 def _against_depth(losses: Losses, least: int, most: int) -> Claim:
     """Whether the gain shrinks from the shallowest to the deepest models, paired by seed."""
     shallow, deep = losses.gains(least), losses.gains(most)
-    names = (f"the gain with {_layers(most)}", f"that with {least}")
+    names = (f"the gain with {layers_text(most)}", f"that with {least}")
     changes = [more - less for more, less in zip(deep, shallow, strict=True)]
     means = f"{statistics.fmean(deep):.4f} against {statistics.fmean(shallow):.4f}"
     return Claim(
-        statement=f"The gain with {_layers(most)} is no smaller than with {least}",
+        statement=f"The gain with {layers_text(most)} is no smaller than with {least}",
         paper="not asked",
         ours=f"{means}; {verdict(changes, names=names).text}",
         direction=higher(deep, shallow),
@@ -213,17 +207,13 @@ def _deeper_without(losses: Losses, layers: int, more: int) -> Claim:
     theirs = losses.at_equal_compute(more, "vanilla")
     names = (model_label(layers, "kv-shift"), model_label(more, "vanilla"))
     return Claim(
-        statement=f"At equal compute, {_layers(layers)} with KV shift: a lower loss than {more} without",
+        statement=f"At equal compute, {layers_text(layers)} with KV shift: a lower loss than {more} without",
         paper="not asked",
         ours=verdict([one - other for one, other in zip(ours, theirs, strict=True)], names=names).text,
         direction=higher(theirs, ours),
         size=f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}",
         own=True,
     )
-
-
-def _layers(count: int) -> str:
-    return f"{count} layer{'s' if count > 1 else ''}"
 
 
 def plot(records: Sequence[Record]) -> Figure:

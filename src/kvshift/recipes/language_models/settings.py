@@ -15,6 +15,7 @@ from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.jobs import StudyJob
+from kvshift.lab.study.models import layers_text
 from kvshift.lab.study.recipe import Record, accuracy_curve, by_label, diverged
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import VARIANTS, with_variant
@@ -185,7 +186,7 @@ LARGE: Mapping[str, Setting] = {
 
 def place_label(place: Place) -> str:
     """What figures and tables call it."""
-    return f"{place.layers} layer{'s' if place.layers > 1 else ''}, {place.length} tokens"
+    return f"{layers_text(place.layers)}, {place.length} tokens"
 
 
 def called(variant: str) -> str:

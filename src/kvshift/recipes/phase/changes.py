@@ -14,7 +14,7 @@ from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import t_interval, verdict
 from kvshift.lab.study.claims import Claim, higher, sooner
-from kvshift.lab.study.models import model_label
+from kvshift.lab.study.models import layers_text, model_label
 from kvshift.lab.study.recipe import Record, accuracy_curve, by_label
 from kvshift.lab.training.probes import KINDS
 from kvshift.lab.variants.by_name import PAIR
@@ -168,11 +168,6 @@ def mean_text(gains: Sequence[float]) -> str:
         return mean
     low, high = t_interval(gains)
     return f"{mean} ({low:+.3f} to {high:+.3f})"
-
-
-def layers_text(count: int) -> str:
-    """In words."""
-    return f"{count} layer{'s' if count > 1 else ''}"
 
 
 def plot_changes(records: Sequence[Record]) -> Figure:

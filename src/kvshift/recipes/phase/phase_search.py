@@ -12,13 +12,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.analysis.panels import new_figure
 from kvshift.lab.analysis.tables import as_markdown
-from kvshift.lab.core.options import from_json
 from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.claims import Claim, in_every_seed
 from kvshift.lab.study.jobs import TextJob
+from kvshift.lab.study.models import llama_of
 from kvshift.lab.study.recipe import Record, accuracy_curve
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
-from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.language_models.settings import WIKI
@@ -203,10 +202,7 @@ def _claim(text: str, records: Sequence[Record]) -> Claim:
 
 def _flops(record: Record) -> float:
     """Of training, for one token."""
-    model = from_json(ModelConfig, {**record.options["model"], "size": None, "config": None})
-    length = record.options["data"]["sequence_length"]
-    size = llama_config(model, vocab_size=record.options["data_facts"]["tokens"], sequence_length=length)
-    return training_flops(size, length).model
+    return training_flops(llama_of(record), record.options["data"]["sequence_length"]).model
 
 
 def millions(tokens: float) -> str:

@@ -12,17 +12,16 @@ from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.colors import colors_of, marker_of
 from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift.lab.analysis.scaling import Interval, PowerLaw, fit_power_law
-from kvshift.lab.core.options import from_json
 from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
+from kvshift.lab.study.models import layers_text, llama_of
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
-from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import study as depth
@@ -45,7 +44,7 @@ _SMOKE = replace(depth.SMOKE, model=ModelConfig())
 
 def _of_width(config: TrainConfig, width: int, layers: int, head: int) -> tuple[str, TrainConfig]:
     model = ModelConfig(hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // head)
-    return f"{layers} layer{'s' if layers > 1 else ''} of width {width}", replace(config, model=model)
+    return f"{layers_text(layers)} of width {width}", replace(config, model=model)
 
 
 def _of_paper(size: str) -> tuple[str, TrainConfig]:
@@ -90,11 +89,7 @@ def _jobs(preset: str, seeds: Sequence[int], *, longer: bool) -> list[StudyJob]:
 
 def parameters_of(record: Record) -> int:
     """N of Figure 6a: parameters without those of embedding and output, and without coefficients."""
-    options = {**record.options["model"], "size": None, "config": None}
-    data = record.options["data"]
-    tokens = record.options["data_facts"]["tokens"]
-    config = llama_config(from_json(ModelConfig, options), vocab_size=tokens, sequence_length=data["sequence_length"])
-    found = count_parameters(config)
+    found = count_parameters(llama_of(record))
     return found.total - found.embedding - found.shift
 
 
