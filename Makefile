@@ -48,7 +48,7 @@ test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what
 
 .PHONY: test-ray
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
-	@$(TEST_ENV) .venv/bin/python -m pytest -q -m ray tests/recipes $(ARGS)
+	@$(TEST_ENV) .venv/bin/python -m pytest -q -m ray tests/lab/study $(ARGS)
 
 # After an engine that drafts by n-grams, the others of a process are wrong: each of those tests has its own.
 VLLM_TEST := TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no

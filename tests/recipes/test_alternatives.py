@@ -11,7 +11,7 @@ from kvshift.recipes.alternatives import study as alternatives
 from kvshift.recipes.alternatives.study import MODELS, OURS, READINGS
 from kvshift.recipes.fig01a import study as fig01a
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 pytestmark = pytest.mark.no_models
 RECIPE = alternatives.RECIPE

@@ -15,7 +15,7 @@ from kvshift.lab.tasks.streams import evaluation_batches
 from kvshift.lab.training.task_training import task_of, task_options
 from kvshift.recipes.cfg import study as cfg
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = cfg.RECIPE
 STEPS = {"step": [2, 4], "loss": [1.2, 1.1]}

@@ -14,7 +14,7 @@ from kvshift.lab.study.recipe import Record
 from kvshift.lab.training.probes import KINDS
 from kvshift.recipes.decide import study as decide
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = decide.RECIPE
 STEPS = [100, 200, 300, 400]

@@ -18,7 +18,7 @@ from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.depth import study as depth
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = depth.RECIPE
 

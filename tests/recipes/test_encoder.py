@@ -13,7 +13,7 @@ from kvshift.lab.study.recipe import Record
 from kvshift.lab.variants.building import build_model, count_parameters, describe
 from kvshift.recipes.encoder import study as encoder
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = encoder.RECIPE
 LABELS = [*encoder._models(encoder.LAPTOP.model)]  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from kvshift.lab.study.recipe import Record
 from kvshift.recipes.fig01a import study as fig01a
 from kvshift.recipes.fig01b import study as fig01b
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 pytestmark = pytest.mark.no_models
 

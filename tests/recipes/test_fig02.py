@@ -14,7 +14,7 @@ from kvshift.lab.theory.loss_field import Field, loss_field
 from kvshift.recipes.fig02 import study as fig02
 from kvshift.recipes.fig02.study import FieldConfig, FlowConfig, compute_fields, compute_flows
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 pytestmark = pytest.mark.no_models
 

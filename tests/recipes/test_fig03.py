@@ -10,7 +10,7 @@ from kvshift.lab.core.options import to_json
 from kvshift.lab.study.recipe import Record
 from kvshift.recipes.fig03 import study as fig03
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = fig03.RECIPE
 

@@ -11,7 +11,7 @@ from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.fig04 import study as fig04
 from kvshift.recipes.fig04.study import RATES
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 pytestmark = pytest.mark.no_models
 RECIPE = fig04.RECIPE

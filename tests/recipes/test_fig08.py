@@ -16,7 +16,7 @@ from kvshift.lab.variants.building import build_model, describe
 from kvshift.recipes.fig08 import study as fig08
 from kvshift.recipes.fig08.study import HOPS, PUBLISHED, errors_by_hops
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = fig08.RECIPE
 

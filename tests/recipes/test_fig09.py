@@ -15,7 +15,7 @@ from kvshift.lab.variants.building import llama_config
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.recipes.fig09 import study as fig09
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = fig09.RECIPE
 

@@ -23,7 +23,7 @@ from kvshift.recipes.language_models.lm_paper import LENGTHS, LOSSES, RATES
 from kvshift.recipes.language_models.settings import TABLES, Place, label_at
 from kvshift.recipes.page import published, results_page
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 SHARING = [name for name, entry in CATALOGUE.items() if entry.study == STUDY]
 ALIKE = [0.02, 0.021, 0.019]

@@ -14,7 +14,7 @@ from kvshift.lab.study.tuning import tuning_jobs
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.recipes.mqar import study as mqar
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = mqar.RECIPE
 

@@ -16,7 +16,7 @@ from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.summary import MAIN, summary_page
 
 from ..lab.analysis.run_folders import write_pair
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 pytestmark = pytest.mark.no_models
 

@@ -23,7 +23,7 @@ from kvshift.recipes.phase import study as phase
 from kvshift.recipes.phase.changes import Changes
 from kvshift.recipes.phase.phase_search import LEVEL, SEARCH, StopAtLevel, tokens_per_step, tokens_to_level
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = phase.RECIPE
 STEPS = [100 * at for at in range(1, 11)]

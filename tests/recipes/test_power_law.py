@@ -16,7 +16,7 @@ from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.scaling import power_law
 from kvshift.recipes.scaling.power_law import SIZES, parameters_of
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 FIG05, FIG06 = find_recipe("fig05"), find_recipe("fig06")
 

@@ -22,7 +22,7 @@ from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.listing import list_or_reproduce
 from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
-from .cases import Counting, runs
+from ..lab.study.cases import Counting, runs
 
 
 def drawing(records):

@@ -22,7 +22,7 @@ from kvshift.recipes.retrofit import study as retrofit
 from kvshift.recipes.retrofit.retrofit_claims import ALL, BOTH, CONTROL, LORA, NOTHING
 from kvshift.recipes.retrofit.study import PARTS, RetrofitJob
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = retrofit.RECIPE
 FLAT = {NOTHING: 3.2, ALL: 3.2, CONTROL: 3.2, LORA: 3.2, BOTH: 3.2}

@@ -13,7 +13,7 @@ from kvshift.lab.study.records import kept_records, read_records, write_records
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.reproduce import ReproduceConfig, folder_of, reproduce
 
-from .cases import Counting, made_up, runs
+from ..lab.study.cases import Counting, made_up, runs
 
 pytestmark = pytest.mark.no_models
 

@@ -16,7 +16,7 @@ from kvshift.lab.theory.limit_loss import Form, exact, token_logits
 from kvshift.recipes.tab03 import study as tab03
 from kvshift.recipes.tab03.study import DRAWS, LIMIT, PAPER, DrawsConfig, LimitConfig, compute_draws, compute_limit
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 pytestmark = pytest.mark.no_models
 

@@ -16,7 +16,7 @@ from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.tab04 import study as tab04
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = tab04.RECIPE
 

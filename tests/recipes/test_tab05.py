@@ -12,7 +12,7 @@ from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.language_models.settings import Place, label_at
 from kvshift.recipes.tab05.study import CELLS
 
-from .cases import made_up
+from ..lab.study.cases import made_up
 
 RECIPE = find_recipe("tab05")
 NOW, BEFORE = [0.9, 0.1], [-0.1, 0.5]

@@ -26,7 +26,7 @@ from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.mqar import study as mqar
 from kvshift.recipes.reproduce import ReproduceConfig, folder_of, reproduce
 
-from .cases import Counting, made_up, runs
+from ..lab.study.cases import Counting, made_up, runs
 
 OF_THE_MACHINE = ("seconds", "processor_seconds", "peak_memory_bytes")
 

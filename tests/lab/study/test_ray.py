@@ -44,7 +44,7 @@ class Meeting(Counting):
 @pytest.fixture(scope="module", autouse=True)
 def child_environment() -> Iterator[None]:
     """Ray leaves nothing in the user's folders, asks nobody's token, reports to nobody; workers find these jobs."""
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
         patch.setenv("RAY_TMPDIR", folder)  # short: the names of its sockets must be
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
