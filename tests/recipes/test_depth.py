@@ -146,7 +146,7 @@ def test_where_no_folder_of_text_is_named_the_bundled_one_stands_for_it(
         started.extend(job for job, _ in work)
         raise RuntimeError("before any run")
 
-    monkeypatch.setattr(module, "sweep", stop)
+    monkeypatch.setattr("kvshift.lab.study.run_study.sweep", stop)
     with pytest.raises(RuntimeError, match="before any run"):
         module.reproduce(module.ReproduceConfig(recipe="depth", out=tmp_path, preset="laptop"))
     assert {(job.config.data.corpus, job.config.data.validation) for job in started} == {("tinyshakespeare", None)}

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from kvshift.lab.core.errors import RunFailedError
 from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.recipe import Record, diverged
 from kvshift.lab.study.tuning import best_rates, least_loss, tuning_jobs
 from kvshift.lab.variants.building import build_model, llama_config
 from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
-from kvshift.recipes import reproduce as module
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.language_models import STUDY, lm_figures, lm_tables
 from kvshift.recipes.language_models.lm_paper import LENGTHS, LOSSES, RATES
@@ -386,10 +386,10 @@ def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
     assert least_loss()(found) == (-math.inf,)
 
     def full(*args: Any) -> None:
-        raise module.RunFailedError("writing failed: no space left on device")
+        raise RunFailedError("writing failed: no space left on device")
 
     monkeypatch.setattr("kvshift.lab.study.jobs.train", full)
-    with pytest.raises(module.RunFailedError, match="no space"):
+    with pytest.raises(RunFailedError, match="no space"):
         job.run(tmp_path / "other")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.study.claims import not_testable
+from kvshift.lab.study.preset_report import report
 from kvshift.lab.study.records import read_records, write_records
 from kvshift.recipes import page, summary
 from kvshift.recipes.catalogue import find_recipe
@@ -172,7 +173,7 @@ def test_a_smoke_report_says_that_its_verdicts_mean_nothing(results: Path) -> No
     recipe = find_recipe("fig01a")
     records = read_records(results / "fig01a" / "laptop.jsonl")
     texts = {
-        preset: page.report(recipe, preset, records, recipe.claims(records), figure="x.svg")
+        preset: report(recipe, preset, records, recipe.claims(records), figure="x.svg")
         for preset in ("smoke", "laptop")
     }
     assert "its verdicts mean nothing" in texts["smoke"]

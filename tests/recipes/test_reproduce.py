@@ -16,6 +16,7 @@ from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.jobs import Computation
 from kvshift.lab.study.recipe import Recipe, reported
 from kvshift.lab.study.records import read_records
+from kvshift.lab.study.run_study import folder_of
 from kvshift.recipes import catalogue, listing
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
@@ -194,7 +195,7 @@ def test_every_recipe_has_the_three_presets_and_jobs_with_names_of_their_own(nam
     assert [*recipe.presets][-1] == "paper"
     for preset in recipe.presets:
         jobs = recipe.jobs(preset, range(2))
-        folders = {module.folder_of(Path(), job) for job in jobs}
+        folders = {folder_of(Path(), job) for job in jobs}
         assert len(folders) == len(jobs) > 0
 
 

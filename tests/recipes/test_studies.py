@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.recipe import Recipe
 from kvshift.lab.study.records import kept_records, read_records, write_records
+from kvshift.lab.study.run_study import folder_of
 from kvshift.recipes import reproduce as module
-from kvshift.recipes.reproduce import ReproduceConfig, folder_of, reproduce
+from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
 from ..lab.study.cases import Counting, made_up, runs
 

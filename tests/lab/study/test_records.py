@@ -15,16 +15,18 @@ from kvshift.lab.core import atomic
 from kvshift.lab.core.errors import FolderInUseError, LabError
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study import jobs as kinds
+from kvshift.lab.study import run_study
 from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.recipe import Recipe, Record
 from kvshift.lab.study.records import KeptRecords, read_records, write_records
+from kvshift.lab.study.run_study import folder_of
 from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.recipes import page
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.mqar import study as mqar
-from kvshift.recipes.reproduce import ReproduceConfig, folder_of, reproduce
+from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
 from ..lab.study.cases import Counting, made_up, runs
 
@@ -184,7 +186,7 @@ def test_half_a_job_is_not_taken_and_not_touched(beads: list[Counting], tmp_path
     part = tmp_path / ".errors.json.part"
     part.write_text("{")
     assert (tmp_path / "result.json").exists()
-    assert module._record_in(job, tmp_path) is None
+    assert run_study._record_in(job, tmp_path) is None
     assert part.exists()
 
 

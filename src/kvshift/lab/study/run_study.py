@@ -1,0 +1,159 @@
+"""Run what is missing of a study: first the runs that choose learning rates, then those that are reported."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.messages import say
+from kvshift.lab.data.config import SHARED
+from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.runs.run import is_finished
+from kvshift.lab.study.entry import Cluster
+from kvshift.lab.study.jobs import on_text_at_hand
+from kvshift.lab.study.recipe import Job, Recipe, Record
+from kvshift.lab.study.records import KeptRecords, record_of, write_records
+from kvshift.lab.study.sweep import sweep
+from kvshift.lab.study.tuning import at_best_rates, best_rates, tuning_jobs
+from kvshift.lab.study.watching import watching
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the runs of one preset of a recipe are, and how they execute.
+
+    Attributes:
+        runs: folder of the folders of all runs; recipes of one study share it.
+        folder: of the recipe.
+        store: where records are kept besides.
+        workers: runs at a time; see `sweep`.
+        cluster: where runs execute.
+    """
+
+    runs: Path
+    folder: Path
+    store: KeptRecords | None = None
+    workers: int | None = None
+    cluster: Cluster = "local"
+
+
+def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], places: Places) -> list[Record]:
+    """Run what is missing of a preset; returns the records of all its runs, written down in the recipe's folder.
+
+    Raises:
+        LabError: folders hold other runs.
+        RunFailedError: at least one run failed; the others are kept.
+        InterruptedRunError: a signal came.
+    """
+    size = recipe.presets[preset]
+    asked = recipe.jobs(preset, seeds)
+    jobs = on_text_at_hand(asked)
+    tuning = []
+    if size.grid is not None:
+        tuning = tuning_jobs(on_text_at_hand(recipe.jobs(preset, size.grid.seeds)), size.grid)
+    if places.store is not None:
+        places.store.refuse_to_forget([*tuning, *jobs])
+    say(f"{recipe.name}, {preset}: {recipe.title} ({recipe.source}); {size.cost}")
+    if jobs != asked:
+        say(f"{SHARED} names no folder of text: the bundled corpus, far smaller, stands for it and is read repeatedly")
+    records: list[Record] = []
+    if tuning:
+        records = _run(tuning, places, earlier=[])
+        best = best_rates(records, recipe.tuned_by)
+        for variant, rate in best.items():
+            say(f"{variant}: learning rate {rate:.2g} is the best of the grid")
+        jobs = at_best_rates(jobs, best)
+    return _run(jobs, places, earlier=records)
+
+
+def folder_of(folder: Path, job: Job) -> Path:
+    """Where a job of a preset does its work."""
+    label = re.sub(r"[^a-z0-9.]+", "-", job.label.lower()).strip("-")
+    return folder / label / f"seed-{job.seed}"
+
+
+def _run(jobs: Sequence[Job], places: Places, *, earlier: Sequence[Record]) -> list[Record]:
+    """Run what is missing of `jobs`; returns the `earlier` records and those of all jobs, written down.
+
+    Args:
+        jobs: of one kind, tuning or reported.
+        places: of the recipe.
+        earlier: records of this recipe.
+
+    Raises:
+        RunFailedError: at least one failed; the others are kept.
+    """
+    runs, store = places.runs, places.store
+    folders = [(job, folder_of(runs, job)) for job in jobs]
+    found = _find(folders, runs, store)
+    if len(found) == len(folders):
+        return [*earlier, *found.values()]
+    with RunFolder(runs).locked():
+        left = [place for number, place in enumerate(folders) if number not in found]
+        work, problems = [(job, out) for job, out in left if not job.is_finished(out)], []
+        if work:
+            with watching(work) as ended:
+                start = time.monotonic()
+
+                def done(number: int, problem: str | None) -> None:
+                    ended.add(number)
+                    job, out = work[number]
+                    what = "finished" if problem is None else f"FAILED: {problem}"
+                    place = f"[{len(ended)} of {len(work)}, {time.monotonic() - start:.0f} s]"
+                    tqdm.write(f"{place} {job.label}, seed {job.seed}: {what}", file=sys.stderr)
+                    if store is not None and problem is None:
+                        store.add([record_of(job, out)])
+
+                problems = sweep(work, workers=places.workers, cluster=places.cluster, done=done)
+        for number, (job, out) in enumerate(folders):
+            if number not in found and job.is_finished(out):
+                found[number] = record_of(job, out)
+        records = [*earlier, *(record for _, record in sorted(found.items()))]
+        write_records(places.folder / "records.jsonl", records)
+    if problems:
+        listed = "\n  ".join(problems)
+        raise RunFailedError(
+            f"{len(problems)} of {len(jobs)} runs failed; the same command tries them again:\n  {listed}"
+        )
+    return records
+
+
+def _find(jobs: Sequence[tuple[Job, Path]], folder: Path, store: KeptRecords | None) -> dict[int, Record]:
+    """The records of the jobs that are finished, in their folders or in the store, by number; the store gets all.
+
+    Another process may be at work in the folders: those of unfinished runs are not touched.
+    """
+    found: dict[int, Record] = {}
+    counts: dict[Path, int] = {}
+    for number, (job, out) in enumerate(jobs):
+        kept = None if store is None else store.find(job)
+        record, path = _record_in(job, out), folder
+        if record is None and kept is not None:
+            record, path = kept
+        if record is not None:
+            found[number] = record
+            counts[path] = counts.get(path, 0) + 1
+    if found:
+        where = ", ".join(f"{count} in {path}" for path, count in counts.items())
+        say(f"{len(found)} of {len(jobs)} runs were finished before: {where}")
+        if store is not None:
+            store.add([*found.values()])
+    return found
+
+
+def _record_in(job: Job, out: Path) -> Record | None:
+    """The record of a finished job; a LabError where it had other options."""
+    if not is_finished(out):
+        return None
+    try:
+        record = record_of(job, out)
+    except LabError:  # training has ended, and what comes after it has not
+        return None
+    return record if job.is_finished(out) else None
