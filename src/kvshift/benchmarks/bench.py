@@ -25,7 +25,7 @@ from kvshift.lab.allocator import keep_memory
 from kvshift.lab.compare.timing import EventClock, WallClock
 from kvshift.lab.core.environment import environment
 from kvshift.lab.core.errors import LabError, RunFailedError
-from kvshift.lab.core.options import Meaning, names, options_hash
+from kvshift.lab.core.options import Meaning, option_names, options_hash
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.ops.cpu.kernel import cpu_refusal
 
@@ -110,7 +110,7 @@ def _session(config: BenchConfig, device: torch.device) -> Session:
 def _stamp(config: BenchConfig, device: torch.device, kept: bool) -> dict[str, Any]:
     """What every row carries: the options that decide numbers, and where they were measured."""
     found = environment(device, 1)
-    free = names(BenchConfig, Meaning.DECIDES_NOTHING)
+    free = option_names(BenchConfig, Meaning.DECIDES_NOTHING)
     options = {name: value for name, value in vars(config).items() if name not in free}
     options |= {"memory_kept": kept, "backend": os.environ.get("KVSHIFT_BACKEND", "auto")}
     others = _versions(("triton", "flash-linear-attention", "causal-conv1d"))

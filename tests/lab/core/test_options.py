@@ -16,7 +16,7 @@ from kvshift.lab.core.options import (
     Meaning,
     differences,
     from_json,
-    names,
+    option_names,
     options_hash,
     to_json,
 )
@@ -88,6 +88,6 @@ def test_options_come_back_from_json_and_what_is_of_one_call_is_not_written() ->
 
 
 def test_what_is_said_is_found_by_name() -> None:
-    assert names(Lute, Meaning.OF_THE_MACHINE) == {"case"}
-    assert names(Lute, Meaning.DECIDES_NOTHING) == {"case", "polish"}
-    assert names(Lute, Meaning.OF_THE_CALL) == {"again"}
+    assert option_names(Lute, Meaning.OF_THE_MACHINE) == {"case"}
+    assert option_names(Lute, Meaning.DECIDES_NOTHING) == {"case", "polish"}
+    assert option_names(Lute, Meaning.OF_THE_CALL) == {"again"}

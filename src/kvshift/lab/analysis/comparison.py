@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.core.options import Meaning, differences, names
+from kvshift.lab.core.options import Meaning, differences, option_names
 from kvshift.lab.core.statistics import Estimate, first_reached, mean_of, paired_difference, verdict
 from kvshift.lab.runs.run import Run
 from kvshift.lab.training.train_config import TrainConfig
@@ -74,7 +74,7 @@ def summarize(twins: Sequence[Twins], step_time: dict[str, Any] | None = None) -
 
 def _refuse_strangers(baseline: Run, other: Run) -> None:
     """Twins were given the same options and found the same data; what they recorded shows it."""
-    of_variants = {"config_hash", *(f"model.{name}" for name in names(ModelConfig, Meaning.OF_THE_VARIANT))}
+    of_variants = {"config_hash", *(f"model.{name}" for name in option_names(ModelConfig, Meaning.OF_THE_VARIANT))}
     found = differences(TrainConfig, baseline.config, other.config)
     lines = [line for name, line in found.items() if name not in of_variants]
     if lines:

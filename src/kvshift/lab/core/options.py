@@ -48,7 +48,7 @@ RECORDED = ("config_hash", "data_facts", "extended")
 
 
 @cache
-def names(options: type, meaning: Meaning) -> frozenset[str]:
+def option_names(options: type, meaning: Meaning) -> frozenset[str]:
     """The fields of a dataclass of which that is said."""
     return frozenset(item.name for item in dataclasses.fields(options) if item.metadata.get(meaning.name))
 
@@ -67,12 +67,12 @@ def options_hash(options: type, values: Mapping[str, Any]) -> str:
         options: the dataclass that says what each option counts for; an option that it does not have counts.
         values: as `to_json` gives them.
     """
-    free, late = names(options, Meaning.DECIDES_NOTHING), names(options, Meaning.LATE)
+    free, late = option_names(options, Meaning.DECIDES_NOTHING), option_names(options, Meaning.LATE)
     decisive = {
         name: value for name, value in values.items() if name not in free and not (name in late and value is None)
     }
     for group, its_options in _groups(options).items():
-        late, given = names(its_options, Meaning.LATE), decisive.get(group, {})
+        late, given = option_names(its_options, Meaning.LATE), decisive.get(group, {})
         kept = {name: value for name, value in given.items() if name not in late or value is not None}
         decisive |= {group: kept} if kept else {}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
@@ -89,7 +89,9 @@ def differences(
         prefix: of the names.
     """
     lines: dict[str, str] = {}
-    for name in sorted({*old, *new} - (names(options, Meaning.DECIDES_NOTHING) if options is not None else set())):
+    for name in sorted(
+        {*old, *new} - (option_names(options, Meaning.DECIDES_NOTHING) if options is not None else set())
+    ):
         before, now = old.get(name), new.get(name)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
             lines |= differences(None, before, now, f"{prefix}{name}.")
@@ -100,7 +102,7 @@ def differences(
 
 def to_json(config: Any) -> dict[str, Any]:
     """The fields of a config as what JSON holds: paths become strings, tuples lists; without what is of one call."""
-    of_the_call = names(type(config), Meaning.OF_THE_CALL)
+    of_the_call = option_names(type(config), Meaning.OF_THE_CALL)
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in of_the_call}
     return json.loads(json.dumps(values, default=str))
 

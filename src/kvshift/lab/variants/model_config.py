@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from kvshift.lab.core.options import LATE, Meaning, means, names
+from kvshift.lab.core.options import LATE, Meaning, means, option_names
 from kvshift.lab.variants.by_name import VARIANTS
 
 VARIES: Mapping[str, Any] = means(Meaning.OF_THE_VARIANT)
@@ -71,5 +71,5 @@ class ModelConfig:
 
 def model_fields() -> list[str]:
     """The options that are fields of the model's own configuration, by the same names."""
-    beside = names(ModelConfig, Meaning.BESIDE_THE_MODEL)
+    beside = option_names(ModelConfig, Meaning.BESIDE_THE_MODEL)
     return [item.name for item in fields(ModelConfig) if item.name not in beside]
