@@ -213,7 +213,7 @@ def table_recipe(
     methods: Sequence[str],
     *,
     better: str,
-    side_by_side: Sequence[str] | None = None,
+    shown: Sequence[str] | None = None,
     notes: Sequence[str] = (),
 ) -> Recipe:
     """The table of a method, and what the paper says of one method against others.
@@ -222,7 +222,7 @@ def table_recipe(
         entry: of the recipe.
         methods: all that are trained, that of the table first.
         better: which of them the paper has ahead of the others; where it is alone, its contexts are compared.
-        side_by_side: whose tables stand beside the paper's; None: that of the first.
+        shown: whose tables stand beside the paper's; None: that of the first.
         notes: of this table, before those of all.
     """
     others = [key for key in methods if key != better]
@@ -233,6 +233,6 @@ def table_recipe(
         plot=partial(_plot, methods),
         claims=partial(_claims, better, others) if others else _longer,
         tuned_by=least_loss(),
-        tables=partial(_text, side_by_side or methods[:1]),
+        tables=partial(_text, shown or methods[:1]),
         notes=(*notes, *NOTES),
     )

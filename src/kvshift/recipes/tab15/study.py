@@ -10,6 +10,6 @@ RECIPE = table_recipe(
     ENTRY,
     ["mla-kv-shift", "mla"],
     better="mla-kv-shift",
-    side_by_side=["mla", "mla-kv-shift"],
+    shown=["mla", "mla-kv-shift"],
     notes=read_notes(__file__),
 )
