@@ -28,7 +28,7 @@ from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.mqar import study as mqar
 from kvshift.recipes.reproduce import ReproduceConfig, reproduce
 
-from ..lab.study.cases import Counting, made_up, runs
+from .cases import Counting, made_up, runs
 
 OF_THE_MACHINE = ("seconds", "processor_seconds", "peak_memory_bytes")
 
