@@ -33,7 +33,7 @@ class Meaning(Enum):
     BESIDE_THE_MODEL = "it has no field of its name in the configuration of the model"
 
 
-def means(*meanings: Meaning) -> Mapping[str, Any]:
+def means(*meanings: Meaning) -> dict[str, bool]:
     """The metadata of a field of which that is to be said."""
     return {meaning.name: True for meaning in meanings}
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from kvshift.lab.core.options import LATE, Meaning, means, option_names
 from kvshift.lab.variants.by_name import VARIANTS
 
-VARIES: Mapping[str, Any] = means(Meaning.OF_THE_VARIANT)
-BESIDE: Mapping[str, Any] = means(Meaning.BESIDE_THE_MODEL)
+VARIES = means(Meaning.OF_THE_VARIANT)
+BESIDE = means(Meaning.BESIDE_THE_MODEL)
 
 # Of the weights of a model that is loaded; auto: as they were saved.
 DType = Literal["auto", "float32", "bfloat16", "float16"]
