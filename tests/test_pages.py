@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "results").glob("*/page.md")),
     ROOT / "src/kvshift/ops/README.md",
 ]
 INDEX = ROOT / "docs/README.md"
