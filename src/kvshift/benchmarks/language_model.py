@@ -113,7 +113,7 @@ def _case(
 
 def _by_plain_operations(made: Implementation) -> Implementation:
     """The same as KVSHIFT_BACKEND=eager makes of a process: all else, recomputation in backward too, stays."""
-    eager = patch.object(dispatch, "_AUTO", "eager")
+    eager: Any = patch.object(dispatch, "_AUTO", "eager")
     return replace(made, run=eager(made.run), check=eager(made.check))
 
 
