@@ -57,7 +57,7 @@ def option_names(options: type, meaning: Meaning) -> frozenset[str]:
 def _groups(options: type) -> Mapping[str, type]:
     """The fields of a dataclass that are groups of options, with their dataclasses."""
     hints = get_type_hints(options)
-    return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    return {name: hint for name, hint in hints.items() if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
 
 
 def options_hash(options: type, values: Mapping[str, Any]) -> str:
