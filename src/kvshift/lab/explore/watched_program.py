@@ -89,8 +89,10 @@ def write_watched(watched: WatchedModel, path: Path) -> None:
         program = onnx_ir.load(traced)
         for node in program.graph.all_nodes():
             node.metadata_props.clear()  # where in the code each was traced: most of a small program
-        size = sum(value.const_value.nbytes for value in program.graph.initializers.values() if value.const_value)
-        onnx_ir.save(program, path, external_data=f"{path.name}.data" if size > _INSIDE else None)
+        if sum(parameter.nbytes for parameter in watched.parameters()) > _INSIDE:
+            onnx_ir.save(program, path, external_data=f"{path.name}.data")
+        else:
+            onnx_ir.save(onnx_ir.external_data.load_to_model(program), path)
 
 
 @torch.no_grad()

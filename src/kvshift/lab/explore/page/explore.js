@@ -274,4 +274,17 @@ function drawTokens() {
   roveTokens();
 }
 
+// For the browser's console, and for tests.
+globalThis.explorer = {
+  isSettled: () => models.length > 0 && models.every((model) => model.isLoaded) && !busy && stale.size === 0,
+  tokens: () => tokens.map(({ id }) => id),
+  query: () => query,
+  chosen: (number) => models[number].chosen,
+  scores: (number) => models[number].scores,
+  result: (number) => {
+    const { next, attention } = models[number].result;
+    return { next, attention: attention.map((layer) => [...layer]) };
+  },
+};
+
 start().catch((error) => say(`The page could not be loaded: ${error.message}`, true));
