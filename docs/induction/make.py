@@ -3,8 +3,8 @@
     python docs/induction/make.py      in the root of the repository; some minutes on a CPU
 
 Both have one layer and learn what those of `kvshift reproduce fig01a --preset laptop` learn, from the same sequences
-and at the learning rates that were best there, for `STEPS`. Tokens are
-letters and digits, so that a reader can type them.
+and at the learning rates that were best there, for `STEPS`. Tokens are letters and
+digits, so that a reader can type them.
 
 docs/induction/without, docs/induction/with    the models and their tokenizer
 docs/figures/induction.svg                     what both answer, drawn from what they compute
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import string
 import sys
@@ -39,30 +40,26 @@ HERE = Path("docs/induction")
 TEXT = "k d r a b m t e a"
 
 _SVG = """\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 350" role="img" aria-labelledby="title">
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 370" role="img" aria-labelledby="title">
 <title id="title">After k d r a b m t e a, a one-layer model without KV shift does not find what followed the \
 first a; with the shift, the key of b also holds a, and the model answers b</title>
 <style>
-svg {{ --ink: #222; --faint: #595959; --block: #f0f0f0; --blue: #0072b2; --self: #b3d4e8; --prior: #f3c7a5; }}
+svg {{ --ink: #222; --paper: #fff; --faint: #595959; --block: #f0f0f0; --blue: #0072b2;
+  --self: #b3d4e8; --prior: #f3c7a5; }}
 @media (prefers-color-scheme: dark) {{
-svg {{ --ink: #e6e6e6; --faint: #aaa; --block: #2a2a2a; --blue: #6cbcf0; --self: #1d4d6b; --prior: #7a4318; }} }}
+svg {{ --ink: #e6e6e6; --paper: #121212; --faint: #aaa; --block: #2a2a2a; --blue: #6cbcf0;
+  --self: #1d4d6b; --prior: #7a4318; }} }}
 text {{ fill: var(--ink); font: 16px ui-monospace, monospace; text-anchor: middle; }}
 .title {{ font: 600 17px system-ui, sans-serif; text-anchor: start; }}
 .note {{ font: 13px system-ui, sans-serif; fill: var(--faint); text-anchor: start; }}
 .answer {{ font-size: 24px; font-weight: 700; }}
+.paper {{ fill: var(--paper); }}
 .box {{ fill: var(--block); }} .self {{ fill: var(--self); }} .prior {{ fill: var(--prior); }}
 .query {{ fill: none; stroke: var(--ink); stroke-width: 1.5; }}
 .arc {{ fill: none; stroke: var(--blue); stroke-linecap: round; stroke-dasharray: 1; }}
-.show {{ animation: show 12s var(--d) both infinite; }}
-.slide {{ animation: slide 12s var(--d) both infinite; }}
-.arc {{ animation: draw 12s var(--d) both infinite; }}
-@keyframes show {{ 0% {{ opacity: 0; }} 4%, 60% {{ opacity: 1; }} 64%, 100% {{ opacity: 0; }} }}
-@keyframes slide {{ 0% {{ opacity: 0; transform: translate(-52px, -44px); }} 8%, 60% {{ opacity: 1; \
-transform: none; }} 64%, 100% {{ opacity: 0; transform: none; }} }}
-@keyframes draw {{ 0% {{ stroke-dashoffset: 1; }} 6%, 60% {{ stroke-dashoffset: 0; opacity: 1; }} \
-64%, 100% {{ stroke-dashoffset: 0; opacity: 0; }} }}
-@media (prefers-reduced-motion: reduce) {{ .show, .slide, .arc {{ animation: none; }} }}
+{motion}@media (prefers-reduced-motion: reduce) {{ * {{ animation: none !important; }} }}
 </style>
+<rect class="paper" width="720" height="370" rx="6"/>
 {rows}</svg>
 """
 
@@ -123,17 +120,35 @@ def shown(variant: str) -> dict[str, Any]:
 def picture() -> str:
     """An animated SVG of both models: keys are filled, the last token asks, a key answers, its value is said."""
     rows = [
-        drawn(shown("vanilla"), "One layer without shift", top=30, delay=0.5),
-        drawn(shown("kv-shift"), "One layer with KV shift", top=200, delay=4),
+        drawn(shown("vanilla"), "One layer without shift", top=24, delay=5),
+        drawn(shown("kv-shift"), "One layer with KV shift", top=206, delay=40),
     ]
-    return _SVG.format(rows="".join(rows))
+    kinds = sorted(set(re.findall(r'class="(?:arc )?((show|slide|draw)-(\d+))"', "".join(rows))))
+    motion = [
+        f".{name} {{ animation: {name} 12s infinite; }}\n@keyframes {name} {{ {_frames(kind, int(tenths) / 1.2)} }}\n"
+        for name, kind, tenths in kinds
+    ]
+    return _SVG.format(rows="".join(rows), motion="".join(motion))
 
 
-def drawn(found: dict[str, Any], title: str, *, top: int, delay: float) -> str:
-    """One model: a row of tokens, below them what their keys hold, above them where the last one looks."""
+def _frames(kind: str, start: float) -> str:
+    """Keyframes of an element that comes at `start` % of the time and goes, as all others do, near its end."""
+    hidden = {"show": "opacity: 0", "slide": "opacity: 0; transform: translate(-52px, -44px)"}
+    hidden["draw"] = "opacity: 0; stroke-dashoffset: 1"
+    there = "opacity: 1; transform: none; stroke-dashoffset: 0"
+    come = f"0%, {start:.1f}% {{ {hidden[kind]}; }} {start + 7:.1f}%, 95% {{ {there}; }}"
+    return f"{come} 98%, 100% {{ opacity: 0; transform: none; stroke-dashoffset: 0; }}"
+
+
+def drawn(found: dict[str, Any], title: str, *, top: int, delay: int) -> str:
+    """One model: a row of tokens, below them what their keys hold, above them where the last one looks.
+
+    Args:
+        delay: when it begins to move, in tenths of a second of the 12 seconds.
+    """
     letters = TEXT.split()
     place = [150 + 52 * i for i in range(len(letters))]
-    last, y = place[-1], top + 62
+    last, y = place[-1], top + 72
     parts = [f'<text class="title" x="10" y="{top}">{title}</text>']
     parts += [
         f'<text class="note" x="10" y="{y + 5}">token</text><text class="note" x="10" y="{y + 49}">its key holds</text>'
@@ -144,14 +159,14 @@ def drawn(found: dict[str, Any], title: str, *, top: int, delay: float) -> str:
         before = found["before"] if i else 0.0
         if before < 0.995:
             wide = 34 * (1 - before)
-            parts.append(f'<g class="show" style="--d:{delay}s">')
+            parts.append(f'<g class="show-{delay}">')
             parts.append(f'<rect class="self" x="{x + 17 - wide:.1f}" y="{y + 29}" width="{wide:.1f}" height="30"/>')
             if wide > 9:
                 parts.append(f'<text class="letter" x="{x + 17 - wide / 2:.1f}" y="{y + 50}">{letter}</text>')
             parts.append("</g>")
         if before > 0.005:
             wide = 34 * before
-            parts.append(f'<g class="slide" style="--d:{delay + 0.7}s">')
+            parts.append(f'<g class="slide-{delay + 7}">')
             parts.append(f'<rect class="prior" x="{x - 17}" y="{y + 29}" width="{wide:.1f}" height="30"/>')
             if wide > 9:
                 parts.append(f'<text class="letter" x="{x - 17 + wide / 2:.1f}" y="{y + 50}">{letters[i - 1]}</text>')
@@ -159,18 +174,16 @@ def drawn(found: dict[str, Any], title: str, *, top: int, delay: float) -> str:
     parts.append(f'<rect class="query" x="{last - 17}" y="{y - 17}" width="34" height="34" rx="3"/>')
     for x, share in zip(place, found["attention"], strict=True):
         if share >= 0.02:
-            high = 20 + 0.12 * (last - x)
+            high = 18 + 0.08 * (last - x)
             bend = f"C {last} {y - 19 - high:.0f}, {x} {y - 19 - high:.0f}, {x} {y - 19}"
             if x == last:
                 bend = "c -14 -24, 14 -24, 8 0"
             start = f"M {last - 4 * (x == last)} {y - 19}"
             parts.append(
-                f'<path class="arc" pathLength="1" style="--d:{delay + 1.6}s" d="{start} {bend}" '
+                f'<path class="arc draw-{delay + 18}" pathLength="1" d="{start} {bend}" '
                 f'stroke-width="{1 + 5 * share:.2f}" stroke-opacity="{0.25 + 0.75 * share:.2f}"/>'
             )
-    parts.append(
-        f'<g class="show" style="--d:{delay + 2.4}s"><text class="letter" x="{last + 42}" y="{y + 6}">→</text>'
-    )
+    parts.append(f'<g class="show-{delay + 26}"><text class="letter" x="{last + 42}" y="{y + 6}">→</text>')
     parts.append(f'<text class="answer" x="{last + 76}" y="{y + 7}">{found["answer"]}</text>')
     parts.append(f'<text class="note" x="{last + 64}" y="{y + 28}">{100 * found["probability"]:.0f} %</text></g>')
     return "".join(parts) + "\n"

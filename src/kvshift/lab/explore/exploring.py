@@ -34,6 +34,7 @@ from kvshift.lab.export.programs import require_packages
 from kvshift.lab.retrofit.retrofitting import encoded_prompts
 from kvshift.lab.runs.loading import UNREADABLE, check_tokenizer, load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate
+from kvshift.lab.training.callbacks import coefficients
 from kvshift.models.retrofit import FAMILIES
 from kvshift.models.retrofit.family import auto_class
 
@@ -45,6 +46,7 @@ MOST_TOKENS = 128
 """Tokens that the page computes at most: all heads of all layers have T x T probabilities each."""
 _LARGE = 100e6  # bytes of weights, from which on the page says what it needs
 _MOST = 1.9 * 2**30  # of the 4 GiB that WebAssembly can address, weights are there twice while they are loaded
+_SHIFTED = ("One layer without shift", "One layer with KV shift")  # what the explanation calls its models
 _COPIES = 4  # of the weights, while a program is traced and compared
 TEXTS = (
     "The old lighthouse keeper Ada Finch lit the lamp at dusk. At dawn, Ada Finch",
@@ -82,6 +84,8 @@ def _make(config: ExploreConfig) -> None:
     if any(text != texts[0] for text in texts):
         raise LabError(f"models: {config.models[0]} and {config.models[1]} have different tokenizers")
     models = [_load(name, folder, tokenizers[0]) for name, (folder, _) in zip(config.models, places, strict=True)]
+    if config.explain:
+        _require_explained(models)
     _require_memory(models)
     runtime = runtime_folder(_say)
     with new_folder(config.out) as part:
@@ -111,6 +115,17 @@ def _load(name: str, folder: str, tokenizer: Any) -> Any:
         raise LabError(f"model: {name} is a {type(model).__name__}, which cannot be exported; these can: {names}")
     check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
     return model
+
+
+def _require_explained(models: list[Any]) -> None:
+    """Raise a LabError unless the models are those that the explanation speaks of."""
+    layers = [model.config.get_text_config().num_hidden_layers for model in models]
+    shifted = [bool(coefficients(model)) for model in models]
+    if layers != [1, 1] or shifted != [False, True]:
+        raise LabError(
+            "explain speaks of two models of one layer, the first without shift and the second with it; got "
+            + " and ".join(f"{n} layers {('without', 'with')[s]} shift" for n, s in zip(layers, shifted, strict=True))
+        )
 
 
 def _require_memory(models: list[Any]) -> None:
@@ -169,6 +184,8 @@ def _describe(name: str, model: Any, tokenizer: Any) -> dict[str, Any]:
 
 def _facts(config: ExploreConfig, models: list[dict[str, Any]]) -> dict[str, Any]:
     texts = LETTERS if config.explain else TEXTS
+    if config.explain:
+        models = [model | {"name": _SHIFTED[bool(model["coefficients"])]} for model in models]
     return {
         "version": kvshift.__version__,
         "explain": config.explain,

@@ -28,6 +28,9 @@ export function drawStory(element, state, tokenText) {
       index ? " and " : "", `${percent(share)} `, h("b", { className: "token" }, text(position)), " ",
       h("span", { className: lag ? "before" : "itself" }, lagName(lag)),
     ]);
+    const whose =
+      keys.length === 1 && !keys[0].lag ? [" (", percent(row[at]), "), and finds the key of that token alone."] : null;
+    if (whose) return ["Its best head looks most at ", h("b", { className: "token" }, text(at)), ...whose];
     return [
       `Its best head looks most at `, h("b", { className: "token" }, text(at)), ` (${percent(row[at])}), whose key is `, ...held, ".",
     ];
@@ -51,7 +54,7 @@ export function drawStory(element, state, tokenText) {
     const [tokenY, keyY] = [92, 150];
     const width = Math.max(70 + (count + 2) * WIDTH, 560);
     const label = `From ${text(query)}, the head attends most to ${text(at)}, ${percent(row[at])}; the answer is ${answer}, ${percent(probability)}.`;
-    const svg = h("svg:svg", { viewBox: `0 0 ${width} 200`, role: "img", "aria-label": label });
+    const svg = h("svg:svg", { viewBox: `0 0 ${width} 170`, role: "img", "aria-label": label });
     const add = (tag, attributes, content) => svg.append(h(`svg:${tag}`, attributes, content));
     add("text", { x: 0, y: tokenY + 5, class: "small left" }, "token");
     add("text", { x: 0, y: keyY + 5, class: "small left" }, "in its key");
@@ -88,7 +91,7 @@ export function drawStory(element, state, tokenText) {
           ? `M ${from - 6} ${top} C ${from - 16} ${top - 26}, ${from + 16} ${top - 26}, ${from + 6} ${top}`
           : `M ${from} ${top} C ${from} ${top - height}, ${middle} ${top - height}, ${middle} ${top}`;
       add("path", { d: path, class: "arc", "stroke-width": (1 + 6 * row[position]).toFixed(2), "stroke-opacity": (0.25 + 0.75 * row[position]).toFixed(2) });
-      if (position === at && position !== query) {
+      if (position === at && position !== query && row[at] >= 0.3) {
         add("text", { x: (from + middle) / 2, y: Math.max(12, top - height * 0.75 - 8), class: "small" }, percent(row[position]));
       }
     }
