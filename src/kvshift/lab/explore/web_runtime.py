@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import tarfile
 import urllib.request
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def runtime_folder(say: Callable[[str], Any], url: str = URL) -> Path:
             if not all((folder / name).is_file() for name in FILES):
                 say(f"downloading onnxruntime-web {VERSION} from {url}, once, into {folder}")
                 _download(url, folder)
-    except OSError as error:  # urllib's errors among them
+    except (OSError, tarfile.TarError, EOFError, zlib.error) as error:  # urllib's are OSErrors
         raise LabError(
             f"onnxruntime-web {VERSION}, which runs models in a browser, is not in {folder} and could not be "
             f"downloaded from {url}: {error}. On a machine with a connection, `npm pack "
