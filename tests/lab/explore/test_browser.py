@@ -135,7 +135,8 @@ def test_tokens_and_probabilities_are_those_of_pytorch(tab: Tab, folder: Path):
             best = torch.tensor([one["tokens"][0]["probability"] for one in found["next"]])
             torch.testing.assert_close(best, output.logits[0].softmax(-1).amax(-1), atol=1e-5, rtol=1e-4)
             for layer, expected in zip(found["attention"], output.attentions, strict=True):
-                torch.testing.assert_close(torch.tensor(layer), expected.flatten(), atol=1e-5, rtol=1e-4)
+                found_layer = torch.tensor(layer, dtype=torch.float32)
+                torch.testing.assert_close(found_layer, expected.flatten(), atol=1e-5, rtol=1e-4)
 
 
 def test_coefficients_are_inputs(tab: Tab, folder: Path):

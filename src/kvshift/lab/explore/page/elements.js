@@ -25,7 +25,9 @@ export const strength = (share) => (0.75 * Math.min(1, Math.abs(share))).toFixed
 
 // A text with its spaces and line breaks to be seen.
 export function visible(text) {
-  return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·") || "∅";
+  const known = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
+  const hexadecimal = (control) => `⟨${control.charCodeAt(0).toString(16).padStart(2, "0")}⟩`;
+  return known.replace(/\p{Cc}/gu, hexadecimal) || "∅";
 }
 
 // Make one of several buttons reachable by Tab, and the others by the arrow keys; `choose` is called with an index.

@@ -4,8 +4,6 @@ import { attentionRow, headShares, lagName, madeOf, strongest } from "./contents
 import { h, percent, visible } from "./elements.js";
 
 const MOST = 14; // tokens that are drawn, the last ones
-const WIDTH = 48; // of a token
-const BOX = 34;
 
 // What a model answers and why; `state` is that of a model, as in explore.js.
 export function drawStory(element, state, tokenText) {
@@ -35,6 +33,7 @@ export function drawStory(element, state, tokenText) {
       `Its best head looks most at `, h("b", { className: "token" }, text(at)), ` (${percent(row[at])}), whose key is `, ...held, ".",
     ];
   };
+  const frame = h("div", { className: "row", tabIndex: 0, role: "group", "aria-label": `Figure of ${facts.name}` }, figure());
   element.replaceChildren(
     h("h2", {}, facts.name),
     h(
@@ -43,21 +42,26 @@ export function drawStory(element, state, tokenText) {
       "After ", h("b", { className: "token" }, text(query)), " it answers ", h("b", { className: "token" }, answer),
       `, with ${percent(probability)}${verdict}.`,
     ),
-    h("div", { className: "row", tabIndex: 0, role: "group", "aria-label": `Figure of ${facts.name}` }, figure()),
+    frame,
     h("p", { className: "note" }, ...why()),
   );
+  frame.scrollLeft = frame.scrollWidth; // to the token that asks
 
   function figure() {
     const first = Math.max(0, tokens.length - MOST);
     const count = tokens.length - first;
-    const x = (position) => 70 + (position - first) * WIDTH + WIDTH / 2;
-    const [tokenY, keyY] = [92, 150];
-    const width = Math.max(70 + (count + 2) * WIDTH, 560);
+    // Of a token, its box, and what is left of the first: on a narrow screen the rows have no names beside them.
+    const isNarrow = innerWidth < 480;
+    const [WIDTH, BOX, LEFT] = isNarrow ? [32, 28, 0] : [48, 34, 76];
+    const x = (position) => LEFT + (position - first) * WIDTH + WIDTH / 2;
+    const [tokenY, keyY] = [92, isNarrow ? 146 : 142];
+    const width = LEFT + (count + 2) * WIDTH;
     const label = `From ${text(query)}, the head attends most to ${text(at)}, ${percent(row[at])}; the answer is ${answer}, ${percent(probability)}.`;
-    const svg = h("svg:svg", { viewBox: `0 0 ${width} 170`, role: "img", "aria-label": label });
+    const svg = h("svg:svg", { viewBox: `0 0 ${width} 166`, role: "img", "aria-label": label });
+    svg.style.width = `${width}px`;
     const add = (tag, attributes, content) => svg.append(h(`svg:${tag}`, attributes, content));
-    add("text", { x: 0, y: tokenY + 5, class: "small left" }, "token");
-    add("text", { x: 0, y: keyY + 5, class: "small left" }, "in its key");
+    if (!isNarrow) add("text", { x: 0, y: tokenY + 5, class: "small left" }, "token");
+    add("text", { x: 0, y: isNarrow ? keyY - 19 : keyY + 5, class: "small left" }, "in its key");
     for (let position = first; position < tokens.length; position += 1) {
       const middle = x(position);
       add("rect", { x: middle - BOX / 2, y: tokenY - 17, width: BOX, height: BOX, rx: 3, class: "box" });
