@@ -26,6 +26,10 @@ test: .venv/stamp  ## Run the tests on the CPU, in parallel
 test-slow: .venv/stamp  ## Run the tests that take long: compilers, several processes, kills, mutants of kernels
 	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not pretrained and not ray' $(ARGS)
 
+.PHONY: test-browser
+test-browser: .venv/stamp  ## Run the tests of `kvshift explore` in Chromium, where there is one
+	@$(TEST_ENV) .venv/bin/python -m pytest -q tests/lab/explore $(ARGS)
+
 # The last transformers that calls a cache past_key_values. It goes before that of .venv, whose other packages fit both.
 BETWEEN := build/transformers-5.23.0
 OLD_TRITON := build/triton-3.4.0
@@ -90,6 +94,11 @@ results: .venv/stamp  ## Make docs/results.md and all figures from results/
 	@.venv/bin/python -m kvshift.lab.check.check_page
 	@.venv/bin/python -m kvshift.benchmarks.serving_page
 	@.venv/bin/python -m kvshift.benchmarks.bench_report results/bench/*
+
+.PHONY: induction
+induction: .venv/stamp  ## Make and open the page that explains KV shift in a minute
+	@rm -rf build/induction-page
+	@.venv/bin/kvshift explore docs/induction/without docs/induction/with --explain --out build/induction-page --open
 
 .PHONY: bench
 bench: .venv/stamp  ## Measure operator, layer and models beside their baselines: ARGS='--preset smoke'

@@ -102,6 +102,12 @@ _COMMANDS = {
         "kvshift.lab.analyze.analyze:analyze",
         'kvshift analyze runs/mine --text "To be, or not to be"',
     ),
+    "explore": _Command(
+        "Make a page that runs one or two models in the browser",
+        "kvshift.lab.explore.explore_config:ExploreConfig",
+        "kvshift.lab.explore.exploring:explore",
+        "kvshift explore runs/mine --out mine-in-a-page --open",
+    ),
     "bench": _Command(
         "Measure time and memory against baselines",
         "kvshift.benchmarks.bench_config:BenchConfig",

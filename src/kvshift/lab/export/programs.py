@@ -116,16 +116,29 @@ def write_programs(model: Any, folder: Path, form: Format) -> None:
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
     shapes: dict[str, Any] = {name: {0: batch, 1: length} for name in given}
     with torch.no_grad(), _quietly():
-        exporter, config_class = _exporter(form)
         past = module(**given)["present"]
-        _write(exporter.export(module, given, _settings(config_class, shapes)), folder / f"prefill.{form}")
-        given = {"input_ids": ids[:, :1], "attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1)}
-        shapes = {"input_ids": {0: batch}, "attention_mask": {0: batch, 1: before + 1}}
-        # The rows of the shift are as many as its window says: no other state fits.
-        sizes = {name: {0: batch, 2: before} for name in ("key", "value")} | {name: {0: batch} for name in _PARTS}
-        shapes["past_key_values"] = {i: {name: sizes[name] for name in layer} for i, layer in past.items()}
-        given["past_key_values"] = past
-        _write(exporter.export(module, given, _settings(config_class, shapes)), folder / f"decode.{form}")
+    write_program(module, given, shapes, folder / f"prefill.{form}")
+    given = {"input_ids": ids[:, :1], "attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1)}
+    shapes = {"input_ids": {0: batch}, "attention_mask": {0: batch, 1: before + 1}}
+    # The rows of the shift are as many as its window says: no other state fits.
+    sizes = {name: {0: batch, 2: before} for name in ("key", "value")} | {name: {0: batch} for name in _PARTS}
+    shapes["past_key_values"] = {i: {name: sizes[name] for name in layer} for i, layer in past.items()}
+    given["past_key_values"] = past
+    write_program(module, given, shapes, folder / f"decode.{form}")
+
+
+def write_program(module: nn.Module, inputs: dict[str, Any], shapes: dict[str, Any], path: Path) -> None:
+    """Trace a module that takes and returns tensors by name, and write it in the format that the path ends with.
+
+    Args:
+        module: in evaluation mode, on a CPU.
+        inputs: of the traced call, by argument; dicts in one another become names with dots.
+        shapes: the sizes that may differ from those of `inputs`, as `torch.export` takes them.
+        path: of the program, `.onnx` (with the weights in `.onnx.data` beside it) or `.pt2`.
+    """
+    with torch.no_grad(), _quietly():
+        exporter, config_class = _exporter("onnx" if path.suffix == ".onnx" else "pt2")
+        _write(exporter.export(module, inputs, _settings(config_class, shapes)), path)
 
 
 def _settings(config_class: Any, shapes: dict[str, Any]) -> Any:

@@ -185,19 +185,19 @@ def check_folder(
 
 
 def largest_difference(expected: dict[str, Tensor], found: dict[str, Tensor], where: str) -> float:
-    """Of logits; tokens are the same.
+    """Of logits and other numbers; tokens are the same.
 
     Args:
-        expected: of `compute`.
+        expected: of `compute`, or other tensors with such names: which prompt, and of what.
         found: the same, or some of it.
         where: that it was found, for messages.
 
     Raises:
-        RunFailedError: tokens differ, or logits by more than rounding does.
+        RunFailedError: tokens differ, or numbers by more than rounding does.
     """
     largest = 0.0
     for name, theirs in found.items():
-        ours, which = expected[name], name.split()[0]
+        ours, which, kind = expected[name], name.split()[0], name.split()[-1]
         what = f"prompt {which}" if which.isdecimal() else f"the {which} prompts"
         if name.endswith("tokens"):
             if not torch.equal(ours, theirs):
@@ -207,7 +207,7 @@ def largest_difference(expected: dict[str, Tensor], found: dict[str, Tensor], wh
         most = min(_ROUNDING * torch.finfo(ours.dtype).eps, 0.05) * ours.float().abs().max().item()
         if not difference <= most:
             raise RunFailedError(
-                f"{where}, the logits of {what} differed by {difference:.3g}, more than rounding does ({most:.3g}). "
+                f"{where}, the {kind} of {what} differed by {difference:.3g}, more than rounding does ({most:.3g}). "
                 "Nothing was written"
             )
         largest = max(largest, difference)

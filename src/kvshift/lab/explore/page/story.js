@@ -1,0 +1,119 @@
+// The figure of the explanation: the last token asks, a key answers, and its value is what the model says.
+
+import { attentionRow, headShares, lagName, madeOf, strongest } from "./contents.js";
+import { h, percent, visible } from "./elements.js";
+
+const MOST = 14; // tokens that are drawn, the last ones
+
+// What a model answers and why; `state` is that of a model, as in explore.js.
+export function drawStory(element, state, tokenText) {
+  const { facts, result, tokens, scores, coefficients } = state;
+  const text = (position) => visible(tokenText(tokens[position].id));
+  const query = tokens.length - 1;
+  const [{ id, probability }] = result.next[query].tokens;
+  const answer = visible(tokenText(id));
+  const { layer, head } = bestHead(scores);
+  const row = attentionRow(result.attention[layer], head, query, tokens.length);
+  const at = strongest(row);
+  const shares = headShares(coefficients[layer], "alpha", head, facts.heads);
+  const earlier = lastBefore(tokens, query);
+  const expected = earlier === null ? null : tokens[earlier + 1].id;
+  const verdict = expected === null ? "" : id === expected && probability >= 0.5 ? ": it copies" : ": it does not copy";
+
+  const why = () => {
+    const keys = madeOf(at, shares).sort((a, b) => b.share - a.share);
+    const held = keys.flatMap(({ position, lag, share }, index) => [
+      index ? " and " : "", `${percent(share)} `, h("b", { className: "token" }, text(position)), " ",
+      h("span", { className: lag ? "before" : "itself" }, lagName(lag)),
+    ]);
+    const whose =
+      keys.length === 1 && !keys[0].lag ? [" (", percent(row[at]), "), and finds the key of that token alone."] : null;
+    if (whose) return ["Its best head looks most at ", h("b", { className: "token" }, text(at)), ...whose];
+    return [
+      `Its best head looks most at `, h("b", { className: "token" }, text(at)), ` (${percent(row[at])}), whose key is `, ...held, ".",
+    ];
+  };
+  const frame = h("div", { className: "row", tabIndex: 0, role: "group", "aria-label": `Figure of ${facts.name}` }, figure());
+  element.replaceChildren(
+    h("h2", {}, facts.name),
+    h(
+      "p",
+      { className: "answer" },
+      "After ", h("b", { className: "token" }, text(query)), " it answers ", h("b", { className: "token" }, answer),
+      `, with ${percent(probability)}${verdict}.`,
+    ),
+    frame,
+    h("p", { className: "note" }, ...why()),
+  );
+  frame.scrollLeft = frame.scrollWidth; // to the token that asks
+
+  function figure() {
+    const first = Math.max(0, tokens.length - MOST);
+    const count = tokens.length - first;
+    // Of a token, its box, and what is left of the first: on a narrow screen the rows have no names beside them.
+    const isNarrow = innerWidth < 480;
+    const [WIDTH, BOX, LEFT] = isNarrow ? [32, 28, 0] : [48, 34, 76];
+    const x = (position) => LEFT + (position - first) * WIDTH + WIDTH / 2;
+    const [tokenY, keyY] = [92, isNarrow ? 146 : 142];
+    const width = LEFT + (count + 2) * WIDTH;
+    const label = `From ${text(query)}, the head attends most to ${text(at)}, ${percent(row[at])}; the answer is ${answer}, ${percent(probability)}.`;
+    const svg = h("svg:svg", { viewBox: `0 0 ${width} 166`, role: "img", "aria-label": label });
+    svg.style.width = `${width}px`;
+    const add = (tag, attributes, content) => svg.append(h(`svg:${tag}`, attributes, content));
+    if (!isNarrow) add("text", { x: 0, y: tokenY + 5, class: "small left" }, "token");
+    add("text", { x: 0, y: isNarrow ? keyY - 19 : keyY + 5, class: "small left" }, "in its key");
+    for (let position = first; position < tokens.length; position += 1) {
+      const middle = x(position);
+      add("rect", { x: middle - BOX / 2, y: tokenY - 17, width: BOX, height: BOX, rx: 3, class: "box" });
+      add("text", { x: middle, y: tokenY + 5 }, text(position));
+      drawKey(position, middle);
+      if (row[position] >= 0.02) drawArc(position, middle);
+    }
+    add("rect", { x: x(query) - BOX / 2, y: tokenY - 17, width: BOX, height: BOX, rx: 3, class: "query" });
+    add("text", { x: x(query) + WIDTH * 0.75, y: tokenY + 5 }, "→");
+    add("text", { x: x(query) + WIDTH * 1.4, y: tokenY + 5 }, answer);
+    add("text", { x: x(query) + WIDTH * 1.4, y: tokenY + 24, class: "small" }, percent(probability));
+    return svg;
+
+    // The parts of a key side by side, the token before on the left, as wide as their shares.
+    function drawKey(position, middle) {
+      const parts = madeOf(position, shares).reverse();
+      let left = middle - BOX / 2;
+      for (const { position: from, lag, share } of parts) {
+        const wide = BOX * share;
+        add("rect", { x: left, y: keyY - 13, width: wide, height: 26, class: lag ? "prior" : "self" });
+        if (wide > 10) add("text", { x: left + wide / 2, y: keyY + 5 }, text(from));
+        left += wide;
+      }
+    }
+
+    function drawArc(position, middle) {
+      const [from, top] = [x(query), tokenY - 19];
+      const height = Math.min(66, 16 + Math.abs(from - middle) * 0.22);
+      const path =
+        position === query
+          ? `M ${from - 6} ${top} C ${from - 16} ${top - 26}, ${from + 16} ${top - 26}, ${from + 6} ${top}`
+          : `M ${from} ${top} C ${from} ${top - height}, ${middle} ${top - height}, ${middle} ${top}`;
+      add("path", { d: path, class: "arc", "stroke-width": (1 + 6 * row[position]).toFixed(2), "stroke-opacity": (0.25 + 0.75 * row[position]).toFixed(2) });
+      if (position === at && position !== query && row[at] >= 0.3) {
+        add("text", { x: (from + middle) / 2, y: Math.max(12, top - height * 0.75 - 8), class: "small" }, percent(row[position]));
+      }
+    }
+  }
+}
+
+function bestHead(scores) {
+  let best = { layer: 0, head: 0 };
+  scores.forEach((heads, layer) =>
+    heads.forEach((score, head) => {
+      if (score.induction > scores[best.layer][best.head].induction) best = { layer, head };
+    }),
+  );
+  return best;
+}
+
+// The latest position before `query` that has its token and is followed by another; null where there is none.
+function lastBefore(tokens, query) {
+  for (let i = query - 1; i >= 0; i -= 1) if (tokens[i].id === tokens[query].id) return i;
+  return null;
+}

@@ -1,0 +1,83 @@
+"""Which tokenizers the page can compute with: those of its `tokenizer.js`, which reads the same tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvshift.lab.core.errors import LabError
+
+_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
+_SPLITS = {"Isolated", "Removed"}
+# What Oniguruma has and JavaScript lacks, or reads otherwise.
+_FOREIGN = re.compile(r"[?*+]\+|\{\d+(?:,\d*)?\}\+|\(\?(?!i:|!|=|:|<[=!])|\\[hHAzZGRXK]|\[\[:|&&")
+
+
+def tokenizer_json(tokenizer: Any, name: str) -> str:
+    """The tokenizer.json that the page reads.
+
+    Raises:
+        LabError: the page cannot compute what the tokenizer does; it says which part.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise LabError(f"tokenizer: that of {name} is a {type(tokenizer).__name__}, which has no tokenizer.json")
+    text = backend.to_str()
+    found = json.loads(text)
+    for what in _unsupported(found):
+        raise LabError(
+            f"tokenizer: that of {name} has {what}; the page knows byte-level BPE (GPT-2's, Llama 3's, Qwen's and that "
+            "of `kvshift train`) and word lists"
+        )
+    return text
+
+
+def _unsupported(found: Mapping[str, Any]) -> Iterator[str]:
+    """What `tokenizer.js` does not have, in words."""
+    model = found["model"]
+    kind = model.get("type")
+    if kind not in ("BPE", "WordLevel"):
+        yield f"a model of the type {kind}"
+        return
+    for step in _steps(found.get("normalizer"), "normalizers"):
+        if step["type"] not in _NORMALIZERS:
+            yield f"the normalizer {step['type']}"
+    byte_level = False
+    for step in _steps(found.get("pre_tokenizer"), "pretokenizers"):
+        byte_level |= step["type"] == "ByteLevel"
+        yield from _unsupported_split(step)
+    for step in _steps(found.get("post_processor"), "processors"):
+        if step["type"] not in ("ByteLevel", "TemplateProcessing"):
+            yield f"the post-processor {step['type']}"
+    for token in found.get("added_tokens", ()):
+        if token["single_word"] or (token["normalized"] and found.get("normalizer")):
+            yield f"the added token {token['content']!r}, which is found in normalized text or between words only"
+    if kind == "BPE":
+        if not byte_level:
+            yield "a BPE that is not byte-level"
+        for option in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+            if model.get(option):
+                yield f"a BPE with {option}"
+
+
+def _unsupported_split(step: Mapping[str, Any]) -> Iterator[str]:
+    kind = step["type"]
+    if kind == "Split":
+        if step["behavior"] not in _SPLITS or step["invert"]:
+            yield f"a split of behavior {step['behavior']}{', inverted' * step['invert']}"
+        pattern = step["pattern"].get("Regex", "")
+        if _FOREIGN.search(pattern):
+            yield f"the pattern {pattern!r}, which JavaScript reads otherwise"
+    elif kind not in ("ByteLevel", "Digits", "WhitespaceSplit"):
+        yield f"the pre-tokenizer {kind}"
+
+
+def _steps(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+    """The parts of a sequence, or the one part that there is."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [step for inner in part[name] for step in _steps(inner, name)]

@@ -1,0 +1,128 @@
+"""A model as one program that takes the coefficients of its shift and returns the attention of every head.
+
+    inputs:   input_ids (1, T)
+              coefficients.L.alpha, coefficients.L.beta (G, W), coefficients.L.gamma (H, W), of what layer L shifts
+    outputs:  logits (1, T, V)
+              attention.L (1, H, T, T): probabilities, queries down, over the shifted keys of layer L
+
+Shapes: T positions, H query heads, G KV heads, V vocabulary, W window.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx_ir
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from kvshift.lab.core.errors import RunFailedError
+from kvshift.lab.export.programs import flat, load_program, write_program
+from kvshift.lab.export.remote_code import largest_difference
+from kvshift.layers import KVShift
+
+_INSIDE = 100e6  # bytes of weights that are in the program itself
+_COEFFICIENTS = {"k": "alpha", "v": "beta", "q": "gamma"}
+
+
+class WatchedModel(nn.Module):
+    """A causal language model with its coefficients as arguments.
+
+    Args:
+        model: in evaluation mode, with attn_implementation "eager", which alone gives probabilities. It is changed:
+            coefficients with a constraint become free ones of the same values.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.shifts = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, KVShift)]
+        self.shifts = [(name, layer) for name, layer in self.shifts if layer.targets]
+        for _, layer in self.shifts:
+            _free(layer)
+
+    def coefficients(self) -> dict[str, dict[str, Tensor]]:
+        """Those of the model, by layer and name: what `forward` takes."""
+        return {
+            str(number): {name: parameter.detach() for name, parameter in layer.named_parameters(recurse=False)}
+            for number, (_, layer) in enumerate(self.shifts)
+        }
+
+    def forward(
+        self, input_ids: Tensor, coefficients: Mapping[str, Mapping[str, Tensor]] | None = None
+    ) -> dict[str, Any]:
+        """Logits and attention of ids (1, T); without coefficients, with the model's own."""
+        given = {
+            f"{self.shifts[int(number)][0]}.{name}": values
+            for number, layer in (coefficients or {}).items()
+            for name, values in layer.items()
+        }
+        options = {"input_ids": input_ids, "use_cache": False, "output_attentions": True}
+        output = torch.func.functional_call(self.model, given, kwargs=options)
+        return {"logits": output.logits, "attention": {str(i): layer for i, layer in enumerate(output.attentions)}}
+
+
+@torch.no_grad()
+def _free(layer: KVShift) -> None:
+    values = layer.coefficients()
+    layer.options = replace(layer.options, constraint="free")
+    for target, value in values.items():
+        layer.register_parameter(_COEFFICIENTS[target], nn.Parameter(value.detach().clone()))
+
+
+def write_watched(watched: WatchedModel, path: Path) -> None:
+    """Trace the model and write the program, an `.onnx`; large weights are in `.onnx.data` beside it."""
+    coefficients = watched.coefficients()
+    inputs: dict[str, Any] = {"input_ids": torch.ones(1, 5, dtype=torch.long)}
+    shapes: dict[str, Any] = {"input_ids": {1: Dim("length", min=1)}}
+    if coefficients:
+        inputs["coefficients"] = coefficients
+        shapes["coefficients"] = {number: {name: {} for name in layer} for number, layer in coefficients.items()}
+    with tempfile.TemporaryDirectory(dir=path.parent) as place:
+        traced = Path(place) / path.name
+        write_program(watched.requires_grad_(False).eval(), inputs, shapes, traced)
+        program = onnx_ir.load(traced)
+        for node in program.graph.all_nodes():
+            node.metadata_props.clear()  # where in the code each was traced: most of a small program
+        if sum(parameter.nbytes for parameter in watched.parameters()) > _INSIDE:
+            onnx_ir.save(program, path, external_data=f"{path.name}.data")
+        else:
+            onnx_ir.save(onnx_ir.external_data.load_to_model(program), path)
+
+
+@torch.no_grad()
+def check_watched(watched: WatchedModel, path: Path, prompts: list[Tensor]) -> float:
+    """Compare what the program computes with the model, with its own coefficients and with others.
+
+    Args:
+        prompts: (T,), of any lengths.
+
+    Returns:
+        The largest difference of logits and attention.
+
+    Raises:
+        RunFailedError: the program does not run, or computes something else.
+    """
+    own = watched.coefficients()
+    others = {number: {name: x.flip(1) for name, x in layer.items()} for number, layer in own.items()}
+    expected, found = {}, {}
+    try:
+        program = load_program(path)
+        for i, prompt in enumerate(prompts):
+            for which, coefficients in (("", own), ("other ", others)) if own else (("", {}),):
+                ids = prompt.unsqueeze(0)
+                given = {f"coefficients.{name}": values for name, values in flat(coefficients).items()}
+                for into, outputs in (
+                    (expected, flat(watched(ids, coefficients))),
+                    (found, program({"input_ids": ids, **given})),
+                ):
+                    into[f"{i} {which}logits"] = outputs["logits"]
+                    into[f"{i} {which}attention"] = torch.stack([x for n, x in outputs.items() if n != "logits"])
+    except Exception as error:  # of the runtime: those of ONNX Runtime have no class in common
+        raise RunFailedError(f"the program does not run: {str(error).strip().splitlines()[0]}") from error
+    return largest_difference(expected, found, "by the program")

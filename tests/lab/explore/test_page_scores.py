@@ -1,0 +1,52 @@
+"""The page's `scores.js` and `contents.js` compute what `head_scores` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvshift.lab.analyze.head_scores import attention_scores, shares
+
+from .node import run_module
+
+
+@pytest.mark.parametrize(
+    "coefficients",
+    [
+        {},
+        {"alpha": [[0.2, 0.8], [-0.5, 0.25]], "beta": [[1.0, 0.0], [0.3, -0.9]]},
+        {"beta": [[0.2, 0.5, 0.3], [0.0, 0.0, 0.0]]},
+        {"alpha": [[0.1, 0.2, 0.7], [0.5, 0.5, 0.0]], "beta": [[0.6, 0.3, 0.1], [0.0, 1.0, 0.0]]},
+    ],
+    ids=["no shift", "window 2", "values alone", "window 3"],
+)
+def test_scores(coefficients: dict[str, Any], tmp_path: Path):
+    length, heads = 11, 4
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, heads, 2 * length + 1, 2 * length + 1, generator=generator)
+    attention = (scores + torch.full_like(scores[0, 0], -torch.inf).triu(1)).softmax(-1)
+    given = {"attention": attention.flatten().tolist(), "options": {"heads": heads, "length": length, **coefficients}}
+    found = run_module("scores.js", "return page.headScores(given.attention, given.options)", given, tmp_path)
+    expected = attention_scores(attention, length=length, **coefficients)
+    assert len(found) == heads
+    for head, ours in zip(found, expected, strict=True):
+        places = {"induction": "earlier+1", "previous": "previous", "duplicate": "earlier"}
+        assert head == pytest.approx(
+            {name: ours.moved[place] for name, place in places.items()} | {"alone": ours.alone}
+        )
+
+
+def test_what_a_key_is_made_of(tmp_path: Path):
+    layer = {"alpha": [[0.2, -0.6], [1.0, 0.0]]}
+    body = """
+      const shares = [0, 1, 2, 3].map((head) => page.headShares(given, "alpha", head, 4));
+      return [shares, page.madeOf(5, shares[1]), page.madeOf(0, shares[1]), page.headShares(given, "beta", 0, 4)];
+    """
+    found, at_5, at_0, unshifted = run_module("contents.js", body, layer, tmp_path)
+    torch.testing.assert_close(torch.tensor(found), shares(layer["alpha"], 4))
+    assert [(part["position"], part["lag"]) for part in at_5] == [(5, 0), (4, 1)]
+    assert [part["position"] for part in at_0] == [0]  # nothing comes before the first
+    assert unshifted == [1]
