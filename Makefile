@@ -40,7 +40,7 @@ test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp $(OLD_TRITON)/stamp
 	@PYTHONPATH=$(abspath $(BETWEEN)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
 		tests/models/test_versions.py tests/models/retrofit/test_matrix.py $(ARGS)
 	@PYTHONPATH=$(abspath $(OLD_TRITON)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
-		tests/ops/test_triton_compiled.py $(ARGS)
+		tests/ops/triton/test_compiled.py $(ARGS)
 
 .PHONY: test-newest
 test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install .` alone installs

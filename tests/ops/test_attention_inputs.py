@@ -47,7 +47,7 @@ OF_THE_LAUNCH = {
     "no queries",
     "one token",
     "documents, padding",
-}  # the rest: test_triton_fused
+}  # the rest: triton/test_fused.py
 BACKENDS = {"launch": "triton", "auto": "auto", "cpu": "cpu", "eager": "eager", "plain operations": "auto"}
 
 
@@ -109,7 +109,7 @@ def test_results_and_gradients(mode, norm, path, taken):
     shape = (MODES | QUERIES_TOO)[mode]
     launches = path == "launch" and mode not in QUERIES_TOO
     if launches and mode not in OF_THE_LAUNCH:
-        pytest.skip("test_triton_fused.py has it")
+        pytest.skip("triton/test_fused.py has it")
     number = list(MODES | QUERIES_TOO).index(mode)
     dtype = torch.float32 if "fp32" in mode else DTYPES[(number + norm) % 2]
     case = random_fused(2, dtype=dtype, norm=norm, **shape)

@@ -14,13 +14,13 @@ import torch
 from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton.launch import Tiling
 
-from . import checks
-from .cases import random_case
-from .conftest import skip_unless_built
-from .fused_cases import random_fused
-from .fused_rounding import assert_within_rounding
-from .mutants import ROOT, Mutant
-from .rounding import assert_within_one_rounding
+from .. import checks
+from ..cases import random_case
+from ..conftest import skip_unless_built
+from ..fused_cases import random_fused
+from ..fused_rounding import assert_within_rounding
+from ..mutants import ROOT, Mutant
+from ..rounding import assert_within_one_rounding
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from kvshift.ops import shift_tokens
 from kvshift.ops.cpu import kernel as cpu_kernel
 
-from .cases import DTYPES, outcome, random_case
-from .conftest import skip_unless_built
-from .strategies import cases
+from ..cases import DTYPES, outcome, random_case
+from ..conftest import skip_unless_built
+from ..strategies import cases
 
 
 @pytest.fixture(params=["AVX512", "AVX2"])

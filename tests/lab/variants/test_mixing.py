@@ -11,7 +11,7 @@ from torch import Tensor
 from kvshift.lab.variants.uncached import decodes_with_cache
 from kvshift.models.versions import CACHE
 
-from .test_variants import TOKENS, documents, shaken
+from .test_variant import TOKENS, documents, shaken
 
 # What stands in the place of the shift or before the layers; KV shift has its own tests in tests/models/llama.
 CACHED = ("canon", "inkling", "conv-2", "key-offset", "key-offset-whole", "fox-shift", "smear")
