@@ -1,4 +1,4 @@
-"""Shift, QK-norm and RoPE in one launch, against the loops in fp64: what the paths of `test_attention_inputs.py` do not share."""
+"""Shift, QK-norm and RoPE in one launch, against the loops in fp64: what `test_attention_inputs.py` does not share."""
 
 from __future__ import annotations
 
