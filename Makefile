@@ -36,15 +36,13 @@ OLD_TRITON := build/triton-3.4.0
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp $(OLD_TRITON)/stamp  ## Run what depends on transformers on the oldest that is supported, families on 5.23 too; compile kernels by the oldest Triton
-	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not pretrained and not ray and not slow and not no_models' \
+	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q \
+		-m 'not gpu and not pretrained and not ray and not no_models and (not slow or models and not interpreted)' \
 		tests/models tests/lab tests/recipes $(ARGS)
-	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not pretrained and not ray and not no_models and not interpreted' \
-		tests/models $(ARGS)
-
 	@PYTHONPATH=$(abspath $(BETWEEN)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
 		tests/models/test_versions.py tests/models/retrofit/test_matrix.py $(ARGS)
 	@PYTHONPATH=$(abspath $(OLD_TRITON)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
-		tests/ops/test_triton_compiled.py $(ARGS)
+		tests/ops/triton/test_compiled.py $(ARGS)
 
 .PHONY: test-newest
 test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what `pip install .` alone installs

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvshift import KVShiftAttention, ShiftOptions
+from tests.covering import covering
 from tests.layers.attention_cases import (
     BOUNDS,
     GQA,
@@ -25,11 +26,13 @@ from tests.layers.attention_cases import (
 from tests.layers.attention_reference import reference_attention
 
 
-@pytest.mark.parametrize("targets", [(), ("k",), ("k", "v"), ("q", "k", "v")], ids=lambda t: "".join(t) or "plain")
-@pytest.mark.parametrize("sliding_window", [None, 4])
-@pytest.mark.parametrize("qk_norm", [False, True], ids=["raw", "normed"])
-@pytest.mark.parametrize("position_encoding", ["rope", "alibi", "none"])
-@pytest.mark.parametrize("heads", [MHA, GQA], ids=["mha", "gqa"])
+@covering(
+    heads={"mha": MHA, "gqa": GQA},
+    position_encoding=["rope", "alibi", "none"],
+    qk_norm={"raw": False, "normed": True},
+    sliding_window=[None, 4],
+    targets={"plain": (), "k": ("k",), "kv": ("k", "v"), "qkv": ("q", "k", "v")},
+)
 def test_output_is_that_of_the_reference(heads, position_encoding, qk_norm, sliding_window, targets):
     layer = make(
         heads,
@@ -73,10 +76,12 @@ def test_smaller_dtypes_round_the_same_numbers(options, dtype):
         close(out, exact(x.double())[0].to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("constraint", ["free", "clamp"])
-@pytest.mark.parametrize("targets", [("k", "v"), ("q", "k", "v"), ("v",)], ids="".join)
-@pytest.mark.parametrize("window", [2, 3])
+@covering(
+    window=[2, 3],
+    targets={"kv": ("k", "v"), "qkv": ("q", "k", "v"), "v": ("v",)},
+    constraint=["free", "clamp"],
+    dtype=[torch.float64, torch.float32, torch.bfloat16],
+)
 def test_identity_start_is_plain_attention_bit_for_bit(window, targets, constraint, dtype):
     options = {"qk_norm": True, "bias": True}
     plain = make(GQA, shift_targets=(), dtype=dtype, **options)

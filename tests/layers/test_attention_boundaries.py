@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from tests.covering import covering
 from tests.layers.attention_cases import (
     BOUNDS,
     DOCUMENTS,
@@ -46,9 +47,7 @@ def test_sequences_of_a_batch_have_documents_of_their_own():
     close(layer(x, seq_idx=seq_idx)[0], torch.cat(expected))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("boundaries", ["cu_seqlens", "seq_idx"])
-@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
+@covering(options=VARIED, boundaries=["cu_seqlens", "seq_idx"], dtype=[torch.float32, torch.float64, torch.bfloat16])
 def test_no_bit_of_a_document_depends_on_the_one_before(options, boundaries, dtype):
     layer = make(dtype=dtype, **options)
     where = {"cu_seqlens": BOUNDS} if boundaries == "cu_seqlens" else {"seq_idx": NUMBERS.unsqueeze(0)}

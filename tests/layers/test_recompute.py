@@ -13,9 +13,11 @@ from kvshift import KVShift
 from kvshift.layers import recompute
 from kvshift.layers.recompute import is_worth_recomputing, may_recompute, recomputed, recomputing
 from kvshift.ops import attention_inputs
+from tests.covering import covering
 from tests.layers.attention_cases import GQA, MHA, VARIED, B, D, E, T, make, tokens
 from tests.layers.kept import bytes_kept
 
+HEADS = {"mha": MHA, "gqa": GQA}
 BOUNDS = torch.tensor([0, *itertools.accumulate([3, 0, 1, 5, 2])], dtype=torch.int32)
 NUMBERS = torch.tensor([7] * 3 + [4] * 6 + [7] * 2)
 MASK = torch.arange(T) >= torch.tensor([[0], [4], [T - 1]])
@@ -73,9 +75,7 @@ def kept(layer, length, dtype=torch.float64):
     return bytes_kept(lambda: layer(x)[0], x, *layer.parameters())
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", VARIED)
+@covering(options=list(VARIED), dtype=[torch.float64, torch.float32, torch.bfloat16], where=list(WHERE))
 def test_gradients_keep_every_bit(options, dtype, where, shifts, keep_all):
     layer = make(dtype=dtype, **VARIED[options])
     x = tokens(1 if where == "cu_seqlens" else B, T, dtype=dtype)
@@ -93,9 +93,7 @@ def test_a_token_keeps_what_it_keeps_without_a_shift(heads, options):
     assert more[T] == more[4 * T]
 
 
-@pytest.mark.parametrize("where", ["mask", "seq_idx"])
-@pytest.mark.parametrize("options", [{}, {"position_encoding": "alibi"}, {"sliding_window": 4}], ids=str)
-@pytest.mark.parametrize("heads", [MHA, GQA], ids=["mha", "gqa"])
+@covering(heads=HEADS, options=[{}, {"position_encoding": "alibi"}, {"sliding_window": 4}], where=["mask", "seq_idx"])
 def test_shifted_heads_are_not_kept_where_there_are_boundaries(heads, options, where, keep_all):
     layer, x = make(heads, dtype=torch.float32, **options), tokens(B, T, dtype=torch.float32)
 
@@ -106,9 +104,7 @@ def test_shifted_heads_are_not_kept_where_there_are_boundaries(heads, options, w
     assert keep_all(count) - count() == 2 * B * T * heads[0] * D * 4
 
 
-@pytest.mark.parametrize("heads", [MHA, GQA], ids=["mha", "gqa"])
-@pytest.mark.parametrize("where", ["plain", "mask"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@covering(dtype=[torch.float32, torch.bfloat16], where=["plain", "mask"], heads=HEADS)
 def test_what_autocast_casts_is_not_kept(dtype, where, heads, keep_all):
     layer, x = make(heads, dtype=torch.float32, qk_norm=True), tokens(B, T, dtype=torch.float32)
 

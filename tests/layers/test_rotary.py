@@ -12,6 +12,7 @@ from kvshift import KVShift, ShiftOptions, ShiftState
 from kvshift.layers.positions import half_tables, rotate_half
 from kvshift.ops import attention_inputs, decode
 from kvshift.ops.decode import columns_of
+from tests.covering import covering
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 H, G, D, DV = 6, 3, 10, 7
@@ -68,11 +69,10 @@ def test_shift_then_rotate(targets, positions):
         assert torch.equal(result, expected)
 
 
-@dtypes
-@pytest.mark.parametrize("targets", [(), ("k",), ("v",), ("k", "v")], ids=str)
-@pytest.mark.parametrize(("batch", "angles"), [(1, 1), (3, 3), (3, 1)])
+@covering(dtype=DTYPES, targets=[(), ("k",), ("v",), ("k", "v")], rows=[(1, 1), (3, 3), (3, 1)])
 @torch.no_grad()
-def test_the_next_token_has_the_bits_of_one_step_after_the_other(dtype, targets, batch, angles, counted):
+def test_the_next_token_has_the_bits_of_one_step_after_the_other(dtype, targets, rows, counted):
+    batch, angles = rows
     layer = KVShift(G, ShiftOptions(targets=targets), num_heads=H).to(torch.promote_types(dtype, torch.float32))
     q, k, v = inputs(batch, 1, dtype)
     rotary, state = tables(angles, 1, dtype), state_of(batch, dtype) if targets else None

@@ -9,14 +9,13 @@ from torch import nn
 
 from kvshift import KVShift, ShiftOptions, ShiftState, kv_shift
 from kvshift.ops import attention_inputs, shift_tokens
+from tests.covering import covering
 from tests.layers.shift_cases import DV, NAMES, B, D, G, H, T, generator, layer, qkv
 
 TARGETS = [targets for n in range(4) for targets in itertools.combinations(("q", "k", "v"), n)]
 
 
-@pytest.mark.parametrize("window", [2, 3])
-@pytest.mark.parametrize("constraint", ["free", "clamp"])
-@pytest.mark.parametrize("targets", TARGETS)
+@covering(targets=TARGETS, constraint=["free", "clamp"], window=[2, 3])
 def test_targets_are_shifted_and_the_others_come_back_as_they_are(targets, constraint, window):
     shift = layer(targets=targets, constraint=constraint, window=window)
     assert shift.targets == targets
@@ -57,10 +56,12 @@ def test_key_and_value_shift_is_the_operator():
     assert torch.equal(state.k, expected[2].k)
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [2, 3])
-@pytest.mark.parametrize("targets", TARGETS[1:])
+@covering(
+    targets=TARGETS[1:],
+    window=[2, 3],
+    dtype=[torch.float64, torch.float32, torch.bfloat16],
+    grad={"grad": True, "no_grad": False},
+)
 def test_every_split_equals_the_whole(targets, window, dtype, grad):
     """The products are the same and are added in the same order: not a bit differs."""
     shift = layer(targets=targets, window=window)

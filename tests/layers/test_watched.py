@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvshift.layers import KVShift, KVShiftAttention, recompute
 from kvshift.layers.positions import rotary_table
 from kvshift.ops import ShiftState, dispatch
+from tests.covering import covering
 from tests.layers.attention_cases import with_shift_options
 
 BACKENDS = ("auto", "cpu", "eager", "triton")
@@ -81,9 +82,11 @@ def test_batches_of_gradients_through_shift_norm_and_rotation(normed, bounded, a
             )
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputes"])
-@pytest.mark.parametrize("bounded", [False, True], ids=["", "padding and documents"])
-@pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"shift_targets": ("q", "k", "v")}], ids=str)
+@covering(
+    options=[{}, {"qk_norm": True}, {"shift_targets": ("q", "k", "v")}],
+    bounded={"": False, "padding and documents": True},
+    recomputes={"": False, "recomputes": True},
+)
 def test_second_derivatives_are_those_of_transforms(options, bounded, recomputes, asked, monkeypatch):
     """Of the norm of the gradient, as a gradient penalty has it; for each tensor by itself, as autograd prunes."""
     monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0} if recomputes else {"cpu": 2**40})

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from kvshift.ops import attention_inputs
 from kvshift.ops.attention_inputs import Results, shift_norm_rope
 
+from ..covering import covering
 from .cases import DTYPES, LAYOUTS
 from .conftest import skip_unless_built
 from .fused_cases import (
@@ -47,7 +48,7 @@ OF_THE_LAUNCH = {
     "no queries",
     "one token",
     "documents, padding",
-}  # the rest: test_triton_fused
+}  # the rest: triton/test_fused.py
 BACKENDS = {"launch": "triton", "auto": "auto", "cpu": "cpu", "eager": "eager", "plain operations": "auto"}
 
 
@@ -102,15 +103,15 @@ def assert_like_the_loops(case: FusedCase, call: Call) -> None:
         torch.testing.assert_close(x, expected[name], rtol=rtol, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
 @pytest.mark.parametrize("mode", [*MODES, *QUERIES_TOO])
-def test_results_and_gradients(mode, norm, path, taken):
-    """Tables as wide as a head and half as wide, in turn."""
+def test_results_and_gradients(mode, path, taken):
+    """In turn: tables as wide as a head and half as wide; with a norm and without, "cpu" where "auto" is not."""
     shape = (MODES | QUERIES_TOO)[mode]
     launches = path == "launch" and mode not in QUERIES_TOO
     if launches and mode not in OF_THE_LAUNCH:
-        pytest.skip("test_triton_fused.py has it")
+        pytest.skip("triton/test_fused.py has it")
     number = list(MODES | QUERIES_TOO).index(mode)
+    norm = (number + list(BACKENDS).index(path)) % 2 == 0
     dtype = torch.float32 if "fp32" in mode else DTYPES[(number + norm) % 2]
     case = random_fused(2, dtype=dtype, norm=norm, **shape)
     assert_like_the_loops(case, by(path, full_tables=bool(number // 2 % 2)))
@@ -147,9 +148,7 @@ def test_norms_of_llama(mode, path, taken):
     assert taken == ["launch" if path == "launch" else "unfused"]
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["no norm", "norm"])
-@pytest.mark.parametrize("shifted", ["kv", "k", "v", ""])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@covering(dtype=DTYPES, shifted=["kv", "k", "v", ""], norm={"no norm": False, "norm": True})
 @torch.no_grad()
 def test_the_next_token(dtype, shifted, norm, taken):
     """Without boundaries or gradients it takes plain operations, each of which rounds."""

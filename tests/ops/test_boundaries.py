@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvshift.ops.boundaries import NOTHING, plan_shift
 
+from ..covering import covering
 from .cases import DTYPES, random_case
 from .checks import (
     LENGTHS,
@@ -19,11 +20,9 @@ from .checks import (
     check_pack_is_its_sequences,
     check_padding_is_as_if_absent,
 )
-from .conftest import leave_to_one_dtype
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-rows = pytest.mark.parametrize("rows", [None, 4], ids=["fresh", "state"])
-contents = pytest.mark.parametrize("content", [-29.0, torch.nan, torch.inf], ids=str)
+ROWS = {"fresh": None, "state": 4}
+ends = covering(dtype=DTYPES, rows=ROWS, content=[-29.0, torch.nan, torch.inf], window=[2, 4])
 MASKS = {
     "left": [[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]],
     "right": [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0, 0]],
@@ -31,7 +30,6 @@ MASKS = {
     "holes": [[1, 0, 1, 1, 0, 0, 1], [0, 1, 0, 1, 0, 1, 0], [1, 1, 0, 0, 0, 0, 1]],
     "nothing real": [[0, 0, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0]],
 }
-masks = pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 
 
 def spans_of(lengths: list[int]) -> list[slice]:
@@ -39,30 +37,20 @@ def spans_of(lengths: list[int]) -> list[slice]:
     return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
-@dtypes
-@rows
-@contents
-@pytest.mark.parametrize("window", [2, 4])
+@ends
 def test_the_end_of_one_sequence_of_a_pack_reaches_no_other(dtype, rows, content, window, backend):
-    leave_to_one_dtype(backend, dtype)
     case = random_case(2, lengths=LENGTHS, window=window, rows=rows, dtype=dtype)
     check_documents_do_not_touch(case, backend, spans_of(LENGTHS), content)
 
 
-@dtypes
-@rows
-@contents
-@pytest.mark.parametrize("window", [2, 4])
+@ends
 def test_the_end_of_one_numbered_document_reaches_no_other(dtype, rows, content, window, backend):
-    leave_to_one_dtype(backend, dtype)
     numbers = [number for number, length in enumerate(LENGTHS) for _ in range(length)]
     case = random_case(3, 2, len(numbers), seq_idx=[numbers, numbers], window=window, rows=rows, dtype=dtype)
     check_documents_do_not_touch(case, backend, spans_of(LENGTHS), content)
 
 
-@rows
-@pytest.mark.parametrize("window", [2, 3])
-@pytest.mark.parametrize("mask", [None, [[1, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0]]], ids=["no padding", "padding"])
+@covering(rows=ROWS, window=[2, 3], mask={"no padding": None, "padding": [[1, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0]]})
 def test_a_pack_is_its_sequences_one_by_one(rows, window, mask, backend):
     case = random_case(5, lengths=LENGTHS, window=window, rows=rows, mask=mask)
     check_pack_is_its_sequences(case, backend, LENGTHS)
@@ -96,9 +84,7 @@ def test_document_numbers_may_be_of_any_integer_dtype(dtype, backend):
     assert torch.equal(replace(case, seq_idx=case.seq_idx.to(dtype)).call(backend)[0], case.call(backend)[0])
 
 
-@masks
-@rows
-@pytest.mark.parametrize("pad", [0.0, 31.0, torch.nan, torch.inf], ids=str)
+@covering(masks=MASKS, rows=ROWS, pad=[0.0, 31.0, torch.nan, torch.inf])
 def test_padding_is_as_if_absent(masks, rows, pad, backend):
     check_padding_is_as_if_absent(backend, masks, rows, pad)
 

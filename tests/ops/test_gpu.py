@@ -12,19 +12,12 @@ from types import ModuleType
 import pytest
 from hypothesis import given, settings
 
-from . import (
-    test_boundaries,
-    test_hand_worked,
-    test_parity,
-    test_promises,
-    test_splits,
-    test_state,
-    test_triton_call,
-)
+from . import test_boundaries, test_promises, test_reference, test_shift, test_splits, test_state
 from .cases import Case
 from .device import MARKS, kernels_on_device
 from .rounding import assert_within_one_rounding
 from .strategies import cases
+from .triton import test_call
 
 pytestmark = MARKS
 
@@ -39,12 +32,12 @@ LEFT_OUT = {
     "test_without_gradients_nothing_is_kept",
 }
 OF_THE_KERNELS = (
-    test_triton_call.test_a_gradient_may_come_back_to_a_single_result,
-    test_triton_call.test_a_single_tensor_is_shifted_like_keys,
-    test_triton_call.test_nothing_and_one_token,
-    test_triton_call.test_the_error_is_no_larger_than_that_of_plain_pytorch,
-    test_triton_call.test_the_widest_window,
-    test_triton_call.test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum,
+    test_call.test_a_gradient_may_come_back_to_a_single_result,
+    test_call.test_a_single_tensor_is_shifted_like_keys,
+    test_call.test_nothing_and_one_token,
+    test_call.test_the_error_is_no_larger_than_that_of_plain_pytorch,
+    test_call.test_the_widest_window,
+    test_call.test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum,
 )
 
 
@@ -55,7 +48,7 @@ def of_every_backend(module: ModuleType) -> dict[str, Callable]:
     return {name: test for name, test in tests.items() if fixtures & inspect.signature(test).parameters.keys()}
 
 
-for _module in (test_boundaries, test_hand_worked, test_parity, test_promises, test_splits, test_state):
+for _module in (test_boundaries, test_promises, test_reference, test_shift, test_splits, test_state):
     _tests = of_every_backend(_module)
     assert not _tests.keys() & globals().keys(), "two tests of one name"
     globals().update({name: test for name, test in _tests.items() if name not in LEFT_OUT})

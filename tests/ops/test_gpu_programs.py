@@ -18,7 +18,7 @@ from . import checks
 from .cases import Case, outcome, random_case
 from .device import DEVICE, MARKS, carry, needs_cuda
 from .rounding import assert_within_one_rounding
-from .test_triton_call import COMPILED
+from .triton.test_call import COMPILED
 
 # torch.compile makes an instance of each autograd function that it traces.
 pytestmark = [

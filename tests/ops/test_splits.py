@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from kvshift.ops import kv_shift, torch_ops
 
+from ..covering import covering
 from .cases import DTYPES, Case, outcome, random_case
 from .checks import LENGTHS, check_pieces_are_the_whole
-from .conftest import leave_to_one_dtype
 from .strategies import cases
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-rows = pytest.mark.parametrize("spare_rows", [None, 0, 3], ids=["fresh", "state", "spare rows"])
-windows = pytest.mark.parametrize("window", [2, 3, 4])
+WINDOWS = [2, 3, 4]
+SPARE = {"fresh": None, "state": 0, "spare rows": 3}
+states = covering(spare_rows=SPARE, window=WINDOWS)
+windows = pytest.mark.parametrize("window", WINDOWS)
 
 
 def check_every_cut(case: Case, backend: str, positions: int) -> None:
@@ -26,36 +27,28 @@ def check_every_cut(case: Case, backend: str, positions: int) -> None:
     check_pieces_are_the_whole(case, backend, *([cut] for cut in range(positions + 1)), range(1, positions))
 
 
-@dtypes
-@rows
-@windows
+@covering(dtype=DTYPES, spare_rows=SPARE, window=WINDOWS)
 def test_sequences(dtype, spare_rows, window, backend):
-    leave_to_one_dtype(backend, dtype)
     kept = None if spare_rows is None else window - 1 + spare_rows
     check_every_cut(random_case(2, 2, 7, dtype=dtype, window=window, rows=kept), backend, 7)
 
 
-@dtypes
-@rows
-@windows
+@covering(dtype=DTYPES, spare_rows=SPARE, window=WINDOWS)
 def test_packs(dtype, spare_rows, window, backend):
     """Each call gets a pack of the next piece of each sequence; pieces of those that have ended are empty."""
-    leave_to_one_dtype(backend, dtype)
     kept = None if spare_rows is None else window - 1 + spare_rows
     case = random_case(3, lengths=LENGTHS, dtype=dtype, window=window, rows=kept)
     check_every_cut(case, backend, max(LENGTHS))
 
 
-@rows
-@windows
+@states
 def test_cuts_through_padding(spare_rows, window, backend):
     kept = None if spare_rows is None else window - 1 + spare_rows
     masks = [[0, 0, 0, 1, 1, 1, 1], [1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 0, 0, 0, 0]]
     check_every_cut(random_case(5, 3, 7, window=window, rows=kept, mask=masks), backend, 7)
 
 
-@rows
-@windows
+@states
 def test_padded_packs(spare_rows, window, backend):
     kept = None if spare_rows is None else window - 1 + spare_rows
     mask = [[1, 1, 0, 0, 0, 1, 1, 0, 1, 1, 1, 0]]

@@ -19,7 +19,7 @@ from kvshift.ops.cpu import kernel as cpu_kernel
 from kvshift.ops.triton import launch, self_test
 
 from ...ops.conftest import skip_unless_built
-from ...ops.test_triton_mutants import MUTANTS
+from ...ops.triton.test_mutants import MUTANTS
 
 PARTS = ["versions", "environment", "devices", "kernels", "backends", "edge suite", "wrong"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvshift.lab.analyze.head_scores import attention_scores
+from kvshift.lab.training.head_scores import attention_scores
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.explore.explore_config import ExploreConfig
 from kvshift.lab.explore.exploring import explore

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kvshift.lab.plan.cost import cache_size, count_parameters, training_flops, training_memory
 from kvshift.lab.training.optimizer import recompute_activations
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM, size_config
+from tests.covering import covering
 
 # No two sizes share a factor beyond what Llama asks for, so that a swapped letter shows.
 TINY: dict[str, Any] = {
@@ -124,9 +125,7 @@ def kept_bytes(model: KVShiftLlamaForCausalLM, rows: int, precision: str) -> int
     return kept
 
 
-@variants
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@covering(options=VARIANTS, precision=["fp32", "bf16"], checkpointing={"": False, "checkpointing": True})
 def test_activations_are_those_that_autograd_keeps(
     options: dict[str, Any], precision: Any, checkpointing: bool
 ) -> None:

@@ -10,9 +10,9 @@ from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.key_offset import offset_keys
 from kvshift.lab.variants.model_config import ModelConfig
 
+from ...covering import covering
 from .layouts import LAYOUTS, before, given
 
-every_layout = pytest.mark.parametrize("rows", LAYOUTS.values(), ids=LAYOUTS.keys())
 HEADS, SIZE = 3, 20
 
 
@@ -31,9 +31,7 @@ def by_loop(k: torch.Tensor, rows: list[list[int | None]], *, whole: bool = Fals
     return y
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("whole", [False, True], ids=["half", "whole"])
-@every_layout
+@covering(rows=LAYOUTS, whole={"half": False, "whole": True}, dtype=[torch.float32, torch.bfloat16, torch.float64])
 def test_by_the_loop_bit_for_bit(rows: list[list[int | None]], dtype: torch.dtype, whole: bool) -> None:
     k = keys(dtype)
     kept = k.clone()

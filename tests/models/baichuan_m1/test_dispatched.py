@@ -10,6 +10,7 @@ import torch
 
 from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1ForCausalLM
 
+from ...covering import covering
 from ..llama.checks import logits_of
 from ..llama.tiny import random_tokens
 from .test_layout import EARLIER, with_names
@@ -26,10 +27,13 @@ def empty(config=CONFIG, meta=True):
 
 
 # Of tied models that are not empty accelerate keeps what was there before, of those of transformers too.
-@pytest.mark.parametrize(("meta", "tied"), [(True, False), (False, False), (True, True)])
-@pytest.mark.parametrize("names", [{}, EARLIER], ids=["released", "earlier"])
-@pytest.mark.parametrize("options", [{}, {"force_hooks": True}, {"dtype": torch.bfloat16}], ids=str)
-def test_the_logits_are_those_of_from_pretrained(tmp_path, meta, tied, names, options):
+@covering(
+    start={"empty": (True, False), "made": (False, False), "empty, tied": (True, True)},
+    names={"released": {}, "earlier": EARLIER},
+    options=[{}, {"force_hooks": True}, {"dtype": torch.bfloat16}],
+)
+def test_the_logits_are_those_of_from_pretrained(tmp_path, start, names, options):
+    meta, tied = start
     config = config_with(tie_word_embeddings=tied)
     write(tmp_path, with_names(checkpoint(config), names), config, shards=3)
     expected = logits_of(load(tmp_path, dtype=options.get("dtype", torch.float32)), IDS)

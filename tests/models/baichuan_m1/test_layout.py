@@ -15,6 +15,7 @@ import kvshift.models.baichuan_m1 as baichuan_m1
 from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1ForCausalLM, BaichuanM1Model
 from kvshift.models.versions import CACHE
 
+from ...covering import covering
 from ..llama.checks import logits_of
 from ..llama.tiny import random_tokens
 from .tiny import CONFIG, checkpoint, config_with, load, shapes, write
@@ -45,9 +46,7 @@ def with_names(weights, names):
     return renamed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("names", [{}, EARLIER], ids=["released", "earlier"])
+@covering(dtype=[torch.float32, torch.bfloat16], shards=[1, 3], names={"released": {}, "earlier": EARLIER})
 def test_a_round_trip_changes_no_bit(tmp_path, dtype, shards, names):
     weights = with_names(checkpoint(dtype=dtype), names)
     (tmp_path / "read").mkdir()

@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvshift.models.versions import CACHE
 
+from ...covering import covering
 from .checks import ATOL, assert_greedy, assert_next, check_documents, logits_of, new_tokens_of, reference_of
 from .reference import reference_logits
 from .tiny import SIZES, left_padded, random_tokens, tiny_model
@@ -126,10 +127,7 @@ NAMES = [
 ]
 
 
-@every_variant
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("use_cache", [False, True], ids=["no cache", "cache"])
-@pytest.mark.parametrize("keys", NAMES, ids=str)
+@covering(keys=NAMES, use_cache={"no cache": False, "cache": True}, attention=["eager", "sdpa"], options=VARIANTS)
 def test_whatever_names_the_documents_nothing_crosses(keys: list[str], use_cache: bool, attention: str, options: dict):
     """Transformers' own masks know of documents by position_ids alone, and only without cache and attention mask."""
     model, documents = tiny_model(attention=attention, **options), documents_of()
@@ -149,9 +147,11 @@ def test_a_number_may_come_again():
         torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("options", [VARIANTS["paper"], VARIANTS["sliding window"]], ids=["paper", "sliding window"])
-@pytest.mark.parametrize("name", ["seq_idx", "position_ids"])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@covering(
+    options={name: VARIANTS[name] for name in ("paper", "sliding window")},
+    name=["seq_idx", "position_ids"],
+    static={"dynamic": False, "static": True},
+)
 def test_a_pack_in_pieces_and_on_with_its_last_document(name: str, static: bool, options: dict):
     """Cut anywhere; then token by token, of which the last document alone is seen."""
     model, documents = tiny_model(**options), documents_of()

@@ -5,6 +5,7 @@ import torch
 
 from kvshift.layers import recompute
 from kvshift.ops import attention_inputs, boundaries
+from tests.covering import covering
 from tests.layers.kept import bytes_kept
 from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
 
@@ -51,10 +52,12 @@ def gradients(model, inputs):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("batch", batches())
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", VARIANTS)
+@covering(
+    options=list(VARIANTS),
+    dtype=[torch.float32, torch.bfloat16],
+    attention=["sdpa", "eager"],
+    batch=["plain", "padded", "documents", "packed"],
+)
 def test_gradients_keep_every_bit(options, dtype, attention, batch, keep_all, monkeypatch):
     model, inputs = tiny_model(dtype=dtype, attention=attention, **VARIANTS[options]).train(), batches()[batch]
     expected = keep_all(gradients, model, inputs)
@@ -67,9 +70,11 @@ def test_gradients_keep_every_bit(options, dtype, attention, batch, keep_all, mo
     assert len(calls) == 2 * 2 or attention == "eager"  # two layers; matmul copies what lies across its batches
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", ["mha", "gqa", "gqa-norm"])
+@covering(
+    options=["mha", "gqa", "gqa-norm"],
+    dtype=[torch.float32, torch.bfloat16],
+    autocast={"": False, "autocast": True},
+)
 def test_a_token_keeps_what_it_keeps_without_a_shift(options, dtype, autocast):
     model, vanilla = (
         tiny_model(dtype=dtype, **VARIANTS[options], shift_targets=targets).train() for targets in (("k", "v"), ())

@@ -11,6 +11,7 @@ from kvshift import KVShift, param_groups
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.versions import CACHE
 
+from ...covering import covering
 from .tiny import left_padded, random_tokens, tiny_config, tiny_model
 
 # The word of transformers 5.23, and of those before.
@@ -47,9 +48,7 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], **toleranc
         torch.testing.assert_close(got[name], expected[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
-@every_variant
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("batch", batches().values(), ids=batches().keys())
+@covering(options=VARIANTS, reentrant=[False, True], batch=batches())
 def test_gradient_checkpointing_changes_no_bit(options: dict, reentrant: bool, batch: dict):
     model = tiny_model(**options).train()
     expected = gradients_of(model, batch, use_cache=False)

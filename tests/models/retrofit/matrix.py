@@ -50,12 +50,16 @@ def prompts_of(lengths: Sequence[int]) -> list[Tensor]:
 
 
 def assert_alone(truth: PreTrainedModel, prompts: Sequence[Tensor], generated: Tensor, **options: Any) -> None:
-    """Each prompt got the tokens that the truth gives it alone."""
+    """Each prompt got the tokens that the truth gives it alone; greedily, the likeliest after those before it."""
     each = options.get("num_return_sequences", 1)
-    options = {"max_new_tokens": generated.shape[1], "use_cache": False, **options}
     for i, prompt in enumerate(prompts):
-        expected = new_tokens_of(truth, prompt.unsqueeze(0), **options)
         got = generated[i * each : (i + 1) * each]
+        if options:
+            how = {"max_new_tokens": generated.shape[1], "use_cache": False, **options}
+            expected = new_tokens_of(truth, prompt.unsqueeze(0), **how)
+        else:
+            row = torch.cat([prompt.unsqueeze(0), got], dim=1)
+            expected = logits_of(truth, row, use_cache=False)[:, len(prompt) - 1 : -1].argmax(2)
         assert torch.equal(got, expected), f"prompt of {len(prompt)}: {got.tolist()}, truth {expected.tolist()}"
 
 

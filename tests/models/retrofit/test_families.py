@@ -17,6 +17,7 @@ from transformers import (
 from kvshift import KVShift
 from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 
+from ...covering import covering
 from ..llama.checks import logits_of
 from ..llama.tiny import PAD, left_padded, random_tokens
 from .test_training import CHECKPOINTING
@@ -26,10 +27,12 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 ATOL = 3e-5  # rotary tables and norms are float32 in a float64 model too; logits are of size 3 to 17
 
 
-@every_family
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("classifies", [False, True])
+@covering(
+    family=list(FAMILIES),
+    attention=["eager", "sdpa"],
+    dtype=[torch.float32, torch.bfloat16],
+    classifies=[False, True],
+)
 def test_the_identity_changes_no_bit(family: str, attention: str, dtype: torch.dtype, classifies: bool):
     pad = {"pad_token_id": PAD} if classifies else {}
     model = stock(family, dtype, attention, classifies=classifies, **pad)
@@ -49,9 +52,11 @@ def test_the_identity_changes_no_bit(family: str, attention: str, dtype: torch.d
         torch.testing.assert_close(new, old, rtol=0, atol=0)
 
 
-@every_family
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("shift", [{}, {"targets": ("q", "k", "v"), "window": 3}, {"targets": ("v",)}], ids=str)
+@covering(
+    family=list(FAMILIES),
+    attention=["eager", "sdpa"],
+    shift=[{}, {"targets": ("q", "k", "v"), "window": 3}, {"targets": ("v",)}],
+)
 def test_a_shift_against_projections_with_loops(family: str, attention: str, shift: dict):
     model, ids = shifted(family, attention=attention, shift=shift), random_tokens(2, 13)
     logits = logits_of(model, ids)

@@ -7,6 +7,7 @@ from kvshift.layers import recompute
 from kvshift.ops import attention_inputs
 from tests.layers.kept import bytes_kept
 
+from ...covering import covering
 from ..llama.tiny import left_padded, random_tokens
 from .tiny import shifted_gpt2, tiny_gpt2
 
@@ -16,9 +17,9 @@ def _however_small(monkeypatch):
     monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0})
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "upcast"])
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+@covering(
+    dropout={"": False, "dropout": True}, padded={"": False, "padded": True}, attention=["sdpa", "eager", "upcast"]
+)
 def test_gradients_keep_every_bit(dropout, padded, attention, monkeypatch):
     model = shifted_gpt2(attention="sdpa" if attention == "sdpa" else "eager").train(dropout)
     for module in model.modules():

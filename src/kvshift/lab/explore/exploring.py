@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import kvshift
-from kvshift.lab.analyze.head_scores import RepeatConfig, measure_heads, sequences_for
+from kvshift.lab.training.head_scores import RepeatConfig, measure_heads, sequences_for
 from kvshift.lab.core.atomic import new_folder, write_json
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say

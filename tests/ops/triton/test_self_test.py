@@ -21,8 +21,8 @@ from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.small_calls import Kind, difference
 from kvshift.ops.triton import launch, self_test
 
-from .conftest import skip_unless_built
-from .test_triton_mutants import MUTANTS, PLAIN
+from ..conftest import skip_unless_built
+from .test_mutants import MUTANTS, PLAIN
 
 CPU = torch.device("cpu")
 ROTARY = tuple(torch.randn(2, 1, 5, 1, 4, generator=torch.Generator().manual_seed(5)))

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvshift.lab.variants.uncached import decodes_with_cache
 from kvshift.models.versions import CACHE
 
-from .test_variants import TOKENS, documents, shaken
+from ...covering import covering
+from .test_variant import TOKENS, documents, shaken
 
 # What stands in the place of the shift or before the layers; KV shift has its own tests in tests/models/llama.
 CACHED = ("canon", "inkling", "conv-2", "key-offset", "key-offset-whole", "fox-shift", "smear")
@@ -59,9 +60,7 @@ def test_in_any_pieces(name: str, family: str) -> None:
         close(fed(body, ids, pieces), expected)
 
 
-@both_families
-@pytest.mark.parametrize("side", ["left", "right"])
-@every_cached
+@covering(name=CACHED, side=["left", "right"], family=["llama", "gpt2"])
 def test_padded_prompts_go_on_each_as_alone(name: str, side: str, family: str) -> None:
     body, texts = decoder(name, family), documents()
     pad = torch.nn.utils.rnn.pad_sequence
@@ -85,9 +84,7 @@ def test_padded_prompts_go_on_each_as_alone(name: str, side: str, family: str) -
         close(got[real], alone(body, torch.cat([text, after])))
 
 
-@both_families
-@pytest.mark.parametrize("chunk", [2, 3])
-@every_cached
+@covering(name=CACHED, chunk=[2, 3], family=["llama", "gpt2"])
 def test_a_padded_prompt_in_chunks(name: str, chunk: int, family: str) -> None:
     """The first chunks of the shorter prompts are padding alone."""
     body, texts = decoder(name, family), documents()

@@ -13,8 +13,8 @@ from kvshift.models.cache import ShiftCacheLayer
 from kvshift.models.llama import ensure_shift_cache
 from kvshift.models.versions import CACHE
 
-from .checks import ATOL, assert_next, check_crop, check_selection, check_splits, logits_of, reference_of
-from .tiny import left_padded, random_tokens, tiny_config, tiny_model
+from .llama.checks import ATOL, assert_next, check_crop, check_selection, check_splits, logits_of, reference_of
+from .llama.tiny import left_padded, random_tokens, tiny_config, tiny_model
 
 VARIANTS = {
     "paper": {},

@@ -22,10 +22,10 @@ from kvshift.ops.triton import call as triton_call
 from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton.launch import Tiling
 
-from . import checks
-from .cases import DTYPES, Case, outcome, random_case
-from .conftest import skip_unless_built
-from .rounding import assert_within_one_rounding
+from .. import checks
+from ..cases import DTYPES, Case, outcome, random_case
+from ..conftest import skip_unless_built
+from ..rounding import assert_within_one_rounding
 
 pytestmark = pytest.mark.interpreted
 

@@ -15,9 +15,10 @@ from hypothesis import given
 from kvshift.ops import shift_tokens
 from kvshift.ops.cpu import kernel as cpu_kernel
 
-from .cases import DTYPES, outcome, random_case
-from .conftest import skip_unless_built
-from .strategies import cases
+from ...covering import covering
+from ..cases import DTYPES, outcome, random_case
+from ..conftest import skip_unless_built
+from ..strategies import cases
 
 
 @pytest.fixture(params=["AVX512", "AVX2"])
@@ -49,9 +50,7 @@ def test_search_for_a_call_whose_bits_differ_from_eager(case):
             assert torch.equal(result, expected[name]), name
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 7, 8, 15, 16, 17, 31, 32, 33, 64, 80, 131])
-@pytest.mark.parametrize("window", [2, 3, 5])
+@covering(dtype=DTYPES, size=[1, 7, 8, 15, 16, 17, 31, 32, 33, 64, 80, 131], window=[2, 3, 5])
 def test_every_remainder_of_a_vector(dtype, size, window, kernel):
     case = random_case(3, dtype=dtype, k_dim=size, v_dim=size + 1, window=window, rows=window - 1)
     expected = outcome(case, "eager")

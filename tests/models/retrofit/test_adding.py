@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 from kvshift import KVShift, ShiftOptions
 from kvshift.models.retrofit import KVShiftGPT2LMHeadModel, KVShiftGPT2Model, add_kv_shift
 
+from ...covering import covering
 from ..llama.tiny import left_padded, random_tokens, right_padded
 from .tiny import SIZES, tiny_gpt2
 
@@ -46,10 +47,7 @@ def inputs() -> dict[str, dict[str, Any]]:
     }
 
 
-@every_shift
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("given", inputs().values(), ids=inputs().keys())
+@covering(shift=SHIFTS, attention=["sdpa", "eager"], dtype=[torch.float32, torch.bfloat16], given=inputs())
 def test_outputs_and_gradients(shift: dict, attention: str, dtype: torch.dtype, given: dict):
     model = tiny_gpt2(dtype, attention=attention)
     real = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()

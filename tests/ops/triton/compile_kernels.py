@@ -1,6 +1,6 @@
 """Compile the Triton kernels for GPUs that are not there, and print what became of them, a line of JSON each.
 
-    python tests/ops/compile_kernels.py 90 "plain, window 2, bfloat16" ...
+    python tests/ops/triton/compile_kernels.py 90 "plain, window 2, bfloat16" ...
 
 A process of its own: where it begins, Triton settles for the compiler or the interpreter. The calls are those of the
 operator, on CPU tensors; a stand-in for the driver says which GPU there is, and kernels are compiled, not launched.

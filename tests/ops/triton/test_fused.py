@@ -1,4 +1,4 @@
-"""Shift, QK-norm and RoPE in one launch, against the loops in fp64: what the paths of `test_fused.py` do not share."""
+"""Shift, QK-norm and RoPE in one launch, against the loops in fp64: what `test_attention_inputs.py` does not share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvshift.ops.arguments import TENSORS
 from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton.launch import Tiling
 
-from .cases import DTYPES, LAYOUTS
-from .conftest import skip_unless_built
-from .fused_cases import (
+from ..cases import DTYPES, LAYOUTS
+from ..conftest import skip_unless_built
+from ..fused_cases import (
     HOLES,
     LEAVES,
     MODES,
@@ -29,7 +29,7 @@ from .fused_cases import (
     unfused,
     without_state,
 )
-from .fused_rounding import assert_within_rounding, results_with_bounds
+from ..fused_rounding import assert_within_rounding, results_with_bounds
 
 pytestmark = pytest.mark.interpreted
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvshift.ops import ShiftState, torch_ops
 
+from ..covering import covering
 from .cases import DTYPES, LAYOUTS, Case, outcome, random_case
 from .conftest import skip_unless_built
 from .rounding import assert_within_one_rounding
@@ -43,9 +44,7 @@ modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@modes
-@dtypes
-@pytest.mark.parametrize("through_state", [False, True], ids=["outputs", "outputs and state"])
+@covering(mode=MODES, dtype=DTYPES, through_state={"outputs": False, "outputs and state": True})
 def test_results_and_gradients_are_exact_but_for_one_rounding(mode, dtype, through_state, backend):
     assert_within_one_rounding(random_case(2, dtype=dtype, **mode), backend, through_state=through_state)
 
@@ -57,15 +56,15 @@ def test_coefficients_may_have_a_dtype_of_their_own(dtype, coefficient_dtype, fa
     assert_within_one_rounding(case, fast_backend, through_state=True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("grad_layout", [*LAYOUTS, "expanded"])
-@pytest.mark.parametrize("mode", [MODES["state"], MODES["pack, state"]], ids=["sequences", "pack"])
-@pytest.mark.parametrize("block", [100, 2**19], ids=["many", "one block"])
+@covering(
+    layout=LAYOUTS,
+    grad_layout=[*LAYOUTS, "expanded"],
+    mode={"sequences": MODES["state"], "pack": MODES["pack, state"]},
+    block={"many": 100, "one block": 2**19},
+)
 def test_strides_change_no_bit_but_the_order_of_the_coefficients_sum(
     layout, grad_layout, mode, block, monkeypatch, fast_backend
 ):
-    if fast_backend == "triton" and block < 2**19:
-        pytest.skip("the blocks are eager's")
     case = random_case(5, layout=layout, grad_layout=grad_layout, **mode)
     expected = outcome(case.map(lambda x: x.clone(memory_format=torch.contiguous_format)), fast_backend)
     monkeypatch.setattr(torch_ops, "_BLOCK", block)
@@ -100,9 +99,7 @@ def test_search_for_a_call_whose_blocks_differ_from_the_reference(case):
         assert_within_one_rounding(case, "eager", through_state=True)
 
 
-@modes
-@dtypes
-@pytest.mark.parametrize("block", [1, 50, 100])
+@covering(mode=MODES, dtype=DTYPES, block=[1, 50, 100])
 def test_blocks_change_no_bit_but_the_order_of_the_coefficients_sum(mode, dtype, block, monkeypatch):
     case = random_case(7, dtype=dtype, **mode)
     whole = outcome(case, "eager")
@@ -113,16 +110,28 @@ def test_blocks_change_no_bit_but_the_order_of_the_coefficients_sum(mode, dtype,
     assert_within_one_rounding(case, "eager", through_state=True)
 
 
-@modes
+MOST = ("pack, state, padding", "documents, state, padding")  # boundaries of both kinds, each with all else
+
+
 @pytest.mark.parametrize(
-    "backend", ["cpu", "triton", "eager", pytest.param("reference", marks=pytest.mark.slow)], indirect=True
+    ("backend", "mode"),
+    [
+        *(pytest.param("reference", mode, id=f"reference-{mode}", marks=pytest.mark.slow) for mode in MODES),
+        *(
+            pytest.param(backend, mode, id=f"{backend}-{mode}")
+            for mode in MOST
+            for backend in ("cpu", "triton", "eager")
+        ),
+    ],
+    indirect=["backend"],
 )
 def test_gradcheck(mode, backend):
     """Derivatives against finite differences in fp64, of every element of every result by that of every input.
 
-    Of the Triton kernels, which the interpreter runs a thousand times slower, along one random direction.
+    Of the reference in every mode: with its gradients those of the others are compared, above. Of the Triton kernels,
+    which the interpreter runs a thousand times slower, along one random direction.
     """
-    shape = {"positions": 5, "heads": 2, "k_dim": 2, "v_dim": 1} | mode
+    shape = {"positions": 5, "heads": 2, "k_dim": 2, "v_dim": 1} | MODES[mode]
     case = random_case(11, dtype=torch.float64, coefficient_dtype=torch.float64, **shape)
 
     def results(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:

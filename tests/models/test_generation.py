@@ -6,7 +6,7 @@ from transformers import DynamicCache, set_seed
 
 from kvshift.models.versions import CACHE
 
-from .checks import (
+from .llama.checks import (
     assert_greedy,
     assert_next,
     check_beams,
@@ -17,8 +17,8 @@ from .checks import (
     logits_of,
     new_tokens_of,
 )
-from .reference import reference_greedy
-from .tiny import left_padded, random_tokens, right_padded, tiny_model
+from .llama.reference import reference_greedy
+from .llama.tiny import left_padded, random_tokens, right_padded, tiny_model
 
 VARIANTS = {
     "paper": {},

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import skip_unless_built
+from ..conftest import skip_unless_built
 
 CALLS = {  # together in one process, which takes 3 seconds to begin
     (90, "plain"): [

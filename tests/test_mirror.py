@@ -1,0 +1,142 @@
+"""Tests mirror src/kvshift: those of a/b.py are in tests/a/test_b.py, or in the file that is named here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import kvshift
+
+SOURCE = Path(kvshift.__file__).parent
+TESTS = Path(__file__).parent
+OF_THE_PLUGIN = "integrations/vllm_plugin/"  # its tests need vLLM and are in tests/vllm
+
+# Modules that are tested as parts of what is made of them.
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "benchmarks/test_bench.py": (
+        "benchmarks/cases.py",
+        "benchmarks/language_model.py",
+        "benchmarks/layer.py",
+        "benchmarks/memory.py",
+        "benchmarks/operator.py",
+        "benchmarks/presets.py",
+    ),
+    "benchmarks/test_parity.py": ("benchmarks/formulations.py",),
+    "benchmarks/test_serving_page.py": ("lab/analysis/made_page.py",),
+    "lab/analysis/test_comparison.py": ("lab/analysis/runs.py",),
+    "lab/analysis/test_curves.py": ("lab/analysis/accuracy.py",),
+    "lab/analysis/test_panels.py": ("lab/analysis/colors.py",),
+    "lab/analysis/test_report.py": ("lab/analysis/pages.py", "lab/analysis/probe_curves.py"),
+    "lab/check/test_stock_models.py": ("lab/check/check_page.py",),
+    "lab/data/test_files.py": ("lab/core/atomic.py",),
+    "lab/data/test_text.py": ("lab/data/config.py", "lab/data/dataset_cache.py"),
+    "lab/evaluate/test_benchmarks.py": ("lab/evaluate/harness.py",),
+    "lab/evaluate/test_evaluation.py": ("lab/evaluate/continuations.py", "lab/evaluate/text_scores.py"),
+    "lab/export/test_remote_code.py": ("lab/export/bundling.py", "lab/export/exporting.py", "lab/export/portable.py"),
+    "lab/generate/test_generate.py": ("lab/generate/continuing.py",),
+    "lab/runs/test_loading.py": ("lab/core/messages.py", "lab/runs/model_files.py"),
+    "lab/tasks/igsm/test_encoding.py": ("lab/tasks/igsm/wording.py",),
+    "lab/tasks/igsm/test_igsm.py": (
+        "lab/tasks/igsm/drawing.py",
+        "lab/tasks/igsm/names.py",
+        "lab/tasks/igsm/polynomial.py",
+        "lab/tasks/igsm/problem.py",
+        "lab/tasks/igsm/quantities.py",
+        "lab/tasks/igsm/writing.py",
+    ),
+    "lab/tasks/test_batch.py": ("lab/tasks/option_checks.py", "lab/tasks/registry.py"),
+    "lab/theory/test_page.py": ("lab/theory/checks.py",),
+    "lab/training/test_answers.py": ("lab/tasks/questions.py",),
+    "lab/training/test_checkpoints.py": ("lab/runs/checkpoints.py",),
+    "lab/training/test_extending.py": ("lab/runs/extending.py",),
+    "lab/training/test_failures.py": ("lab/training/running.py", "lab/training/train.py"),
+    "lab/training/test_folder.py": ("lab/runs/beginning.py", "lab/runs/folder.py"),
+    "lab/training/test_init_from.py": ("lab/variants/pretrained.py",),
+    "lab/training/test_learning.py": (
+        "lab/data/order.py",
+        "lab/training/optimizer.py",
+        "lab/training/trainer.py",
+    ),
+    "lab/training/test_options_file.py": ("lab/options_file.py",),
+    "lab/training/test_overwriting.py": ("lab/runs/overwriting.py",),
+    "lab/training/test_plain_llama.py": ("lab/compare/samples.py",),
+    "lab/training/test_processes.py": ("lab/runs/processes.py",),
+    "lab/training/test_records.py": ("lab/core/environment.py",),
+    "lab/training/test_resume.py": ("lab/training/callbacks.py",),
+    "lab/training/test_task_training.py": ("lab/training/task_trainer.py",),
+    "lab/variants/test_selective.py": ("lab/variants/selective_attention.py",),
+    "lab/variants/test_variant.py": ("lab/variants/building.py",),
+    "lab/variants/test_differential.py": ("lab/variants/attending.py",),
+    "layers/test_rotary.py": ("ops/decode.py", "ops/rope.py"),
+    "layers/test_shift.py": ("layers/options.py",),
+    "models/baichuan_m1/test_layout.py": ("models/baichuan_m1/configuration.py",),
+    "models/baichuan_m1/test_training.py": ("models/baichuan_m1/adapter.py",),
+    "models/check/test_check_mutants.py": (
+        "models/check/generated.py",
+        "models/check/inputs.py",
+        "models/check/properties.py",
+    ),
+    "models/check/test_suite.py": ("models/check/subject.py",),
+    "models/llama/test_configuration.py": ("models/configuration.py",),
+    "models/test_decoder.py": ("models/retrofit/family.py",),
+    "ops/test_attention_inputs.py": ("ops/dispatch.py",),
+    "ops/test_errors.py": ("ops/arguments.py",),
+    "ops/triton/test_call.py": ("ops/triton/launch.py", "ops/triton/registration.py"),
+    "ops/triton/test_fused.py": ("ops/triton/backward.py", "ops/triton/forward.py"),
+    "ops/triton/test_self_test.py": ("ops/small_calls.py",),
+    "recipes/test_cfg.py": ("recipes/held_out.py",),
+    "recipes/test_depth.py": ("recipes/models.py",),
+    "recipes/test_kept_records.py": ("recipes/jobs.py", "recipes/records.py"),
+    "recipes/test_language_models.py": (
+        "recipes/fig01a.py",
+        "recipes/fig01b.py",
+        "recipes/lm_figures.py",
+        "recipes/lm_paper.py",
+        "recipes/lm_tables.py",
+        "recipes/neighbours.py",
+    ),
+    "recipes/test_page.py": ("recipes/summary.py",),
+    "recipes/test_phase.py": ("recipes/changes.py", "recipes/phase_search.py"),
+    "recipes/test_reproduce.py": (
+        "lab/allocator.py",
+        "recipes/catalogue.py",
+        "recipes/listing.py",
+        "recipes/recipe.py",
+    ),
+    "recipes/test_retrofit.py": ("recipes/retrofit_claims.py",),
+    "serving/test_serve.py": ("serving/saved_weights.py", "serving/vllm_command.py"),
+    "vllm/test_families.py": (
+        "integrations/vllm_plugin/served_attention.py",
+        "integrations/vllm_plugin/served_models.py",
+    ),
+    "vllm/test_last_line.py": ("integrations/vllm_plugin/start_fault.py",),
+    "vllm/test_refusals.py": ("integrations/vllm_plugin/start_checks.py",),
+}
+NAMED = {module for modules in ELSEWHERE.values() for module in modules}
+
+
+def own_file(module: Path) -> Path:
+    """Of the tests of a module; both relative to their roots."""
+    folder = Path("vllm") if module.is_relative_to(OF_THE_PLUGIN) else module.parent
+    return folder / f"test_{module.name}"
+
+
+def modules() -> list[Path]:
+    """Those with behaviour. Options of a command, `X_config.py`, are a table, which `test_cli.py` tests for all."""
+    paths = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py")]
+    return sorted(path for path in paths if path.stem not in ("__init__", "__main__") and "_config" not in path.stem)
+
+
+def test_every_module_has_its_tests():
+    here = [module for module in modules() if str(module) not in NAMED]
+    assert [str(own_file(module)) for module in here if not (TESTS / own_file(module)).exists()] == []
+
+
+def test_what_is_named_is_there_and_has_no_file_of_its_own():
+    assert [name for name in ELSEWHERE if not (TESTS / name).exists()] == []
+    assert sorted(NAMED - {str(module) for module in modules()}) == []
+    assert [module for module in sorted(NAMED) if (TESTS / own_file(Path(module))).exists()] == []
+
+
+def test_folders_of_tests_are_folders_of_the_package():
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    assert sorted(str(folder) for folder in folders if not (SOURCE / folder).is_dir()) == ["vllm"]
