@@ -18,7 +18,7 @@ def results(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("parity")
     for processes in CASES:
         arguments = ["-W", "ignore", "-m", "tests.titan.parity_worker", str(folder)]
-        run_workers(processes, arguments, **address())
+        run_workers(processes, arguments, timeout=900, **address())
     return {size: json.loads(Path(folder, f"found-{size}.json").read_text()) for size in CASES}
 
 
