@@ -77,11 +77,11 @@ class Engine:
         self.scheduler.update_from_output = watched_update
         self.scheduler._preempt_request = watched_preempt
 
-    def generate(self, prompts: Sequence[Prompt], tokens: int = 16) -> list[RequestOutput]:
-        """Greedy, all prompts in one batch; the logprob of each token beside it."""
+    def generate(self, prompts: Sequence[Prompt], tokens: int = 16, **options: Any) -> list[RequestOutput]:
+        """Greedy, all prompts in one batch; the logprob of each token beside it. Options: see `LLM.generate`."""
         greedy = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, ignore_eos=True, detokenize=False)
         requests: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return self.llm.generate(requests, greedy, use_tqdm=False)
+        return self.llm.generate(requests, greedy, use_tqdm=False, **options)
 
     def chunks(self, output: RequestOutput) -> int:
         """In how many pieces the prompt of a request was computed."""

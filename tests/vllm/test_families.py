@@ -21,7 +21,13 @@ from .tiny_models import SIZES
 Checkpoint = Callable[[str], Path]
 
 
-LLAMAS = ("llama-window-3-linear", "llama-keys-gate-llama3", "llama-values-clamp-qk-norm", "llama-vanilla")
+LLAMAS = (
+    "llama-window-3-linear",
+    "llama-keys-gate-llama3",
+    "llama-yarn",
+    "llama-values-clamp-qk-norm",
+    "llama-vanilla",
+)
 
 
 @pytest.mark.parametrize("name", [*LLAMAS, "llama-retrofit", "mistral", "qwen2", "qwen3"])

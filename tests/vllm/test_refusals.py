@@ -19,6 +19,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvshift.models.retrofit import add_kv_shift
 
+from .test_quantized import CONFIG
+
 Checkpoint = Callable[[str], Path]
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -27,7 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kv_offloading_size": {"kv_offloading_size": 1.0},
     "kv_cache_dtype": {"kv_cache_dtype": "fp8"},
     "quantization": {"quantization": "fp8"},
-    "enable_lora": {"enable_lora": True},
     "enable_prompt_embeds": {"enable_prompt_embeds": True},
     "runner": {"runner": "pooling"},
     "speculative_config": {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2}},
@@ -48,7 +49,12 @@ def test_options(name: str, checkpoint: Checkpoint) -> None:
         EngineArgs(str(checkpoint("llama")), **options).create_engine_config()
 
 
+_FOUR_BITS = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
 FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "quantization is tested with int8": (
+        "llama",
+        {"quantization_config": CONFIG | {"format": "pack-quantized", "config_groups": {"group_0": _FOUR_BITS}}},
+    ),
     "sliding_window": ("llama", {"shift_window": 3, "sliding_window": 2}),
     "rope_parameters": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "architectures": ("llama", {"architectures": ["KVShiftLlamaForSequenceClassification"]}),

@@ -7,7 +7,7 @@ All of a case have the same weights, as far as they have the same parameters.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -26,19 +26,19 @@ from kvshift.ops import dispatch
 
 THEIRS, WITHOUT, OURS = "transformers' Llama", "without shift", "kv shift"
 PLAIN = "kv shift, plain operations"
-_BACKENDS = {"kv shift, triton": "triton", PLAIN: "eager"}  # beside what "auto" is
 _PROMPT = 16
 
 Make = Callable[[Any], Implementation]
 
 
 def train_cases(session: Session) -> Iterator[Case]:
-    """Every model of the preset; on CUDA under torch.compile, too."""
+    """Every model of the preset, then the kernels beside plain operations; on CUDA under torch.compile, too."""
     for size in session.preset.models:
-        yield _case(session, "train", size, "", _training(session, size, compiled=False))
-        if session.compiled and session.device.type == "cuda":
-            make = _training(session, size, compiled=True)
-            yield _case(session, "train", size, ", compiled", make, compiled=True)
+        for compiled in (False, True) if session.compiled and session.device.type == "cuda" else (False,):
+            way = ", compiled" if compiled else ""
+            make = _training(session, size, compiled=compiled)
+            yield _case(session, "train", size, way, make, compiled=compiled)
+            yield _case(session, "train", size, f"{way}, kernel", make, compiled=compiled, names=(PLAIN, OURS))
 
 
 def prefill_cases(session: Session) -> Iterator[Case]:
@@ -64,18 +64,23 @@ def model_fields(size: ModelSize) -> dict[str, Any]:
     return {**({} if size.size is None else SIZES[size.size]), **size.fields}
 
 
-def _case(session: Session, part: str, size: ModelSize, way: str, make: Make, *, compiled: bool = False) -> Case:
+def _case(
+    session: Session,
+    part: str,
+    size: ModelSize,
+    way: str,
+    make: Make,
+    *,
+    compiled: bool = False,
+    names: Sequence[str] = (),
+) -> Case:
     fields = model_fields(size)
     if size.as_fits and part == "train":
         fields["num_hidden_layers"] = _fitting_layers(session, size, fields)
     elif size.as_fits and session.layers is not None:
         fields["num_hidden_layers"] = min(session.layers, fields["num_hidden_layers"])
-    # Llama has no QK-norm: where a size has it, our own model without the shift is the baseline.
-    names = [WITHOUT, OURS] if fields.get("qk_norm") else [THEIRS, WITHOUT, OURS]
-    if part == "train":
-        names.append(PLAIN)
-    elif compiled:
-        names.append("kv shift, triton")
+    if not names:  # Llama has no QK-norm: where a size has it, our own model without the shift is the baseline
+        names = (WITHOUT, OURS) if fields.get("qk_norm") else (THEIRS, WITHOUT, OURS)
     shape = [1, size.tokens] if part == "decode" else [size.batch, size.length]
     dtype = str(size.dtype).removeprefix("torch.")
     layers = fields["num_hidden_layers"]
@@ -91,7 +96,7 @@ def _case(session: Session, part: str, size: ModelSize, way: str, make: Make, *,
             else:
                 weights.update(model.state_dict())
             made = make(model)
-            return _where_auto_is(_BACKENDS[name], made) if name == PLAIN and not compiled else made
+            return _by_plain_operations(made) if name == PLAIN and not compiled else made
 
         return {name: functools.partial(implementation, name) for name in names}
 
@@ -106,13 +111,10 @@ def _case(session: Session, part: str, size: ModelSize, way: str, make: Make, *,
     )
 
 
-def _where_auto_is(backend: str, made: Implementation) -> Implementation:
-    """The same as KVSHIFT_BACKEND=backend makes of a process: all else, recomputation in backward too, stays."""
-
-    def where(function: Any) -> Any:
-        return patch.object(dispatch, "_AUTO", backend)(function)
-
-    return replace(made, run=where(made.run), check=where(made.check))
+def _by_plain_operations(made: Implementation) -> Implementation:
+    """The same as KVSHIFT_BACKEND=eager makes of a process: all else, recomputation in backward too, stays."""
+    eager: Any = patch.object(dispatch, "_AUTO", "eager")
+    return replace(made, run=eager(made.run), check=eager(made.check))
 
 
 def _model(name: str, fields: dict[str, Any], dtype: torch.dtype, device: torch.device, compiled: bool) -> Any:
@@ -123,8 +125,8 @@ def _model(name: str, fields: dict[str, Any], dtype: torch.dtype, device: torch.
         else:
             targets = () if name == WITHOUT else ("k", "v")
             model = KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**fields, shift_targets=targets))
-            if compiled and name in _BACKENDS:
-                shifting_by(_BACKENDS[name], model)
+            if compiled and name == PLAIN:
+                shifting_by("eager", model)
     return model.to(dtype)
 
 

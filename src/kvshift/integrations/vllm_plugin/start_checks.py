@@ -10,7 +10,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from kvshift.integrations.vllm_plugin import SERVED_MODEL_TYPES
 
-_ROTARY = ("default", "linear", "llama3")
+_ROTARY = ("default", "linear", "llama3", "yarn")  # "dynamic" has other angles in vLLM than in transformers
 _DRAFTS = ("ngram", "draft_model")
 
 
@@ -52,8 +52,8 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     drafts, compilation = vllm_config.speculative_config, vllm_config.compilation_config
     if model.runner_type not in ("generate", "draft"):
         yield f"runner must be generate, got {model.runner_type!r}"
-    if model.quantization is not None:
-        yield f"quantization is not tested, got {model.quantization!r}"
+    if model.quantization is not None and not _has_eight_bits(model):
+        yield f"quantization is tested with int8 weights and inputs of compressed-tensors, got {model.quantization!r}"
     if model.enable_prompt_embeds:
         yield "enable_prompt_embeds is not tested"
     own = {"auto", str(model.dtype).removeprefix("torch.")}
@@ -77,8 +77,6 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"tensor_parallel_size must divide the KV heads or be a multiple of them; got {ranks} for {kv_heads}"
     if parallel.enable_dbo or parallel.ubatch_size:
         yield "enable_dbo and ubatch_size must be left out: a batch in halves is not tested"
-    if vllm_config.lora_config is not None:
-        yield "enable_lora is not tested: merge the adapter into the model (PEFT's merge_and_unload)"
     offload = vllm_config.offload_config
     if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
         yield "cpu_offload_gb and offload_group_size must be 0: coefficients would not be where they are read"
@@ -94,3 +92,14 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     is_split = mode in (None, CompilationMode.VLLM_COMPILE)
     if is_split and splitting is not None and "vllm::kv_shift" not in splitting:
         yield "splitting_ops must be left out, or have vllm::kv_shift"
+
+
+def _has_eight_bits(model: Any) -> bool:
+    """Whether all quantized weights are int8, of compressed-tensors, as their inputs are."""
+    if model.quantization != "compressed-tensors":
+        return False
+    described = model.hf_config.quantization_config
+    groups = described.get("config_groups", {}).values()
+    kinds = [group.get(numbers) or {} for group in groups for numbers in ("weights", "input_activations")]
+    of_eight_bits = all(kind.get("type") == "int" and kind.get("num_bits") == 8 for kind in kinds)
+    return of_eight_bits and not described.get("kv_cache_scheme")
