@@ -1,6 +1,6 @@
 """One of several processes that each compute a part of a step of torchtitan: see `test_parity.py`.
 
-python -m tests.titan.parity_worker FOLDER [CASE ...], with the environment of torchrun.
+python -m tests.titan.parity_worker FOLDER [CASE ... or sabotage], with the environment of torchrun.
 
 With one process it keeps, in FOLDER, the weights of every model, its loss and its gradients; with more it compares.
 """
@@ -211,7 +211,7 @@ def main(folder: str, *names: str) -> None:
         if os.environ["RANK"] == "0":
             print(f"{name}: {value:.1e} {where}", flush=True)
     broken = {}
-    if size == 2 and not names:
+    if size == 2 and (not names or "sabotage" in names):
         for layout in (HEAD_TAIL, CONTIGUOUS):
             for sabotage in SABOTAGE:
                 value, where = run(Path(folder), "llama", layout, sabotage)
