@@ -284,7 +284,7 @@ def main(rendezvous: str) -> None:
         init_method=f"file://{rendezvous}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=180),
     )
     for check in (
         every_layout_window_and_length,

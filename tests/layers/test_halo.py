@@ -24,7 +24,7 @@ def alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_shards_equal_one_process(processes: int, tmp_path):
-    outputs = run_workers(processes, ["-m", "tests.layers.halo_worker", str(tmp_path / "rendezvous")])
+    outputs = run_workers(processes, ["-m", "tests.layers.halo_worker", str(tmp_path / "rendezvous")], timeout=600)
     assert all(output.splitlines()[-1] == "passed" for output in outputs), "\n".join(outputs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,14 @@ def test_a_layout_that_is_not_known_is_refused(gpus: int):
         model = config.model_spec.model.build()
     with pytest.raises(NotImplementedError, match="must be headtail or None with KV shift, got 'ptrr'"):
         config.model_spec.parallelize_fn(model, parallel_dims=dims, parallelism=config.parallelism)
+
+
+def test_context_parallelism_by_another_configuration_is_refused():
+    config = with_kv_shift(llama3_debugmodel())
+    with torch.device("meta"):
+        attention = config.model_spec.model.layers[0].attention.build()
+    with pytest.raises(NotImplementedError, match="needs a configuration made by with_kv_shift"):
+        attention.parallelize(SimpleNamespace(cp_enabled=True))
 
 
 def test_coefficients_are_left_out_of_decay_and_clamped():

@@ -148,7 +148,6 @@ def exchange_halo(
     outgoing = {peer: division.routes(rank, peer) for peer in peers}
     incoming = {peer: division.routes(peer, rank) for peer in peers}
     within = division.routes(rank, rank)
-
     features = [x.shape[2:].numel() for x in tensors]
 
     def pack(routes: Sequence[_Route]) -> Tensor:

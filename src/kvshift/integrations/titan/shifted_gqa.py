@@ -70,21 +70,16 @@ class TitanShift(Module):
         Returns:
             q, k, v; what is no target comes back as it is.
         """
+        parameters = {target: _local(getattr(self, _NAMES[target]), k) for target in self.options.targets}
         if not isinstance(k, DTensor):
-            return self._shift_local(
-                q, k, v, {t: _local(self._parameter(t), None) for t in self.options.targets}, positions
-            )
+            return self._shift_local(q, k, v, parameters, positions)
         if isinstance(positions, DTensor):
             positions = positions.to_local()
-        parameters = {target: _local(self._parameter(target), k) for target in self.options.targets}
         shifted = self._shift_local(*(x.to_local() for x in (q, k, v)), parameters, positions)  # type: ignore[attr-defined]
         return tuple(
             DTensor.from_local(y, like.device_mesh, like.placements, run_check=False)
             for like, y in zip(cast(tuple[DTensor, ...], (q, k, v)), shifted, strict=True)
         )  # type: ignore[return-value]
-
-    def _parameter(self, target: str) -> Tensor:
-        return getattr(self, _NAMES[target])
 
     def _shift_local(
         self, q: Tensor, k: Tensor, v: Tensor, parameters: dict[str, Tensor], positions: Tensor | None
@@ -101,11 +96,11 @@ class TitanShift(Module):
         return q_hat, k_hat, v_hat  # type: ignore[return-value]  # queries were given
 
 
-def _local(parameter: Tensor, activation: DTensor | None) -> Tensor:
+def _local(parameter: Tensor, activation: Tensor) -> Tensor:
     """This rank's heads of a parameter. Where ranks see different tokens, each has a part of the gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
-    if activation is None:
+    if not isinstance(activation, DTensor):
         return parameter.to_local()
     split = dict(zip(activation.device_mesh.mesh_dim_names or (), activation.placements, strict=True))
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -128,6 +123,12 @@ class ShiftedGQAttention(GQAttention):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.shift = config.shift.build()
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Refuse context parallelism of which the shift has not been told."""
+        if parallel_dims.cp_enabled and self.shift.group is None:
+            raise NotImplementedError("context parallelism with KV shift needs a configuration made by with_kv_shift")
+        super().parallelize(parallel_dims)
 
     def forward(self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
         """As `GQAttention.forward` of torchtitan 0.3.0, with one line more."""
