@@ -61,6 +61,10 @@ test-vllm: .venv-vllm/stamp  ## Run the tests that need vLLM, in an environment 
 	@tests=$$($(VLLM_TEST) --collect-only tests/vllm/test_n_grams.py | grep '::') || exit 1; \
 	for test in $$tests; do $(VLLM_TEST) $$test || exit 1; done
 
+.PHONY: test-titan
+test-titan: .venv-titan/stamp  ## Run the tests that need torchtitan, in an environment of its own
+	@TRITON_INTERPRET=0 $(TEST_ENV) .venv-titan/bin/python -m pytest -q tests/titan $(ARGS)
+
 .PHONY: smollm
 smollm: .venv/stamp  ## Convert a small trained model into the cache, once, and run the tests on it
 	@.venv/bin/python -m kvshift.lab.runs.smollm2
@@ -127,7 +131,7 @@ dist: build/venv/stamp  ## Build sdist, manylinux wheel and pure wheel into dist
 
 .PHONY: clean
 clean:  ## Remove environments, caches and build output
-	@rm -rf .venv .venv-newest .venv-oldest .venv-vllm build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*
+	@rm -rf .venv .venv-newest .venv-oldest .venv-titan .venv-vllm build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache src/kvshift/ops/cpu/_kernel.*
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # As environment variables, the constraints also reach the build of the package itself. torch must
@@ -167,6 +171,9 @@ $(BETWEEN)/stamp $(OLD_TRITON)/stamp:
 .venv-vllm/stamp: pyproject.toml constraints-vllm.txt $(KERNEL)
 	$(call install,constraints-vllm.txt,test-vllm)
 	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+
+.venv-titan/stamp: pyproject.toml constraints-titan.txt $(KERNEL)
+	$(call install,constraints-titan.txt,test-titan)
 
 build/venv/stamp: constraints.txt
 	@$(PYTHON) -m venv $(@D)

@@ -8,7 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvshift.layers import AttentionState, KVShift, KVShiftAttention, ShiftOptions, clamp_after_step, param_groups
+    from kvshift.layers import (
+        AttentionState,
+        KVShift,
+        KVShiftAttention,
+        ShiftOptions,
+        clamp_after_step,
+        exchange_halo,
+        param_groups,
+        shift_shard,
+    )
     from kvshift.ops import ShiftState, kv_shift
 
 __version__ = "0.1.0"
@@ -21,8 +30,10 @@ __all__ = [
     "ShiftState",
     "__version__",
     "clamp_after_step",
+    "exchange_halo",
     "kv_shift",
     "param_groups",
+    "shift_shard",
 ]
 
 _OPERATOR = ("ShiftState", "kv_shift")

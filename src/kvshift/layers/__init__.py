@@ -2,6 +2,7 @@
 
 from kvshift.layers.attention import KVShiftAttention
 from kvshift.layers.attention_state import AttentionState
+from kvshift.layers.halo import exchange_halo, shift_shard
 from kvshift.layers.optim import clamp_after_step, param_groups
 from kvshift.layers.options import ShiftOptions
 from kvshift.layers.shift import KVShift
@@ -12,5 +13,7 @@ __all__ = [
     "KVShiftAttention",
     "ShiftOptions",
     "clamp_after_step",
+    "exchange_halo",
     "param_groups",
+    "shift_shard",
 ]

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kvshift.layers.options import ShiftOptions, Target
+from kvshift.layers.options import Constraint, ShiftOptions, Target
 from kvshift.ops import ShiftState
 from kvshift.ops.arguments import Norms
 from kvshift.ops.attention_inputs import shift_norm_rope
@@ -150,15 +150,7 @@ class KVShift(nn.Module):
             return parameter
         if hasattr(parameter, "to_local"):  # sharded like the heads by tensor parallelism: this rank's part
             parameter = parameter.to_local()
-        if self.options.constraint == "gate":
-            now = torch.sigmoid(parameter)
-            return torch.cat([now, 1 - now], dim=1)
-        if self.options.constraint == "clamp":
-            # The bounds have a gradient here, in every version. `clamp` gives them none from torch 2.15 on, and a
-            # coefficient that `clamp_after_step` brought to 0 or 1 would stay there for good.
-            inside = (parameter >= 0) & (parameter <= 1)
-            return torch.where(inside, parameter, parameter.detach().clamp(0, 1))
-        return parameter
+        return constrain(parameter, self.options.constraint)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KVShift:
         """Follow every move and cast of the model except one to a dtype smaller than float32."""
@@ -170,6 +162,23 @@ class KVShift(nn.Module):
             return tensor.to(device=moved.device, dtype=torch.float32)
 
         return super()._apply(keep_float32, recurse)
+
+
+def constrain(parameter: Tensor, constraint: Constraint) -> Tensor:
+    """The coefficients in force, (heads, W), of a parameter; see `ShiftOptions`.
+
+    Args:
+        parameter: (heads, W); (heads, 1) with "gate".
+    """
+    if constraint == "gate":
+        now = torch.sigmoid(parameter)
+        return torch.cat([now, 1 - now], dim=1)
+    if constraint == "clamp":
+        # The bounds have a gradient here, in every version. `clamp` gives them none from torch 2.15 on, and a
+        # coefficient that `clamp_after_step` brought to 0 or 1 would stay there for good.
+        inside = (parameter >= 0) & (parameter <= 1)
+        return torch.where(inside, parameter, parameter.detach().clamp(0, 1))
+    return parameter
 
 
 def shift_type_error(module: nn.Module) -> TypeError:

@@ -1,0 +1,116 @@
+"""A configuration of torchtitan's trainer with KV shift: model, parallelism and checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.trainer import Trainer
+
+from kvshift.integrations.titan.hf_adapter import with_coefficients
+from kvshift.integrations.titan.shifted_gqa import shifted_attention, shifts_of
+from kvshift.layers.halo import Layout
+from kvshift.layers.options import ShiftOptions
+
+_LAYOUTS: dict[str | None, Layout] = {None: "contiguous", "headtail": "headtail"}
+
+
+def with_kv_shift(config: Trainer.Config, options: ShiftOptions = ShiftOptions()) -> Trainer.Config:
+    """Change a configuration of Llama 3 or dense Qwen 3, so that every attention shifts.
+
+    Coefficients are left out of weight decay, which would pull that of the current token to 0, and with
+    `constraint="clamp"` they are brought back into [0, 1] after each step of the optimizer.
+
+    It also changes what a swap of the attention by `--override.imports` could not: how the model is parallelised (the
+    shift is told of context parallelism) and its state-dict adapter (torchtitan's own would leave the coefficients
+    out). A configuration registry of one's own needs no more than
+
+        def my_model():
+            return with_kv_shift(llama3_8b(), ShiftOptions(window=3))
+
+    Args:
+        config: one of torchtitan's, not yet built; it is changed.
+        options: what is shifted, and how.
+
+    Returns:
+        The same configuration.
+
+    Raises:
+        ValueError: the model is another one, or has a shift already.
+    """
+    spec = config.model_spec
+    if spec is None or type(spec.model) not in (Llama3Model.Config, Qwen3Model.Config):
+        found = None if spec is None else type(spec.model).__qualname__
+        raise ValueError(f"config must be of Llama 3 or Qwen 3, got {found}")
+    for layer in spec.model.layers:
+        layer.attention = shifted_attention(layer.attention, options)
+    config.model_spec = dataclasses.replace(
+        spec,
+        parallelize_fn=_parallelize(spec.parallelize_fn),
+        post_optimizer_build_fn=_prepare_optimizers(spec.post_optimizer_build_fn, clamp=options.constraint == "clamp"),
+        state_dict_adapter=with_coefficients(spec.state_dict_adapter),
+    )
+    return config
+
+
+def _prepare_optimizers(stock: Callable[..., None] | None, *, clamp: bool) -> Callable[..., None]:
+    def prepare(optimizers: Any, model_parts: Sequence[nn.Module], parallel_dims: Any) -> None:
+        if stock is not None:
+            stock(optimizers, model_parts, parallel_dims)
+        coefficients = [parameter for shift in shifts_of(model_parts) for parameter in shift.parameters()]
+        for optimizer in optimizers:
+            for group in list(optimizer.param_groups):
+                _leave_out_of_decay(optimizer, group, {id(parameter) for parameter in coefficients})
+        if clamp:
+            optimizers.register_step_post_hook(lambda *_: _clamp(coefficients))
+
+    return prepare
+
+
+def _leave_out_of_decay(optimizer: Optimizer, group: dict[str, Any], coefficients: set[int]) -> None:
+    """Move the coefficients of a group to a group without decay.
+
+    A group of torchtitan's configuration would be refused where a part of a pipeline has no attention.
+    """
+    moved = [id(parameter) in coefficients for parameter in group["params"]]
+    if not any(moved) or not group.get("weight_decay"):
+        return
+    if all(moved):
+        group["weight_decay"] = 0.0
+        return
+    settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    without_decay: dict[str, Any] = settings | {"weight_decay": 0.0}
+    for key in ("params", "param_names"):
+        without_decay[key] = list(compress(group[key], moved))
+        group[key] = list(compress(group[key], [not each for each in moved]))
+    optimizer.add_param_group(without_decay)
+
+
+@torch.no_grad()
+def _clamp(parameters: Sequence[Tensor]) -> None:
+    """As `kvshift.clamp_after_step`."""
+    for parameter in parameters:
+        parameter.clamp_(0, 1)
+
+
+def _parallelize(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def parallelize(model: nn.Module, *, parallel_dims: Any, parallelism: Any, **rest: Any) -> nn.Module:
+        if parallel_dims.cp_enabled:
+            balancer = parallelism.context_parallel_load_balancer
+            if balancer not in _LAYOUTS:
+                raise NotImplementedError(
+                    f"parallelism.context_parallel_load_balancer must be headtail or None with KV shift, got "
+                    f"{balancer!r}: the tokens before those of a rank would be looked for in the wrong place"
+                )
+            for shift in shifts_of(model):
+                shift.group, shift.layout = parallel_dims.get_mesh("cp").get_group(), _LAYOUTS[balancer]
+        return stock(model, parallel_dims=parallel_dims, parallelism=parallelism, **rest)
+
+    return parallelize

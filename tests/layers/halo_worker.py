@@ -1,0 +1,311 @@
+"""One of several processes that share sequences: see `test_halo.py`.
+
+RANK=0 WORLD_SIZE=2 python -m tests.layers.halo_worker RENDEZVOUS
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from kvshift import KVShift, ShiftOptions, kv_shift
+from kvshift.layers import halo
+from kvshift.layers.halo import exchange_halo, shift_shard
+
+from .halo_cases import G, H, by_definition, document_rows, shard_tokens
+
+D, DV = 3, 5
+LAYOUTS = ("contiguous", "headtail")
+EXACT = 1e-10
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences that are shared, and how."""
+
+    layout: str
+    window: int = 2
+    chunk: int = 5
+    targets: str = "kv"
+    documents: bool = True
+    dtype: torch.dtype = torch.float64
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @property
+    def chunks(self) -> int:
+        return (1 if self.layout == "contiguous" else 2) * dist.get_world_size(self.group)
+
+    def mine(self, x: Tensor) -> Tensor:
+        tokens = shard_tokens(self.layout, self.chunk, dist.get_rank(self.group), dist.get_world_size(self.group))
+        return x[:, tokens].detach().clone()
+
+
+@dataclass
+class Sequences:
+    """Whole sequences, the same on every rank, with coefficients and a weight for each output: float64, of `Case`."""
+
+    case: Case
+
+    def __post_init__(self) -> None:
+        rng = torch.Generator().manual_seed(7)
+        rows = document_rows(self.case.chunk, self.case.chunks)
+        batch, length = len(rows), self.case.chunk * self.case.chunks
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=rng, dtype=torch.float64).to(self.case.dtype)
+
+        sizes = {"q": (H, D), "k": (G, D), "v": (G, DV)}
+        self.tokens = {name: draw(batch, length, *size) for name, size in sizes.items()}
+        self.loss_weight = {name: draw(batch, length, *size) for name, size in sizes.items()}
+        self.coefficients = {name: draw(sizes[name][0], self.case.window) for name in self.case.targets}
+        whole = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+        self.positions = whole if self.case.documents else torch.arange(length).expand(batch, -1)
+
+    def results(self, shift: Callable[..., dict[str, Tensor]], mine: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Outputs, and gradients of tokens and coefficients, of `shift(tokens, coefficients, positions)`."""
+        tokens = {name: mine(x).requires_grad_() for name, x in self.tokens.items()}
+        coefficients = {name: x.detach().clone().requires_grad_() for name, x in self.coefficients.items()}
+        out = shift(tokens, coefficients, mine(self.positions))
+        sum((out[name] * mine(self.loss_weight[name])).sum() for name in out).backward()
+        gradients = {f"gradient of {name}": x.grad for name, x in tokens.items()}
+        gradients |= {f"gradient of {name}'s coefficients": x.grad for name, x in coefficients.items()}
+        return {name: x.detach() for name, x in out.items()} | gradients
+
+
+def one_process(tokens: dict[str, Tensor], coefficients: dict[str, Tensor], positions: Tensor) -> dict[str, Tensor]:
+    shifted = {name: by_definition(tokens[name], mix, positions) for name, mix in coefficients.items()}
+    return tokens | shifted
+
+
+def sharded(case: Case, shift: Callable[..., Any] = shift_shard, **changed: Any) -> Callable[..., dict[str, Tensor]]:
+    def call(tokens: dict[str, Tensor], coefficients: dict[str, Tensor], positions: Tensor) -> dict[str, Tensor]:
+        alpha, beta, gamma = (coefficients.get(name) for name in ("k", "v", "q"))
+        where: dict[str, Any] = {"positions": positions if case.documents else None, "layout": case.layout}
+        where |= {"group": case.group, "q": tokens["q"], "gamma": gamma} | changed
+        q, k, v = shift(tokens["k"], tokens["v"], alpha, beta, **where)
+        return {"q": q, "k": k, "v": v}
+
+    return call
+
+
+def differences(case: Case, shift: Callable[..., dict[str, Tensor]] | None = None) -> dict[str, float]:
+    """Between shards and one process, the largest on any rank of the group, by output and gradient."""
+    sequences = Sequences(case)
+    expected = sequences.results(one_process, lambda x: x.detach().clone())
+    got = sequences.results(shift or sharded(case), case.mine)
+    largest = {}
+    for name, value in got.items():
+        if name.endswith("coefficients"):
+            dist.all_reduce(value, group=case.group)
+        else:
+            expected[name] = case.mine(expected[name])
+        largest[name] = (value - expected[name]).abs().max()
+    values = torch.stack([*largest.values()])
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=case.group)
+    return dict(zip(largest, values.tolist(), strict=True))
+
+
+def assert_equal(case: Case, shift: Callable[..., dict[str, Tensor]] | None = None) -> None:
+    found = differences(case, shift)
+    assert len(found) == 6 + len(case.targets)
+    assert max(found.values()) < EXACT, f"{case}: {found}"
+
+
+# What holds -----------------------------------------------------------------------------------------------------------
+
+
+def every_layout_window_and_length() -> None:
+    for layout, window, chunk in itertools.product(LAYOUTS, (2, 3, 4), (1, 2, 3, 5)):
+        assert_equal(Case(layout, window, chunk))
+
+
+def every_target() -> None:
+    for layout, targets in itertools.product(LAYOUTS, ("k", "v", "q", "qkv")):
+        assert_equal(Case(layout, 3, 4, targets))
+
+
+def rows_of_one_document() -> None:
+    for layout in LAYOUTS:
+        assert_equal(Case(layout, 3, 2, documents=False))
+
+
+def positions_of_one_row_are_those_of_all() -> None:
+    case = Case("headtail", 3, 4)
+    k = torch.randn(2, 8, G, D, dtype=torch.float64)
+    mix = torch.randn(G, 3, dtype=torch.float64)
+    positions = case.mine(torch.arange(4 * case.chunks)[None])
+    one = shift_shard(k, k, mix, mix, positions=positions, layout="headtail")
+    two = shift_shard(k, k, mix, mix, positions=positions.expand(2, -1), layout="headtail")
+    assert all(torch.equal(a, b) for a, b in zip(one[1:], two[1:], strict=True))
+
+
+def the_bits_are_those_of_one_process() -> None:
+    for layout, dtype in itertools.product(LAYOUTS, (torch.float32, torch.bfloat16)):
+        case = Case(layout, 3, 4, dtype=dtype)
+        sequences = Sequences(case)
+        tokens, mix, positions = sequences.tokens, sequences.coefficients, sequences.positions
+        documents = (positions == 0).cumsum(1)
+        expected = kv_shift(tokens["k"], tokens["v"], mix["k"], mix["v"], seq_idx=documents)
+        shards = {name: case.mine(x) for name, x in tokens.items()}
+        got = sharded(case)(shards, mix, case.mine(positions))
+        assert torch.equal(got["k"], case.mine(expected[0]))
+        assert torch.equal(got["v"], case.mine(expected[1]))
+
+
+def a_module_owns_the_coefficients() -> None:
+    case, shift = Case("headtail", 2, 4), KVShift(G, ShiftOptions(constraint="gate"))
+    with torch.no_grad():
+        for parameter in shift.parameters():
+            dist.broadcast(parameter, 0)
+    mix = shift.coefficients()
+    sequences = Sequences(case)
+    q, k, v = (sequences.tokens[name] for name in "qkv")
+    expected = shift(q, k, v, seq_idx=(sequences.positions == 0).cumsum(1))
+    got = shift_shard(
+        case.mine(k), case.mine(v), mix["k"], mix["v"], positions=case.mine(sequences.positions), layout=case.layout
+    )
+    torch.testing.assert_close(got[1], case.mine(expected[1]), rtol=0, atol=EXACT)
+    torch.testing.assert_close(got[2], case.mine(expected[2]), rtol=0, atol=EXACT)
+
+
+def recomputed_in_backward() -> None:
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(shift_shard, *args, use_reentrant=False, **kwargs)
+
+    for layout in LAYOUTS:
+        case = Case(layout, 3, 3)
+        assert_equal(case, sharded(case, again))
+
+
+def compiled() -> None:
+    for layout, window, chunk, targets in (
+        ("contiguous", 2, 5, "kv"),
+        ("headtail", 3, 5, "kv"),
+        ("headtail", 4, 2, "qkv"),
+    ):
+        torch._dynamo.reset()
+        case = Case(layout, window, chunk, targets)
+        compiled_shift = torch.compile(shift_shard, backend="aot_eager", fullgraph=True)
+        with patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("point to point")):
+            assert_equal(case, sharded(case, compiled_shift))
+
+
+def groups_within_the_world() -> None:
+    """Ranks 0 and 2 share sequences, and 1 and 3 share others."""
+    if dist.get_world_size() < 4:
+        return
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for layout in LAYOUTS:
+        assert_equal(Case(layout, 3, 4, group=groups[dist.get_rank() % 2]))
+
+
+def one_message_to_each_neighbour() -> None:
+    """Forward and backward; k, v and q travel together, of W - 1 tokens."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for layout in LAYOUTS:
+        case, sent = Case(layout, 3, 4, "qkv"), []
+        stock = dist.batch_isend_irecv
+
+        def count(operations: list, sent: list = sent, stock: Any = stock) -> Any:
+            sent += [(each.group_peer, each.tensor.nbytes) for each in operations if each.op is dist.isend]
+            return stock(operations)
+
+        sequences = Sequences(case)
+        with patch.object(dist, "batch_isend_irecv", count):
+            sequences.results(sharded(case), case.mine)
+        batch = sequences.positions.shape[0]
+        nbytes = 8 * batch * (case.window - 1) * (H * D + G * D + G * DV)
+        before, after = [(rank - 1, nbytes)] * (rank > 0), [(rank + 1, nbytes)] * (rank + 1 < size)
+        expected = after + before  # of the contiguous layout: tokens forward, gradients backward
+        if layout == "headtail":
+            expected = 2 * (before + after)
+        assert sorted(sent) == sorted(expected), f"{layout}, rank {rank}: {sent}"
+
+
+def a_second_derivative_is_refused() -> None:
+    x = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
+    (halo_of_x,) = exchange_halo([x], 1, layout="headtail")
+    with pytest.raises(NotImplementedError, match="a halo has no second derivatives"):
+        torch.autograd.grad((halo_of_x**2).sum(), x, create_graph=True)
+
+
+# What must be caught --------------------------------------------------------------------------------------------------
+
+
+def every_sabotage_is_caught() -> None:
+    chunks_of = halo._Division.chunks
+
+    def dropped(*args: Any, **kwargs: Any) -> list[Tensor]:
+        return [torch.zeros_like(x) for x in exchange_halo(*args, **kwargs)]
+
+    def not_differentiated(*args: Any, **kwargs: Any) -> list[Tensor]:
+        return [x.detach() for x in exchange_halo(*args, **kwargs)]
+
+    def mirrored(division: Any, rank: int) -> tuple[int, ...]:
+        return chunks_of(division, division.size - 1 - rank)
+
+    for layout in LAYOUTS:
+        other = {"contiguous": "headtail", "headtail": "contiguous"}[layout]
+        sabotage: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
+            "nothing": (nullcontext(), {}),
+            "dropped": (patch.object(halo, "exchange_halo", dropped), {}),
+            "wrong neighbour": (patch.object(halo._Division, "chunks", mirrored), {}),
+            "wrong layout": (nullcontext(), {"layout": other}),
+            "not differentiated": (patch.object(halo, "exchange_halo", not_differentiated), {}),
+            "documents ignored": (nullcontext(), {"positions": None}),
+        }
+        for window in (2, 3):
+            case = Case(layout, window, 4)
+            for name, (broken, changed) in sabotage.items():
+                with broken:
+                    found = differences(case, sharded(case, **changed))
+                gradients = max(value for key, value in found.items() if key.startswith("gradient"))
+                outputs = max(value for key, value in found.items() if not key.startswith("gradient"))
+                assert (gradients > 0.1) == (name != "nothing"), f"{case}, {name}: {found}"
+                assert (outputs > 0.1) == (name not in ("nothing", "not differentiated")), f"{case}, {name}: {found}"
+
+
+def main(rendezvous: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=datetime.timedelta(seconds=180),
+    )
+    for check in (
+        every_layout_window_and_length,
+        every_target,
+        rows_of_one_document,
+        positions_of_one_row_are_those_of_all,
+        the_bits_are_those_of_one_process,
+        a_module_owns_the_coefficients,
+        recomputed_in_backward,
+        groups_within_the_world,
+        one_message_to_each_neighbour,
+        a_second_derivative_is_refused,
+        every_sabotage_is_caught,
+        compiled,
+    ):
+        check()
+        print(f"passed: {check.__name__}", flush=True)
+    dist.barrier()
+    print("passed", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    os._exit(0)  # gloo's threads of several groups do not always end in peace

@@ -1,0 +1,146 @@
+"""One process of a run of torchtitan that saves, is killed, or loads: see `test_checkpoints.py`.
+
+python -m tests.titan.checkpoint_worker FOLDER WHAT [AXES], with the environment of torchrun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from tests.titan.parity_worker import whole
+from tests.titan.tiny import LENGTH, packed_rows, tiny_trainer_config
+
+STEPS = 50
+
+
+def trainer_of(folder: Path, steps: int, **given: Any) -> Any:
+    config = tiny_trainer_config(str(folder), dtype="float32", **given)
+    config.training.steps = steps
+    config.checkpoint.enable, config.checkpoint.interval = True, 1
+    return config.build()
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: whole(x) for part in trainer.model_parts for name, x in part.state_dict().items()}
+
+
+def save(folder: Path, **given: Any) -> None:
+    """Two steps, and the weights after them."""
+    trainer = trainer_of(folder, 2, **given)
+    trainer.train()
+    state = weights(trainer)
+    if dist.get_rank() == 0:
+        torch.save(state, folder / "weights.pt")
+    dist.barrier()
+    trainer.close()
+
+
+def load(folder: Path, **given: Any) -> None:
+    """Their weights again, on these processes; with one, also the logits of packed rows."""
+    trainer = trainer_of(folder, 4, **given)
+    assert trainer.checkpointer.load(step=2)
+    assert trainer.step == 2
+    expected = torch.load(folder / "weights.pt", weights_only=True)
+    state = weights(trainer)
+    assert set(state) == set(expected)
+    assert all(torch.equal(x, expected[name]) for name, x in state.items())
+    if dist.get_world_size() == 1:
+        (model,) = trainer.model_parts
+        tokens, _, positions = packed_rows(9)
+        with torch.no_grad():
+            logits = model(tokens, positions=positions, attention_masks=model.get_attention_masks(positions))
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        torch.save({"tokens": tokens, "positions": positions, "logits": logits}, folder / "logits.pt")
+    dist.barrier()
+    trainer.close()
+
+
+def killed(folder: Path, **given: Any) -> None:
+    """While the second checkpoint is written: its weights are in their files, the file that makes it whole is not."""
+    stock, finished = FileSystemWriter.finish, []
+
+    def finish(self: Any, *args: Any, **kwargs: Any) -> None:
+        if finished:
+            os.kill(os.getpid(), signal.SIGKILL)
+        finished.append(True)
+        stock(self, *args, **kwargs)
+
+    FileSystemWriter.finish = finish
+    trainer_of(folder, 3, **given).train()
+    raise AssertionError("not killed")
+
+
+def resumed(folder: Path, **given: Any) -> None:
+    """From the first, the last whole one, to the end."""
+    trainer = trainer_of(folder, 3, **given)
+    assert trainer.checkpointer.load()
+    assert trainer.step == 1, trainer.step
+    trainer.close()
+    trainer = trainer_of(folder, 3, **given)
+    trainer.train()
+    assert trainer.step == 3
+    trainer.close()
+
+
+def losses(folder: Path, **given: Any) -> None:
+    """Of 50 steps: torchtitan's, and those of `KVShiftLlama` in a plain loop from the same weights, rows and rates."""
+    from kvshift.integrations.titan.hf_export import hf_config
+    from kvshift.models.llama import KVShiftLlamaForCausalLM
+
+    config = tiny_trainer_config(str(folder), dtype="float32", **given)
+    config.training.steps = STEPS
+    trainer = config.build()
+    adapter = trainer.config.model_spec.state_dict_adapter(trainer.model_config, None)
+    start = {name: x.detach().clone() for name, x in adapter.to_hf(weights(trainer)).items()}
+    model = KVShiftLlamaForCausalLM(hf_config(config))
+    model.load_state_dict(start)
+    rates, found, expected = [], [], []
+    stock = trainer.forward_backward_step
+
+    def record(**kwargs: Any) -> Any:
+        loss = stock(**kwargs)
+        found.append(float(whole(loss)))
+        rates.append(trainer.optimizers.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    trainer.forward_backward_step = record
+    trainer.train()
+
+    coefficients = [x for name, x in model.named_parameters() if ".shift." in name]
+    rest = [x for name, x in model.named_parameters() if ".shift." not in name]
+    groups = [{"params": rest, "weight_decay": 0.1}, {"params": coefficients, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+    for step, rate in enumerate(rates):
+        tokens, labels, positions = packed_rows(step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        expected.append(float(loss))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        optimizer.step()
+    trainer.close()
+    (folder / "losses.json").write_text(json.dumps({"torchtitan": found, "plain loop": expected, "rates": rates}))
+
+
+def main(folder: str, what: str, axes: str = "{}") -> None:
+    assert LENGTH % 256 == 0  # which context parallelism by 2 wants
+    globals()[what](Path(folder), **json.loads(axes))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

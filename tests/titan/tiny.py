@@ -1,0 +1,154 @@
+"""Trainers of torchtitan with tiny models of two layers and packed rows that every rank can make again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvshift import ShiftOptions
+
+from tests.titan.on_cpu import with_sdpa  # isort: skip  # before torchtitan
+
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
+
+from kvshift.integrations.titan.llama_models import llama_model
+from kvshift.integrations.titan.with_shift import with_kv_shift
+
+ROWS, LENGTH, VOCABULARY = 8, 256, 128
+TINY_LLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+}
+_PAPER = ShiftOptions()
+_CHECKPOINTING = {None: lambda: None, "full": FullAC.Config, "selective": SelectiveAC.Config}
+
+
+def packed_rows(step: int, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels and positions, (ROWS, length) each: boundaries before, on and after edges of chunks."""
+    rng = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, length + 1), generator=rng)
+    half, quarter, eighth = length // 2, length // 4, length // 8
+    packs = [
+        [length],
+        [half, half],
+        [half - 1, 1, half],
+        [quarter, quarter + 1, length - 2 * quarter - 1],
+        [quarter - 1, 1, 1, length - quarter - 1],
+        [3, half - 3, 1, half - 1],
+        [eighth + 1, half - eighth, half - 1],
+        [1] * 5 + [length - 5],
+    ]
+    chosen = [packs[(row + step) % len(packs)] for row in range(ROWS)]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in pack]) for pack in chosen])
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions
+
+
+class NoTokenizer(BaseTokenizer):
+    """Rows are tokens already."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Any = None, *, tokenizer_path: str | None = None) -> None:
+        super().__init__()
+        self.eos_id = 0
+
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        return []
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        return ""
+
+    def get_vocab_size(self) -> int:
+        return VOCABULARY
+
+
+class PackedRows(BaseDataLoader):
+    """`packed_rows` of each step, divided among data-parallel ranks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
+
+    def __init__(
+        self, config: Any, *, dp_world_size: int, dp_rank: int, local_batch_size: int, seq_len: int, **unused: Any
+    ) -> None:
+        self.world, self.rank, self.at_once, self.length, self.step = (
+            dp_world_size,
+            dp_rank,
+            local_batch_size,
+            seq_len,
+            0,
+        )
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            self.step += 1
+            share = ROWS // self.world
+            for start in range(self.rank * share, (self.rank + 1) * share, self.at_once):
+                tokens, labels, positions = (
+                    x[start : start + self.at_once] for x in packed_rows(self.step - 1, self.length)
+                )
+                yield {"input": tokens.clone(), "positions": positions.clone()}, labels.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = state_dict.get("step", 0)
+
+
+def tiny_trainer_config(
+    folder: str,
+    *,
+    family: str = "llama3",
+    dtype: str = "float64",
+    length: int = LENGTH,
+    options: ShiftOptions = _PAPER,
+    checkpointing: str | None = None,
+    compile_model: bool = False,
+    **parallelism: Any,
+) -> Any:
+    """For all processes that there are: data parallel as far as nothing else is asked for."""
+    config = {"llama3": llama3_debugmodel, "qwen3": qwen3_debugmodel}[family]()
+    if family == "llama3":
+        config.model_spec.model = llama_model(**TINY_LLAMA)
+    config = with_kv_shift(with_sdpa(config), options)
+    config.dump_folder = folder
+    config.loss = CrossEntropyLoss.Config(global_vocab_size=config.model_spec.model.vocab_size)
+    config.tokenizer, config.dataloader = NoTokenizer.Config(), PackedRows.Config()
+    config.validator.enable = False
+    config.training = dataclasses.replace(
+        config.training, seq_len=length, dtype=dtype, disable_cuda_graphs=True, mixed_precision_param=dtype,
+        mixed_precision_reduce=dtype,
+    )  # fmt: skip
+    config.activation_checkpoint = _CHECKPOINTING[checkpointing]()
+    config.compile.enable = compile_model
+    config.compile.components, config.compile.backend = ["model"], "aot_eager"
+    mesh = config.parallelism
+    mesh.spmd_backend = "partial_dtensor"  # with torch 2.13 the only one that runs on several processes
+    for name, value in parallelism.items():
+        setattr(mesh, name, value)
+    others = mesh.tensor_parallel_degree * mesh.context_parallel_degree * mesh.pipeline_parallel_degree
+    mesh.data_parallel_shard_degree = int(os.environ.get("WORLD_SIZE", "1")) // others
+    config.training.local_batch_size = ROWS // mesh.data_parallel_shard_degree
+    return config
