@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.tasks import CFG3F, CFG3S, CFGConfig, CFGGrammar, CFGTask, QuestionTask, TaskBatches, cfg
 from kvshift.lab.core.options import from_json, to_json
+from kvshift.lab.tasks import CFG3F, CFG3S, CFGConfig, CFGGrammar, CFGTask, QuestionTask, TaskBatches, cfg
 
 from ..cases import check_shape, drawn_numbers, seeded
 from .grammars import DRAWN, RAGGED, TINY, windows, written_out
