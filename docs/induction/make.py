@@ -25,10 +25,10 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvshift.lab.training.head_scores import RepeatConfig, measure_heads, shares
 from kvshift.lab.core.messages import say
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.training.callbacks import coefficients
+from kvshift.lab.training.head_scores import RepeatConfig, measure_heads, shares
 from kvshift.lab.training.task_training import train_task
 from kvshift.recipes import fig01a
 from kvshift.recipes.models import model_label

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvshift.lab.training.head_scores import attention_scores
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.explore.explore_config import ExploreConfig
 from kvshift.lab.explore.exploring import explore
@@ -25,6 +24,7 @@ from kvshift.lab.explore.page_server import page_server
 from kvshift.lab.explore.watched_program import WatchedModel
 from kvshift.lab.explore.web_runtime import runtime_folder
 from kvshift.lab.runs.loading import load_weights
+from kvshift.lab.training.head_scores import attention_scores
 
 from ..generation_cases import save_model, tokenizer
 

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import kvshift
-from kvshift.lab.training.head_scores import RepeatConfig, measure_heads, sequences_for
 from kvshift.lab.core.atomic import new_folder, write_json
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say
@@ -35,6 +34,7 @@ from kvshift.lab.retrofit.retrofitting import encoded_prompts
 from kvshift.lab.runs.loading import UNREADABLE, check_tokenizer, load_tokenizer, load_weights
 from kvshift.lab.runs.model_files import locate
 from kvshift.lab.training.callbacks import coefficients
+from kvshift.lab.training.head_scores import RepeatConfig, measure_heads, sequences_for
 from kvshift.models.retrofit import FAMILIES
 from kvshift.models.retrofit.family import auto_class
 
