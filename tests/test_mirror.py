@@ -8,7 +8,7 @@ import kvshift
 
 SOURCE = Path(kvshift.__file__).parent
 TESTS = Path(__file__).parent
-OF_THE_PLUGIN = "integrations/vllm_plugin/"  # its tests need vLLM and are in tests/vllm
+APART = {"integrations/vllm_plugin": "vllm", "integrations/titan": "titan"}  # they need other environments
 
 # Modules that are tested as parts of what is made of them.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
@@ -22,18 +22,40 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "benchmarks/test_parity.py": ("benchmarks/formulations.py",),
     "benchmarks/test_serving_page.py": ("lab/analysis/made_page.py",),
-    "lab/analysis/test_comparison.py": ("lab/analysis/runs.py",),
     "lab/analysis/test_curves.py": ("lab/analysis/accuracy.py",),
     "lab/analysis/test_panels.py": ("lab/analysis/colors.py",),
-    "lab/analysis/test_report.py": ("lab/analysis/pages.py", "lab/analysis/probe_curves.py"),
+    "lab/analysis/test_report.py": (
+        "lab/analysis/pages.py",
+        "lab/analysis/probe_curves.py",
+    ),
+    "lab/analyze/test_head_scores.py": ("lab/training/head_scores.py",),
     "lab/check/test_stock_models.py": ("lab/check/check_page.py",),
     "lab/data/test_files.py": ("lab/core/atomic.py",),
-    "lab/data/test_text.py": ("lab/data/config.py", "lab/data/dataset_cache.py"),
+    "lab/data/test_text.py": (
+        "lab/data/config.py",
+        "lab/data/dataset_cache.py",
+    ),
     "lab/evaluate/test_benchmarks.py": ("lab/evaluate/harness.py",),
-    "lab/evaluate/test_evaluation.py": ("lab/evaluate/continuations.py", "lab/evaluate/text_scores.py"),
-    "lab/export/test_remote_code.py": ("lab/export/bundling.py", "lab/export/exporting.py", "lab/export/portable.py"),
-    "lab/generate/test_generate.py": ("lab/generate/continuing.py",),
-    "lab/runs/test_loading.py": ("lab/core/messages.py", "lab/runs/model_files.py"),
+    "lab/evaluate/test_evaluation.py": (
+        "lab/evaluate/continuations.py",
+        "lab/evaluate/text_scores.py",
+    ),
+    "lab/evaluate/test_repetition.py": ("lab/variants/continuing.py",),
+    "lab/explore/test_exploring.py": (
+        "lab/core/user_cache.py",
+        "lab/explore/page_server.py",
+        "lab/explore/watched_program.py",
+        "lab/explore/web_runtime.py",
+    ),
+    "lab/export/test_remote_code.py": (
+        "lab/export/bundling.py",
+        "lab/export/exporting.py",
+        "lab/export/portable.py",
+    ),
+    "lab/runs/test_loading.py": (
+        "lab/core/messages.py",
+        "lab/runs/model_files.py",
+    ),
     "lab/tasks/igsm/test_encoding.py": ("lab/tasks/igsm/wording.py",),
     "lab/tasks/igsm/test_igsm.py": (
         "lab/tasks/igsm/drawing.py",
@@ -43,14 +65,23 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/tasks/igsm/quantities.py",
         "lab/tasks/igsm/writing.py",
     ),
-    "lab/tasks/test_batch.py": ("lab/tasks/option_checks.py", "lab/tasks/registry.py"),
+    "lab/tasks/test_batch.py": (
+        "lab/tasks/option_checks.py",
+        "lab/tasks/registry.py",
+    ),
     "lab/theory/test_page.py": ("lab/theory/checks.py",),
     "lab/training/test_answers.py": ("lab/tasks/questions.py",),
     "lab/training/test_checkpoints.py": ("lab/runs/checkpoints.py",),
     "lab/training/test_extending.py": ("lab/runs/extending.py",),
-    "lab/training/test_failures.py": ("lab/training/running.py", "lab/training/train.py"),
-    "lab/training/test_folder.py": ("lab/runs/beginning.py", "lab/runs/folder.py"),
-    "lab/training/test_init_from.py": ("lab/variants/pretrained.py",),
+    "lab/training/test_failures.py": (
+        "lab/training/running.py",
+        "lab/training/train.py",
+    ),
+    "lab/training/test_folder.py": (
+        "lab/runs/beginning.py",
+        "lab/runs/folder.py",
+    ),
+    "lab/training/test_init_from.py": ("lab/runs/pretrained.py",),
     "lab/training/test_learning.py": (
         "lab/data/order.py",
         "lab/training/optimizer.py",
@@ -63,10 +94,14 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lab/training/test_records.py": ("lab/core/environment.py",),
     "lab/training/test_resume.py": ("lab/training/callbacks.py",),
     "lab/training/test_task_training.py": ("lab/training/task_trainer.py",),
+    "lab/training/test_variants_run.py": ("lab/runs/run.py",),
+    "lab/variants/test_differential.py": ("lab/variants/attending.py",),
     "lab/variants/test_selective.py": ("lab/variants/selective_attention.py",),
     "lab/variants/test_variant.py": ("lab/variants/building.py",),
-    "lab/variants/test_differential.py": ("lab/variants/attending.py",),
-    "layers/test_rotary.py": ("ops/decode.py", "ops/rope.py"),
+    "layers/test_rotary.py": (
+        "ops/decode.py",
+        "ops/rope.py",
+    ),
     "layers/test_shift.py": ("layers/options.py",),
     "models/baichuan_m1/test_layout.py": ("models/baichuan_m1/configuration.py",),
     "models/baichuan_m1/test_training.py": ("models/baichuan_m1/adapter.py",),
@@ -80,30 +115,73 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "models/test_decoder.py": ("models/retrofit/family.py",),
     "ops/test_attention_inputs.py": ("ops/dispatch.py",),
     "ops/test_errors.py": ("ops/arguments.py",),
-    "ops/triton/test_call.py": ("ops/triton/launch.py", "ops/triton/registration.py"),
-    "ops/triton/test_fused.py": ("ops/triton/backward.py", "ops/triton/forward.py"),
-    "ops/triton/test_self_test.py": ("ops/small_calls.py",),
-    "recipes/test_cfg.py": ("recipes/held_out.py",),
-    "recipes/test_depth.py": ("recipes/models.py",),
-    "recipes/test_kept_records.py": ("recipes/jobs.py", "recipes/records.py"),
-    "recipes/test_language_models.py": (
-        "recipes/fig01a.py",
-        "recipes/fig01b.py",
-        "recipes/lm_figures.py",
-        "recipes/lm_paper.py",
-        "recipes/lm_tables.py",
-        "recipes/neighbours.py",
+    "ops/triton/test_call.py": (
+        "ops/triton/launch.py",
+        "ops/triton/registration.py",
     ),
-    "recipes/test_page.py": ("recipes/summary.py",),
-    "recipes/test_phase.py": ("recipes/changes.py", "recipes/phase_search.py"),
+    "ops/triton/test_fused.py": (
+        "ops/triton/backward.py",
+        "ops/triton/forward.py",
+    ),
+    "ops/triton/test_self_test.py": ("ops/small_calls.py",),
+    "recipes/test_fig01.py": (
+        "recipes/fig01a/study.py",
+        "recipes/fig01b/study.py",
+        "recipes/induction/first_repeat.py",
+    ),
+    "recipes/test_language_models.py": (
+        "recipes/fig05/study.py",
+        "recipes/fig07a/study.py",
+        "recipes/fig07b/study.py",
+        "recipes/fig10/study.py",
+        "recipes/fig11/study.py",
+        "recipes/neighbours/study.py",
+        "recipes/tab06/study.py",
+        "recipes/tab07/study.py",
+        "recipes/tab08/study.py",
+        "recipes/tab09/study.py",
+        "recipes/tab10/study.py",
+        "recipes/tab11/study.py",
+        "recipes/tab12/study.py",
+        "recipes/tab13/study.py",
+        "recipes/tab15/study.py",
+    ),
+    "recipes/test_page.py": (
+        "lab/study/notes.py",
+        "lab/study/preset_report.py",
+        "recipes/summary.py",
+    ),
+    "recipes/test_power_law.py": (
+        "recipes/fig06/study.py",
+        "recipes/scaling/power_law.py",
+    ),
     "recipes/test_reproduce.py": (
         "lab/allocator.py",
-        "recipes/catalogue.py",
         "recipes/listing.py",
-        "recipes/recipe.py",
     ),
-    "recipes/test_retrofit.py": ("recipes/retrofit_claims.py",),
-    "serving/test_serve.py": ("serving/saved_weights.py", "serving/vllm_command.py"),
+    "recipes/test_studies.py": (
+        "lab/study/entry.py",
+        "lab/study/jobs.py",
+        "lab/study/models.py",
+        "lab/study/recipe.py",
+        "lab/study/run_study.py",
+    ),
+    "serving/test_serve.py": (
+        "serving/saved_weights.py",
+        "serving/vllm_command.py",
+    ),
+    "titan/test_checkpoints.py": (
+        "integrations/titan/hf_adapter.py",
+        "integrations/titan/hf_export.py",
+    ),
+    "titan/test_paper_models.py": (
+        "integrations/titan/config_registry.py",
+        "integrations/titan/with_shift.py",
+    ),
+    "titan/test_parity.py": (
+        "integrations/titan/llama_models.py",
+        "integrations/titan/shifted_gqa.py",
+    ),
     "vllm/test_families.py": (
         "integrations/vllm_plugin/served_attention.py",
         "integrations/vllm_plugin/served_models.py",
@@ -115,9 +193,10 @@ NAMED = {module for modules in ELSEWHERE.values() for module in modules}
 
 
 def own_file(module: Path) -> Path:
-    """Of the tests of a module; both relative to their roots."""
-    folder = Path("vllm") if module.is_relative_to(OF_THE_PLUGIN) else module.parent
-    return folder / f"test_{module.name}"
+    """Of the tests of a module; both relative to their roots. All modules of a recipe's folder share one."""
+    if len(module.parts) == 3 and module.parts[0] == "recipes":
+        return Path("recipes") / f"test_{module.parts[1]}.py"
+    return Path(APART.get(str(module.parent), module.parent)) / f"test_{module.name}"
 
 
 def modules() -> list[Path]:
@@ -139,4 +218,4 @@ def test_what_is_named_is_there_and_has_no_file_of_its_own():
 
 def test_folders_of_tests_are_folders_of_the_package():
     folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
-    assert sorted(str(folder) for folder in folders if not (SOURCE / folder).is_dir()) == ["vllm"]
+    assert sorted(str(folder) for folder in folders if not (SOURCE / folder).is_dir()) == ["titan", "vllm"]
