@@ -2,9 +2,8 @@
 
     python docs/induction/make.py      in the root of the repository; some minutes on a CPU
 
-Both have one layer and learn what those of `kvshift reproduce fig01a --preset laptop` learn, from the same sequences
-and at the learning rates that were best there, for `STEPS`. Tokens are letters and
-digits, so that a reader can type them.
+They are the models of one layer of `kvshift reproduce fig01a --preset laptop`, seed 0, each at the learning rate that
+was best there. Tokens are letters and digits, so that a reader can type them.
 
 docs/induction/without, docs/induction/with    the models and their tokenizer
 docs/figures/induction.svg                     what both answer, drawn from what they compute
@@ -27,13 +26,12 @@ from transformers import PreTrainedTokenizerFast
 
 from kvshift.lab.core.messages import say
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
+from kvshift.lab.study.models import model_label
 from kvshift.lab.training.callbacks import coefficients
 from kvshift.lab.training.head_scores import RepeatConfig, measure_heads, shares
 from kvshift.lab.training.task_training import train_task
-from kvshift.recipes import fig01a
-from kvshift.recipes.models import model_label
+from kvshift.recipes.fig01a import study
 
-STEPS = {"vanilla": 1500, "kv-shift": 463}  # both have long stopped to get better by then
 FOLDERS = {"vanilla": "without", "kv-shift": "with"}
 RECORDS = Path("results/induction/laptop.jsonl")
 HERE = Path("docs/induction")
@@ -83,17 +81,15 @@ def best_rate(label: str) -> float:
 def train(variant: str) -> None:
     """Train one model and put it where the page finds it."""
     label = model_label(1, variant)
-    (job,) = (job for job in fig01a.jobs("laptop", [0]) if job.label == label)
-    config: Any = job.config
-    optimizer = dataclasses.replace(config.optimizer, learning_rate=best_rate(label))
+    (job,) = (job for job in study.jobs("laptop", [0]) if job.label == label)
+    optimizer = dataclasses.replace(job.config.optimizer, learning_rate=best_rate(label))
     out = Path("build/induction") / FOLDERS[variant]
-    config = dataclasses.replace(config, out=out, optimizer=optimizer, steps=STEPS[variant], stop_at=None)
-    result = train_task(config)
+    result = train_task(dataclasses.replace(job.config, out=out, optimizer=optimizer))
     say(f"{label}: {result['evaluation']['accuracy']}")
     folder = HERE / FOLDERS[variant]
     shutil.rmtree(folder, ignore_errors=True)
     load_weights(out / "model").save_pretrained(folder)
-    letters(config.task.lowest_id, config.task.vocab_size).save_pretrained(folder)
+    letters(job.config.task.lowest_id, job.config.task.vocab_size).save_pretrained(folder)
 
 
 def shown(variant: str) -> dict[str, Any]:

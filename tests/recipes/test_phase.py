@@ -90,7 +90,7 @@ def test_twins_differ_in_the_shift_alone(preset: str):
 
 def test_nothing_is_read_twice():
     rows = {512: 64_477, 1024: 52_334, 2048: 44_384, 4096: 38_383}  # of the corpus, by vocabulary, as counted
-    for config in [*(setting.config(2) for setting in SEARCH), phase.LAPTOP]:
+    for config in [*(setting.config() for setting in SEARCH), phase.LAPTOP]:
         assert config.steps * config.batch_size <= rows[config.data.vocab_size]
         assert config.steps * config.batch_size * config.data.sequence_length <= 25_000_000
 
@@ -102,7 +102,8 @@ def test_the_search_tries_each_setting_once_and_vanilla_alone():
         assert isinstance(job, phase_search.SearchJob)
         job.config.check()
         assert job.config.model.shift_targets == ()
-        assert job.config.model.num_hidden_layers == 2
+        assert job.config.model.num_hidden_layers == setting.layers
+        assert job.config.model.attention_bias in (None, setting.bias)
         assert job.config.eval_every * setting.tokens == 409_600
 
 
@@ -187,22 +188,25 @@ def test_gains_at_each_moment_are_those_of_a_slow_loop():
 
 
 def test_the_search_reports_all_that_was_tried():
-    largest = next(setting for setting in SEARCH if setting.width == 256)
+    larger = phase_search.Setting(256, 4, 1e-3)
     repeated = next(setting for setting in SEARCH if setting.repeated_spans)
-    tried = (SEARCH[0], SEARCH[1], largest, repeated)
-    times = [400.0, math.inf, 300.0, 100.0]
+    deeper = next(setting for setting in SEARCH if setting.layers == 3)
+    tried = (SEARCH[0], SEARCH[1], larger, repeated, deeper)
+    times = [400.0, math.inf, 300.0, 100.0, math.inf]
     given = [
-        record(setting.label, 0, rising(at), {"loss": [4.0] * 10}, setting.config(2))
+        record(setting.label, 0, rising(at), {"loss": [4.0] * 10}, setting.config())
         for setting, at in zip(tried, times, strict=True)
     ]
-    claim, of_repeats = RECIPE.claims(given)
+    claim, of_repeats, of_three = RECIPE.claims(given)
     assert claim.ours.startswith("in 2 of 3 settings; the cheapest is width 64, 2 heads of 32")  # the other is larger
     assert claim.direction == "not shown"  # a single seed
     assert of_repeats.statement.endswith("on text with repeated spans")
-    assert of_repeats.ours.startswith("in 1 of 1 settings; the cheapest is width 64, 2 heads of 32, BPE 1,024")
+    assert of_repeats.ours.startswith("in 1 of 1 setting; the cheapest is width 64, 2 heads of 32, BPE 1,024")
+    assert of_three.statement.startswith("Three plain layers")
+    assert of_three.ours == "in 0 of 1 setting"
     table = phase.tables(given)
     assert all(setting.label in table for setting in tried)
-    assert table.count("not reached") == 1
+    assert table.count("not reached") == 2
     assert RECIPE.plot(given).axes
 
 

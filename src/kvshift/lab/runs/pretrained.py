@@ -120,7 +120,7 @@ def base_config(source: Pretrained, options: ModelConfig) -> dict[str, Any]:
     rope = cast(dict[str, Any], config.rope_parameters)
     shift = ("shift_targets", "shift_window", "shift_constraint", "shift_init")
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    others = ("vocab_size", "tie_word_embeddings", "qk_norm", "sliding_window")
+    others = ("vocab_size", "tie_word_embeddings", "qk_norm", "attention_bias", "sliding_window")
     has = {name: getattr(config, name) for name in (*shape, *others, *shift)}
     has |= {"rope_theta": rope["rope_theta"], "shift_targets": tuple(config.shift_targets)}
     base = config.to_dict()

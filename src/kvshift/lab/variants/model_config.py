@@ -49,6 +49,8 @@ class ModelConfig:
     """Use one matrix for embedding and output. None: no."""
     qk_norm: bool | None = None
     """Apply an RMSNorm to each query and key head. None: no."""
+    attention_bias: bool | None = field(default=None, metadata=LATE)
+    """Give the projections of attention biases, as Qwen2 has. None: no."""
     sliding_window: int | None = None
     """Number of tokens that a token attends to, itself included. None: all."""
     rope_theta: float | None = field(default=None, metadata=BESIDE)

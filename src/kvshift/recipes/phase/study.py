@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
 FOUND = Setting(64, 2, 4e-3, most=5_000_000)
-LAPTOP = replace(FOUND.config(2, apart=204_800), eval_rows=96)
+LAPTOP = replace(FOUND.config(apart=204_800), eval_rows=96)
 PAPER = replace(
     LAPTOP,
     model=with_variant(ModelConfig(hidden_size=512, num_attention_heads=8), "vanilla"),
