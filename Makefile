@@ -85,6 +85,14 @@ check: .venv/stamp  ## Check lint, format, types, import contract and that print
 	@.venv/bin/python -m kvshift.lab.check.check_page --check
 	@.venv/bin/python -m kvshift.benchmarks.serving_page --check
 
+.PHONY: docs
+docs: .venv/stamp  ## Build the documentation as a site, in build/site; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
+
+.PHONY: docs-serve
+docs-serve: .venv/stamp  ## Show that site on the loopback address, and follow changes
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve
+
 .PHONY: format
 format: .venv/stamp  ## Format the code and apply the safe lint fixes
 	@.venv/bin/ruff check --fix-only --quiet
