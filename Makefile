@@ -38,7 +38,7 @@ OLD_TRITON := build/triton-3.4.0
 test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp $(OLD_TRITON)/stamp  ## Run what depends on transformers on the oldest that is supported, families on 5.23 too; compile kernels by the oldest Triton
 	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q \
 		-m 'not gpu and not pretrained and not ray and not no_models and (not slow or models and not interpreted)' \
-		tests/models tests/lab tests/recipes $(ARGS)
+		tests/models tests/lab --ignore=tests/lab/core --ignore=tests/lab/study --ignore=tests/lab/tasks $(ARGS)
 	@PYTHONPATH=$(abspath $(BETWEEN)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
 		tests/models/test_versions.py tests/models/retrofit/test_matrix.py $(ARGS)
 	@PYTHONPATH=$(abspath $(OLD_TRITON)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
