@@ -107,9 +107,11 @@ def test_each_block_of_the_readme_runs_alone(number, monkeypatch):
 
 
 def test_what_to_type_comes_before_tables_and_figures():
-    """A stranger reads from the top."""
+    """A stranger reads from the top. One picture stands above: the one that shows the idea."""
     typed = README.index("make compare")
-    assert typed < min(README.index("\n|"), README.index("!["), README.index("```python"))
+    idea, first_figure, *_ = (found.start() for found in re.finditer(r"!\[", README))
+    assert README[idea:typed].count("docs/figures/induction.svg") == 1
+    assert typed < min(README.index("\n|"), first_figure, README.index("```python"))
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {target for block in blocks(README, "") for target in re.findall(r"^make (\S+)", block, re.MULTILINE)} <= {
         *targets

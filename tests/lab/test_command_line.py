@@ -165,6 +165,7 @@ def test_positional_arguments_have_names_and_no_types(name):
         "reproduce": ["[RECIPE]"],
         "analyze": ["RUN"],
         "check": ["MODEL"],
+        "explore": ["[MODEL ...]"],
         "retrofit": ["MODEL", "OUT"],
         "export": ["MODEL", "OUT"],
         "serve": ["CHECKPOINT", "[VLLM-OPTIONS ...]"],

@@ -51,7 +51,7 @@ def test_options(name: str, checkpoint: Checkpoint) -> None:
 
 _FOUR_BITS = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
 FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "quantization is tested with int8": (
+    "quantization must be compressed-tensors": (
         "llama",
         {"quantization_config": CONFIG | {"format": "pack-quantized", "config_groups": {"group_0": _FOUR_BITS}}},
     ),

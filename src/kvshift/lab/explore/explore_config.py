@@ -19,7 +19,7 @@ class ExploreConfig:
     --open serves a page that is there already.
     """
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL [MODEL]")] = ()
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL ...]")] = ()
     """One model, or two with the same tokenizer side by side: run folders, model folders, or models on the hub."""
     out: Path
     """Folder of the page; it must not exist, or be empty."""
