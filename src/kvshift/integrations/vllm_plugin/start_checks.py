@@ -53,7 +53,7 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     if model.runner_type not in ("generate", "draft"):
         yield f"runner must be generate, got {model.runner_type!r}"
     if model.quantization is not None and not _has_eight_bits(model):
-        yield f"quantization must be compressed-tensors with int8 weights and inputs: {model.quantization!r} is untested"
+        yield f"quantization must be compressed-tensors with int8 weights and inputs, got {model.quantization!r}"
     if model.enable_prompt_embeds:
         yield "enable_prompt_embeds is not tested"
     own = {"auto", str(model.dtype).removeprefix("torch.")}
