@@ -39,9 +39,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvshift.benchmarks.rows import options_hash
 from kvshift.benchmarks.twins import shifting_by
 from kvshift.lab.core.environment import environment
+from kvshift.lab.core.options import digest
 from kvshift.models.decoder import ShiftedDecoder
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
 from kvshift.ops import attention_inputs
@@ -268,7 +268,7 @@ def main() -> None:
     out = parser.parse_args().out
     found = environment(torch.device("cpu"), 1)
     stamp = {name: found[name] for name in ("started", "commit", "versions", "hardware", "platform")}
-    stamp |= {"options": OPTIONS, "config_hash": options_hash(OPTIONS)}
+    stamp |= {"options": OPTIONS, "config_hash": digest(OPTIONS)}
     rows = []
     for size, implementation in itertools.product(OPTIONS["sizes"], (WITHOUT, PLAIN, KEPT, AUTO)):
         rows.append(

@@ -75,7 +75,12 @@ def options_hash(options: type, values: Mapping[str, Any]) -> str:
         late, given = option_names(its_options, Meaning.LATE), decisive.get(group, {})
         kept = {name: value for name, value in given.items() if name not in late or value is not None}
         decisive |= {group: kept} if kept else {}
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+    return digest(decisive)
+
+
+def digest(values: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits over all of them."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(
