@@ -21,12 +21,14 @@ from kvshift.lab.data.config import SHARED, DataConfig, find_shared
 from kvshift.lab.runs.beginning import enter, other_options, refuse_other_options
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.run import is_finished, read_run
+from kvshift.lab.study.models import model_label
 from kvshift.lab.study.recipe import Job
 from kvshift.lab.study.watching import last_step
 from kvshift.lab.tasks import MaskedTextConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_options, train_task
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import RunConfig, TrainConfig, config_hash, differences
+from kvshift.lab.variants.by_name import PAIR, with_variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +179,21 @@ class TextJob(RunJob):
             return self.config
         found = {name: find_shared(value) for name, value in _text_of(self.config).items()}
         return replace(self.config, data=replace(self.config.data, **found))
+
+
+def pairs_of_depths(config: TrainConfig, depths: Sequence[int], seeds: Sequence[int]) -> list[TextJob]:
+    """For each depth and seed, the model of `config` with that many layers, with KV shift and without."""
+    return [
+        TextJob(
+            label=model_label(layers, variant),
+            config=replace(
+                config, seed=seed, model=with_variant(replace(config.model, num_hidden_layers=layers), variant)
+            ),
+        )
+        for layers in depths
+        for seed in seeds
+        for variant in PAIR
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.claims import Claim, Direction, higher
-from kvshift.lab.study.jobs import TextJob
+from kvshift.lab.study.jobs import TextJob, pairs_of_depths
 from kvshift.lab.study.models import layers_text, model_label
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
-from kvshift.lab.variants.by_name import PAIR, with_variant
+from kvshift.lab.variants.by_name import PAIR
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.decide import ENTRY
 from kvshift.recipes.phase.changes import KIND_NAMES, Changes, mean_text
@@ -71,7 +71,7 @@ def _config(preset: str, layers: int) -> TrainConfig:
     steps = 4 if preset == "smoke" else _TOKENS[layers] // tokens
     if preset == "pilot":
         config = replace(config, optimizer=replace(config.optimizer, learning_rate=_PILOT_RATE))
-    return replace(config, steps=steps, model=replace(config.model, num_hidden_layers=layers))
+    return replace(config, steps=steps)
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
@@ -79,16 +79,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
     depths = (2, 1) if preset == "smoke" else tuple(_TOKENS)
     if preset == "pilot":
         seeds = [seed % _PILOT_SEEDS + _PILOT_SEEDS for seed in seeds]
-    return [
-        TextJob(
-            label=model_label(layers, variant),
-            config=replace(config, seed=seed, model=with_variant(config.model, variant)),
-        )
-        for layers in depths
-        for config in [_config(preset, layers)]
-        for seed in seeds
-        for variant in PAIR
-    ]
+    return [job for layers in depths for job in pairs_of_depths(_config(preset, layers), [layers], seeds)]
 
 
 def at_least(gains: Sequence[float], margin: float) -> Direction:

@@ -16,13 +16,13 @@ from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.claims import Claim, higher
-from kvshift.lab.study.jobs import TextJob
+from kvshift.lab.study.jobs import TextJob, pairs_of_depths
 from kvshift.lab.study.models import layers_text, llama_of, model_label
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
-from kvshift.lab.variants.by_name import PAIR, with_variant
+from kvshift.lab.variants.by_name import PAIR
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import ENTRY
 from kvshift.recipes.language_models.settings import WIKI
@@ -73,17 +73,7 @@ SIZES = {"paper": (PAPER, (16, 8, 4, 2)), "laptop": (LAPTOP, (8, 4, 2)), "smoke"
 def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
     """Each depth, with and without, with each seed."""
     config, depths = SIZES[preset]
-    return [
-        TextJob(
-            label=model_label(layers, variant),
-            config=replace(
-                config, seed=seed, model=with_variant(replace(config.model, num_hidden_layers=layers), variant)
-            ),
-        )
-        for layers in depths
-        for seed in seeds
-        for variant in PAIR
-    ]
+    return pairs_of_depths(config, depths, seeds)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.claims import Claim, Direction, higher
-from kvshift.lab.study.jobs import TextJob
+from kvshift.lab.study.jobs import TextJob, pairs_of_depths
 from kvshift.lab.study.models import layers_text, model_label
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
@@ -59,18 +59,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TextJob]:
     """Of the search, each setting; else one and two layers, without and with, with each seed."""
     if preset == "search":
         return [*phase_search.search_jobs(seeds)]
-    config = CONFIGS[preset]
-    return [
-        TextJob(
-            label=model_label(layers, variant),
-            config=replace(
-                config, seed=seed, model=with_variant(replace(config.model, num_hidden_layers=layers), variant)
-            ),
-        )
-        for layers in DEPTHS
-        for seed in seeds
-        for variant in PAIR
-    ]
+    return pairs_of_depths(CONFIGS[preset], DEPTHS, seeds)
 
 
 def _is_search(records: Sequence[Record]) -> bool:
