@@ -17,10 +17,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+import kvshift
+
 ROOT = Path(__file__).parent.parent
 PUBLIC = {
-    "Operator": ["kvshift.kv_shift", "kvshift.ShiftState", "kvshift.shift_shard", "kvshift.exchange_halo"],
-    "Layers": ["kvshift.KVShift", "kvshift.KVShiftAttention", "kvshift.ShiftOptions", "kvshift.param_groups"],
+    "Operator and layers": [f"kvshift.{name}" for name in kvshift.__all__ if not name.startswith("_")],
     "Models": [
         "kvshift.models.llama.KVShiftLlamaConfig",
         "kvshift.models.llama.KVShiftLlamaForCausalLM",
