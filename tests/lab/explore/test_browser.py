@@ -50,6 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         runtime_folder(lambda text: None)
     except LabError as error:
+        if not isinstance(error.__cause__, OSError):  # it was had, and is wrong
+            raise
         pytest.skip(str(error))
     place = tmp_path_factory.mktemp("explore")
     tokenizer().save_pretrained(place / "tokenizer")
