@@ -18,7 +18,7 @@ from kvshift.integrations.vllm_plugin.start_fault import MESSAGES
 from .server import serve
 
 CASES = {
-    "the plugin": (["--quantization=fp8"], "vLLM cannot serve this model with KV shift so: quantization is not tested"),
+    "the plugin": (["--quantization=fp8"], "vLLM cannot serve this model with KV shift so: quantization must be "),
     "the engine": (["--block-size=16"], "block_size must give every layer blocks that CPU_ATTN takes whole, of "),
     "an option": (["--no-such-option"], "unrecognized arguments: --no-such-option (kvshift serve CHECKPOINT --help"),
     "a value": (["--max-num-seqs=few"], "argument --max-num-seqs: "),
