@@ -98,6 +98,10 @@ format: .venv/stamp  ## Format the code and apply the safe lint fixes
 	@.venv/bin/ruff check --fix-only --quiet
 	@.venv/bin/ruff format --quiet
 
+.PHONY: notebooks
+notebooks: .venv/stamp  ## Make the notebooks in examples/notebooks/ from the scripts beside them
+	@.venv/bin/python examples/notebooks/make.py
+
 .PHONY: results
 results: .venv/stamp  ## Make docs/results.md and all figures from results/
 	@.venv/bin/python -m kvshift.recipes.page

@@ -1,0 +1,27 @@
+"""Make the notebooks from the scripts beside this file, by jupytext: python examples/notebooks/make.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jupytext
+import nbformat
+
+HERE = Path(__file__).parent
+SCRIPTS = [path for path in sorted(HERE.glob("*.py")) if path != Path(__file__)]
+
+
+def notebook(script: Path) -> str:
+    """The notebook of a script whose cells begin with `# %%`, without outputs; the same bytes at every call."""
+    made = jupytext.read(script)
+    made.metadata = nbformat.from_dict(
+        {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    )
+    for number, cell in enumerate(made.cells):
+        cell.id = f"cell-{number}"  # a random one otherwise
+    return nbformat.writes(made) + "\n"
+
+
+if __name__ == "__main__":
+    for script in SCRIPTS:
+        script.with_suffix(".ipynb").write_text(notebook(script), encoding="utf-8")
