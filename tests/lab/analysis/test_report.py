@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kvshift.lab.analysis import pages
 from kvshift.lab.analysis.probe_curves import PANELS
 from kvshift.lab.analysis.report import verdicts, write_report
 
@@ -183,3 +184,14 @@ def test_the_comparison_of_the_readme_is_still_drawn(tmp_path):
     )
     assert drawn == published
     assert set(published) <= set(page)
+
+
+def test_reports_and_the_explorer_have_one_palette():
+    """The stylesheet is in a report as it is, and nothing beside it names a color."""
+    lab = Path(pages.__file__).parents[1]
+    look = (lab / "analysis/look.css").read_text(encoding="utf-8")
+    assert look.strip() in pages.render("base.html.jinja", title="A report")
+    assert look.count("--ink: #") == 2  # light and dark
+    assert '<link rel="stylesheet" href="look.css">' in (lab / "explore/page/index.html").read_text(encoding="utf-8")
+    for name in ("analysis/base.html.jinja", "explore/page/explore.css"):
+        assert re.findall(r"#[0-9a-f]{3,8}\b|rgb\(\d", (lab / name).read_text(encoding="utf-8")) == []

@@ -1,6 +1,6 @@
 """`kvshift explore`: a static page that runs one or two models in the reader's browser.
 
-OUT/index.html, explore.css, *.js    the page; it requests nothing but the files of this folder
+OUT/index.html, *.css, *.js          the page; it requests nothing but the files of this folder
 OUT/facts.json                       what the page says of the models: sizes, coefficients, scores of the heads
 OUT/tokenizer.json                   of the models
 OUT/models/N/model.onnx              the program of `watched_program`; large weights are in model.onnx.data
@@ -99,8 +99,10 @@ def _make(config: ExploreConfig) -> None:
         write_json(part / "facts.json", _facts(config, described))
         (part / "tokenizer.json").write_text(texts[0], encoding="utf-8")
         copy_runtime(runtime, part / "runtime")
-        with as_file(files("kvshift.lab.explore") / "page") as page:
+        look = files("kvshift.lab.analysis") / "look.css"
+        with as_file(files("kvshift.lab.explore") / "page") as page, as_file(look) as style:
             shutil.copytree(page, part, dirs_exist_ok=True)
+            shutil.copy(style, part)
     size = sum(path.stat().st_size for path in config.out.rglob("*") if path.is_file())
     _say(f"{config.out} holds the page, {size / 1e6:.1f} MB; `kvshift explore --out {config.out} --open` shows it")
 
