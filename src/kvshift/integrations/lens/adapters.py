@@ -1,0 +1,129 @@
+"""Models with KV shift in TransformerLens: hooks on raw and on shifted keys and values.
+
+    lens = bridge(model)
+    logits, cache = lens.run_with_cache(ids)
+
+Embeddings, norms and MLPs have the hooks of TransformerLens's own adapter of the family. Attention is computed by the
+model itself, with these hooks:
+
+    blocks.L.attn.hook_q, hook_k, hook_v     (B, T, H or G, D) as projected: the raw keys and values
+    blocks.L.attn.shift.hook_q               (B, T, H, D) after the shift
+    blocks.L.attn.shift.hook_k, hook_v       (B, T, G, D) shifted, before QK-norm and rotary embedding
+    blocks.L.attn.hook_pattern               (B, H, T, T) probabilities over the shifted keys; to read, not to change
+    blocks.L.attn.hook_z                     (B, T, H, D) what each head moves
+
+Shapes: B batch, T positions, H query heads, G KV heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
+from transformer_lens.model_bridge.generalized_components import AttentionBridge
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformer_lens.model_bridge.sources import build_bridge_from_module
+from transformer_lens.model_bridge.supported_architectures import (
+    LlamaArchitectureAdapter,
+    MistralArchitectureAdapter,
+    Qwen2ArchitectureAdapter,
+    Qwen3ArchitectureAdapter,
+)
+
+from kvshift.ops import ShiftState
+from kvshift.ops.arguments import Norms
+from kvshift.ops.attention_inputs import shift_norm_rope
+from kvshift.ops.rope import Rotary
+
+
+class ShiftBridge(GeneralizedComponent):
+    """A `KVShift` with hooks on what it returns, before QK-norm and rotary embedding."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.hook_q, self.hook_k, self.hook_v = HookPoint(), HookPoint(), HookPoint()
+
+    @property
+    def targets(self) -> Any:
+        """Of the shift; attention reads them."""
+        return self.original_component.targets
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotary: Rotary | None = None,
+        norms: Norms | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
+        """As `KVShift.forward`."""
+        q, k, v, state = self.original_component(q, k, v, **options)
+        q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
+        q, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms)
+        return q, k, v, state
+
+
+class ShiftedAdapter(ArchitectureAdapter):
+    """Put before the adapter of a family, whose attention it replaces by one that the model computes itself."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        blocks = self.component_mapping["blocks"].submodules
+        projections = {name: blocks["attn"].submodules[name] for name in ("q", "k", "v", "o")}
+        blocks["attn"] = AttentionBridge(
+            name=blocks["attn"].name,
+            config=self.cfg,
+            submodules={**projections, "shift": ShiftBridge("shift")},
+            maintain_native_attention=True,
+            requires_attention_mask=True,
+            requires_position_embeddings=True,
+        )
+
+
+class KVShiftLlamaAdapter(ShiftedAdapter, LlamaArchitectureAdapter):
+    """Llama, with the shift."""
+
+
+class KVShiftMistralAdapter(ShiftedAdapter, MistralArchitectureAdapter):
+    """Mistral, with the shift."""
+
+
+class KVShiftQwen2Adapter(ShiftedAdapter, Qwen2ArchitectureAdapter):
+    """Qwen2, with the shift."""
+
+
+class KVShiftQwen3Adapter(ShiftedAdapter, Qwen3ArchitectureAdapter):
+    """Qwen3, with the shift."""
+
+
+ADAPTERS: dict[str, type[ShiftedAdapter]] = {
+    "KVShiftLlamaForCausalLM": KVShiftLlamaAdapter,
+    "KVShiftMistralForCausalLM": KVShiftMistralAdapter,
+    "KVShiftQwen2ForCausalLM": KVShiftQwen2Adapter,
+    "KVShiftQwen3ForCausalLM": KVShiftQwen3Adapter,
+}
+"""By the class of the model."""
+
+
+def bridge(model: Any, tokenizer: Any = None) -> TransformerBridge:
+    """A TransformerBridge around a loaded model with KV shift, which is changed in place.
+
+    Args:
+        model: of a class in `ADAPTERS`; its attention becomes "eager", which alone returns probabilities.
+        tokenizer: for texts in place of token ids.
+
+    Raises:
+        TypeError: the model is of another class.
+    """
+    name = type(model).__name__
+    if name not in ADAPTERS:
+        raise TypeError(f"model must be one of {', '.join(ADAPTERS)}, got a {name}")
+    model.set_attn_implementation("eager")
+    ArchitectureAdapterFactory.register_adapter(name, ADAPTERS[name])
+    return build_bridge_from_module(model, name, hf_config=model.config, tokenizer=tokenizer)
