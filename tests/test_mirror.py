@@ -47,6 +47,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/explore/watched_program.py",
         "lab/explore/web_runtime.py",
     ),
+    "lab/export/test_mlx_folder.py": ("lab/export/mlx_model.py",),
     "lab/export/test_remote_code.py": (
         "lab/export/bundling.py",
         "lab/export/exporting.py",

@@ -17,15 +17,16 @@ class ExportOptions:
     """The model to export, the format, and the folder of the result.
 
     By default the result is two programs with the weights inside: "prefill" for prompts and "decode" for the tokens
-    after them. With --remote-code it is a transformers model with its own code. docs/export.md describes both.
+    after them. With --format mlx it is a folder for mlx-lm; with --remote-code, a transformers model with its own
+    code. docs/export.md describes all three.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder, or a model on the hub, with weights in safetensors format."""
     out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder of the result; it must not exist, or be empty."""
-    format: Literal["onnx", "pt2"] = "onnx"
-    """Format of the programs. onnx: for ONNX Runtime. pt2: for `torch.export.load`."""
+    format: Literal["onnx", "pt2", "mlx"] = "onnx"
+    """onnx: programs for ONNX Runtime. pt2: programs for `torch.export.load`. mlx: a model folder for mlx-lm."""
     remote_code: bool = False
     """Write a model folder with its code, one Python file, instead of programs."""
     dtype: DType = "auto"

@@ -13,6 +13,7 @@ from kvshift.lab.core.atomic import new_folder
 from kvshift.lab.core.errors import RunFailedError, require_new
 from kvshift.lab.core.messages import say
 from kvshift.lab.export.export_config import ExportOptions
+from kvshift.lab.export.mlx_folder import MODEL_FILE, check_mlx, require_mlx_model, write_mlx
 from kvshift.lab.export.programs import check_programs, require_packages, write_programs
 from kvshift.lab.export.remote_code import check_folder, compute, require_known, write_code
 from kvshift.lab.retrofit.retrofitting import encoded_prompts, require_finite
@@ -40,9 +41,12 @@ def export(options: ExportOptions) -> None:
     model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", say=_say)
     prompts = [ids[0] for ids in encoded_prompts(tokenizer, options.model).values()]
     require_known(model)
+    if options.format == "mlx":
+        require_mlx_model(model)
 
+    write = _with_code if options.remote_code else _for_mlx if options.format == "mlx" else _programs
     with new_folder(options.out) as part:
-        said = (_with_code if options.remote_code else _programs)(model, tokenizer, prompts, part, options)
+        said = write(model, tokenizer, prompts, part, options)
     for line in said:
         _say(line)
 
@@ -70,6 +74,21 @@ def _with_code(
         f"{options.out} holds a {type(model).__name__} and its code, {code.name} of {lines:,} lines",
         f"on {len(prompts)} prompts, alone, padded on the left and packed, it computes without kvshift what "
         f"{options.model} does, {same}, and generates the same tokens",
+    )
+
+
+def _for_mlx(model: Any, tokenizer: Any, prompts: list[Tensor], part: Path, options: ExportOptions) -> tuple[str, ...]:
+    expected = _expected(model, prompts, options)
+    try:
+        write_mlx(model, part)
+        tokenizer.save_pretrained(part)
+    except UNREADABLE as error:
+        raise RunFailedError(f"the model cannot be written to {options.out.parent}: {error}") from error
+    largest = check_mlx(part, prompts, expected)
+    return (
+        f"{options.out} holds a {type(model).__name__} for mlx-lm, with its code, {MODEL_FILE}",
+        f"on {len(prompts)} prompts, mlx-lm gives the tokens that {options.model} generates greedily, and its logits "
+        f"to within {largest:.1e}",
     )
 
 

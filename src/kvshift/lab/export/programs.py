@@ -40,11 +40,11 @@ from kvshift.models.documents import create_masks
 from kvshift.models.versions import CACHE
 from kvshift.ops import ShiftState
 
-Format = Literal["onnx", "pt2"]
+Format = Literal["onnx", "pt2", "mlx"]
 Program = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """From inputs by name to outputs by name."""
 
-_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
+_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "mlx": ("mlx", "mlx_lm")}
 _PARTS = {"shift_key": "k", "shift_value": "v", "shift_query": "q"}  # of a ShiftState
 
 
@@ -52,7 +52,8 @@ def require_packages(form: Format) -> None:
     """Raise a LabError that says how to install what is missing."""
     missing = [name for name in _PACKAGES[form] if importlib.util.find_spec(name) is None]
     if missing:
-        raise LabError(f"format {form} needs the packages {', '.join(missing)}: {install_command('export')}")
+        command = "pip install mlx-lm 'mlx[cpu]'" if form == "mlx" else install_command("export")
+        raise LabError(f"format {form} needs the packages {', '.join(missing)}: {command}")
 
 
 class _Tensors(nn.Module):
