@@ -20,6 +20,7 @@ if importlib.util.find_spec("kvshift") is None:  # as in Colab; it takes some mi
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
 
 # %%
+# %matplotlib inline
 import matplotlib.pyplot as plt
 import torch
 
