@@ -162,8 +162,13 @@ KERNEL := hatch_build.py src/kvshift/ops/cpu/kernel.cpp  # built by the installa
 .venv/stamp: pyproject.toml constraints.txt $(KERNEL)
 	$(call install,constraints.txt,dev)
 
-.venv-oldest/stamp: pyproject.toml constraints-oldest.txt $(KERNEL)
-	$(call install,constraints-oldest.txt,test)
+# Two packages over those of .venv: site.addsitedir puts that environment on the path, after this one's own.
+.venv-oldest/stamp: .venv/stamp constraints-oldest.txt
+	@$(PYTHON) -m venv --clear --without-pip $(@D)
+	@echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python*/site-packages)')" \
+		> $$(echo $(@D)/lib/python*/site-packages)/beneath.pth
+	@.venv/bin/python -m pip --python $(@D)/bin/python install -qq --disable-pip-version-check --requirement constraints-oldest.txt
+	@touch $@
 
 # What a user gets today, whatever the constraints say, but for torch, of which any other build would be gigabytes of CUDA.
 # With TRANSFORMERS=newest also a transformers that pyproject.toml does not allow yet.

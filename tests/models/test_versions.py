@@ -70,7 +70,7 @@ def test_every_version_that_is_tested_is_allowed(file: str):
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE))
     names = {name.replace("_", "-"): version for name, version in pins.items()}
     compared = [one for one in requirements() if one.name in names]
-    assert {"torch", "transformers", "triton"} <= {one.name for one in compared}
+    assert "transformers" in {one.name for one in compared}
     for one in compared:
         assert names[one.name] in one.specifier, (
             f"{file} has {one.name} {names[one.name]}, pyproject.toml asks for {one}"
