@@ -1,14 +1,10 @@
-"""One of several processes that share sequences: see `test_halo.py`.
-
-RANK=0 WORLD_SIZE=2 python -m tests.layers.halo_worker RENDEZVOUS
-"""
+"""One of several processes that share sequences: see `test_halo.py`."""
 
 from __future__ import annotations
 
 import datetime
 import itertools
 import os
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -191,16 +188,36 @@ def recomputed_in_backward() -> None:
 
 
 def compiled() -> None:
-    for layout, window, chunk, targets in (
-        ("contiguous", 2, 5, "kv"),
-        ("headtail", 3, 5, "kv"),
-        ("headtail", 4, 2, "qkv"),
-    ):
+    """The whole shift on two processes; on more, what depends on their number: the exchange."""
+    if dist.get_world_size() > 2:
+        return
+    for case in (Case("contiguous", 2, 5), Case("headtail", 4, 2, "qkv")):
         torch._dynamo.reset()
-        case = Case(layout, window, chunk, targets)
         compiled_shift = torch.compile(shift_shard, backend="aot_eager", fullgraph=True)
-        with patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("point to point")):
+        with point_to_point_refused():
             assert_equal(case, sharded(case, compiled_shift))
+
+
+def the_compiled_exchange() -> None:
+    rng = torch.Generator().manual_seed(dist.get_rank())
+    for layout, rows, chunk in (("contiguous", 1, 5), ("headtail", 2, 5), ("headtail", 3, 2)):
+        torch._dynamo.reset()
+        length = chunk * (1 if layout == "contiguous" else 2)
+        x = torch.randn(2, length, G, D, generator=rng, dtype=torch.float64).requires_grad_()
+        y = torch.randn(2, length, H, DV, generator=rng, dtype=torch.float64).requires_grad_()
+        found = []
+        for exchange in (exchange_halo, torch.compile(exchange_halo, backend="aot_eager", fullgraph=True)):
+            refused = nullcontext() if exchange is exchange_halo else point_to_point_refused()
+            with refused:
+                halos = exchange([x, y], rows, layout=layout)
+                found.append([*halos, *torch.autograd.grad(sum((halo**2).sum() for halo in halos), (x, y))])
+        for eager, traced in zip(*found, strict=True):
+            torch.testing.assert_close(traced, eager, rtol=0, atol=EXACT)
+        assert dist.get_rank() == 0 or found[0][0].count_nonzero() > 0
+
+
+def point_to_point_refused() -> AbstractContextManager[Any]:
+    return patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("point to point"))
 
 
 def groups_within_the_world() -> None:
@@ -299,13 +316,9 @@ def main(rendezvous: str) -> None:
         a_second_derivative_is_refused,
         every_sabotage_is_caught,
         compiled,
+        the_compiled_exchange,
     ):
         check()
         print(f"passed: {check.__name__}", flush=True)
     dist.barrier()
     print("passed", flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-    os._exit(0)  # gloo's threads of several groups do not always end in peace

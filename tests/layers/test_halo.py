@@ -9,7 +9,8 @@ import torch.distributed as dist
 from kvshift import kv_shift
 from kvshift.layers.halo import _Division, exchange_halo, shift_shard
 
-from ..worker_processes import run_workers
+from ..worker_processes import fork_workers
+from . import halo_worker
 from .halo_cases import G, by_definition, document_rows, shard_tokens
 
 
@@ -24,7 +25,7 @@ def alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_shards_equal_one_process(processes: int, tmp_path):
-    outputs = run_workers(processes, ["-m", "tests.layers.halo_worker", str(tmp_path / "rendezvous")], timeout=600)
+    outputs = fork_workers(processes, halo_worker.main, str(tmp_path / "rendezvous"), timeout=600)
     assert all(output.splitlines()[-1] == "passed" for output in outputs), "\n".join(outputs)
 
 

@@ -1,14 +1,11 @@
-"""One process of a run of torchtitan that saves, is killed, or loads: see `test_checkpoints.py`.
-
-python -m tests.titan.checkpoint_worker FOLDER WHAT [AXES], with the environment of torchrun.
-"""
+"""One process of a run of torchtitan that saves, is killed, loads or learns: see `test_checkpoints.py`."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +14,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from tests.titan.parity_worker import whole
-from tests.titan.tiny import LENGTH, packed_rows, tiny_trainer_config
-
-STEPS = 50
+from tests.titan.parity_worker import give_weights, whole
+from tests.titan.start_weights import start_weights
+from tests.titan.tiny import LENGTH, packed_rows, recorded_trainer_config, tiny_trainer_config
 
 
 def trainer_of(folder: Path, steps: int, **given: Any) -> Any:
@@ -92,55 +88,28 @@ def resumed(folder: Path, **given: Any) -> None:
     trainer.close()
 
 
-def losses(folder: Path, **given: Any) -> None:
-    """Of 50 steps: torchtitan's, and those of `KVShiftLlama` in a plain loop from the same weights, rows and rates."""
-    from kvshift.integrations.titan.hf_export import hf_config
-    from kvshift.models.llama import KVShiftLlamaForCausalLM
-
-    config = tiny_trainer_config(str(folder), dtype="float32", **given)
-    config.training.steps = STEPS
-    trainer = config.build()
+def losses(folder: Path) -> None:
+    """Of the recorded steps of `kvshift train`."""
+    trainer = recorded_trainer_config(str(folder)).build()
     adapter = trainer.config.model_spec.state_dict_adapter(trainer.model_config, None)
-    start = {name: x.detach().clone() for name, x in adapter.to_hf(weights(trainer)).items()}
-    model = KVShiftLlamaForCausalLM(hf_config(config))
-    model.load_state_dict(start)
-    rates, found, expected = [], [], []
+    shapes = {name: x.shape for name, x in adapter.to_hf(weights(trainer)).items()}
+    give_weights(trainer, adapter.from_hf(start_weights(shapes)))
+    found: list[float] = []
     stock = trainer.forward_backward_step
 
     def record(**kwargs: Any) -> Any:
         loss = stock(**kwargs)
         found.append(float(whole(loss)))
-        rates.append(trainer.optimizers.optimizers[0].param_groups[0]["lr"])
         return loss
 
     trainer.forward_backward_step = record
     trainer.train()
-
-    coefficients = [x for name, x in model.named_parameters() if ".shift." in name]
-    rest = [x for name, x in model.named_parameters() if ".shift." not in name]
-    groups = [{"params": rest, "weight_decay": 0.1}, {"params": coefficients, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
-    for step, rate in enumerate(rates):
-        tokens, labels, positions = packed_rows(step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        expected.append(float(loss))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
-        optimizer.step()
     trainer.close()
-    (folder / "losses.json").write_text(json.dumps({"torchtitan": found, "plain loop": expected, "rates": rates}))
+    (folder / "losses.json").write_text(json.dumps(found))
 
 
-def main(folder: str, what: str, axes: str = "{}") -> None:
+def main(folder: Path, what: str, axes: Mapping[str, Any]) -> None:
     assert LENGTH % 256 == 0  # which context parallelism by 2 wants
-    globals()[what](Path(folder), **json.loads(axes))
+    globals()[what](folder, **axes)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

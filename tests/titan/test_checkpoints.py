@@ -1,21 +1,18 @@
-"""Checkpoints of torchtitan: on other numbers of processes, in transformers, after a kill; 50 steps of training."""
+"""Checkpoints of torchtitan: on other numbers of processes, in transformers, after a kill."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ..worker_processes import ROOT, run_workers
+from ..worker_processes import fork_workers
+from . import checkpoint_worker
 from .tiny import LENGTH, tiny_trainer_config
 
 from kvshift.integrations.titan.hf_export import export_checkpoint  # isort: skip  # imports torchtitan
@@ -28,8 +25,7 @@ def address() -> dict[str, str]:
 
 
 def start(processes: int, folder: Path, what: str, **axes: Any) -> None:
-    arguments = ["-W", "ignore", "-m", "tests.titan.checkpoint_worker", str(folder), what, json.dumps(axes)]
-    run_workers(processes, arguments, **address())
+    fork_workers(processes, checkpoint_worker.main, folder, what, axes, **address())
 
 
 @pytest.fixture(scope="module")
@@ -78,20 +74,8 @@ def test_the_adapter_goes_both_ways(loaded: Path, tmp_path):
 
 
 def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_last_whole_checkpoint(tmp_path):
-    arguments = ["-W", "ignore", "-m", "tests.titan.checkpoint_worker", str(tmp_path), "killed"]
-    env = {**os.environ, **address(), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    killed = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, timeout=300)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    fork_workers(1, checkpoint_worker.main, tmp_path, "killed", {}, exit_code=-signal.SIGKILL, **address())
     second = tmp_path / "checkpoint/step-2"
     assert list(second.glob("*.distcp")), "nothing of the second checkpoint was written"
     assert not (second / ".metadata").exists()
     start(1, tmp_path, "resumed")
-
-
-def test_50_steps_have_the_losses_of_a_plain_loop(tmp_path):
-    start(1, tmp_path, "losses")
-    found = json.loads((tmp_path / "losses.json").read_text())
-    titan, plain = torch.tensor(found["torchtitan"]), torch.tensor(found["plain loop"])
-    assert len(titan) == len(plain) == 50
-    assert max(found["rates"]) > 0
-    torch.testing.assert_close(titan, plain, rtol=0, atol=1e-4)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from kvshift import ShiftOptions
 from tests.titan.on_cpu import with_sdpa  # isort: skip  # before torchtitan
 
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models import qwen3
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 
@@ -117,10 +121,66 @@ class PackedRows(BaseDataLoader):
         self.step = state_dict.get("step", 0)
 
 
+class RecordedRows(PackedRows):
+    """Those that `kvshift train` learnt from, on one process."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PackedRows.Config):
+        pass
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        for step in recorded_steps()["steps"]:
+            tokens, positions, labels = (torch.tensor(step[name]) for name in ("input_ids", "position_ids", "labels"))
+            # transformers compares the output at t with the label at t + 1, torchtitan with that at t.
+            labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+            yield {"input": tokens, "positions": positions}, labels
+
+
+def recorded_steps() -> dict[str, Any]:
+    """50 steps of `kvshift train`; see `tests/lab/training/fifty_steps.py`."""
+    return json.loads(Path(__file__).with_name("fifty_steps.json").read_text())
+
+
+def recorded_trainer_config(folder: str) -> Any:
+    """With the model and the settings of these steps; norms without weight decay, as in `kvshift train`."""
+    recorded = recorded_steps()
+    optimizer, (rows, length) = recorded["optimizer"], torch.tensor(recorded["steps"][0]["input_ids"]).shape
+    config = tiny_trainer_config(folder, dtype="float32", length=length, model=recorded["model"])
+    config.dataloader = RecordedRows.Config()
+    config.training.local_batch_size, config.training.steps = rows, len(recorded["steps"])
+    config.training.max_norm = optimizer["clip_norm"]
+    (every,) = default_adamw(optimizer["learning_rate"], weight_decay=optimizer["weight_decay"]).param_groups
+    norms = dataclasses.replace(every, pattern="norm", optimizer_kwargs=every.optimizer_kwargs | {"weight_decay": 0.0})
+    config.optimizer = OptimizersContainer.Config(param_groups=[norms, every])
+    config.lr_scheduler = LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0)
+    return config
+
+
+def _tiny_qwen(debug_model: Any) -> Any:
+    """torchtitan's debug model in the sizes of the tiny Llama, with larger heads: tied, and with QK-norm."""
+    width, heads, head_size = TINY_LLAMA["hidden_size"], TINY_LLAMA["num_attention_heads"], 16
+    rope = dataclasses.replace(debug_model.layers[0].attention.rope, dim=head_size, max_seq_len=512)
+    layers = qwen3._build_qwen3_layers(
+        fuse_qkv=True, n_layers=2, dim=width, n_heads=heads, n_kv_heads=heads // 2, head_dim=head_size,
+        hidden_dim=TINY_LLAMA["intermediate_size"], attn_backend="flex", rope=rope,
+    )  # fmt: skip
+    sizes = {"num_embeddings": VOCABULARY, "embedding_dim": width}
+    return dataclasses.replace(
+        debug_model,
+        dim=width,
+        vocab_size=VOCABULARY,
+        norm=dataclasses.replace(debug_model.norm, normalized_shape=width),
+        tok_embeddings=dataclasses.replace(debug_model.tok_embeddings, **sizes),
+        lm_head=dataclasses.replace(debug_model.lm_head, in_features=width, out_features=VOCABULARY),
+        layers=layers,
+    )
+
+
 def tiny_trainer_config(
     folder: str,
     *,
     family: str = "llama3",
+    model: Mapping[str, Any] = TINY_LLAMA,
     dtype: str = "float64",
     length: int = LENGTH,
     options: ShiftOptions = _PAPER,
@@ -130,8 +190,7 @@ def tiny_trainer_config(
 ) -> Any:
     """For all processes that there are: data parallel as far as nothing else is asked for."""
     config = {"llama3": llama3_debugmodel, "qwen3": qwen3_debugmodel}[family]()
-    if family == "llama3":
-        config.model_spec.model = llama_model(**TINY_LLAMA)
+    config.model_spec.model = llama_model(**model) if family == "llama3" else _tiny_qwen(config.model_spec.model)
     config = with_kv_shift(with_sdpa(config), options)
     config.dump_folder = folder
     config.loss = CrossEntropyLoss.Config(global_vocab_size=config.model_spec.model.vocab_size)

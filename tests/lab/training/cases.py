@@ -36,7 +36,7 @@ def tiny(corpus: Path, out: Path, *, data: Mapping[str, Any] = {}, model: Mappin
     """12 steps of 4 sequences of 37 tokens; lines at each step, evaluations at every 5th, checkpoints at every 4th."""
     config = TrainConfig(
         out=out,
-        data=DataConfig(corpus=str(corpus), vocab_size=281, sequence_length=LENGTH, **data),
+        data=DataConfig(**{"corpus": str(corpus), "vocab_size": 281, "sequence_length": LENGTH, **data}),
         model=ModelConfig(**{"hidden_size": 24, "num_attention_heads": 2, **model}),
         steps=12,
         batch_size=4,

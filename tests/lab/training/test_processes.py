@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,10 +22,34 @@ CLOSE = {"rtol": 0, "atol": 1e-5}
 
 def in_two(*arguments: str, program: str = "kvshift", **variables: str) -> subprocess.CompletedProcess[str]:
     """`kvshift train` with these arguments, by torchrun over gloo."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, "-m", *launcher, "-m", program, "train", *arguments]
+    command = [*launch("--standalone", "--nproc-per-node", "2", program=program), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [*command, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+def launch(*options: str, program: str = "kvshift") -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", program, "train"]
+
+
+def on_two_machines(*arguments: str) -> list[str]:
+    """What each says: a launcher with one process for each, which meet at an address of loopback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    where = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*launch(*where), *arguments]
+    machines = [subprocess.Popen(command, env=environment, cwd=ROOT, **pipe) for _ in range(2)]
+    try:
+        said = [machine.communicate(timeout=300)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(said)
+    return said
 
 
 def arguments(corpus: Path, out: Path) -> list[str]:
@@ -69,6 +94,25 @@ def test_two_processes_learn_as_one(corpus, tmp_path):
         torch.testing.assert_close(*(values.pop(name) for values in results), **CLOSE)
     assert results[0].pop("eval_perplexity") == pytest.approx(results[1].pop("eval_perplexity"), rel=1e-5)
     assert results[0] == results[1]  # steps, tokens, sequences, parameters, options
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], tensor, rtol=0, atol=1e-3, msg=name)
+
+
+@pytest.mark.slow
+def test_two_machines_learn_as_one_and_one_goes_on(corpus, tmp_path):
+    """One message, one writer; then, from the checkpoint of both, one process takes the last steps."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    same = {"batch_size": 2, "tokens_per_step": 8 * LENGTH, "data": {"packing": "documents"}}
+    train(tiny(corpus, one, **same))
+    said = on_two_machines(*arguments(corpus, two))
+    assert sorted(each.count("kvshift train: finished") for each in said) == [0, 1], said
+    torch.testing.assert_close(losses(two), losses(one), **CLOSE)
+
+    (two / "result.json").unlink()
+    shutil.rmtree(two / "checkpoint-12")
+    train(tiny(corpus, two, **same))
+    torch.testing.assert_close(losses(two), losses(one), **CLOSE)
+    assert [line["step"] for line in metrics(two, "train")] == list(range(1, 13))
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(two)[name], tensor, rtol=0, atol=1e-3, msg=name)
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from kvshift.models import retrofit  # noqa: F401  # which makes its families known
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from .checks import new_tokens_of
@@ -60,6 +63,15 @@ def tensor_parallel(path: str, one: KVShiftLlamaForCausalLM) -> None:
     compare(gradients_of(model, ids, mask), gradients_of(one, ids, mask))
 
 
+def refused(path: str, one: PreTrainedModel) -> None:
+    """Of another family, whose plan shares out the heads of each process but not their coefficients."""
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_plan="auto"))
+    ids = random_tokens(2, 9)
+    one(ids)
+    with pytest.raises(ValueError, match=r"alpha must be \(heads, window\) with 1 heads"):
+        model(ids)
+
+
 def data_parallel(path: str, one: KVShiftLlamaForCausalLM) -> None:
     """Each process has a sequence; gradients are averaged."""
     model = KVShiftLlamaForCausalLM.from_pretrained(path)
@@ -96,10 +108,10 @@ def main(rendezvous: str, *jobs: str) -> None:
     """Each job is a kind and a checkpoint: `tensor=PATH`."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    kinds = {"tensor": tensor_parallel, "data": data_parallel, "shards": fully_sharded}
+    kinds = {"tensor": tensor_parallel, "refused": refused, "data": data_parallel, "shards": fully_sharded}
     for job in jobs:
         kind, path = job.split("=", 1)
-        kinds[kind](path, KVShiftLlamaForCausalLM.from_pretrained(path))
+        kinds[kind](path, AutoModelForCausalLM.from_pretrained(path))
         print(f"passed: {job}", flush=True)
     dist.barrier()
 
