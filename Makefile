@@ -52,14 +52,9 @@ test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
 	@$(TEST_ENV) .venv/bin/python -m pytest -q -m ray tests/lab/study $(ARGS)
 
-# After an engine that drafts by n-grams, the others of a process are wrong: each of those tests has its own.
-VLLM_TEST := TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no
-
 .PHONY: test-vllm
-test-vllm: .venv-vllm/stamp  ## Run the tests that need vLLM, in an environment of its own
-	@$(VLLM_TEST) tests/vllm --ignore=tests/vllm/test_n_grams.py $(ARGS)
-	@tests=$$($(VLLM_TEST) --collect-only tests/vllm/test_n_grams.py | grep '::') || exit 1; \
-	for test in $$tests; do $(VLLM_TEST) $$test || exit 1; done
+test-vllm: .venv-vllm/stamp $(VLLM:%=build/vllm-%/stamp)  ## Run the tests that need vLLM, in an environment of its own; VLLM=0.33.0: on the Python of that version
+	@$(VLLM:%=PYTHONPATH=$(CURDIR)/build/vllm-%) TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no tests/vllm $(ARGS)
 
 .PHONY: test-titan
 test-titan: .venv-titan/stamp  ## Run the tests that need torchtitan, in an environment of its own
@@ -188,6 +183,15 @@ $(BETWEEN)/stamp $(OLD_TRITON)/stamp:
 .venv-vllm/stamp: pyproject.toml constraints-vllm.txt $(KERNEL)
 	$(call install,constraints-vllm.txt,test-vllm)
 	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+
+# A version that is not built for CPUs: its Python, and the compiled code of the one that is, which says that it is.
+build/vllm-%/stamp: | .venv-vllm/stamp
+	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --no-cache-dir \
+		--target $(@D) --upgrade vllm==$*
+	@find $(@D)/vllm -name '*.so' -delete; rm -f $(@D)/vllm/vllm-rs
+	@ln -s $(CURDIR)/.venv-vllm/lib/python3*/site-packages/vllm/*.so $(@D)/vllm
+	@sed -i 's/^Version: .*/&+cpu/' $(@D)/vllm-*.dist-info/METADATA
+	@touch $@
 
 .venv-titan/stamp: pyproject.toml constraints-titan.txt $(KERNEL)
 	$(call install,constraints-titan.txt,test-titan)
