@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -53,18 +55,51 @@ HEAVY = {"accelerate", "datasets", "joblib", "matplotlib", "numpy", "pandas", "p
 HEAVY |= {"tokenizers", "torch", "transformers"}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"]], ids=" ".join)
-def test_the_list_of_commands_imports_next_to_nothing(arguments):
-    loaded = imported(arguments)
+def in_a_process(program: str) -> list[Any]:
+    """What a process of its own has printed: a value in each line."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [ast.literal_eval(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, set[str]]:
+    """By arguments of `kvshift`, the modules that a process has imported when the command has ended."""
+    listed = ["--help", "--version"]
+    lists = ["reproduce", "plan", "plan --json --model.hidden-size 256"]
+    commands = [*listed, *(f"{name} --help" for name in cli._COMMANDS), *lists]
+    loaded = in_a_process(f"""
+import contextlib, io, os, sys
+from kvshift import cli
+for command in {commands!r}:
+    if command not in {listed!r}:
+        import tyro  # which all others need: imported once
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, command
+        continue
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = cli.main(command.split())
+    except SystemExit as exit_:
+        code = exit_.code
+    print(list(sys.modules), flush=True)
+    os._exit(code)
+""")
+    return dict(zip(commands, map(set, loaded), strict=True))
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version"])
+def test_the_list_of_commands_imports_next_to_nothing(arguments, imported):
+    loaded = imported[arguments]
     assert "kvshift.cli" in loaded
     assert not loaded & (HEAVY | {"tyro"})
     assert len(loaded) < 150
 
 
 @pytest.mark.parametrize("name", cli._COMMANDS)
-def test_help_of_a_command_imports_its_options_alone(name):
+def test_help_of_a_command_imports_its_options_alone(name, imported):
     """Not what the command does, which takes torch and transformers: seconds before the first line is read."""
-    loaded = imported([name, "--help"])
+    loaded = imported[f"{name} --help"]
     command = cli._COMMANDS[name]
     assert command.options.partition(":")[0] in loaded
     assert command.function.partition(":")[0] not in loaded
@@ -72,64 +107,48 @@ def test_help_of_a_command_imports_its_options_alone(name):
     assert len(loaded) < 400
 
 
-@pytest.mark.parametrize("options", [[], ["--json", "--model.hidden-size", "256"]], ids=["every size", "a shape"])
-def test_planning_needs_no_torch(options):
-    loaded = imported(["plan", *options])
-    assert "kvshift.lab.plan.planning" in loaded
-    assert not loaded & HEAVY
-    assert len(loaded) < 400
-
-
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "function"),
     [
-        (["train", "--out", "{0}/new", "--data.corpus", "{0}/notes.xyz"], "corpus: .*notes.xyz is of no known format"),
-        (["train", "--out", "{0}/new", "--data.validation", "{0}/*.txt"], "validation: .*"),
-        (
-            ["train", "--out", "{0}/new", "--data.corpus", "shakespeer"],
-            "corpus: 'shakespeer' is neither a bundled corpus",
-        ),
-        (["eval", "{0}", "{0}/missing.txt"], "texts: .*missing.txt' is neither a bundled corpus"),
-        (
-            ["compare", "--out", "{0}/new", "--data.corpus", "{0}/notes.xyz"],
-            "corpus: .*notes.xyz is of no known format",
-        ),
-        (["train", "--out", "{0}/new", "--steps", "0"], "steps must be 1 or more, got 0"),
-        (["eval", "{0}", "{0}/notes.xyz"], "texts: .*notes.xyz is of no known format"),
-        (["retrofit", "{0}/model", "{0}"], "out must be a folder that is not there yet, or is empty"),
-        (["export", "{0}/model", "{0}"], "out must be a folder that is not there yet, or is empty"),
+        ("plan", "kvshift.lab.plan.planning"),
+        ("plan --json --model.hidden-size 256", "kvshift.lab.plan.planning"),
+        ("reproduce", "kvshift.recipes.listing"),
     ],
-    ids=["train", "validation", "corpus", "text", "compare", "steps", "eval", "retrofit", "export"],
 )
-def test_bad_paths_and_options_are_said_before_torch_is_imported(arguments, said, tmp_path):
+def test_planning_and_listing_the_recipes_need_no_torch(arguments, function, imported):
+    assert function in imported[arguments]
+    assert not imported[arguments] & HEAVY
+    assert len(imported[arguments]) < 400
+
+
+def test_bad_paths_and_options_are_said_before_torch_is_imported(tmp_path):
     """It takes seconds."""
+    no_format, nowhere = "notes.xyz is of no known format", "is neither a bundled corpus"
+    not_empty = "out must be a folder that is not there yet, or is empty"
+    said = {
+        "train --out {0}/new --data.corpus {0}/notes.xyz": f"corpus: .*{no_format}",
+        "train --out {0}/new --data.validation {0}/*.txt": "validation: .*",
+        "train --out {0}/new --data.corpus shakespeer": f"corpus: 'shakespeer' {nowhere}",
+        "train --out {0}/new --steps 0": "steps must be 1 or more, got 0",
+        "compare --out {0}/new --data.corpus {0}/notes.xyz": f"corpus: .*{no_format}",
+        "eval {0} {0}/missing.txt": f"texts: .*missing.txt' {nowhere}",
+        "eval {0} {0}/notes.xyz": f"texts: .*{no_format}",
+        "retrofit {0}/model {0}": not_empty,
+        "export {0}/model {0}": not_empty,
+    }
     (tmp_path / "notes.xyz").write_text("to be")
-    arguments = [argument.format(tmp_path) for argument in arguments]
-    program = f"from kvshift import cli; print(cli.main({arguments!r})); import sys; print('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert run.stdout.split() == ["2", "False"], run.stderr
-    assert re.search(said, run.stderr)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.xyz"]
-
-
-def test_listing_the_recipes_needs_no_torch():
-    loaded = imported(["reproduce"])
-    assert "kvshift.recipes.listing" in loaded
-    assert not loaded & HEAVY
-    assert len(loaded) < 400
-
-
-def imported(arguments: list[str]) -> set[str]:
-    """The modules that a process has imported when `kvshift` with these arguments has ended."""
-    program = f"""
-import atexit, sys
+    ends = in_a_process(f"""
+import contextlib, io, sys
 from kvshift import cli
-atexit.register(lambda: print("\\n" + " ".join(sys.modules)))
-sys.exit(cli.main({arguments!r}))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.splitlines()[-1].split())
+for command in {[command.format(tmp_path) for command in said]!r}:
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = cli.main(command.split())
+    print((code, errors.getvalue(), "torch" in sys.modules))
+""")
+    for (command, message), (code, errors, is_imported) in zip(said.items(), ends, strict=True):
+        assert (code, is_imported) == (2, False), command
+        assert re.search(message, errors), command
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.xyz"]
 
 
 @pytest.mark.slow
@@ -227,33 +246,35 @@ EXTRAS = ["accelerate", "datasets", "joblib", "lm_eval", "matplotlib", "peft", "
 EXTRAS += ["tensorboard", "trl", "zstandard"]
 
 
-def without_extras(*arguments: str) -> subprocess.CompletedProcess:
-    """Run a command where nothing is installed but what the package itself depends on."""
-    hidden = f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS!r}))\nfrom kvshift import cli\n"
-    program = f"{hidden}sys.exit(cli.main({list(arguments)!r}))"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize(
-    "arguments", ["train --out {0}/run", "analyze {0}", "reproduce fig01a --preset smoke --out {0}/run"]
-)
-def test_without_the_packages_of_the_lab_it_says_what_to_install(arguments, tmp_path):
-    done = without_extras(*arguments.format(tmp_path).split())
-    assert done.returncode == 2, done.stderr
-    package = re.search(r"kvshift \w+: needs the package '(\w+)': (.*)\n\Z", done.stderr)
-    assert package, done.stderr
-    assert package[1] in EXTRAS
-    assert package[2] == install_command("lab")
-
-
-def test_checking_needs_none_of_them(tmp_path):
+def test_without_the_packages_of_the_lab_it_says_what_to_install_and_checks_models_all_the_same(tmp_path):
+    """In a process that finds no package but those which the package itself depends on."""
     config = KVShiftLlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4
     )
-    KVShiftLlamaForCausalLM(config).save_pretrained(tmp_path)
-    done = without_extras("check", str(tmp_path), "--properties", "causality", "cache: every split")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" right ") == 2
+    KVShiftLlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    commands = [
+        ["train", "--out", f"{tmp_path}/run"],
+        ["analyze", f"{tmp_path}"],
+        ["reproduce", "fig01a", "--preset", "smoke", "--out", f"{tmp_path}/run"],
+        ["check", f"{tmp_path}/model", "--properties", "causality", "cache: every split"],
+    ]
+    *refused, checked = in_a_process(f"""
+import contextlib, io, sys
+sys.modules.update(dict.fromkeys({EXTRAS!r}))
+from kvshift import cli
+for command in {commands!r}:
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = cli.main(command)
+    print((code, output.getvalue(), errors.getvalue()))
+""")
+    for code, _, errors in refused:
+        package = re.search(r"kvshift \w+: needs the package '(\w+)': (.*)\n\Z", errors)
+        assert (code, bool(package)) == (2, True), errors
+        assert package[1] in EXTRAS
+        assert package[2] == install_command("lab")
+    code, output, errors = checked
+    assert code == 0, errors
+    assert output.count(" right ") == 2
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated
+from unittest import mock
 
 import pytest
 import tyro
@@ -107,12 +109,18 @@ def test_what_follows_two_dashes_is_no_question_for_help():
     assert read(Paint, ["--coats", "2", "--", "--help"], **ABOUT) == Paint(wall="--help", coats=2)
 
 
+@functools.cache
 def help_of(name: str, *args: str) -> list[str]:
     """The lines of `kvshift NAME ARGS` in a terminal of 80 columns."""
-    command = [sys.executable, "-m", "kvshift", *([name] if name else []), *args]
-    done = subprocess.run(command, env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # an encoding that has lines to draw boxes of
+    with mock.patch.dict(os.environ, COLUMNS="80"), contextlib.redirect_stdout(printed):
+        try:
+            code = cli.main([*([name] if name else []), *args])
+        except SystemExit as exit_:
+            code = exit_.code
+    assert code == 0
+    printed.seek(0)
+    return printed.read().splitlines()
 
 
 def early_breaks(lines: list[str]) -> list[str]:

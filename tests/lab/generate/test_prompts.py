@@ -25,12 +25,21 @@ from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from ..generation_cases import PROMPTS, batch_config, lines, write_prompts
 
+DRAWN = {"temperature": 0.9, "samples": 2}
+
+
+@pytest.fixture(scope="module")
+def answers(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    config = batch_config(model_folder, tmp_path_factory.mktemp("answers"), **DRAWN)
+    generate(config)
+    return config.output.read_bytes()
+
 
 @pytest.fixture
-def finished(model_folder: Path, tmp_path: Path) -> tuple[GenerateConfig, bytes]:
-    config = batch_config(model_folder, tmp_path, temperature=0.9, samples=2)
-    generate(config)
-    return config, config.output.read_bytes()
+def finished(model_folder: Path, tmp_path: Path, answers: bytes) -> tuple[GenerateConfig, bytes]:
+    config = batch_config(model_folder, tmp_path, **DRAWN)
+    config.output.write_bytes(answers)
+    return config, answers
 
 
 def cuts(content: bytes) -> Iterator[int]:

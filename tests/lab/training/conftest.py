@@ -36,3 +36,19 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
     train(tiny(corpus, out))
     return out
+
+
+@pytest.fixture(scope="session")
+def vanilla(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its twin without a shift."""
+    out = tmp_path_factory.mktemp("vanilla") / "run"
+    train(tiny(corpus, out, model={"shift_targets": ()}))
+    return out
+
+
+@pytest.fixture(scope="session")
+def vanilla_documents(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of documents kept apart."""
+    out = tmp_path_factory.mktemp("vanilla") / "run"
+    train(tiny(corpus, out, model={"shift_targets": ()}, data={"packing": "documents"}))
+    return out

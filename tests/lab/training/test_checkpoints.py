@@ -33,13 +33,21 @@ def flip(path: Path) -> None:
     ],
     ids=["truncated", "flipped bit", "missing file", "cut manifest", "strange manifest"],
 )
-def test_corrupt_checkpoint_is_named_and_skipped(finished, corpus, tmp_path, capfd, spoil, said):
-    out = copied(finished, tmp_path)
+def test_corrupt_checkpoint_is_named_and_skipped(finished, tmp_path, spoil, said):
+    out, notes = copied(finished, tmp_path), []
     spoil(out / "checkpoint-12")
+    assert find_checkpoint(out, notes.append) == out / "checkpoint-8"
+    (note,) = notes
+    assert re.search(rf"checkpoint-12 is corrupt \({said}.*kept as checkpoint-12.corrupt", note)
+    assert (out / "checkpoint-12.corrupt").is_dir()
+
+
+def test_a_run_whose_last_checkpoint_is_corrupt_goes_on_from_the_one_before(finished, corpus, tmp_path, capfd):
+    out = copied(finished, tmp_path)
+    flip(out / "checkpoint-12" / "optimizer.pt")
     train(tiny(corpus, out))
     err = capfd.readouterr().err
-    assert re.search(rf"checkpoint-12 is corrupt \({said}", err)
-    assert "kept as checkpoint-12.corrupt" in err
+    assert "checkpoint-12 is corrupt" in err
     assert "resuming from checkpoint-8" in err
     assert_same_run(out, finished)
     assert (out / "checkpoint-12.corrupt").is_dir()

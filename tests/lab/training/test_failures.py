@@ -71,7 +71,7 @@ def test_model_left_open_is_compared_once_it_is_known(finished, corpus, tmp_path
 
 def test_other_text_is_refused(finished, tmp_path):
     text = write_corpus(tmp_path / "text.jsonl")
-    config = replace(tiny(text, tmp_path / "run", steps=3))
+    config = replace(tiny(text, tmp_path / "run", steps=1))
     train(config)
     (config.out / "result.json").unlink()
     lines = text.read_text().splitlines()
@@ -84,7 +84,7 @@ def test_other_tokenizer_is_refused(finished, corpus, tmp_path):
     """A tokenizer of the user's own, exchanged for another between two starts."""
     mine, out = tmp_path / "mine", tmp_path / "run"
     shutil.copytree(finished / "tokenizer", mine)
-    config = tiny(corpus, out, steps=3)
+    config = tiny(corpus, out, steps=1)
     config = replace(config, data=replace(config.data, tokenizer=str(mine)))
     train(config)
     (out / "result.json").unlink()

@@ -208,8 +208,8 @@ def wandb(tmp_path, monkeypatch):
 
 def test_wandb_writes_into_the_folder_of_the_run(finished, corpus, tmp_path, wandb):
     """The defect: it wrote into the current folder, and a second run of a process logged into the first."""
-    for name in ("one", "other"):
-        train(tiny(corpus, tmp_path / name, report_to=("wandb",)))
+    for name, steps in (("one", 12), ("other", 1)):
+        train(tiny(corpus, tmp_path / name, report_to=("wandb",), steps=steps))
         assert (tmp_path / name / "wandb").is_dir()
         assert wandb.run is None
         assert wandb.logged
@@ -217,19 +217,19 @@ def test_wandb_writes_into_the_folder_of_the_run(finished, corpus, tmp_path, wan
     assert not (tmp_path / "wandb").exists()
     assert "WANDB_DIR" not in os.environ
     assert_same_run(tmp_path / "one", finished)
-    train(tiny(corpus, tmp_path / "one", seed=3, overwrite=True))  # the folder is part of the run
+    train(tiny(corpus, tmp_path / "one", steps=1, overwrite=True))  # the folder is part of the run
     assert not (tmp_path / "one" / "wandb").exists()
 
 
 def test_a_folder_or_a_run_of_wandb_that_is_there_is_used(corpus, tmp_path, wandb, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    train(tiny(corpus, tmp_path / "run", report_to=("wandb",)))
+    train(tiny(corpus, tmp_path / "run", report_to=("wandb",), steps=1))
     assert (tmp_path / "wandb").is_dir()
     assert not (tmp_path / "run" / "wandb").exists()
     assert os.environ["WANDB_DIR"] == str(tmp_path)
     wandb.init()
     mine = wandb.run
-    train(tiny(corpus, tmp_path / "another", report_to=("wandb",)))
+    train(tiny(corpus, tmp_path / "another", report_to=("wandb",), steps=1))
     assert wandb.run is mine
 
 

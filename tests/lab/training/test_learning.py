@@ -36,11 +36,9 @@ class Log(TrainerCallback):
             self.losses.append(logs["loss"])
 
 
-def test_vanilla_learns_as_llama_under_plain_trainer(corpus, tmp_path):
-    config = tiny(corpus, tmp_path / "ours", model={"shift_targets": ()})
-    train(config)
-
-    data = load_text_data(config.data, seed=config.seed, tokenizer_folder=tmp_path / "ours" / "tokenizer")
+def test_vanilla_learns_as_llama_under_plain_trainer(corpus, vanilla, tmp_path):
+    config = tiny(corpus, vanilla, model={"shift_targets": ()})
+    data = load_text_data(config.data, seed=config.seed, tokenizer_folder=vanilla / "tokenizer")
     ours = llama_config(config.model, vocab_size=len(data.tokenizer), sequence_length=LENGTH)
     fields = {name: value for name, value in ours.to_dict().items() if name in LlamaConfig().to_dict()}
     fields.pop("model_type")
@@ -74,20 +72,20 @@ def test_vanilla_learns_as_llama_under_plain_trainer(corpus, tmp_path):
     trainer.train()
     assert len(log.losses) == config.steps
     assert log.losses[-1] < log.losses[0] - 0.3
-    assert losses(tmp_path / "ours") == log.losses  # to the last bit
-    assert_same_bits(weights(tmp_path / "ours"), llama.state_dict())
+    assert losses(vanilla) == log.losses  # to the last bit
+    assert_same_bits(weights(vanilla), llama.state_dict())
 
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])
 def test_accumulation_changes_nothing(corpus, tmp_path, packing):
     """Documents leave unequal numbers of labels to the parts of a step; the mean is over all tokens of the step."""
-    data = {"packing": packing}
-    train(tiny(corpus, tmp_path / "whole", batch_size=16, data=data))
-    train(tiny(corpus, tmp_path / "parts", batch_size=8, tokens_per_step=16 * LENGTH, data=data))
+    options = {"data": {"packing": packing}, "steps": 4}
+    train(tiny(corpus, tmp_path / "whole", batch_size=16, **options))
+    train(tiny(corpus, tmp_path / "parts", batch_size=8, tokens_per_step=16 * LENGTH, **options))
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-6)
-    assert metrics(tmp_path / "whole", "train")[-1]["tokens"] == 12 * 16 * LENGTH
-    assert result(tmp_path / "parts")["tokens"] == 12 * 16 * LENGTH
+    assert metrics(tmp_path / "whole", "train")[-1]["tokens"] == 4 * 16 * LENGTH
+    assert result(tmp_path / "parts")["tokens"] == 4 * 16 * LENGTH
     torch.testing.assert_close(
         result(tmp_path / "parts")["eval_losses_per_row"],
         result(tmp_path / "whole")["eval_losses_per_row"],
@@ -159,13 +157,15 @@ def _with(config, **optimizer):
     ids=["constant", "wsd", "cosine"],
 )
 def test_schedules(corpus, tmp_path, options, expected):
-    train(_with(tiny(corpus, tmp_path), learning_rate=0.01, **options))
+    short = {"model": {"num_hidden_layers": 1}, "eval_every": 12, "save_every": 12}
+    train(_with(tiny(corpus, tmp_path, **short), learning_rate=0.01, **options))
     rates = [line["learning_rate"] / 0.01 for line in metrics(tmp_path, "train")]
     assert rates == pytest.approx(expected, abs=1e-9)
 
 
 def test_clamped_coefficients_stay_in_their_interval(corpus, tmp_path):
-    train(_with(tiny(corpus, tmp_path, model={"shift_constraint": "clamp"}), shift_lr_multiplier=100, warmup_steps=0))
+    config = tiny(corpus, tmp_path, model={"shift_constraint": "clamp"}, steps=4)
+    train(_with(config, shift_lr_multiplier=100, warmup_steps=0))
     raw = [tensor for name, tensor in weights(tmp_path).items() if ".shift." in name]
     assert all(((tensor >= 0) & (tensor <= 1)).all() for tensor in raw)
     assert any((tensor == 0).any() or (tensor == 1).any() for tensor in raw)

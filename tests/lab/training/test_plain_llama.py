@@ -32,10 +32,8 @@ OURS = {"qk_norm": False, "shift_targets": [], "shift_window": 2, "sliding_windo
 
 
 @pytest.fixture(scope="module")
-def vanilla(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("vanilla") / "run"
-    train(tiny(corpus, out, model=VANILLA, data={"packing": "documents"}))
-    return out
+def vanilla(vanilla_documents: Path) -> Path:
+    return vanilla_documents
 
 
 def described(folder: Path) -> dict[str, Any]:

@@ -146,10 +146,10 @@ def test_config_file_of_another_model(finished, corpus, tmp_path):
 def test_tensorboard(corpus, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tiny(corpus, tmp_path, report_to=("tensorboard",)))
+    train(tiny(corpus, tmp_path, report_to=("tensorboard",), steps=3, eval_every=2))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("eval/loss")] == [5, 10, 12]
+    assert [event.step for event in events.Scalars("eval/loss")] == [2, 3]
     ours = [line["loss"] for line in metrics(tmp_path, "train")]
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(ours)
 

@@ -48,29 +48,25 @@ def smeared(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("model", [{"variant": "vanilla"}, {"variant": "kv-shift"}], ids=str)
+@pytest.mark.parametrize("name", ["vanilla", "kv-shift"])
 def test_vanilla_and_kv_shift_by_name_are_the_runs_of_ever(
-    model: dict[str, str], corpus: Path, finished: Path, tmp_path: Path
+    name: str, corpus: Path, finished: Path, vanilla: Path, tmp_path: Path
 ) -> None:
-    train(tiny(corpus, tmp_path / "named", model=model))
-    expected = finished
-    if model["variant"] == "vanilla":
-        expected = tmp_path / "expected"
-        train(tiny(corpus, expected, model={"shift_targets": ()}))
-    assert_same_run(tmp_path / "named", expected)
-    configs = [json.loads((run / "config.json").read_text()) for run in (tmp_path / "named", expected)]
+    train(tiny(corpus, tmp_path, model={"variant": name}))
+    expected = {"vanilla": vanilla, "kv-shift": finished}[name]
+    assert_same_run(tmp_path, expected)
+    configs = [json.loads((run / "config.json").read_text()) for run in (tmp_path, expected)]
     assert {**configs[0], "out": ""} == {**configs[1], "out": ""}
 
 
-def test_a_smeared_run(smeared: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_smeared_run(smeared: Path, vanilla_documents: Path) -> None:
     run = read_run(smeared)
     assert run.name == "smear"
     assert run.config["model"]["variant"] == "smear"
     assert run.config["model"]["shift_targets"] == []
-    train(tiny(corpus, tmp_path, model={"variant": "vanilla"}, data={"packing": "documents"}))
-    assert losses(smeared)[0] == losses(tmp_path)[0]  # the scale starts at 0
-    assert losses(smeared)[-1] != losses(tmp_path)[-1]
-    assert result(smeared)["parameters"] == result(tmp_path)["parameters"] + 13
+    assert losses(smeared)[0] == losses(vanilla_documents)[0]  # the scale starts at 0
+    assert losses(smeared)[-1] != losses(vanilla_documents)[-1]
+    assert result(smeared)["parameters"] == result(vanilla_documents)["parameters"] + 13
     assert weights(smeared)["model.smear.scale"].item() != 0
 
 

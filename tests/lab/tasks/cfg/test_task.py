@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -153,14 +154,23 @@ def test_the_floor_of_the_loss_by_all_windows(grammar: CFGGrammar):
     assert task.loss_floor(batch) == pytest.approx(sum(least) / (40 * 5), rel=1e-12)
 
 
-@pytest.mark.parametrize("grammar", [*TINY.values(), CFG3S], ids=[*TINY, "cfg3s"])
+def test_from_the_beginning_of_a_sentence_the_floor_is_what_sentences_say():
+    """Exactly, of a large grammar too: the chain of windows and the chart of sentences are two ways to one number."""
+    task = CFGTask(CFGConfig(grammar=CFG3S, length=6, prefix=1))
+    sentences = CFG3S.sentences(seeded(13), 20)
+    bos = torch.tensor([cfg.BOS])
+    stream = torch.cat([bos, *(part for sentence in sentences for part in (sentence, bos))])
+    said = -sum(map(CFG3S.log_probability, sentences))
+    batch = dataclasses.replace(task.batch(seeded(14), 1), input_ids=stream[None])
+    assert task.loss_floor(batch) == pytest.approx(said / (len(stream) - 1), rel=1e-12)
+
+
+@pytest.mark.parametrize("grammar", TINY.values(), ids=TINY)
 def test_the_floor_falls_to_the_entropy_of_the_stream(grammar: CFGGrammar):
-    """In a window without an end; in a short one it is higher, for a cut sentence's beginning is not known."""
-    drawn = grammar.sentences(seeded(13), 4000)
-    each = torch.tensor([-grammar.log_probability(sentence) for sentence in drawn], dtype=torch.float64)
-    entropy = float(each.mean()) / (grammar.lengths.mean + 1)
-    short, long = (CFGTask(CFGConfig(grammar=grammar, length=length, prefix=1)) for length in (6, 5000))
-    assert long.loss_floor(long.batch(seeded(14), 8)) == pytest.approx(entropy, rel=0.02)
+    """In a long window; in a short one it is higher, for a cut sentence's beginning is not known."""
+    entropy = -sum(p * math.log(p) for p in written_out(grammar).values()) / (grammar.lengths.mean + 1)
+    short, long = (CFGTask(CFGConfig(grammar=grammar, length=length, prefix=1)) for length in (6, 1000))
+    assert long.loss_floor(long.batch(seeded(14), 40)) == pytest.approx(entropy, rel=0.02)
     assert short.loss_floor(short.batch(seeded(14), 2000)) > 1.05 * entropy
 
 
