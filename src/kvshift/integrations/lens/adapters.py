@@ -65,8 +65,8 @@ class ShiftBridge(GeneralizedComponent):
         """As `KVShift.forward`."""
         q, k, v, state = self.original_component(q, k, v, **options)
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
-        q, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms)
-        return q, k, v, state
+        q_done, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms)
+        return q_done, k, v, state  # type: ignore[return-value]  # queries were given
 
 
 class ShiftedAdapter(ArchitectureAdapter):

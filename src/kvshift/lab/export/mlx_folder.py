@@ -23,7 +23,7 @@ def require_mlx_model(model: Any) -> None:
     """Raise a LabError unless the model is one that `mlx_model.py` computes."""
     if type(model) is not KVShiftLlamaForCausalLM:
         raise LabError(f"model: format mlx is of Llamas with KV shift, got a {type(model).__name__}")
-    config = model.config
+    config: Any = model.config
     rope = config.rope_parameters.get("rope_type", "default")
     unknown = {
         "shift_targets": None if set(config.shift_targets) in ({"k"}, {"v"}, {"k", "v"}) else [*config.shift_targets],

@@ -64,8 +64,10 @@ def _mix(x: mx.array, coefficients: mx.array, raw: ArraysCache | None, slot: int
         ends = mx.full((batch,), length) if raw.lengths is None else mx.clip(raw.lengths, 0, length)
         last = (ends[:, None] + mx.arange(window - 1))[..., None, None]
         raw[slot] = mx.take_along_axis(rows, last, axis=1)
-    parts = (coefficients[:, lag, None] * rows[:, window - 1 - lag :][:, :length] for lag in range(window))
-    return sum(parts, mx.zeros(())).astype(x.dtype)
+    mixed = coefficients[:, 0, None] * x
+    for lag in range(1, window):
+        mixed = mixed + coefficients[:, lag, None] * rows[:, window - 1 - lag :][:, :length]
+    return mixed.astype(x.dtype)
 
 
 class Attention(llama.Attention):
@@ -98,7 +100,7 @@ class LlamaModel(llama.LlamaModel):
 
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
         hidden = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
-        caches = [None] * len(self.layers) if cache is None else cache
+        caches: list[Any] = [None] * len(self.layers) if cache is None else cache
         mask = create_attention_mask(hidden, None if caches[0] is None else caches[0][0])
         for layer, one in zip(self.layers, caches, strict=True):
             hidden = layer(hidden, mask, cache=one)
