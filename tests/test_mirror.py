@@ -66,10 +66,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/tasks/igsm/quantities.py",
         "lab/tasks/igsm/writing.py",
     ),
-    "lab/tasks/test_batch.py": (
-        "lab/tasks/option_checks.py",
-        "lab/tasks/registry.py",
-    ),
+    "lab/tasks/test_batch.py": ("lab/tasks/registry.py",),
     "lab/theory/test_page.py": ("lab/theory/checks.py",),
     "lab/training/test_answers.py": ("lab/tasks/questions.py",),
     "lab/training/test_checkpoints.py": ("lab/runs/checkpoints.py",),
@@ -96,7 +93,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lab/training/test_resume.py": ("lab/training/callbacks.py",),
     "lab/training/test_task_training.py": ("lab/training/task_trainer.py",),
     "lab/training/test_variants_run.py": ("lab/runs/run.py",),
-    "lab/variants/test_differential.py": ("lab/variants/attending.py",),
     "lab/variants/test_selective.py": ("lab/variants/selective_attention.py",),
     "lab/variants/test_variant.py": ("lab/variants/building.py",),
     "layers/test_rotary.py": (

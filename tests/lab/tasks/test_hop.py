@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
-import torch
 
-from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks import HopConfig, HopTask, hop
 
 from .cases import check_shape, drawn, seeded
@@ -111,22 +108,3 @@ def test_the_sequence_that_the_docstring_draws():
     assert row[-1] == "_"
     assert labels == ["-", "_", *("~" if at is None else text[at] for at in hops)]
     assert slices == [".", ".", *("u" if at is None else row[0] for at in hops)]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"letters": 0}, "hop.letters must be 1 or more, got 0"),
-        ({"alphabet": 1}, "hop.alphabet must be 2 or more, got 1"),
-        ({"max_hops": -1}, "hop.max_hops must be 0 or more, got -1"),
-        ({"hops": 17}, "hop.hops must be None or lie in 0 ... max_hops = 16, got 17"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str):
-    with pytest.raises(LabError, match=message):
-        HopConfig(**options)
-
-
-def test_a_batch_without_sequences_is_refused():
-    with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
-        HopTask(HopConfig()).batch(torch.Generator(), 0)

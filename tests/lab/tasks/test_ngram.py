@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks import NGramConfig, NGramTask, ngram
 
 from .cases import check_shape, drawn_numbers, seeded
@@ -111,17 +110,3 @@ def test_the_sequences_that_the_docstring_draws():
             assert labels[at : at + 3] == [-100, -100, third]
             assert slices[at : at + 3] == [-1, -1, int(pair in seen)]
             assert seen.setdefault(pair, third) == third
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocab_size": 1}, "ngram.vocab_size must be 2 or more, got 1"),
-        ({"pairs": 0}, "ngram.pairs must be 1 or more, got 0"),
-        ({"length": 0}, "ngram.length must be 3 or more, got 0"),
-        ({"length": 512}, "ngram.length must be a multiple of 3, got 512"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str):
-    with pytest.raises(LabError, match=message):
-        NGramConfig(**options)

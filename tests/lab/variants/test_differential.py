@@ -1,16 +1,15 @@
-"""Differential attention against a slow loop of its formula: whole, in documents, padded, and decoded with a cache."""
+"""Differential attention: its formula as a slow loop, which `test_attending.py` holds it to, and its parts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.variants.building import build_model, describe
@@ -18,16 +17,14 @@ from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.differential import Differential, DifferentialLlamaForCausalLM, PairNorm
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
-from kvshift.models.versions import CACHE
 
 from ...models.llama import checks
 from ...models.llama.reference import reference_logits
-from ...models.llama.tiny import PAD, SIZES, random_tokens, randomize
+from ...models.llama.tiny import PAD, SIZES, randomize
 from .slow_attention import attended, linear, mixed, rms_norm, rotated
 
 NAMES = ("differential", "differential-wide", "differential-kv-shift")
 OPTIONS = [(name, qk_norm) for name in NAMES for qk_norm in (False, True)]
-every_form = pytest.mark.parametrize(("name", "qk_norm"), OPTIONS)
 
 
 def by_loop(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor, number: int) -> Tensor:
@@ -82,72 +79,6 @@ def tiny(name: str, qk_norm: bool, *, seed: int = 0, attention: str = "sdpa") ->
     randomize(model, seed)
     model.generation_config.pad_token_id = PAD
     return model.double().eval()
-
-
-@every_form
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_by_the_loop(name: str, qk_norm: bool, attention: str) -> None:
-    checks.check_forward(tiny(name, qk_norm, attention=attention), length=11)
-
-
-@every_form
-def test_documents_and_padding(name: str, qk_norm: bool) -> None:
-    model = tiny(name, qk_norm)
-    checks.check_documents(model)
-    checks.check_padding_without_positions(model)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "check",
-    [
-        checks.check_left_padding,
-        checks.check_right_padding,
-        checks.check_beams,
-        checks.check_crop,
-        checks.check_selection,
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_with_a_cache(check: Callable[[Any], None], name: str) -> None:
-    check(tiny(name, True))
-
-
-@every_form
-def test_in_every_split(name: str, qk_norm: bool) -> None:
-    checks.check_splits(tiny(name, qk_norm), atol=1e-10)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_static_cache(name: str) -> None:
-    model, ids = tiny(name, True), random_tokens(2, 7)
-    cache = StaticCache(config=model.config, max_cache_len=9)
-    pieces = [checks.logits_of(model, piece, **{CACHE: cache}) for piece in ids.split((4, 1, 1, 1), dim=1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), checks.logits_of(model, ids), rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_cache_of_several_documents_continues_the_last(name: str) -> None:
-    model, ids = tiny(name, True), random_tokens(1, 9)
-    cache = DynamicCache(config=model.config)
-    checks.logits_of(model, ids[:, :7], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), **{CACHE: cache})
-    got = checks.logits_of(model, ids[:, 7:], **{CACHE: cache})[0]
-    torch.testing.assert_close(got, checks.reference_of(model, ids[0, 3:])[-2:], rtol=0, atol=checks.ATOL)
-
-
-@every_form
-def test_gradients_are_those_of_the_loop(name: str, qk_norm: bool) -> None:
-    ids, gradients = random_tokens(1, 5), []
-    for logits in (lambda model: model(ids).logits[0], lambda model: by_reference(model, ids[0])):
-        model = tiny(name, qk_norm)
-        logits(model).square().sum().backward()
-        gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
-    for key, gradient in gradients[0].items():  # norms and rotary angles are in float32, in a float64 model too
-        assert (gradient - gradients[1][key]).abs().max() <= 3e-6 * gradient.abs().max(), key
-
-
-def by_reference(model: Any, ids: Tensor) -> Tensor:
-    return reference_logits(dict(model.named_parameters()), model.config, ids.tolist(), by_loop)
 
 
 def test_parts_in_bfloat16_round_once() -> None:

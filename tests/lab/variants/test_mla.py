@@ -1,15 +1,15 @@
-"""MLA against a slow loop of its formula and transformers' DeepSeek-V2: whole, in documents, padded, with a cache."""
+"""MLA: its formula as a slow loop, which `test_attending.py` holds it to, transformers' DeepSeek-V2, and its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV2Config, DynamicCache, StaticCache
+from transformers import DeepseekV2Config, DynamicCache
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 
 from kvshift.lab.core.errors import LabError
@@ -33,7 +33,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "shifted, rotated key too": {"hard_shift": True, "shift_rope": True},
     "shifted, a rotated key for each head, too": {"hard_shift": True, "shift_rope": True, "shared_rope_key": False},
 }
-every_form = pytest.mark.parametrize("form", FORMS)
 both = pytest.mark.parametrize("form", ["mla", "shifted", "shifted, rotated key too"])
 
 
@@ -71,56 +70,6 @@ def tiny(form: str, *, attention: str = "sdpa") -> Any:
     randomize(model)
     model.generation_config.pad_token_id = PAD
     return model.double().eval()
-
-
-@every_form
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_by_the_loop(form: str, attention: str) -> None:
-    checks.check_forward(tiny(form, attention=attention), length=11)
-
-
-@every_form
-def test_documents_and_padding(form: str) -> None:
-    checks.check_documents(tiny(form))
-    checks.check_padding_without_positions(tiny(form))
-
-
-@both
-@pytest.mark.parametrize(
-    "check",
-    [
-        checks.check_left_padding,
-        checks.check_right_padding,
-        checks.check_beams,
-        checks.check_crop,
-        checks.check_selection,
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_with_a_cache(check: Callable[[Any], None], form: str) -> None:
-    check(tiny(form))
-
-
-@every_form
-def test_in_every_split(form: str) -> None:
-    checks.check_splits(tiny(form), atol=1e-10)
-
-
-@both
-def test_a_static_cache(form: str) -> None:
-    model, ids = tiny(form), random_tokens(2, 7)
-    cache = StaticCache(config=model.config, max_cache_len=9)
-    pieces = [checks.logits_of(model, piece, **{CACHE: cache}) for piece in ids.split((4, 1, 1, 1), dim=1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), checks.logits_of(model, ids), rtol=0, atol=1e-10)
-
-
-@both
-def test_a_cache_of_several_documents_continues_the_last(form: str) -> None:
-    model, ids = tiny(form), random_tokens(1, 9)
-    cache = DynamicCache(config=model.config)
-    checks.logits_of(model, ids[:, :7], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), **{CACHE: cache})
-    got = checks.logits_of(model, ids[:, 7:], **{CACHE: cache})[0]
-    torch.testing.assert_close(got, checks.reference_of(model, ids[0, 3:])[-2:], rtol=0, atol=checks.ATOL)
 
 
 @pytest.mark.parametrize(("form", "numbers"), [("mla", 9 + 4), ("shifted", 9 + 4 + 5 + 7)])
@@ -164,21 +113,6 @@ def test_the_hard_shift_moves_bits(form: str) -> None:
     for got, raw in ((k_hat[..., 9:], k[..., 9:]), (v_hat[..., 4:], v[..., 4:])):
         assert torch.equal(got[:, [1, 2, 4, 5]], raw[:, [0, 1, 3, 4]])
         assert not got[:, [0, 3]].any()
-
-
-@every_form
-def test_gradients_are_those_of_the_loop(form: str) -> None:
-    ids, gradients = random_tokens(1, 5), []
-    for logits in (lambda model: model(ids).logits[0], lambda model: by_reference(model, ids[0])):
-        model = tiny(form)
-        logits(model).square().sum().backward()
-        gradients.append({key: parameter.grad for key, parameter in model.named_parameters()})
-    for key, gradient in gradients[0].items():  # norms and rotary angles are in float32, in a float64 model too
-        assert (gradient - gradients[1][key]).abs().max() <= 3e-6 * gradient.abs().max(), key
-
-
-def by_reference(model: Any, ids: Tensor) -> Tensor:
-    return reference_logits(dict(model.named_parameters()), model.config, ids.tolist(), by_loop)
 
 
 def test_it_is_deepseeks() -> None:

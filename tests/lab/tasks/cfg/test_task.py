@@ -9,12 +9,10 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.options import from_json, to_json
 from kvshift.lab.tasks import CFG3F, CFG3S, CFGConfig, CFGGrammar, CFGTask, QuestionTask, TaskBatches, cfg
 
@@ -196,22 +194,3 @@ def test_the_sequences_that_the_docstring_draws():
     first, *whole, _ = split(stream)
     assert all(DRAWN.parses(torch.tensor(sentence)) for sentence in whole)
     assert any(list(sentence[-len(first) :]) == first for sentence in written_out(DRAWN))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"length": 1}, "cfg.length must be 2 or more, got 1"),
-        ({"prefix": 0}, "cfg.prefix must be 1 or more, got 0"),
-        ({"prefix": 64}, "cfg.prefix must be below 64, the shortest sentence of cfg.grammar, got 64"),
-        ({"temperature": -1.0}, "cfg.temperature must be 0 or more, got -1.0"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str):
-    with pytest.raises(LabError, match=message):
-        CFGConfig(**options)
-
-
-def test_a_batch_without_sequences_is_refused():
-    with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
-        CFGTask(CFGConfig()).batch(torch.Generator(), 0)

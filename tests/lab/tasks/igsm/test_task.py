@@ -233,30 +233,6 @@ def test_the_sequence_that_the_docstring_draws():
         assert " ".join(lines).split() == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"generator": "gsm"}, "igsm.generator must be one of kamino, igsm, got 'gsm'"),
-        ({"ops": 0}, "igsm.ops must be 1 or more, got 0"),
-        ({"ops": 27}, "igsm.ops must be 26 or less"),
-        ({"letters": "random", "ops": 41}, "igsm.ops must be 40 or less .there are 40 items., got 41"),
-        ({"letters": "shuffled"}, "igsm.letters must be one of in_order, random, got 'shuffled'"),
-        ({"modulus": 1}, r"igsm.modulus must be 2 \.\.\. 23, got 1"),
-        ({"modulus": 24}, r"igsm.modulus must be 2 \.\.\. 23, got 24"),
-        ({"test_ops": 28}, "igsm.test_ops must be 26 or less .solutions name quantities a ... z., got 28"),
-        ({"generator": "igsm", "test_ops": 53}, "igsm.test_ops must be 52 or less"),
-        ({"temperature": -1.0}, "igsm.temperature must be 0 or more"),
-        ({"max_new_tokens": 0}, "igsm.max_new_tokens must be None, or 1 or more, got 0"),
-        ({"as_printed": True, "generator": "igsm"}, "igsm.as_printed is for the generator kamino, got igsm"),
-        ({"max_items": 11}, "igsm.max_items must be 10 or less"),
-        ({"as_printed": True, "max_items": 7, "max_operations": 27}, "igsm.max_operations must be 26 or less"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str):
-    with pytest.raises(LabError, match=message):
-        IGSMConfig(**options)
-
-
 def test_batches_and_questions_have_a_number():
     task = IGSMTask(IGSMConfig(**SMALL))
     with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
