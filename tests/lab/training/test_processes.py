@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ ROOT = Path(__file__).parents[3]
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
 
-def in_two(*arguments: str, program: str = "kvshift", **variables: str) -> subprocess.CompletedProcess[str]:
+def in_two(
+    *arguments: str, program: str = "kvshift", processes: int = 2, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """`kvshift train` with these arguments, by torchrun over gloo."""
-    command = [*launch("--standalone", "--nproc-per-node", "2", program=program), *arguments]
+    command = [*launch("--standalone", "--nproc-per-node", str(processes), program=program), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
         [*command, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
@@ -150,11 +153,12 @@ def fsdp_variables() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_sharded_over_two_processes(corpus, tmp_path):
-    """FSDP2 as the example sets it up: as one process, and whole again in the saved model; then once more, resumed."""
+    """FSDP2 as the example sets it up: as one process, and whole again in the saved model; then resumed by one."""
     one, two = tmp_path / "one", tmp_path / "two"
     train(tiny(corpus, one, batch_size=2, tokens_per_step=8 * LENGTH, data={"packing": "documents"}))
-    for attempt in range(2):
-        done = in_two(*arguments(corpus, two), program="tests.lab.training.fsdp_on_cpu", **fsdp_variables())
+    how: dict[str, Any] = {"program": "tests.lab.training.fsdp_on_cpu", **fsdp_variables()}
+    for attempt, processes in enumerate((2, 1)):
+        done = in_two(*arguments(corpus, two), processes=processes, **how)
         assert done.returncode == 0, done.stderr
         assert "FSDP is ignored" not in done.stderr
         assert ("resuming from checkpoint-8" in done.stderr) == (attempt == 1)
