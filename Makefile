@@ -75,7 +75,7 @@ check: .venv/stamp  ## Check lint, format, types, import contract and that print
 	@.venv/bin/ruff format --check --quiet --diff
 	@.venv/bin/pyright
 	@.venv/bin/lint-imports --no-logo
-	@.venv/bin/python -m kvshift.recipes.page --check
+	@.venv/bin/python -m kvshift.recipes.results_pages --check
 	@.venv/bin/python -m tests.models.retrofit.matrix --check
 	@.venv/bin/python -m kvshift.lab.check.check_page --check
 	@.venv/bin/python -m kvshift.benchmarks.serving_page --check
@@ -99,7 +99,7 @@ notebooks: .venv/stamp  ## Make the notebooks in examples/notebooks/ from the sc
 
 .PHONY: results
 results: .venv/stamp  ## Make docs/results.md and all figures from results/
-	@.venv/bin/python -m kvshift.recipes.page
+	@.venv/bin/python -m kvshift.recipes.results_pages
 	@.venv/bin/python -m kvshift.lab.check.check_page
 	@.venv/bin/python -m kvshift.benchmarks.serving_page
 	@.venv/bin/python -m kvshift.benchmarks.bench_report results/bench/*

@@ -76,7 +76,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/training/train.py",
     ),
     "lab/training/test_folder.py": (
-        "lab/runs/beginning.py",
+        "lab/runs/resume.py",
         "lab/runs/folder.py",
     ),
     "lab/training/test_init_from.py": ("lab/runs/pretrained.py",),
@@ -143,7 +143,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "recipes/tab13/study.py",
         "recipes/tab15/study.py",
     ),
-    "recipes/test_page.py": (
+    "recipes/test_results_pages.py": (
         "lab/study/notes.py",
         "lab/study/preset_report.py",
         "recipes/summary.py",

@@ -9,7 +9,7 @@ import pytest
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.fig04 import study as fig04
-from kvshift.recipes.fig04.study import RATES
+from kvshift.recipes.fig04.study import PAPER_RATES
 
 from ..lab.study.cases import made_up
 
@@ -20,7 +20,7 @@ RECIPE = fig04.RECIPE
 def records(gains: list[float], *, size: str | None = "1.5B") -> list[Record]:
     """Vanilla ends at 3 and a little, KV-shift lower by the gain of the seed; at every rate."""
     found = []
-    for rate in RATES:
+    for rate in PAPER_RATES:
         for seed, gain in enumerate(gains):
             for variant in PAIR:
                 end = 3 + 0.1 * seed - (gain if variant == "kv-shift" else 0)
@@ -32,7 +32,7 @@ def records(gains: list[float], *, size: str | None = "1.5B") -> list[Record]:
 
 def ended(given: list[Record], variant: str, *losses: float, **result: int) -> list[Record]:
     """The same with every run of a variant at the highest rate ended like this."""
-    label = fig04._label(variant, RATES[-1])
+    label = fig04._label(variant, PAPER_RATES[-1])
     return [
         replace(one, curve={"step": [100, 200, 300][: len(losses)], "loss": [*losses]}, result=result)
         if one.label == label
@@ -55,7 +55,7 @@ def test_pairs_differ_in_the_shift_alone(preset: str) -> None:
 def test_the_rates_are_the_papers_and_on_the_laptop_four_times_those() -> None:
     for preset, scale in (("paper", 1), ("laptop", 4)):
         rates = {job.config.optimizer.learning_rate for job in RECIPE.jobs(preset, [0])}  # type: ignore[attr-defined]
-        assert rates == {scale * rate for rate in RATES}
+        assert rates == {scale * rate for rate in PAPER_RATES}
     assert RECIPE.presets["paper"].seeds == RECIPE.presets["laptop"].seeds == 5
 
 
@@ -114,7 +114,7 @@ def test_whether_the_gain_shrinks_at_low_rates(more: list[float], direction: str
     given = records([0.02, 0.02, 0.02])
     better = [
         replace(one, curve={**one.curve, "loss": [*one.curve["loss"][:2], one.curve["loss"][2] - more[one.seed]]})
-        if one.label == fig04._label("kv-shift", RATES[-2])
+        if one.label == fig04._label("kv-shift", PAPER_RATES[-2])
         else one
         for one in given
     ]
@@ -122,7 +122,7 @@ def test_whether_the_gain_shrinks_at_low_rates(more: list[float], direction: str
     assert (last.own, last.direction) == (True, direction)
     assert last.statement == "The gain is larger at the paper's rate 0.001 than at 0.0001"
     diverged = [
-        replace(one, result={"diverged_at": 3}) if one.label == fig04._label("vanilla", RATES[0]) else one
+        replace(one, result={"diverged_at": 3}) if one.label == fig04._label("vanilla", PAPER_RATES[0]) else one
         for one in given
     ]
     assert RECIPE.claims(diverged)[-1].direction == "not shown"

@@ -21,7 +21,7 @@ from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.language_models import STUDY, lm_figures, lm_tables
 from kvshift.recipes.language_models.lm_paper import LENGTHS, LOSSES, RATES
 from kvshift.recipes.language_models.settings import TABLES, Place, label_at
-from kvshift.recipes.page import published, results_page
+from kvshift.recipes.results_pages import published, results_page
 
 from ..lab.study.cases import made_up
 

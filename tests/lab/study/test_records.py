@@ -22,8 +22,8 @@ from kvshift.lab.study.recipe import Recipe, Record
 from kvshift.lab.study.records import KeptRecords, read_records, write_records
 from kvshift.lab.study.run_study import folder_of
 from kvshift.lab.training.callbacks import InterruptedRunError
-from kvshift.recipes import page
 from kvshift.recipes import reproduce as module
+from kvshift.recipes import results_pages
 from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.mqar import study as mqar
 from kvshift.recipes.reproduce import ReproduceConfig, reproduce
@@ -238,6 +238,6 @@ def test_what_a_run_filled_in_does_not_differ() -> None:
 
 
 def test_the_page_ignores_partial_records(beads: list[Counting], tmp_path: Path) -> None:
-    before = page.results_page(page.published(tmp_path))
+    before = results_pages.results_page(results_pages.published(tmp_path))
     write_records(tmp_path / "fig01a" / "laptop.partial.jsonl", [made_up("vanilla, 2 layers")])
-    assert page.results_page(page.published(tmp_path)) == before
+    assert results_pages.results_page(results_pages.published(tmp_path)) == before

@@ -42,7 +42,7 @@ def test_options_that_are_refused_leave_a_folder_that_can_be_used(finished, corp
     def fails(options):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("kvshift.lab.runs.beginning.config_hash", fails)
+    monkeypatch.setattr("kvshift.lab.runs.resume.config_hash", fails)
     with pytest.raises(ZeroDivisionError):
         train(tiny(corpus, tmp_path / "run"))
     assert (tmp_path / "run" / "environment.json").exists()

@@ -18,8 +18,8 @@ from kvshift.lab.core.environment import environment
 from kvshift.lab.core.errors import DivergedError
 from kvshift.lab.core.options import Meaning, option_names, to_json
 from kvshift.lab.data.config import SHARED, DataConfig, find_shared
-from kvshift.lab.runs.beginning import enter, other_options, refuse_other_options
 from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.runs.resume import check_folder, other_options, refuse_other_options
 from kvshift.lab.runs.run import is_finished, read_run
 from kvshift.lab.study.models import model_label
 from kvshift.lab.study.recipe import Job
@@ -122,7 +122,7 @@ class TrainingJob(RunJob):
 
     def is_finished(self, out: Path) -> bool:
         """Raises a LabError where `out` holds a run with other options."""
-        return out.exists() and enter(RunFolder(out), task_options(self.config))
+        return out.exists() and check_folder(RunFolder(out), task_options(self.config))
 
     def other_options(self, options: Mapping[str, Any]) -> list[str]:
         return other_options(options, task_options(self.config))
@@ -151,7 +151,7 @@ class TextJob(RunJob):
 
     def is_finished(self, out: Path) -> bool:
         """Raises a LabError where `out` holds a run with other options, or where the text is not to be found."""
-        return out.exists() and enter(RunFolder(out), to_json(self._here()))
+        return out.exists() and check_folder(RunFolder(out), to_json(self._here()))
 
     def other_options(self, options: Mapping[str, Any]) -> list[str]:
         """The text need not lie on this machine."""

@@ -22,10 +22,10 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from kvshift.lab.core.atomic import remove_folder
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say
-from kvshift.lab.runs.beginning import Start, enter, refuse_foreign
 from kvshift.lab.runs.folder import Metrics, RunFolder
 from kvshift.lab.runs.overwriting import refuse_what_is_no_run
 from kvshift.lab.runs.processes import PATIENCE, Processes
+from kvshift.lab.runs.resume import Start, check_folder, refuse_foreign
 from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, whole
 from kvshift.lab.training.train_config import RunConfig, TrainConfig
 from kvshift.lab.training.trainer import RunTrainer
@@ -57,8 +57,8 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
         if config.overwrite and folder.config.exists():
             refuse_what_is_no_run(folder, config.init_from)
             return False
-        return enter(folder, options, extend=config.extend)
-    return enter(folder, options)
+        return check_folder(folder, options, extend=config.extend)
+    return check_folder(folder, options)
 
 
 def require_whole_sequences() -> None:

@@ -23,10 +23,10 @@ from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.messages import say
 from kvshift.lab.core.options import MACHINE, from_json, to_json
-from kvshift.lab.runs.beginning import begin
 from kvshift.lab.runs.folder import RunFolder, read_metrics
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.runs.progress import counted
+from kvshift.lab.runs.resume import start_or_resume
 from kvshift.lab.tasks import (
     Batch,
     Task,
@@ -176,7 +176,7 @@ def _run(stack: ExitStack, config: TaskTrainConfig, folder: RunFolder) -> None:
         zero_outputs=isinstance(config.model, ModelConfig) and bool(config.model.zero_outputs),
     )
     processes = Processes(cpu=on_cpu(config))
-    start = begin(folder, task_options(config), processes, say)
+    start = start_or_resume(folder, task_options(config), processes, say)
     batches = TaskBatches(
         task,
         split="training",

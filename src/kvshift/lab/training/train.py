@@ -20,7 +20,6 @@ from kvshift.lab.core.options import to_json
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import TextData, load_text_data
 from kvshift.lab.data.tokenizers import save_tokenizer
-from kvshift.lab.runs.beginning import begin, data_facts, resolved_model
 from kvshift.lab.runs.extending import with_recorded_warmup
 from kvshift.lab.runs.folder import RunFolder, read_metrics
 from kvshift.lab.runs.overwriting import next_tokenizer
@@ -32,6 +31,7 @@ from kvshift.lab.runs.pretrained import (
     with_tokenizer,
 )
 from kvshift.lab.runs.processes import Processes
+from kvshift.lab.runs.resume import data_facts, resolved_model, start_or_resume
 from kvshift.lab.training.probes import check_probes
 from kvshift.lab.training.running import (
     attach,
@@ -138,7 +138,7 @@ def _run(
         check_probes(model)
     processes.any(False)  # all of them have read what the first now changes
     start = processes.main_first(
-        lambda: begin(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
+        lambda: start_or_resume(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
     )
     model.config.use_cache = False  # no cache of keys and values beside every training step
     variant = find_variant(variant_of(options["model"]))

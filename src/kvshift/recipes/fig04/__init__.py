@@ -1,4 +1,7 @@
-"""Figure 4: vanilla and KV shift over seeds and learning rates, and which of them diverge."""
+"""Figure 4: vanilla and KV shift over seeds and learning rates, and which of them diverge.
+
+No preset has a grid: the rates are the subject, `PAPER_RATES` in study.py.
+"""
 
 from kvshift.lab.study.entry import Entry, Preset
 

@@ -20,7 +20,8 @@ from kvshift.recipes.language_models.settings import LARGE, TABLES, Place, Setti
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-RATES = (1e-4, 2e-4, 1e-3, 1e-2)  # of the paper; ours are these, times the scale of the setting
+PAPER_RATES = (1e-4, 2e-4, 1e-3, 1e-2)
+"""Of the paper's models; a smaller model is trained at these times `Setting.scale` (4 in laptop, 16 in smoke)."""
 RISE = 0.5
 """Nats per token: a run that ends so far above its own lowest loss has diverged, too."""
 
@@ -41,7 +42,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
     """Each learning rate, with and without, with each seed."""
     setting, place = _setting(preset)
     found = []
-    for rate in RATES:
+    for rate in PAPER_RATES:
         ours = rate * setting.scale
         for seed in seeds:
             for variant in PAIR:
@@ -66,9 +67,9 @@ def has_diverged(record: Record) -> bool:
 def claims(records: Sequence[Record]) -> list[Claim]:
     """At each rate which is lower; at the highest, which diverge."""
     models = by_label(records)
-    runs = {(variant, rate): models[_label(variant, rate)] for variant in PAIR for rate in RATES}
+    runs = {(variant, rate): models[_label(variant, rate)] for variant in PAIR for rate in PAPER_RATES}
     found = []
-    for rate in RATES:
+    for rate in PAPER_RATES:
         ours, theirs = (runs[variant, rate] for variant in PAIR)
         whole = not any(map(diverged, [*ours.values(), *theirs.values()]))
         pairs = [(_last(ours[seed]), _last(theirs[seed])) for seed in ours] if whole else None
@@ -78,14 +79,14 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 (VARIANTS["kv-shift"].label, VARIANTS["vanilla"].label),
                 lambda ours, theirs: higher(theirs, ours),
                 statement=f"At the paper's rate {rate:g}, KV-shift has a lower loss than vanilla",
-                paper="always better, over 5 seeds" if rate == RATES[1] else "better, without numbers",
+                paper="always better, over 5 seeds" if rate == PAPER_RATES[1] else "better, without numbers",
                 size=_rate_of(ours[0] if 0 in ours else next(iter(ours.values()))),
             )
         )
-    ours, theirs = (runs[variant, RATES[-1]] for variant in PAIR)
+    ours, theirs = (runs[variant, PAPER_RATES[-1]] for variant in PAIR)
     both = [has_diverged(theirs[seed]) and not has_diverged(ours[seed]) for seed in ours]
     diverges = Claim(
-        statement=f"At the paper's rate {RATES[-1]:g}, vanilla diverges and KV-shift does not",
+        statement=f"At the paper's rate {PAPER_RATES[-1]:g}, vanilla diverges and KV-shift does not",
         paper="in 5 of 5 seeds",
         ours=f"in {sum(both)} of {len(both)} seeds; vanilla diverges in {sum(map(has_diverged, theirs.values()))}, "
         f"KV-shift in {sum(map(has_diverged, ours.values()))}",
@@ -100,7 +101,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def _at_low_rates(runs: Mapping[tuple[str, float], Mapping[int, Record]]) -> Claim:
     """Whether the gain shrinks at low rates, what the reviewers feared: of the last rate but one and of the first."""
-    high, low = RATES[-2], RATES[0]
+    high, low = PAPER_RATES[-2], PAPER_RATES[0]
     gains = {}
     for rate in (high, low):
         ours, theirs = (runs[variant, rate] for variant in PAIR)
@@ -127,11 +128,11 @@ def _rate_of(record: Record) -> str:
 def plot(records: Sequence[Record]) -> Figure:
     """Loss over steps, a panel for each rate."""
     models = by_label(records)
-    runs = [{variant: models[_label(variant, rate)] for variant in PAIR} for rate in RATES]
+    runs = [{variant: models[_label(variant, rate)] for variant in PAIR} for rate in PAPER_RATES]
     titles = [
         f"learning rate {next(iter(found['vanilla'].values())).options['optimizer']['learning_rate']:g} "
         f"(in the paper {rate:g})"
-        for found, rate in zip(runs, RATES, strict=True)
+        for found, rate in zip(runs, PAPER_RATES, strict=True)
     ]
     figure, panels = new_figure(titles, ylabels=[LOSS], sharey=True)
     for axes, found in zip(panels, runs, strict=True):

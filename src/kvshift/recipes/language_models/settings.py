@@ -44,7 +44,8 @@ class Setting:
         places: the longest runs first.
         tokens_at_once: in one forward pass.
         validation_tokens: of an evaluation.
-        scale: the paper's context lengths over ours, and our learning rates over the paper's.
+        scale: how much smaller than the paper's the setting is: its context lengths are divided by it, and its learning
+            rates multiplied by it.
     """
 
     config: TrainConfig

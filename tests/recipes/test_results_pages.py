@@ -12,7 +12,7 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.study.claims import not_testable
 from kvshift.lab.study.preset_report import report
 from kvshift.lab.study.records import read_records, write_records
-from kvshift.recipes import page, summary
+from kvshift.recipes import results_pages, summary
 from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.summary import MAIN, summary_page
 
@@ -42,7 +42,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     recipe = find_recipe("fig01a")
     alone = replace(recipe, entry=replace(recipe.entry, study=None))
-    monkeypatch.setattr(page, "find_recipe", lambda name: alone if name == "fig01a" else find_recipe(name))
+    monkeypatch.setattr(results_pages, "find_recipe", lambda name: alone if name == "fig01a" else find_recipe(name))
     records = [
         made_up(label, seed, curve=curve(*accuracy, end), options=OPTIONS, processor_seconds=90.0)
         for label, accuracy in {
@@ -74,7 +74,7 @@ def test_a_broken_record_is_named(results: Path) -> None:
 
 
 def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(results: Path) -> None:
-    text = page.results_page(page.published(results))
+    text = results_pages.results_page(results_pages.published(results))
     table = text.partition("\n## ")[0]
     assert table.count("| [fig01a](#fig01a-laptop-one-layer-learns-induction) |") == 4
     assert "\n## fig01a, laptop: one layer learns induction\n" in text
@@ -84,7 +84,7 @@ def test_the_page_has_each_claim_once_in_the_table_and_links_to_its_section(resu
 
 
 def test_what_runs_at_one_rate_decide_is_decided_at_one_rate(results: Path) -> None:
-    lines = page.results_page(page.published(results)).splitlines()
+    lines = results_pages.results_page(results_pages.published(results)).splitlines()
     decided = [line for line in lines if line.startswith("| [fig01a]") and "**not shown**" not in line]
     assert decided
     assert all("| one for all | **" in line and line.endswith("** at one rate |") for line in decided)
@@ -99,7 +99,7 @@ def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) 
             final = 0.99 if rate == best else 0.5
             records.append(replace(made_up(label, 1000, curve=curve(0.1, final), options=options), tunes=label))
     write_records(path, records)
-    text = page.results_page(page.published(results))
+    text = results_pages.results_page(results_pages.published(results))
     assert "| own best of 3 | **" in text
     assert "at one rate |" not in text
     assert "At an end of the grid, so that a better one may lie beyond: vanilla, 2 layers (0.004)." in text
@@ -112,7 +112,7 @@ def test_where_rates_are_the_question_each_model_has_several(results: Path) -> N
         options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
         records = [replace(record, options=options) if record.seed == seed else record for record in records]
     write_records(path, records)
-    text = page.results_page(page.published(results))
+    text = results_pages.results_page(results_pages.published(results))
     assert "| several for each | **" in text
     assert "at one rate |" not in text
 
@@ -122,15 +122,15 @@ def test_rates_that_follow_from_the_size_are_one_for_each(results: Path) -> None
     smaller = {**OPTIONS, "model": {"family": "llama", "hidden_size": 12}, "optimizer": {"learning_rate": 0.004}}
     records = [replace(r, options=smaller) if r.label == "vanilla, 1 layer" else r for r in read_records(path)]
     write_records(path, records)
-    assert "| one for each size | **" in page.results_page(page.published(results))
+    assert "| one for each size | **" in results_pages.results_page(results_pages.published(results))
 
 
 def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = page.find_recipe("fig01a")
+    recipe = results_pages.find_recipe("fig01a")
     first, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))
     changed = replace(recipe, claims=lambda records: [replace(first, own=True), *others])
-    monkeypatch.setattr(page, "find_recipe", lambda name: changed)
-    paper, _, own = page.results_page(page.published(results)).partition("\n## Questions of ours\n")
+    monkeypatch.setattr(results_pages, "find_recipe", lambda name: changed)
+    paper, _, own = results_pages.results_page(results_pages.published(results)).partition("\n## Questions of ours\n")
     assert first.statement not in paper
     assert all(claim.statement in paper for claim in others)
     own, _, section = own.partition("\n## ")
@@ -142,7 +142,7 @@ def test_questions_of_ours_stand_in_a_table_of_their_own(results: Path, monkeypa
 
 
 def test_steps_to_both_levels_stand_by_model(results: Path) -> None:
-    text = page.results_page(page.published(results))
+    text = results_pages.results_page(results_pages.published(results))
     # 0.9 at the third evaluation; 0.99 at step 400 in one seed and 394.7 in the other: 397.4 e^(+-0.0841)
     [row] = [line for line in text.splitlines() if line.startswith("| vanilla, 2 layers |")]
     _, _, ninety, ninety_nine, _ = row.split("|")
@@ -151,21 +151,21 @@ def test_steps_to_both_levels_stand_by_model(results: Path) -> None:
 
 
 def test_the_check_sees_a_stale_page(results: Path, capsys: pytest.CaptureFixture) -> None:
-    assert page.main(["--check"]) == 1  # no page yet
-    assert page.main([]) == 0
+    assert results_pages.main(["--check"]) == 1  # no page yet
+    assert results_pages.main([]) == 0
     assert (results / "fig01a" / "laptop.svg").exists()
     assert "Records: [laptop.jsonl](laptop.jsonl)." in (results / "fig01a" / "page.md").read_text()
-    assert page.main(["--check"]) == 0
+    assert results_pages.main(["--check"]) == 0
     path = results / "fig01a" / "laptop.jsonl"
     path.write_text(path.read_text().replace("0.995", "0.975"))
     capsys.readouterr()
-    assert page.main(["--check"]) == 1
+    assert results_pages.main(["--check"]) == 1
     assert "run `make results`" in capsys.readouterr().err
 
 
 def test_the_comparisons_figure_is_drawn_from_its_runs(results: Path) -> None:
     write_pair(results / "compare")
-    assert page.main([]) == 0
+    assert results_pages.main([]) == 0
     assert [path.name for path in (results.parent / "docs" / "figures").glob("compare*")] == ["compare.svg"]
 
 
@@ -181,20 +181,20 @@ def test_a_smoke_report_says_that_its_verdicts_mean_nothing(results: Path) -> No
 
 
 def test_other_arguments_are_refused(results: Path, capsys: pytest.CaptureFixture) -> None:
-    assert page.main(["--dry-run"]) == 2
+    assert results_pages.main(["--dry-run"]) == 2
     assert "usage" in capsys.readouterr().err
 
 
 def test_a_claim_that_two_recipes_share_stands_once_with_both_links(
     results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = page.find_recipe("fig01a")
+    recipe = results_pages.find_recipe("fig01a")
     other = replace(recipe, entry=replace(recipe.entry, name="fig01b"))
-    monkeypatch.setattr(page, "find_recipe", lambda name: other if name == "fig01b" else recipe)
-    monkeypatch.setattr(page, "CATALOGUE", {"fig01a": recipe.entry, "fig01b": other.entry})
+    monkeypatch.setattr(results_pages, "find_recipe", lambda name: other if name == "fig01b" else recipe)
+    monkeypatch.setattr(results_pages, "CATALOGUE", {"fig01a": recipe.entry, "fig01b": other.entry})
     (results / "fig01b").mkdir()
     shutil.copy(results / "fig01a" / "laptop.jsonl", results / "fig01b")
-    table = page.results_page(page.published(results)).partition("\n## ")[0]
+    table = results_pages.results_page(results_pages.published(results)).partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| [fig01a]")]
     assert len(rows) == 4
     assert all(row.startswith("| [fig01a](") and ", [fig01b](#fig01b-laptop-" in row for row in rows)
@@ -202,12 +202,12 @@ def test_a_claim_that_two_recipes_share_stands_once_with_both_links(
 
 
 def test_a_verdict_without_runs_says_by_what(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = page.find_recipe("fig01a")
+    recipe = results_pages.find_recipe("fig01a")
     first, second, *others = recipe.claims(read_records(results / "fig01a" / "laptop.jsonl"))
     claims = [replace(first, direction="holds", by="arithmetic"), not_testable(second, "it is too small"), *others]
     changed = replace(recipe, claims=lambda records: claims)
-    monkeypatch.setattr(page, "find_recipe", lambda name: changed)
-    text = page.results_page(page.published(results))
+    monkeypatch.setattr(results_pages, "find_recipe", lambda name: changed)
+    text = results_pages.results_page(results_pages.published(results))
     assert "| one for all | **holds** by arithmetic |" in text
     assert "| one for all | **not testable here** |" in text  # not "at one rate"
     assert f"it is too small; {second.size} | **not testable here** |" in text
@@ -217,7 +217,7 @@ PROJECT = Path(__file__).parents[2]
 
 
 def test_the_summary_says_what_the_results_say_in_a_dozen_rows() -> None:
-    short = summary_page(PROJECT / "results", page._anchor)
+    short = summary_page(PROJECT / "results", results_pages._anchor)
     long = (PROJECT / "docs/results.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in short.splitlines() if line.startswith("| ")][1:]
     assert 10 <= len(rows) <= 17
@@ -237,10 +237,10 @@ def test_the_summary_says_what_the_results_say_in_a_dozen_rows() -> None:
 
 
 def test_a_summary_of_a_claim_that_is_gone_is_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = page.find_recipe("fig01a")
+    recipe = results_pages.find_recipe("fig01a")
     monkeypatch.setattr(summary, "find_recipe", lambda name: recipe)
     monkeypatch.setattr(
         summary, "MAIN", [summary.Main("Something", "fig01a", "laptop", "One layer with KV shift flies")]
     )
     with pytest.raises(LabError, match=r"fig01a laptop must have one claim 'One layer with KV shift flies' .*has 0"):
-        summary_page(results, page._anchor)
+        summary_page(results, results_pages._anchor)

@@ -1,6 +1,6 @@
 """From kept records to Markdown: the report of one preset, a page for each recipe, and `docs/results.md` over all.
 
-    python -m kvshift.recipes.page [--check]
+    python -m kvshift.recipes.results_pages [--check]
 
 writes, from `results/` in the working directory, `results/RECIPE/page.md` and `results/RECIPE/PRESET.svg`,
 `docs/results.md`, `docs/summary.md`, and the figure of the README's comparison; with --check it writes nothing and
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write or check the pages; returns the exit code."""
     results, docs = Path("results"), Path("docs")
     if list(arguments) not in ([], ["--check"]):
-        print(f"usage: python -m kvshift.recipes.page [--check], got {' '.join(arguments)}", file=sys.stderr)
+        print(f"usage: python -m kvshift.recipes.results_pages [--check], got {' '.join(arguments)}", file=sys.stderr)
         return 2
     found = published(results)
     pages = {results / name / "page.md": text for name, text in recipe_pages(found).items()}

@@ -1,4 +1,4 @@
-"""How a run begins, or begins again: is the folder its own, are options and data the same, where does it resume."""
+"""Where a run starts or resumes: is the folder its own, are options and data the same, which checkpoint is newest."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Start:
     checkpoint: str | None
 
 
-def enter(folder: RunFolder, options: dict[str, Any], extend: bool | None = None) -> bool:
+def check_folder(folder: RunFolder, options: dict[str, Any], extend: bool | None = None) -> bool:
     """Check, before any data are read, that the folder is empty or holds this run; whether that is finished.
 
     Args:
         folder: of the run.
-        options: as JSON; what they leave open (None, "auto") is not known yet, and is compared in `begin`.
+        options: as JSON; what they leave open (None, "auto") is not known yet, and is compared in `start_or_resume`.
         extend: whether a run of fewer steps may have had other learning rates; None: it must have as many steps.
     """
     refuse_foreign(folder)
@@ -97,7 +97,7 @@ def refuse_foreign(folder: RunFolder) -> None:
         raise LabError(f"out: {folder.environment} is not that of a run; choose a folder that is new or empty")
 
 
-def begin(
+def start_or_resume(
     folder: RunFolder,
     options: dict[str, Any],
     processes: Processes,
@@ -110,12 +110,12 @@ def begin(
     """Record options and environment, or compare them with what is recorded and find the newest whole checkpoint.
 
     Args:
-        folder: of the run, entered.
+        folder: of the run, checked by `check_folder`.
         options: as JSON, with nothing left open.
         processes: of this run.
         say: is told of each checkpoint that is set aside, and where the run resumes.
         facts: of the data, as `data_facts` gives them, where the options do not say all of them.
-        extend: as in `enter`.
+        extend: as in `check_folder`.
         overwrite: the run that the folder holds is removed.
     """
     here = environment(processes.device, processes.count)
