@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -35,14 +36,18 @@ def run_example(name: str, *args: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("name", [path.name for path in sorted((ROOT / "examples").glob("*.py"))])
-def test_without_arguments_an_example_prints_how_to_call_it(name):
-    run = run_example(name)
-    assert run.returncode == 2
-    assert run.stderr.startswith(f"usage: {name} [-h] ")
-    assert run.stdout == ""
-    usage = run_example(name, "--help")
-    assert usage.returncode == 0
-    assert f"python examples/{name} " in usage.stdout
+def test_without_arguments_an_example_prints_how_to_call_it(name, monkeypatch, capsys):
+    """In this process, which has imported what they import."""
+    printed = []
+    for arguments, code in ([], 2), (["--help"], 0):
+        monkeypatch.setattr(sys, "argv", [str(ROOT / "examples" / name), *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        assert exit_.value.code == code
+        printed.append(capsys.readouterr())
+    assert printed[0].err.startswith(f"usage: {name} [-h] ")
+    assert printed[0].out == ""
+    assert f"python examples/{name} " in printed[1].out
 
 
 @pytest.mark.slow

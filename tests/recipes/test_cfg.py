@@ -45,20 +45,6 @@ def records(
     return found
 
 
-@pytest.mark.parametrize("preset", RECIPE.presets)
-def test_both_models_see_the_same(preset: str):
-    jobs = RECIPE.jobs(preset, [0, 7])
-    assert [(job.label, job.seed) for job in jobs] == [
-        (label, seed) for seed in (0, 7) for label in ("KV-shift", "vanilla")
-    ]
-    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
-        ours.config.check()
-        assert ours.config.model.shift_targets == ("k", "v")
-        assert theirs.config.model.shift_targets == ()
-        assert replace(ours.config, model=theirs.config.model) == theirs.config
-        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
-
-
 def test_the_paper_preset_is_the_setting_of_part_1():
     config = RECIPE.jobs("paper", [0])[0].config
     assert (config.task.grammar, config.task.length, config.task.prefix) == (CFG3F, 512, 50)

@@ -44,18 +44,6 @@ def by_statement(given: list[Record]) -> dict[str, Claim]:
 SOME = {2: [0.03, 0.04, 0.05], 4: [0.02, 0.03, 0.04], 8: [0.05, 0.01, 0.06]}
 
 
-@pytest.mark.parametrize("preset", RECIPE.presets)
-def test_twins_differ_in_the_shift_alone(preset: str):
-    jobs = RECIPE.jobs(preset, [0, 7])
-    assert len({(job.label, job.seed) for job in jobs}) == len(jobs)
-    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
-        ours.config.check()  # type: ignore[attr-defined]
-        model = theirs.config.model  # type: ignore[attr-defined]
-        assert ours.config.model.shift_targets == ("k", "v")  # type: ignore[attr-defined]
-        assert replace(ours.config.model, shift_targets=()) == model  # type: ignore[attr-defined]
-        assert replace(ours.config, model=model) == theirs.config  # type: ignore[attr-defined]
-
-
 def test_nothing_is_read_twice_and_no_seed_of_the_pilot_is_reported():
     for job in RECIPE.jobs("laptop", [0]):
         config = job.config  # type: ignore[attr-defined]

@@ -51,18 +51,6 @@ def directions(given: list[Record]) -> dict[str, str]:
     return {claim.statement: claim.direction for claim in RECIPE.claims(given)}
 
 
-@pytest.mark.parametrize("preset", RECIPE.presets)
-def test_twins_differ_in_the_shift_alone(preset: str):
-    jobs = RECIPE.jobs(preset, [0, 7])
-    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 4 * len(depth.SIZES[preset][1])
-    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
-        ours.config.check()
-        assert ours.label.replace("KV-shift", "vanilla") == theirs.label
-        assert ours.config.model.shift_targets == ("k", "v")
-        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
-        assert replace(ours.config, model=theirs.config.model) == theirs.config
-
-
 def test_no_run_of_the_laptop_reads_its_text_twice():
     config = depth.LAPTOP
     assert config.steps * config.batch_size <= 69_814  # sequences of the corpus, as a run recorded them

@@ -41,17 +41,6 @@ def ended(given: list[Record], variant: str, *losses: float, **result: int) -> l
     ]
 
 
-@pytest.mark.parametrize("preset", RECIPE.presets)
-def test_pairs_differ_in_the_shift_alone(preset: str) -> None:
-    jobs = RECIPE.jobs(preset, [0, 7])
-    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 16
-    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
-        assert ours.config.model.shift_targets in (("k", "v"), None)  # type: ignore[attr-defined]
-        assert replace(ours.config.model, shift_targets=()) == theirs.config.model  # type: ignore[attr-defined]
-        assert replace(ours.config, model=theirs.config.model) == theirs.config  # type: ignore[attr-defined]
-        ours.config.check()  # type: ignore[attr-defined]
-
-
 def test_the_rates_are_the_papers_and_on_the_laptop_four_times_those() -> None:
     for preset, scale in (("paper", 1), ("laptop", 4)):
         rates = {job.config.optimizer.learning_rate for job in RECIPE.jobs(preset, [0])}  # type: ignore[attr-defined]

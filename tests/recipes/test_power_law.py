@@ -49,13 +49,9 @@ def by_statement(given: list[Record]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("preset", ["smoke", "laptop", "paper"])
-def test_pairs_differ_in_the_shift_alone(preset: str) -> None:
+def test_figure_6_has_all_runs_of_figure_5(preset: str) -> None:
     jobs: Any = FIG06.jobs(preset, [0, 7])
-    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 4 * (len(SIZES[preset][0]) + 1)
-    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
-        ours.config.check()
-        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
-        assert replace(ours.config, model=theirs.config.model) == theirs.config
+    assert len(jobs) == 4 * (len(SIZES[preset][0]) + 1)
     some: Any = FIG05.jobs(preset, [0, 7])
     shared = {(job.label, repr(job.config)) for job in some}
     assert shared < {(job.label, repr(job.config)) for job in jobs}

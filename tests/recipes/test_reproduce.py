@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,16 +189,35 @@ def test_bad_options_are_named(recipe: Recipe, tmp_path: Path, changes: dict, me
             command(config(tmp_path, **changes))
 
 
+# Where nothing is run but models with KV shift and their twins without.
+PAIRED = {"cfg", "decide", "depth", "fig04", "fig05", "fig06", "fig08", "fig09", "mqar", "phase", "tab04"}
+
+
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_every_recipe_has_the_three_presets_and_jobs_with_names_of_their_own(name: str) -> None:
+def test_every_recipe_has_the_three_presets_names_for_its_jobs_and_twins(name: str) -> None:
+    """What can be run at all, and pairs that differ in the shift alone."""
     recipe = find_recipe(name)
     assert recipe.name == name
     assert [*recipe.presets][:2] == ["smoke", "laptop"]
     assert [*recipe.presets][-1] == "paper"
     for preset in recipe.presets:
-        jobs = recipe.jobs(preset, range(2))
+        jobs: Any = recipe.jobs(preset, range(2))
         folders = {folder_of(Path(), job) for job in jobs}
-        assert len(folders) == len(jobs) > 0
+        by_name = {(job.label, job.seed): job for job in jobs}
+        assert len(folders) == len(by_name) == len(jobs) > 0
+        twins = 0
+        for (label, seed), job in by_name.items():
+            if isinstance(job, Computation):
+                continue
+            job.config.check()
+            if label.startswith("KV-shift") and (label.replace("KV-shift", "vanilla"), seed) in by_name:
+                twins += 1
+                vanilla = by_name[label.replace("KV-shift", "vanilla"), seed].config
+                assert job.config.model.shift_targets in (("k", "v"), None)
+                assert replace(job.config.model, shift_targets=()) == vanilla.model
+                assert replace(job.config, model=vanilla.model) == vanilla
+        if name in PAIRED and preset != "search":
+            assert 2 * twins == len(jobs)
 
 
 # All that they run at `smoke` is run for other recipes of their study, too.

@@ -39,20 +39,14 @@ def records(setting: str, ours: list[float], theirs: list[float]) -> list[Record
 
 
 @pytest.mark.parametrize("preset", RECIPE.presets)
-def test_both_models_see_the_same(preset: str):
+def test_letters_are_random(preset: str):
+    """In order, those of longer problems would be new; the other generator always draws them."""
     jobs = tab04.jobs(preset, [0, 7])
-    assert len({(job.label, job.seed) for job in jobs}) == len(jobs) == 4 * len(tab04.SIZES[preset][0])
-    for ours, theirs in zip(jobs[::2], jobs[1::2], strict=True):
-        ours.config.check()
-        assert ours.label.replace("KV-shift", "vanilla") == theirs.label
-        assert ours.config.model.shift_targets == ("k", "v")
-        assert theirs.config.model.shift_targets == ()
-        assert replace(ours.config, model=theirs.config.model) == theirs.config
-        assert replace(ours.config.model, shift_targets=()) == theirs.config.model
-        assert isinstance(ours.config.task, IGSMConfig)
-        # in order, those of longer problems would be new; the other generator always draws them
-        assert ours.config.task.letters == "random" or ours.config.task.generator == "igsm"
-        assert ours.config.task.modulus == (23 if preset == "paper" else 5)
+    assert len(jobs) == 4 * len(tab04.SIZES[preset][0])
+    for job in jobs:
+        assert isinstance(job.config.task, IGSMConfig)
+        assert job.config.task.letters == "random" or job.config.task.generator == "igsm"
+        assert job.config.task.modulus == (23 if preset == "paper" else 5)
 
 
 def test_the_paper_settings_are_those_stated():

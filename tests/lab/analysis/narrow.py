@@ -1,9 +1,40 @@
-"""What a page needs so that a phone shows all of it, as far as that can be held without a browser."""
+"""What may be asked of a page without a browser: its text and tables, that it needs no other file, and fits a phone."""
 
 from __future__ import annotations
 
+import base64
 import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+
+class Page(HTMLParser):
+    """Collects the words, the cells of tables by row, and all that a browser would fetch; `between` parts elements."""
+
+    def __init__(self, text, between=""):
+        super().__init__()
+        self.words, self.fetched, self.tags, self.rows = [], [], [], []
+        self.feed(text)
+        self.text = " ".join(between.join(self.words).split())
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        self.fetched += [value for name, value in attributes if name in ("src", "href", "srcset", "data")]
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if self.tags and self.tags[-1] in ("td", "th") and data.strip():
+            self.rows[-1].append(data)
+
+    def needs_nothing_but_itself(self):
+        """Whether its images are whole SVGs of its own, and nothing else is asked for."""
+        for source in self.fetched:
+            head, code = source.split(",", 1)
+            assert head == "data:image/svg+xml;base64"
+            ElementTree.fromstring(base64.b64decode(code))  # whole, well-formed
+        return not {"script", "link", "iframe", "object"} & set(self.tags)
 
 
 class _Reader(HTMLParser):

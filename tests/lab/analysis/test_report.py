@@ -1,12 +1,9 @@
 """The files a comparison ends with."""
 
-import base64
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -14,7 +11,7 @@ from kvshift.lab.analysis import pages
 from kvshift.lab.analysis.probe_curves import PANELS
 from kvshift.lab.analysis.report import verdicts, write_report
 
-from .narrow import faults_on_a_phone
+from .narrow import Page, faults_on_a_phone
 from .run_folders import write_pair, write_run
 
 pytestmark = pytest.mark.no_models
@@ -29,45 +26,21 @@ SAMPLES = {
 }
 
 
-class Page(HTMLParser):
-    """Collects the text, and all that a browser would fetch."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.words, self.fetched, self.tags = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.fetched += [value for name, value in attributes if name in ("src", "href", "srcset", "data")]
-
-    def handle_data(self, data):
-        self.words.append(data)
-
-
 def written(out, seeds):
     for seed in seeds:
         write_pair(out, seed=seed, gain=0.1 + 0.01 * seed)
-    (out / "step_time.json").write_text(json.dumps(STEP_TIME))
-    (out / "samples.json").write_text(json.dumps(SAMPLES))
+    add_samples_and_step_time(out)
     return write_report(out, seeds)
 
 
-def test_the_page_needs_nothing_but_itself(tmp_path):
-    written(tmp_path, [0, 1])
-    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert len(page.fetched) == 3  # the curves, and the coefficients of each seed
-    for source in page.fetched:
-        head, code = source.split(",", 1)
-        assert head == "data:image/svg+xml;base64"
-        ElementTree.fromstring(base64.b64decode(code))  # whole, well-formed
-    assert not {"script", "link", "iframe", "object"} & set(page.tags)
-    assert "url(" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+def add_samples_and_step_time(out):
+    (out / "step_time.json").write_text(json.dumps(STEP_TIME))
+    (out / "samples.json").write_text(json.dumps(SAMPLES))
 
 
-def add_probes(out, *, names, seeds=(0, 1)):
-    """Lines of probes beside the evaluations of each run."""
-    for path in [out / f"seed-{seed}" / name / "metrics.jsonl" for seed in seeds for name in ("vanilla", "kvshift")]:
+def add_probes(out, *, names):
+    """Lines of probes beside the evaluations of each run of seed 0."""
+    for path in [out / "seed-0" / name / "metrics.jsonl" for name in ("vanilla", "kvshift")]:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         evaluations = [line for line in lines if line["kind"] == "eval"]
         found = [
@@ -77,67 +50,98 @@ def add_probes(out, *, names, seeds=(0, 1)):
         path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *found]))
 
 
-def test_what_probes_found_is_drawn_with_a_panel_for_each_number(tmp_path):
+class Report:
+    """What `write_report` has left in a folder, and what it has returned."""
+
+    def __init__(self, folder, *args, **options):
+        self.folder, self.summary = folder, write_report(folder, *args, **options)
+        self.text = (folder / "report.html").read_text(encoding="utf-8")
+        self.page = Page(self.text)
+        self.words = self.page.text
+
+
+@pytest.fixture(scope="module")
+def two_seeds(tmp_path_factory):
+    """With samples and times of a step, and probes in one of the seeds."""
+    out = tmp_path_factory.mktemp("two")
     for seed in (0, 1):
-        write_pair(tmp_path, seed=seed)
-    add_probes(tmp_path, names=["prefix_matching", "repeat_loss", "loss_pair_seen"])
-    write_report(tmp_path, [0, 1])
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "<h2>Induction</h2>" in text
-    assert len(Page(text).fetched) == 4
-    drawn = (tmp_path / "probes.svg").read_text(encoding="utf-8")
+        write_pair(out, seed=seed, gain=0.1 + 0.01 * seed)
+    add_samples_and_step_time(out)
+    add_probes(out, names=["prefix_matching"])
+    return Report(out, [0, 1])
+
+
+@pytest.fixture(scope="module")
+def one_seed(tmp_path_factory):
+    """Without samples and times of a step, with probes in all its runs."""
+    out = tmp_path_factory.mktemp("one")
+    write_pair(out)
+    add_probes(out, names=["prefix_matching", "repeat_loss", "loss_pair_seen"])
+    return Report(out, [0])
+
+
+@pytest.fixture(scope="module")
+def four_variants(tmp_path_factory):
+    """Two that shift, and the command for more seeds."""
+    out = tmp_path_factory.mktemp("four")
+    write_pair(out, gain=0.1)
+    write_run(out / "seed-0" / "smear", variant="smear", gain=0.05)
+    write_run(out / "seed-0" / "vshift", shift_targets=("v",), gain=0.05)
+    return Report(out, [0], ("vanilla", "kv-shift", "smear", "v-shift"), more="kvshift compare --seeds=3")
+
+
+def test_the_page_needs_nothing_but_itself(two_seeds):
+    assert len(two_seeds.page.fetched) == 3  # the curves, and the coefficients of each seed
+    assert two_seeds.page.needs_nothing_but_itself()
+    assert "url(" not in two_seeds.text
+
+
+def test_what_probes_found_is_drawn_with_a_panel_for_each_number(one_seed):
+    assert "<h2>Induction</h2>" in one_seed.text
+    assert len(one_seed.page.fetched) == 3
+    drawn = (one_seed.folder / "probes.svg").read_text(encoding="utf-8")
     titles = {PANELS[name][0] for name in PANELS if f"<!-- {PANELS[name][0]} -->" in drawn}
     assert titles == {PANELS[name][0] for name in ("prefix_matching", "repeat_loss", "loss_pair_seen")}
-    assert (tmp_path / "probes.png").exists()
-    assert faults_on_a_phone(text) == []
+    assert (one_seed.folder / "probes.png").exists()
 
 
-def test_without_probes_in_every_run_nothing_is_drawn_of_them(tmp_path):
-    for seed in (0, 1):
-        write_pair(tmp_path, seed=seed)
-    add_probes(tmp_path, names=["prefix_matching"], seeds=(0,))
-    write_report(tmp_path, [0, 1])
-    assert "Induction" not in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert not (tmp_path / "probes.svg").exists()
+def test_without_probes_in_every_run_nothing_is_drawn_of_them(two_seeds):
+    assert "Induction" not in two_seeds.text
+    assert not (two_seeds.folder / "probes.svg").exists()
 
 
-def test_a_phone_shows_all_of_it(tmp_path):
-    write_pair(tmp_path, gain=0.1)
-    write_run(tmp_path / "seed-0" / "smear", variant="smear", gain=0.05)
-    write_report(tmp_path, [0], ("vanilla", "kv-shift", "smear"), more="kvshift compare --seeds=3")
-    assert faults_on_a_phone((tmp_path / "report.html").read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("report", ["one_seed", "two_seeds", "four_variants"])
+def test_a_phone_shows_all_of_it(report, request):
+    assert faults_on_a_phone(request.getfixturevalue(report).text) == []
 
 
-def test_the_page_says_what_the_files_say(tmp_path):
-    summary = written(tmp_path, [0, 1])
-    words = " ".join("".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).words).split())
-    assert verdicts(summary) in words
+def test_the_page_says_what_the_files_say(two_seeds):
     for expected in (
+        verdicts(two_seeds.summary),
         "× 1.190 (quartiles 1.170 to 1.230)",
         "<b>What</b> & light",  # text, not markup
         "But soft",
         "kvshift train --seed 1",
-        str(tmp_path.resolve() / "seed-1" / "kvshift"),
+        str(two_seeds.folder.resolve() / "seed-1" / "kvshift"),
         '"hidden_size": 53',
         '"cpu": "<a CPU>"',
     ):
-        assert expected in words
+        assert expected in two_seeds.words
 
 
-def test_summary_and_table_are_written(tmp_path):
-    summary = written(tmp_path, [0])
-    assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(summary))
-    text = (tmp_path / "table.md").read_text(encoding="utf-8")
+def test_summary_and_table_are_written(one_seed):
+    folder, summary = one_seed.folder, one_seed.summary
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    text = (folder / "table.md").read_text(encoding="utf-8")
     assert re.search(r"^\| validation loss \| 2\.1494 ± 0\.0130 \|", text, re.MULTILINE)
     assert text.rstrip().endswith(verdicts(summary) + ".")
-    names = {path.name for path in tmp_path.iterdir()}
+    names = {path.name for path in folder.iterdir()}
     assert {"curves.png", "curves.svg", "coefficients-seed-0.png", "coefficients-seed-0.svg"} <= names
 
 
-def test_it_is_drawn_without_samples_and_step_time(tmp_path):
-    write_pair(tmp_path)
-    assert write_report(tmp_path, [0])["step_time"] is None
-    assert "A sample of each" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+def test_it_is_drawn_without_samples_and_step_time(one_seed):
+    assert one_seed.summary["step_time"] is None
+    assert "A sample of each" not in one_seed.text
 
 
 @pytest.mark.slow
@@ -149,27 +153,20 @@ def test_drawn_twice_it_is_the_same_bytes(tmp_path):
     assert {name: (tmp_path / name).read_bytes() for name in files} == first
 
 
-def test_of_three_variants_all_are_shown(tmp_path):
-    write_pair(tmp_path, gain=0.1)
-    write_run(tmp_path / "seed-0" / "smear", variant="smear", gain=0.05)
-    summary = write_report(tmp_path, [0], ("vanilla", "kv-shift", "smear"))
-    words = " ".join("".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).words).split())
-    assert "smear and KV-shift and vanilla" in words
-    assert verdicts(summary) in words
-    assert "KV-shift minus vanilla is -0.0950" in verdicts(summary)
-    assert "smear minus vanilla is -0.0475" in verdicts(summary)
-    assert str(tmp_path.resolve() / "seed-0" / "smear") in words
+def test_of_four_variants_all_are_shown(four_variants):
+    said = verdicts(four_variants.summary)
+    assert "V-shift and smear and KV-shift and vanilla" in four_variants.words
+    assert said in four_variants.words
+    assert "KV-shift minus vanilla is -0.0950" in said
+    assert "smear minus vanilla is -0.0475" in said
+    assert str(four_variants.folder.resolve() / "seed-0" / "smear") in four_variants.words
 
 
-def test_of_two_that_shift_the_coefficients_of_each_are_shown(tmp_path):
-    write_pair(tmp_path)
-    write_run(tmp_path / "seed-0" / "vshift", shift_targets=("v",), gain=0.05)
-    write_report(tmp_path, [0], ("vanilla", "kv-shift", "v-shift"))
-    found = {path.name for path in tmp_path.glob("coefficients-*.png")}
+def test_of_two_that_shift_the_coefficients_of_each_are_shown(four_variants):
+    found = {path.name for path in four_variants.folder.glob("coefficients-*.png")}
     assert found == {"coefficients-seed-0.png", "coefficients-vshift-seed-0.png"}
-    words = " ".join("".join(Page((tmp_path / "report.html").read_text(encoding="utf-8")).words).split())
-    assert "KV-shift, seed 0" in words
-    assert "V-shift, seed 0" in words.replace("KV-shift, seed 0", "")
+    assert "KV-shift, seed 0" in four_variants.words
+    assert "V-shift, seed 0" in four_variants.words.replace("KV-shift, seed 0", "")
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import kvshift.lab.compare.compare as module
+from kvshift.lab.analysis import report
 from kvshift.lab.analysis.comparison import summarize
 from kvshift.lab.analysis.report import read_twins
 from kvshift.lab.compare.compare import CompareConfig, TrainingError, child_config, compare
@@ -67,6 +69,13 @@ def undrawn(monkeypatch):
         "write_report",
         lambda out, seeds, variants, more: summarize([read_twins(out, seed, variants) for seed in seeds]),
     )
+
+
+@pytest.fixture
+def unplotted(monkeypatch):
+    """All of the report but its plots, which take a second."""
+    monkeypatch.setattr(report, "plot_curves", lambda *args, **options: Figure(figsize=(1, 1)))
+    monkeypatch.setattr(report, "plot_coefficients", lambda folder: None)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +144,7 @@ def test_the_next_command_calls_the_program_as_it_was_called(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
-def test_one_seed_ends_with_the_command_for_three(seeds, tmp_path, children, capsys):
+def test_one_seed_ends_with_the_command_for_three(seeds, tmp_path, children, unplotted, capsys):
     config = config_for(tmp_path, seeds=seeds)
     compare(config)
     more = config.with_seeds(3)
@@ -158,7 +167,7 @@ def test_all_seeds_are_run_and_shown(tmp_path, children, capsys):
     assert summary == json.loads((tmp_path / "out" / "summary.json").read_text())
 
 
-def test_once_finished_it_only_draws(tmp_path, children, capsys):
+def test_once_finished_it_only_draws(tmp_path, children, unplotted, capsys):
     compare(config_for(tmp_path / "out"))
     first = (tmp_path / "out" / "report.html").read_bytes()
     (tmp_path / "out" / "report.html").unlink()
@@ -289,7 +298,7 @@ def test_torchrun_would_start_it_several_times(tmp_path, children, monkeypatch):
         compare(config_for(tmp_path / "out"))
 
 
-def test_a_report_that_cannot_be_written(tmp_path, children):
+def test_a_report_that_cannot_be_written(tmp_path, children, unplotted):
     (tmp_path / "out" / "report.html").mkdir(parents=True)
     with pytest.raises(RunFailedError, match=r"report in .* could not be written: .*the runs are kept") as failure:
         compare(config_for(tmp_path / "out"))
@@ -324,7 +333,7 @@ def test_a_run_that_is_not_finished_is_waited_for(tmp_path, children, undrawn, c
         "lock = filelock.FileLock(sys.argv[1])\n"
         "lock.acquire()\n"
         "print(flush=True)\n"
-        "time.sleep(1)"
+        "time.sleep(0.5)"
     )
     with subprocess.Popen([sys.executable, "-c", hold, folder / ".lock"], stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()

@@ -20,7 +20,8 @@ def test_a_child_is_told_once_to_end(number):
         "seen = []\n"
         "signal.signal(int(sys.argv[1]), lambda *_: seen.append(1))\n"
         "os.kill(os.getppid(), int(sys.argv[1]))\n"
-        "time.sleep(1)\n"
+        "while not seen: time.sleep(0.01)\n"
+        "time.sleep(0.3)\n"
         "sys.exit(40 + len(seen))"
     )
     # These tests may themselves run where the signal is ignored: under nohup, or in the background of a script.

@@ -250,18 +250,22 @@ def test_corpus_too_small_for_a_sequence_says_how_small(tmp_path, folder):
         load(tmp_path / "f", corpus=str(folder / "b.txt"), validation_fraction=0.01, **options)
 
 
-def test_full_disk_is_said_with_the_folder(tmp_path, monkeypatch, cache):
+def test_full_disk_is_said_with_the_folder(tmp_path, folder, monkeypatch, cache):
+    options = {"corpus": write_documents(folder / "a.jsonl", 31), "vocab_size": 300, "sequence_length": 32}
+
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write", fail)
     with pytest.raises(LabError, match=r"cannot write the data cache .*cache.*No space left on device") as error:
-        load(tmp_path)
+        load(tmp_path, **options)
     assert error.value.exit_code == 3
 
     monkeypatch.undo()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
-    assert len(load(tmp_path).train) == 1606  # nothing half-written is taken for whole
+    rows = tokens(load(tmp_path, **options).train)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "other")
+    assert rows == tokens(load(tmp_path, **options).train)  # nothing half-written is taken for whole
 
 
 def test_cache_folder_that_cannot_be_made_is_said(tmp_path, monkeypatch):

@@ -170,20 +170,17 @@ def busiest(model: KVShiftLlamaForCausalLM, rows: int, precision: str) -> int:
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize(
-    ("shape", "rows", "tolerance"),
-    [
-        pytest.param({"vocab_size": 3011}, 5, 0.01, id="logits"),
-        pytest.param({"vocab_size": 53, "intermediate_size": 499}, 5, 0.02, id="layer"),
-        pytest.param({"hidden_size": 210, "head_dim": 36, "intermediate_size": 499}, 1, 0.02, id="weights"),
-    ],
-)
-def test_busiest_moment_of_a_step(
-    shape: dict[str, Any], rows: int, tolerance: float, precision: Any, checkpointing: bool
-) -> None:
+BUSIEST = {
+    "logits": ({"vocab_size": 3011}, 5, 0.01),
+    "layer": ({"vocab_size": 53, "intermediate_size": 499}, 5, 0.02),
+    "weights": ({"hidden_size": 210, "head_dim": 36, "intermediate_size": 499}, 1, 0.02),
+}
+
+
+@covering(busy=BUSIEST, precision=["fp32", "bf16"], checkpointing={"": False, "checkpointing": True})
+def test_busiest_moment_of_a_step(busy: tuple[dict[str, Any], int, float], precision: Any, checkpointing: bool) -> None:
     """Whichever is largest: the logits, a layer, or the weights and autocast's copies of them."""
+    shape, rows, tolerance = busy
     model = tiny(**shape)
     if checkpointing:
         recompute_activations(model)

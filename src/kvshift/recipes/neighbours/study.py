@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record
 from kvshift.lab.study.tuning import least_loss
-from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import find_variant, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
@@ -37,21 +37,24 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
     return [
         *jobs_of(setting, ["kv-shift", "vanilla"], seeds),
         *(
-            replace(job, config=replace(job.config, model=_narrower(job.config, variant)))
+            replace(
+                job,
+                config=replace(job.config, model=_narrower(job.config.model, variant, job.config.data.sequence_length)),
+            )
             for variant in NEIGHBOURS
             for job in jobs_of(setting, [variant], seeds)
         ),
     ]
 
 
-def _narrower(config: TrainConfig, variant: str) -> ModelConfig:
+@cache
+def _narrower(model: ModelConfig, variant: str, length: int) -> ModelConfig:
     """With as many parameters as KV shift, to half a unit of each layer's MLP."""
-    length = config.data.sequence_length
-    size = llama_config(with_variant(config.model, "kv-shift"), vocab_size=_TOKENS, sequence_length=length)
-    plain = llama_config(with_variant(config.model, "vanilla"), vocab_size=_TOKENS, sequence_length=length)
+    size = llama_config(with_variant(model, "kv-shift"), vocab_size=_TOKENS, sequence_length=length)
+    plain = llama_config(with_variant(model, "vanilla"), vocab_size=_TOKENS, sequence_length=length)
     more = find_variant(variant).added_parameters(plain) - find_variant("kv-shift").added_parameters(size)
     unit = 3 * size.hidden_size * size.num_hidden_layers + size.num_hidden_layers * 2 * bool(size.mlp_bias)
-    return replace(config.model, intermediate_size=size.intermediate_size - round(more / unit))
+    return replace(model, intermediate_size=size.intermediate_size - round(more / unit))
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
