@@ -52,14 +52,9 @@ test-newest: .venv-newest/stamp .venv-oldest/stamp  ## Run a short check on what
 test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
 	@$(TEST_ENV) .venv/bin/python -m pytest -q -m ray tests/lab/study $(ARGS)
 
-# After an engine that drafts by n-grams, the others of a process are wrong: each of those tests has its own.
-VLLM_TEST := TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no
-
 .PHONY: test-vllm
 test-vllm: .venv-vllm/stamp  ## Run the tests that need vLLM, in an environment of its own
-	@$(VLLM_TEST) tests/vllm --ignore=tests/vllm/test_n_grams.py $(ARGS)
-	@tests=$$($(VLLM_TEST) --collect-only tests/vllm/test_n_grams.py | grep '::') || exit 1; \
-	for test in $$tests; do $(VLLM_TEST) $$test || exit 1; done
+	@TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no tests/vllm $(ARGS)
 
 .PHONY: test-titan
 test-titan: .venv-titan/stamp  ## Run the tests that need torchtitan, in an environment of its own

@@ -16,6 +16,7 @@ import torch
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
+    "NUMBA_NUM_THREADS": "1",  # see test_n_grams.py
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -28,6 +28,21 @@ def _register_once(overrides: Any, register: Any = dispatcher.register_kernels) 
         register(new)
 
 
+_freeze = gc.freeze
+
+
+def keep_what_is_here() -> None:
+    """Leave all objects that there are out of later garbage collections.
+
+    vLLM collects nine times for each engine. It would freeze engines as well, and then thaw all there is: half of the
+    tests' time went into looking through its own modules.
+    """
+    gc.collect()
+    _freeze()
+
+
+keep_what_is_here()
+gc.freeze = gc.unfreeze = lambda: None
 dispatcher.register_kernels = _register_once
 registry._run_in_subprocess = lambda inspected: inspected()  # vLLM imports itself again for each class that it looks at
 
@@ -102,14 +117,14 @@ class Engine:
 def engine(folder: Path, **options: Any) -> Iterator[Engine]:
     """An engine that is gone afterwards, so that the next one finds the process as this one did."""
     running = None
+    keep_what_is_here()
     try:
         running = Engine(folder, **options)
         yield running
     finally:
         if running is not None:
             running.llm.llm_engine.engine_core.shutdown()
-        del running
-        gc.collect()
+            del running.llm, running.scheduler  # a test may still hold what the engine did
         cleanup_dist_env_and_memory()
 
 

@@ -1,7 +1,7 @@
-"""Drafts by n-grams, each test in a process of its own, as `make test-vllm` runs them.
+"""Drafts by n-grams.
 
-numba, which finds the n-grams, changes the number of threads of the process, and every engine that is made in it
-afterwards computes wrongly on a CPU, with vLLM's own Llama too.
+numba, which finds them, sets the number of threads of the process to its own, and where that is another than before,
+every engine that is made afterwards computes wrongly on a CPU, with vLLM's own Llama too. `conftest.py` gives it one.
 """
 
 from __future__ import annotations
