@@ -53,8 +53,8 @@ test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
 	@$(TEST_ENV) .venv/bin/python -m pytest -q -m ray tests/lab/study $(ARGS)
 
 .PHONY: test-vllm
-test-vllm: .venv-vllm/stamp  ## Run the tests that need vLLM, in an environment of its own
-	@TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no tests/vllm $(ARGS)
+test-vllm: .venv-vllm/stamp $(VLLM:%=build/vllm-%/stamp)  ## Run the tests that need vLLM, in an environment of its own; VLLM=0.33.0: on the Python of that version
+	@$(VLLM:%=PYTHONPATH=$(CURDIR)/build/vllm-%) TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no tests/vllm $(ARGS)
 
 .PHONY: test-titan
 test-titan: .venv-titan/stamp  ## Run the tests that need torchtitan, in an environment of its own
@@ -174,6 +174,15 @@ $(BETWEEN)/stamp $(OLD_TRITON)/stamp:
 .venv-vllm/stamp: pyproject.toml constraints-vllm.txt $(KERNEL)
 	$(call install,constraints-vllm.txt,test-vllm)
 	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+
+# A version that is not built for CPUs: its Python, and the compiled code of the one that is, which says that it is.
+build/vllm-%/stamp: | .venv-vllm/stamp
+	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --no-cache-dir \
+		--target $(@D) --upgrade vllm==$*
+	@find $(@D)/vllm -name '*.so' -delete; rm -f $(@D)/vllm/vllm-rs
+	@ln -s $(CURDIR)/.venv-vllm/lib/python3*/site-packages/vllm/*.so $(@D)/vllm
+	@sed -i 's/^Version: .*/&+cpu/' $(@D)/vllm-*.dist-info/METADATA
+	@touch $@
 
 .venv-titan/stamp: pyproject.toml constraints-titan.txt $(KERNEL)
 	$(call install,constraints-titan.txt,test-titan)

@@ -75,7 +75,12 @@ def capacity(into: Path) -> Iterator[Row]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+
+    try:
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_configs
+    except ImportError:  # vLLM 0.32
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 
     as_on_gpus = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])  # those of a CPU are multiples of 32
     CPUAttentionBackend.get_supported_kernel_block_sizes = as_on_gpus

