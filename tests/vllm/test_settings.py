@@ -53,9 +53,10 @@ def test_compiled(name: str, checkpoint: Checkpoint) -> None:
 def test_compiled_code_does_nothing_between_projection_and_shift(folder: Path, model: Any) -> None:
     """No copy of queries, keys and values, which an operator that works in place would cost."""
     with fresh_cache():
-        _, codes = run_and_get_code(answers_compiled, folder)  # more than one where sizes have been seen before
-    assert codes
-    for code in codes:
+        _, codes = run_and_get_code(answers_compiled, folder)  # vLLM compiles its ranking of logprobs too
+    of_the_model = [code for code in codes if "torch.ops._C.onednn_mm" in code]  # several where sizes have been seen
+    assert of_the_model
+    for code in of_the_model:
         *before_shifts, _ = code[code.index("def call(") :].split("torch.ops.vllm.kv_shift")
         assert len(before_shifts) == model.config.num_hidden_layers
         for before in before_shifts:
