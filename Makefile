@@ -54,7 +54,7 @@ test-ray: .venv/stamp  ## Run the tests that start a Ray cluster on this machine
 
 .PHONY: test-vllm
 test-vllm: .venv-vllm/stamp $(VLLM:%=build/vllm-%/stamp)  ## Run the tests that need vLLM, in an environment of its own; VLLM=0.33.0: on the Python of that version
-	@$(VLLM:%=PYTHONPATH=$(CURDIR)/build/vllm-%) TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no tests/vllm $(ARGS)
+	@$(VLLM:%=PYTHONPATH=$(CURDIR)/build/vllm-%) TRITON_INTERPRET=0 $(TEST_ENV) .venv-vllm/bin/python -m pytest -q --show-capture=no -m 'not slow' tests/vllm $(ARGS)
 
 .PHONY: test-titan
 test-titan: .venv-titan/stamp  ## Run the tests that need torchtitan, in an environment of its own

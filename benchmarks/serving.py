@@ -77,11 +77,6 @@ def capacity(into: Path) -> Iterator[Row]:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
-    try:
-        from vllm.v1.core.kv_cache_planning import get_kv_cache_configs
-    except ImportError:  # vLLM 0.32
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-
     as_on_gpus = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])  # those of a CPU are multiples of 32
     CPUAttentionBackend.get_supported_kernel_block_sizes = as_on_gpus
     for name, folder in folders(models_of_caches(), into).items():
@@ -99,7 +94,7 @@ def capacity(into: Path) -> Iterator[Row]:
                 config.scheduler_config.async_scheduling = asynchronous
                 requests = []
                 for specs in (ours, theirs):
-                    [cache] = get_kv_cache_configs(config, [dict(specs)], [LARGE_POOL])
+                    cache = kv_cache_config(config, dict(specs))
                     requests.append(get_kv_cache_capacity(config, cache)[1])
                 yield {
                     "part": "capacity",
@@ -116,6 +111,20 @@ def capacity(into: Path) -> Iterator[Row]:
                     "state_bytes_per_token": bytes_per_token(ours) - bytes_per_token(theirs),
                     "by_hand": by_hand(theirs),
                 }
+
+
+def kv_cache_config(config: Any, specs: dict[str, Any]) -> Any:
+    """How vLLM divides a large pool among the layers."""
+    try:
+        from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+    except ImportError:  # vLLM 0.32
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+        [cache] = get_kv_cache_configs(config, [specs], [LARGE_POOL])
+    else:
+        groups = get_global_kv_cache_groups(config, [specs])
+        [cache] = get_kv_cache_configs(config, [specs], [LARGE_POOL], groups)
+    return cache
 
 
 def models_of_caches() -> dict[str, PreTrainedConfig]:

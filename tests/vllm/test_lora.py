@@ -19,7 +19,7 @@ from .engines import count, different, drawn, engine
 Checkpoint = Callable[[str], Path]
 
 _RANK, _ALPHA = 8, 16
-_ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def adapted(model: Any, folder: Path, projections: Sequence[str], seed: int) -> Any:
@@ -55,7 +55,7 @@ def test_two_adapters_and_none_in_one_batch(name: str, checkpoint: Checkpoint, t
     models = [
         load_kv_shift(checkpoint(name)).eval(),
         adapted(load_kv_shift(checkpoint(name)), tmp_path / "keys", ("k_proj", "v_proj"), 1),
-        adapted(load_kv_shift(checkpoint(name)), tmp_path / "all", _ALL, 2),
+        adapted(load_kv_shift(checkpoint(name)), tmp_path / "all", ALL, 2),
     ]
     adapters = [None, LoRARequest("keys", 1, str(tmp_path / "keys")), LoRARequest("all", 2, str(tmp_path / "all"))]
     start, *ends = drawn(70, *range(1, 40, 3), seed=13)

@@ -7,38 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
-import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import NamedTuple
 
 import aiohttp
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
-from kvshift.models.versions import CACHE
 
+from .load import CONTEXT, TOKENS, Prompt, continued, prompts_for, withstand
 from .server import SECONDS, Server, body, free_port, serve, stream
 
-VOCABULARY, CONTEXT = 277, 512
-LENGTHS = (1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 257)
-REQUESTS, CLIENTS, TOKENS = 200, 32, 24
-FINISHED = "request_success_total/length"
+VOCABULARY, REQUESTS = 277, 200
 MARGIN = 1e-3  # what float32 may turn around in logits of about 1 is a thousand times smaller
-
-
-class Prompt(NamedTuple):
-    """A prompt and the tokens with which the model itself continues it."""
-
-    tokens: list[int]
-    answer: list[int]
 
 
 @torch.no_grad()
@@ -63,18 +49,6 @@ def make_model() -> KVShiftLlamaForCausalLM:
     return model
 
 
-@torch.no_grad()
-def continued(model: KVShiftLlamaForCausalLM, prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """The greedy tokens after prompts of one length, and by how much each of them leads at least."""
-    ids, cache, lead = prompts, None, torch.full((len(prompts),), float("inf"))
-    for step in range(TOKENS):
-        output = model(input_ids=ids if step == 0 else ids[:, -1:], **{CACHE: cache}, use_cache=True)
-        best = output.logits[:, -1].topk(2)
-        cache, lead = output.past_key_values, torch.minimum(lead, best.values[:, 0] - best.values[:, 1])
-        ids = torch.cat([ids, best.indices[:, :1]], dim=1)
-    return ids[:, prompts.shape[1] :], lead
-
-
 @pytest.fixture(scope="module")
 def model() -> KVShiftLlamaForCausalLM:
     return make_model()
@@ -82,17 +56,8 @@ def model() -> KVShiftLlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def prompts(model: KVShiftLlamaForCausalLM) -> list[Prompt]:
-    """As many as there are requests; those whose answer hangs on the last bits are left out."""
-    chance = torch.Generator().manual_seed(0)
-    found: list[Prompt] = []
-    for length in LENGTHS:
-        ids = torch.randint(1, VOCABULARY, (16, length), generator=chance)
-        answers, lead = continued(model, ids)
-        triples = zip(ids.tolist(), answers.tolist(), lead.tolist(), strict=True)
-        found += [Prompt(prompt, answer) for prompt, answer, least in triples if least > MARGIN]
-    assert len(found) >= REQUESTS
-    random.Random(0).shuffle(found)
-    return found[:REQUESTS]
+    """As many as there are requests; answers that hang on the last bits are left out."""
+    return prompts_for(model, REQUESTS, MARGIN)
 
 
 @pytest.fixture(scope="module")
@@ -149,59 +114,7 @@ def test_the_client_of_the_docs(server: Server, run: Path, capsys: pytest.Captur
 def test_200_requests_of_32_clients_of_which_a_third_disconnect(
     server: Server, run: Path, prompts: list[Prompt]
 ) -> None:
-    before = server.metrics()
-    wrong, left = asyncio.run(_load(server.url, str(run), prompts))
-    assert wrong == []
-    assert left == (REQUESTS + 2) // 3
-    after = _settled(server, before)
-    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        assert after[gauge] == before[gauge] == 0, gauge
-    assert after[FINISHED] - before[FINISHED] == REQUESTS - left
-    # Nobody reads the answers of those who left; they were not computed to their end.
-    unread = after["generation_tokens_total"] - before["generation_tokens_total"] - (REQUESTS - left) * TOKENS
-    assert 0 < unread < left * (CONTEXT - max(LENGTHS)) / 2
-    assert server.faults() == []
-
-
-async def _load(url: str, name: str, prompts: list[Prompt]) -> tuple[list[int], int]:
-    """The requests whose answer was wrong, and how many clients left in the middle of theirs."""
-    waiting = list(enumerate(prompts))[::-1]
-    wrong: list[int] = []
-    left = 0
-    chance = random.Random(0)
-    limit = aiohttp.ClientTimeout(total=SECONDS)
-
-    async def client() -> None:
-        nonlocal left
-        async with aiohttp.ClientSession(timeout=limit) as session:
-            while waiting:
-                number, prompt = waiting.pop()
-                leaves_after = chance.randrange(1, 9) if number % 3 == 0 else None
-                tokens = TOKENS if leaves_after is None else CONTEXT - len(prompt.tokens)
-                got: list[int] = []
-                async with aclosing(stream(session, url, body(name, prompt.tokens, tokens))) as events:
-                    async for event in events:
-                        got += event
-                        if leaves_after is not None and len(got) >= leaves_after:
-                            left += 1
-                            break
-                whole = leaves_after is not None or len(got) == TOKENS
-                if not whole or got[:TOKENS] != prompt.answer[: len(got)]:
-                    wrong.append(number)
-
-    await asyncio.gather(*(client() for _ in range(CLIENTS)))
-    return wrong, left
-
-
-def _settled(server: Server, before: dict[str, float]) -> dict[str, float]:
-    """The metrics once nothing runs any more: the server notices a client that has left when it sends to it."""
-    end = time.monotonic() + 60
-    while True:
-        now = server.metrics()
-        idle = now["num_requests_running"] == now["num_requests_waiting"] == 0
-        if (idle and now[FINISHED] - before[FINISHED] > REQUESTS // 2) or time.monotonic() > end:
-            return now
-        time.sleep(1)
+    assert withstand(server, [(str(run), prompt) for prompt in prompts]) == {}
 
 
 MALFORMED = {

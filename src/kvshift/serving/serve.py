@@ -69,7 +69,7 @@ def require_vllm() -> None:
         raise LabError(f"vLLM is not installed: {how}, in an environment of its own")
     for name, version in installed.items():
         allowed = _allowed(name)
-        if not allowed.contains(version):
+        if not allowed.contains(version, prereleases=False):
             raise LabError(
                 f"{name} {version} is installed; the plugin is written for {allowed}, and vLLM's interface for models "
                 f"changes with each version: {how}"
