@@ -1,7 +1,5 @@
 """One of several processes that each compute a part of a step of torchtitan: see `test_parity.py`.
 
-python -m tests.titan.parity_worker FOLDER [CASE ... or sabotage], with the environment of torchrun.
-
 With one process it keeps, in FOLDER, the weights of every model, its loss and its gradients; with more it compares.
 """
 
@@ -9,22 +7,26 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # once, for all that are forked
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kvshift import ShiftOptions
 from kvshift.layers import halo
-from tests.titan.tiny import ROWS, tiny_trainer_config
+from tests.titan.tiny import ROWS, TINY_LLAMA, tiny_trainer_config
 
-from kvshift.integrations.titan.shifted_gqa import shifts_of  # isort: skip  # imports torchtitan
+from torchtitan.distributed.context_parallel import api as context_parallel  # isort: skip  # after on_cpu
+
+from kvshift.integrations.titan.shifted_gqa import TitanShift, shifts_of  # isort: skip  # imports torchtitan
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -33,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, q, gate": {"options": ShiftOptions(targets=("q", "k", "v"), constraint="gate")},
     "llama, 512 tokens": {"length": 512},  # context parallelism of torchtitan wants 128 for each of its ranks
     "llama, float32": {"dtype": "float32"},
+    "one layer, float32": {"dtype": "float32", "model": TINY_LLAMA | {"num_hidden_layers": 1}},
 }
 
 
@@ -42,6 +45,7 @@ def cp(degree: int, layout: str | None) -> dict[str, Any]:
 
 TP = {"tensor_parallel_degree": 2}
 PIPELINE: dict[str, Any] = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}
+ONE_F_ONE_B = PIPELINE | {"pipeline_parallel_schedule": "1F1B"}
 HEAD_TAIL, CONTIGUOUS = cp(2, "headtail"), cp(2, None)
 
 # By number of processes, then by name: model, and what `tiny_trainer_config` is given.
@@ -57,13 +61,13 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "TP, queries and gate": ("llama, q, gate", TP),
         "CP, full checkpointing": ("llama", HEAD_TAIL | {"checkpointing": "full"}),
         "CP, selective checkpointing": ("llama", CONTIGUOUS | {"checkpointing": "selective"}),
-        "PP 1F1B": ("llama", PIPELINE | {"pipeline_parallel_schedule": "1F1B"}),
+        "PP 1F1B": ("llama", ONE_F_ONE_B),
         "PP interleaved": ("llama", PIPELINE | {"pipeline_parallel_schedule": "Interleaved1F1B"}),
         "Qwen 3, TP": ("qwen", TP),
         "Qwen 3, CP": ("qwen", HEAD_TAIL),
         "CP, float32": ("llama, float32", HEAD_TAIL),
-        "FSDP, compiled": ("llama, float32", {"compile_model": True}),
-        "CP, compiled": ("llama, float32", HEAD_TAIL | {"compile_model": True}),
+        "FSDP, compiled": ("one layer, float32", {"compile_model": True}),
+        "CP, compiled": ("one layer, float32", HEAD_TAIL | {"compile_model": True}),
     },
     4: {
         "CP 4 head-tail": ("llama, 512 tokens", cp(4, "headtail")),
@@ -71,10 +75,14 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "FSDP 2 x TP 2": ("llama", TP),
         "FSDP 2 x CP 2": ("llama", HEAD_TAIL),
         "CP 2 x TP 2": ("llama", HEAD_TAIL | TP),
+        "PP 2 x CP 2 head-tail": ("llama", ONE_F_ONE_B | HEAD_TAIL | {"pipeline_parallel_microbatch_size": 4}),
+        "PP 2 x CP 2 contiguous": ("llama", ONE_F_ONE_B | CONTIGUOUS | {"pipeline_parallel_microbatch_size": 4}),
+        "PP 2 x TP 2": ("llama", ONE_F_ONE_B | TP),
     },
 }
+BROKEN = ((2, "CP head-tail"), (2, "CP contiguous"))
 # In float32, and where a compiler sums in another order; otherwise float64.
-TOLERANCE = {"llama, float32": 1e-5}
+TOLERANCE = {"llama, float32": 1e-5, "one layer, float32": 1e-5}
 
 
 def whole(x: Tensor) -> Tensor:
@@ -86,7 +94,9 @@ def name_of(parameter: str) -> str:
 
 
 def step(trainer: Any) -> dict[str, Tensor]:
-    """Gradients of one step, whole, of the parameters of this rank."""
+    """Gradients of a step on the first rows, whole, of the parameters of this rank."""
+    trainer.dataloader.step = 0
+    trainer.optimizers.zero_grad()
     batches = trainer.batch_generator(trainer.dataloader)
     groups = [next(batches) for _ in range(trainer.num_pipeline_parallel_microbatches)]
     tokens = torch.tensor(ROWS * trainer.config.training.seq_len)
@@ -132,95 +142,127 @@ def difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> tup
     return max(everywhere)[:2]
 
 
-def run(folder: Path, model: str, given: dict[str, Any], break_shift: Any = None) -> tuple[float, str]:
+@contextmanager
+def counted() -> Iterator[dict[str, list[int]]]:
+    """Bytes of each message of the shift, forward and backward, and of keys and values that attention gathers."""
+    traffic: dict[str, list[int]] = {"sent": [], "gathered": []}
+    send, gather = dist.batch_isend_irecv, context_parallel.flex_cp_allgather
+
+    def count_sent(operations: list[Any]) -> Any:
+        traffic["sent"] += [each.tensor.nbytes for each in operations if each.op is dist.isend]
+        return send(operations)
+
+    def count_gathered(k: Tensor, v: Tensor, *where: Any) -> Any:
+        gathered = gather(k, v, *where)
+        traffic["gathered"].append(sum(x.nbytes for x in gathered) - k.nbytes - v.nbytes)
+        return gathered
+
+    sending = patch.object(dist, "batch_isend_irecv", count_sent)
+    with sending, patch.object(context_parallel, "flex_cp_allgather", count_gathered):
+        yield traffic
+
+
+def run(folder: Path, model: str, given: dict[str, Any], sabotage: Sequence[Sabotage] = ()) -> dict[str, Any]:
+    """Of a step, and of one more for each sabotage: how far gradients are from those of one process, and which.
+
+    With that, what each rank sent for the shift and received for attention in a right step.
+
+    One process compares nothing; it keeps weights and gradients.
+    """
     settings = {"dtype": "float64"} | MODELS[model] | given
     exact = settings["dtype"] == "float64"
     to_float = torch.Tensor.float  # torchtitan casts RoPE and cross-entropy to float32
     keep = patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x))
+    kept, found = folder / f"{model}.pt", {}
     with keep if exact else nullcontext():
         trainer = tiny_trainer_config(str(folder / "dump"), **settings).build()
-        kept = folder / f"{model}.pt"
         if dist.get_world_size() == 1:
             state = drawn_weights(trainer)
             give_weights(trainer, state)
-            gradients = step(trainer)
-            torch.save({"state": state, "gradients": gradients}, kept)
-            result = 0.0, ""
+            torch.save({"state": state, "gradients": step(trainer)}, kept)
         else:
             saved = torch.load(kept, weights_only=True)
             give_weights(trainer, saved["state"])
-            broken: AbstractContextManager[Any] = nullcontext()
-            if break_shift is not None:
-                broken = break_shift(shifts_of(trainer.model_parts))
-            with broken:
-                result = difference(step(trainer), saved["gradients"])
+            with nullcontext({}) if given.get("compile_model") else counted() as traffic:
+                gradients = step(trainer)
+            found["right"] = difference(gradients, saved["gradients"])
+            found["traffic"] = [None] * dist.get_world_size()
+            dist.all_gather_object(found["traffic"], traffic)
+            for breaks in (*sabotage, nothing) if sabotage else ():  # at last it is right again
+                with ExitStack() as broken:
+                    for patched in breaks(shifts_of(trainer.model_parts)):
+                        broken.enter_context(patched)
+                    found[breaks.__name__] = difference(step(trainer), saved["gradients"])
     dist.barrier()
     trainer.close()
-    return result
+    return found
 
 
 # Ways to break context parallelism ------------------------------------------------------------------------------------
 
+Sabotage = Callable[[list[TitanShift]], list[Any]]
 
-def _replaced(change: Any) -> Any:
+
+def _replaced(change: Callable[[Tensor], Tensor]) -> list[Any]:
     exchange = halo.exchange_halo
-    return patch.object(halo, "exchange_halo", lambda *args, **kwargs: [change(x) for x in exchange(*args, **kwargs)])
+    return [patch.object(halo, "exchange_halo", lambda *args, **kwargs: [change(x) for x in exchange(*args, **kwargs)])]
 
 
-def dropped(shifts: Any) -> Any:
+def dropped(shifts: list[TitanShift]) -> list[Any]:
     return _replaced(torch.zeros_like)
 
 
-def not_differentiated(shifts: Any) -> Any:
+def not_differentiated(shifts: list[TitanShift]) -> list[Any]:
     return _replaced(torch.Tensor.detach)
 
 
-def not_told(shifts: Any) -> Any:
-    for shift in shifts:
-        shift.group = None
-    return nullcontext()
+def not_told(shifts: list[TitanShift]) -> list[Any]:
+    return [patch.object(shift, "group", None) for shift in shifts]
 
 
-def other_layout(shifts: Any) -> Any:
-    for shift in shifts:
-        shift.layout = {"contiguous": "headtail", "headtail": "contiguous"}[shift.layout]
-    return nullcontext()
+def other_layout(shifts: list[TitanShift]) -> list[Any]:
+    other = {"contiguous": "headtail", "headtail": "contiguous"}
+    return [patch.object(shift, "layout", other[shift.layout]) for shift in shifts]
 
 
-def documents_ignored(shifts: Any) -> Any:
-    stock = type(shifts[0]).forward
-    return patch.object(type(shifts[0]), "forward", lambda self, q, k, v, positions: stock(self, q, k, v, None))
+def documents_ignored(shifts: list[TitanShift]) -> list[Any]:
+    stock = TitanShift.forward
+    return [patch.object(TitanShift, "forward", lambda self, q, k, v, positions: stock(self, q, k, v, None))]
 
 
-def wrong_neighbour(shifts: Any) -> Any:
+def wrong_neighbour(shifts: list[TitanShift]) -> list[Any]:
     stock = halo._Division.chunks
-    return patch.object(halo._Division, "chunks", lambda self, rank: stock(self, self.size - 1 - rank))
+    return [patch.object(halo._Division, "chunks", lambda self, rank: stock(self, self.size - 1 - rank))]
 
 
-SABOTAGE = (dropped, not_differentiated, not_told, other_layout, documents_ignored, wrong_neighbour)
+def nothing(shifts: list[TitanShift]) -> list[Any]:
+    return []
 
 
-def main(folder: str, *names: str) -> None:
+SABOTAGE: tuple[Sabotage, ...] = (
+    dropped,
+    not_differentiated,
+    not_told,
+    other_layout,
+    documents_ignored,
+    wrong_neighbour,
+)
+
+
+def main(folder: Path) -> None:
     size = int(os.environ["WORLD_SIZE"])
-    found = {}
+    found, broken, traffic = {}, {}, {}
     for name, (model, given) in CASES[size].items():
-        if names and name not in names:
-            continue
-        value, where = run(Path(folder), model, given)
-        found[name] = (value, TOLERANCE.get(model, 1e-10), where)
-        if os.environ["RANK"] == "0":
-            print(f"{name}: {value:.1e} {where}", flush=True)
-    broken = {}
-    if size == 2 and (not names or "sabotage" in names):
-        for layout in (HEAD_TAIL, CONTIGUOUS):
-            for sabotage in SABOTAGE:
-                value, where = run(Path(folder), "llama", layout, sabotage)
-                broken[f"{sabotage.__name__}, {layout['context_parallel_load_balancer']}"] = value
+        start = time.process_time()
+        breaks = SABOTAGE if (size, name) in BROKEN else ()
+        differences = run(folder, model, given, breaks)
+        if "right" in differences:
+            found[name] = (*differences.pop("right"), TOLERANCE.get(model, 1e-10))
+            traffic[name] = differences.pop("traffic")
+        broken[name] = {each: value for each, (value, _) in differences.items()}
+        print(f"{name}: {found.get(name)}, {time.process_time() - start:.1f} s", flush=True)
     if os.environ["RANK"] == "0":
-        Path(folder, f"found-{size}.json").write_text(json.dumps({"found": found, "broken": broken}))
+        results = {"found": found, "broken": broken, "traffic": traffic}
+        (folder / f"found-{size}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ..worker_processes import run_workers
-from .parity_worker import CASES, CONTIGUOUS, HEAD_TAIL, SABOTAGE
+from ..worker_processes import fork_workers
+from . import parity_worker
+from .parity_worker import BROKEN, CASES, SABOTAGE
 from .test_checkpoints import address
+from .tiny import ROWS
 
 
 @pytest.fixture(scope="module")
@@ -17,18 +19,32 @@ def results(tmp_path_factory) -> dict:
     """Of all cases: one start of processes for each number of them."""
     folder = tmp_path_factory.mktemp("parity")
     for processes in CASES:
-        arguments = ["-W", "ignore", "-m", "tests.titan.parity_worker", str(folder)]
-        run_workers(processes, arguments, timeout=900, **address())
+        print(*fork_workers(processes, parity_worker.main, folder, timeout=900, **address()), sep="\n")
     return {size: json.loads(Path(folder, f"found-{size}.json").read_text()) for size in CASES}
 
 
 @pytest.mark.parametrize(("size", "case"), [(size, case) for size in (2, 4) for case in CASES[size]])
 def test_gradients(results: dict, size: int, case: str):
-    value, tolerance, where = results[size]["found"][case]
+    value, where, tolerance = results[size]["found"][case]
     assert value < tolerance, f"{case}: relative difference {value:.1e} in {where}"
 
 
-@pytest.mark.parametrize("layout", [HEAD_TAIL, CONTIGUOUS], ids=["headtail", "contiguous"])
+@pytest.mark.parametrize(("size", "case"), BROKEN)
 @pytest.mark.parametrize("sabotage", [sabotage.__name__ for sabotage in SABOTAGE])
-def test_sabotage_is_caught(results: dict, sabotage: str, layout: dict):
-    assert results[2]["broken"][f"{sabotage}, {layout['context_parallel_load_balancer']}"] > 1e-2
+def test_sabotage_is_caught(results: dict, sabotage: str, size: int, case: str):
+    assert results[size]["broken"][case][sabotage] > 1e-2
+
+
+@pytest.mark.parametrize(("size", "case"), BROKEN)
+def test_after_sabotage_it_is_right_again(results: dict, size: int, case: str):
+    assert results[size]["broken"][case]["nothing"] < 1e-10
+
+
+def test_the_shift_costs_a_message_to_each_neighbour(results: dict):
+    """Of each layer, forward and backward, beside the keys and values that attention gathers from the other ranks."""
+    layers, (rank, ranks) = 2, (1, 4)
+    heads, head_size, length, float64 = 2, 8, 512, 8
+    both = 2 * heads * head_size * float64  # keys and values of a token
+    traffic = results[ranks]["traffic"]["CP 4 head-tail"][rank]
+    assert traffic["sent"] == [ROWS * both] * layers * 2 * 2  # to two neighbours, forward and backward
+    assert traffic["gathered"] == [ROWS * (length - length // ranks) * both] * layers
