@@ -25,8 +25,7 @@ from kvshift.lab.tasks.batch import IGNORED
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 from kvshift.lab.tasks.registry import TASKS
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
-from kvshift.lab.variants.by_name import VARIANTS
-from kvshift.lab.variants.by_name import Entry as Variant
+from kvshift.lab.variants.by_name import VARIANTS, VariantEntry
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedGeneration, UncachedLlamaModel, become
@@ -193,9 +192,11 @@ class ReversedLlama(UncachedGeneration, KVShiftLlamaForCausalLM):
 def variant(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("kvshift.lab.variants.upside_down")
     models = {KVShiftLlamaConfig: ReversedLlama}
-    module.VARIANTS = (ModelVariant(name="upside-down", models=models),)
+    module.MODEL_VARIANTS = (ModelVariant(name="upside-down", models=models),)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(VARIANTS, "upside-down", Variant("upside-down", "reversed values", "#000000", "upside_down"))
+    monkeypatch.setitem(
+        VARIANTS, "upside-down", VariantEntry("upside-down", "reversed values", "#000000", "upside_down")
+    )
 
 
 @pytest.mark.usefixtures("task", "variant")

@@ -20,14 +20,14 @@ _Options = TypeVar("_Options")
 
 
 @dataclass(frozen=True)
-class Entry:
+class VariantEntry:
     """A variant.
 
     Attributes:
         name: what a user types.
         label: in tables and figures.
         color: in all figures. The colour-blind can tell those of the first lines apart.
-        module: of `kvshift.lab.variants`, whose `VARIANTS` has it.
+        module: of `kvshift.lab.variants`, whose `MODEL_VARIANTS` has it.
         shifts: whether it is KV shift, of which the options `shift_*` say the rest.
         fixes: those of these options that the name itself says.
     """
@@ -42,16 +42,16 @@ class Entry:
 
 def _shift(
     name: str, label: str, color: str, *, targets: str = "kv", window: int = 2, constraint: str = "free"
-) -> Entry:
+) -> VariantEntry:
     fixes = {"shift_targets": tuple(targets), "shift_window": window, "shift_constraint": constraint}
-    return Entry(name, label, color, "variant", shifts=True, fixes=fixes)
+    return VariantEntry(name, label, color, "variant", shifts=True, fixes=fixes)
 
 
-VARIANTS: Mapping[str, Entry] = {
+VARIANTS: Mapping[str, VariantEntry] = {
     entry.name: entry
     for entry in (
-        Entry("vanilla", "vanilla", "#0072b2", "variant"),
-        Entry("kv-shift", "KV-shift", "#d55e00", "variant", shifts=True),
+        VariantEntry("vanilla", "vanilla", "#0072b2", "variant"),
+        VariantEntry("kv-shift", "KV-shift", "#d55e00", "variant", shifts=True),
         _shift("k-shift", "K-shift", "#009e73", targets="k"),
         _shift("v-shift", "V-shift", "#cc79a7", targets="v"),
         _shift("qkv-shift", "QKV-shift", "#e69f00", targets="qkv"),
@@ -59,20 +59,20 @@ VARIANTS: Mapping[str, Entry] = {
         _shift("kv-shift-window-4", "KV-shift, window 4", "#222222", window=4),
         _shift("kv-shift-gate", "KV-shift, gate", "#ddaa33", constraint="gate"),
         _shift("kv-shift-clamp", "KV-shift, clamp", "#6a3d9a", constraint="clamp"),
-        Entry("smear", "smear", "#56b4e9", "smear"),
-        Entry("key-offset", "key offset", "#882255", "key_offset"),
-        Entry("key-offset-whole", "key offset, whole", "#bb5566", "key_offset"),
-        Entry("canon", "Canon", "#225522", "convolution"),
-        Entry("inkling", "Inkling", "#44aa99", "convolution"),
-        Entry("conv-2", "convolution of width 2", "#88ccee", "convolution"),
-        Entry("fox-shift", "FoX shift", "#aaaa00", "fox_shift"),
-        Entry("differential", "differential", "#332288", "differential"),
-        Entry("differential-wide", "differential, wide", "#4477aa", "differential"),
-        Entry("differential-kv-shift", "differential + KV-shift", "#aa4499", "differential"),
-        Entry("selective", "selective", "#117733", "selective"),
-        Entry("selective-key", "selective, along keys", "#6699cc", "selective"),
-        Entry("mla", "MLA", "#cc6677", "mla"),
-        Entry("mla-kv-shift", "MLA + KV-shift", "#994455", "mla"),
+        VariantEntry("smear", "smear", "#56b4e9", "smear"),
+        VariantEntry("key-offset", "key offset", "#882255", "key_offset"),
+        VariantEntry("key-offset-whole", "key offset, whole", "#bb5566", "key_offset"),
+        VariantEntry("canon", "Canon", "#225522", "convolution"),
+        VariantEntry("inkling", "Inkling", "#44aa99", "convolution"),
+        VariantEntry("conv-2", "convolution of width 2", "#88ccee", "convolution"),
+        VariantEntry("fox-shift", "FoX shift", "#aaaa00", "fox_shift"),
+        VariantEntry("differential", "differential", "#332288", "differential"),
+        VariantEntry("differential-wide", "differential, wide", "#4477aa", "differential"),
+        VariantEntry("differential-kv-shift", "differential + KV-shift", "#aa4499", "differential"),
+        VariantEntry("selective", "selective", "#117733", "selective"),
+        VariantEntry("selective-key", "selective, along keys", "#6699cc", "selective"),
+        VariantEntry("mla", "MLA", "#cc6677", "mla"),
+        VariantEntry("mla-kv-shift", "MLA + KV-shift", "#994455", "mla"),
     )
 }
 
@@ -80,7 +80,7 @@ PAIR = ("kv-shift", "vanilla")
 """KV shift, and what it is compared with."""
 
 
-def find_entry(name: str, where: str = "variant") -> Entry:
+def find_entry(name: str, where: str = "variant") -> VariantEntry:
     """The entry of that name; `where` is what a LabError calls the option."""
     if name not in VARIANTS:
         raise LabError(f"{where} must be one of {', '.join(VARIANTS)}, got {name!r}")
@@ -90,7 +90,7 @@ def find_entry(name: str, where: str = "variant") -> Entry:
 def find_variant(name: str, where: str = "variant") -> Variant:
     """The variant of that name, whose module is imported; all that are KV shift with given options are "kv-shift"."""
     entry = find_entry(name, where)
-    variants = import_module(f"kvshift.lab.variants.{entry.module}").VARIANTS
+    variants = import_module(f"kvshift.lab.variants.{entry.module}").MODEL_VARIANTS
     return next(variant for variant in variants if variant.name == ("kv-shift" if entry.shifts else name))
 
 
@@ -166,7 +166,7 @@ def shift_label(targets: Sequence[str]) -> str:
 
 
 def _said_of_shift(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What `Entry.fixes` may hold, from what was recorded of a model."""
+    """What `VariantEntry.fixes` may hold, from what was recorded of a model."""
     return {
         "shift_targets": tuple(sorted(model.get("shift_targets") or "kv", key="qkv".index)),
         "shift_window": model.get("shift_window") or 2,

@@ -112,7 +112,7 @@ def _variant(name: str, window: int, **options: Any) -> MixingVariant:
     return MixingVariant(name=name, make=make, fields={"shift_targets": ["k", "v"], "shift_window": window})
 
 
-VARIANTS = (
+MODEL_VARIANTS = (
     # KV shift, place and start values (U(0, 1), summing to 1) included, with its four numbers for each channel of a
     # head in place of each head, so that a comparison of the two is of nothing but this.
     _variant("conv-2", 2),

@@ -204,7 +204,7 @@ def _differ(attention: Any, head_size: int, *, groups: int) -> None:
 
 _OF_TEXT = {KVShiftLlamaConfig: DifferentialLlamaForCausalLM}
 
-VARIANTS = (
+MODEL_VARIANTS = (
     ModelVariant(name="differential", models={**_OF_TEXT, LabGPT2Config: DifferentialGPT2}),
     # Half as many heads as vanilla, each twice as large: the source's own choice.
     ModelVariant(name="differential-wide", models=_OF_TEXT, fields={"halve_heads": True}),

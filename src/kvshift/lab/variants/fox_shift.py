@@ -91,7 +91,7 @@ class _GPT2Attention(_ReadByShift, KVShiftGPT2Attention):
     pass
 
 
-VARIANTS = (
+MODEL_VARIANTS = (
     MixingVariant(
         name="fox-shift",
         make=FoXShift,

@@ -78,7 +78,7 @@ class KeyOffset(TokenMixing):
 
 _FIELDS = {"shift_targets": ["k"], "shift_window": 2}
 
-VARIANTS = (
+MODEL_VARIANTS = (
     MixingVariant(name="key-offset", make=KeyOffset, fields=_FIELDS),
     MixingVariant(name="key-offset-whole", make=partial(KeyOffset, whole=True), fields=_FIELDS),
 )

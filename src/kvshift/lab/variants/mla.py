@@ -242,7 +242,7 @@ class MLALlamaForCausalLM(KVShiftLlamaForCausalLM):
 
 _MODELS = {KVShiftLlamaConfig: MLALlamaForCausalLM}
 
-VARIANTS = (
+MODEL_VARIANTS = (
     ModelVariant(name="mla", models=_MODELS),
     # With the hard shift of a key and a value: nothing is learned.
     ModelVariant(name="mla-kv-shift", models=_MODELS, fields={"hard_shift": True}),

@@ -143,7 +143,7 @@ class SelectiveGPT2(LabGPT2):
 
 _MODELS = {KVShiftLlamaConfig: SelectiveLlamaForCausalLM, LabGPT2Config: SelectiveGPT2}
 
-VARIANTS = (
+MODEL_VARIANTS = (
     ModelVariant(name="selective", models=_MODELS),
     # Summed along the keys: as in the code that the KV-shift paper names for its Table 13.
     ModelVariant(name="selective-key", models=_MODELS, fields={"axis": "key"}),

@@ -145,7 +145,7 @@ def _smear(model: nn.Module, decoder: Any, smeared: type[nn.Module], width: int)
             module.shift = KVShift(1, ShiftOptions(targets=()))
 
 
-VARIANTS = (
+MODEL_VARIANTS = (
     ModelVariant(
         name="smear",
         models={KVShiftLlamaConfig: SmearLlamaForCausalLM, LabGPT2Config: SmearGPT2},

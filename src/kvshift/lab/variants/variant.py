@@ -1,6 +1,6 @@
 """What an experiment compares: one protocol, behind which vanilla, KV shift and the baselines stand.
 
-`by_name` lists them and the modules whose `VARIANTS` they are. A size is the configuration of a family, as
+`by_name` lists them and the modules whose `MODEL_VARIANTS` they are. A size is the configuration of a family, as
 `building.describe` makes it: a `KVShiftLlamaConfig` (text and tasks), or a `LabGPT2Config` or `EncoderConfig` (tasks).
 """
 
@@ -117,7 +117,7 @@ class ModelVariant:
 
 # The family's own model, where nothing shifts (of the Llamas transformers' Llama), and KV shift with all its options,
 # which are fields of a size: what is shifted, window, constraint and start values.
-VARIANTS = (ModelVariant(name="vanilla"), ModelVariant(name="kv-shift"))
+MODEL_VARIANTS = (ModelVariant(name="vanilla"), ModelVariant(name="kv-shift"))
 
 
 def shift_layers(model: nn.Module) -> list[KVShift]:
