@@ -1,4 +1,4 @@
-"""The page's `scores.js` and `contents.js` compute what `head_scores` does."""
+"""The page's `scores.js` and `contents.js` compute what `head_scores` does, and `story.js` knows a copy."""
 
 from __future__ import annotations
 
@@ -50,3 +50,19 @@ def test_what_a_key_is_made_of(tmp_path: Path):
     assert [(part["position"], part["lag"]) for part in at_5] == [(5, 0), (4, 1)]
     assert [part["position"] for part in at_0] == [0]  # nothing comes before the first
     assert unshifted == [1]
+
+
+def test_what_is_a_copy(tmp_path: Path):
+    """What followed an earlier occurrence of the last token, whichever, whatever its probability; None: it is new."""
+    expected = {
+        ("thecatsatonthe", "c"): True,
+        ("thecatsatonthe", "a"): False,
+        ("abacada", "b"): True,  # not the latest
+        ("abacada", "d"): True,
+        ("abacada", "a"): False,
+        ("aa", "a"): True,
+        ("abc", "a"): None,
+        ("c", "c"): None,
+    }
+    body = "return given.map(([text, answer]) => page.isCopy([...text].map((id) => ({ id })), answer))"
+    assert run_module("story.js", body, list(expected), tmp_path) == list(expected.values())

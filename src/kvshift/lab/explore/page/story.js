@@ -16,9 +16,7 @@ export function drawStory(element, state, tokenText) {
   const row = attentionRow(result.attention[layer], head, query, tokens.length);
   const at = strongest(row);
   const shares = headShares(coefficients[layer], "alpha", head, facts.heads);
-  const earlier = lastBefore(tokens, query);
-  const expected = earlier === null ? null : tokens[earlier + 1].id;
-  const verdict = expected === null ? "" : id === expected && probability >= 0.5 ? ": it copies" : ": it does not copy";
+  const verdict = new Map([[true, "it copies"], [false, "it does not copy"], [null, "nothing to copy"]]).get(isCopy(tokens, id));
 
   const why = () => {
     const keys = madeOf(at, shares).sort((a, b) => b.share - a.share);
@@ -40,7 +38,7 @@ export function drawStory(element, state, tokenText) {
       "p",
       { className: "answer" },
       "After ", h("b", { className: "token" }, text(query)), " it answers ", h("b", { className: "token" }, answer),
-      `, with ${percent(probability)}${verdict}.`,
+      `, with ${percent(probability)}: ${verdict}.`,
     ),
     frame,
     h("p", { className: "note" }, ...why()),
@@ -112,8 +110,9 @@ function bestHead(scores) {
   return best;
 }
 
-// The latest position before `query` that has its token and is followed by another; null where there is none.
-function lastBefore(tokens, query) {
-  for (let i = query - 1; i >= 0; i -= 1) if (tokens[i].id === tokens[query].id) return i;
-  return null;
+// Whether an answer is what followed an earlier occurrence of the last token; null where there is none.
+export function isCopy(tokens, answer) {
+  const last = tokens.at(-1).id;
+  const followers = tokens.slice(1).filter((_, before) => tokens[before].id === last);
+  return followers.length ? followers.some(({ id }) => id === answer) : null;
 }
