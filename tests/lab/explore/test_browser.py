@@ -64,8 +64,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def lesson(folder: Path) -> Iterator[str]:
+    """The address of the page that explains the idea."""
+    models = tuple(f"docs/induction/{name}" for name in ("without", "with"))
+    explore(ExploreConfig(models=models, out=folder / "lesson", explain=True))
+    yield from _served(folder / "lesson")
+
+
+@pytest.fixture(scope="module")
 def address(folder: Path) -> Iterator[str]:
-    with page_server(folder / "page") as server:
+    yield from _served(folder / "page")
+
+
+def _served(page: Path) -> Iterator[str]:
+    with page_server(page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
@@ -280,3 +292,30 @@ def look(found: Tab, address: str, name: str) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_looks(browser: Any, address: str, size: str, scheme: str):
     look(Tab(browser, address, size, scheme), address, f"{size}-{scheme}")
+
+
+def test_the_lesson(browser: Any, lesson: str):
+    """Who copies is said of each model, with both figures in the first view, which does not move when they come."""
+    tab = Tab(browser, lesson)
+    stories = tab.page.locator(".story")
+    boxes = [stories.nth(number).bounding_box() for number in (0, 1)]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert max(box["y"] + box["height"] for box in boxes) <= SIZES["wide"][1]
+    below = tab.page.locator("#closer").bounding_box()["y"]
+    tab.write("the cat sat on the")
+    assert tab.page.locator("#closer").bounding_box()["y"] == below
+    assert tab.page.inner_text("#left-out") == "Each letter is a token; 4 spaces are left out."
+    assert "it does not copy" in stories.nth(0).inner_text()
+    assert "answers c, with 45 %: it copies" in stories.nth(1).inner_text()
+    assert "100 % from e, the token before" in stories.nth(1).inner_text()
+    tab.page.fill("#amount", "0")
+    tab.settle()
+    assert "it does not copy" in stories.nth(1).inner_text()
+    assert tab.faults == []
+    tab.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_lesson_looks(browser: Any, lesson: str, size: str, scheme: str):
+    look(Tab(browser, lesson, size, scheme), lesson, f"lesson-{size}-{scheme}")

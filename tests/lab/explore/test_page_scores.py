@@ -1,4 +1,4 @@
-"""The page's `scores.js` and `contents.js` compute what `head_scores` does."""
+"""The page's `scores.js` and `contents.js` compute what `head_scores` does, and `story.js` knows a copy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,31 @@ def test_what_a_key_is_made_of(tmp_path: Path):
       return [shares, page.madeOf(5, shares[1]), page.madeOf(0, shares[1]), page.headShares(given, "beta", 0, 4)];
     """
     found, at_5, at_0, unshifted = run_module("contents.js", body, layer, tmp_path)
-    torch.testing.assert_close(torch.tensor(found), shares(layer["alpha"], 4))
+    expected = shares(layer["alpha"], 4) * torch.tensor([[1, -1], [1, -1], [1, 1], [1, 1]])  # a share keeps its sign
+    torch.testing.assert_close(torch.tensor(found), expected)
     assert [(part["position"], part["lag"]) for part in at_5] == [(5, 0), (4, 1)]
     assert [part["position"] for part in at_0] == [0]  # nothing comes before the first
     assert unshifted == [1]
+
+
+def test_signs_of_numbers(tmp_path: Path):
+    body = "return [given.map(page.signed), given.map(page.percent)]"
+    signed, percent = run_module("elements.js", body, [-0.001, 0, -0.23, 0.94], tmp_path)
+    assert signed == ["0.00", "0.00", "−0.23", "0.94"]
+    assert percent == ["−0.1 %", "0 %", "−23 %", "94 %"]
+
+
+def test_what_is_a_copy(tmp_path: Path):
+    """What followed an earlier occurrence of the last token, whichever, whatever its probability; None: it is new."""
+    expected = {
+        ("thecatsatonthe", "c"): True,
+        ("thecatsatonthe", "a"): False,
+        ("abacada", "b"): True,  # not the latest
+        ("abacada", "d"): True,
+        ("abacada", "a"): False,
+        ("aa", "a"): True,
+        ("abc", "a"): None,
+        ("c", "c"): None,
+    }
+    body = "return given.map(([text, answer]) => page.isCopy([...text].map((id) => ({ id })), answer))"
+    assert run_module("story.js", body, list(expected), tmp_path) == list(expected.values())

@@ -2,9 +2,11 @@
 
 import { shares } from "./scores.js";
 
-// Shares of each lag in the keys or values that a query head reads: [itself, the token before, ...].
+// Shares of each lag in the keys or values that a query head reads, with the signs of their coefficients:
+// [itself, the token before, ...].
 export function headShares(layer, name, head, heads) {
-  return shares(layer?.[name], heads)[head];
+  const { values } = kvHead(layer, name, head, heads) ?? { values: [1] };
+  return shares(layer?.[name], heads)[head].map((share, lag) => (values[lag] < 0 ? -share : share));
 }
 
 // The coefficients of the KV head that a query head reads from, [lag], and its number; null where nothing is shifted.
@@ -19,7 +21,7 @@ export function kvHead(layer, name, head, heads) {
 export function madeOf(position, shareOfLag) {
   return shareOfLag
     .map((share, lag) => ({ position: position - lag, lag, share }))
-    .filter((part) => part.position >= 0 && part.share >= 0.005);
+    .filter((part) => part.position >= 0 && Math.abs(part.share) >= 0.005);
 }
 
 // The row of attention probabilities of one head and query.

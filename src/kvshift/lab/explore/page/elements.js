@@ -1,5 +1,7 @@
 // Small helpers for making and filling elements.
 
+import { lagName } from "./contents.js";
+
 // An element with properties, attributes (names with a dash, `role`, `for`), and children.
 export function h(tag, properties = {}, ...children) {
   const element = tag.startsWith("svg:")
@@ -16,9 +18,27 @@ export function h(tag, properties = {}, ...children) {
   return element;
 }
 
-export const percent = (share) => `${share > 0 && share < 0.0095 ? (100 * share).toFixed(1) : Math.round(100 * share)} %`;
+export function percent(share) {
+  const size = 100 * Math.abs(share);
+  return `${share < 0 ? "−" : ""}${size > 0 && size < 0.95 ? size.toFixed(1) : Math.round(size)} %`;
+}
 
-export const signed = (value) => `${value < 0 ? "−" : ""}${Math.abs(value).toFixed(2)}`;
+export function signed(value) {
+  const size = Math.abs(value).toFixed(2);
+  return `${value < 0 && Number(size) > 0 ? "−" : ""}${size}`;
+}
+
+// What a key or value is made of, the largest part first: "72 % from a, the token before, and 28 % from b itself".
+export function inWords(parts, tokenAt) {
+  const sorted = [...parts].sort((a, b) => Math.abs(b.share) - Math.abs(a.share));
+  return sorted.flatMap(({ position, lag, share }, index) => [
+    index ? ", and " : "",
+    `${percent(share)} from `,
+    tokenAt(position),
+    lag ? ", " : " ",
+    h("span", { className: lag ? "before" : "itself" }, lagName(lag)),
+  ]);
+}
 
 // How strongly a cell is colored: never so much that its text is hard to read.
 export const strength = (share) => (0.75 * Math.min(1, Math.abs(share))).toFixed(3);

@@ -53,11 +53,11 @@ async function start() {
   if (facts.explain) {
     document.body.classList.add("explain");
     $("plain-header").hidden = true;
-    for (const id of ["lesson-header", "lesson"]) $(id).hidden = false;
+    for (const id of ["lesson-header", "lesson", "left-out", "figure", "own-model"]) $(id).hidden = false;
   }
   $("models").classList.toggle("two", models.length > 1);
   $("models").replaceChildren(...models.map(({ view }) => view.element));
-  $("stories").replaceChildren(...models.map((model) => (model.story = h("div", { className: "story" }))));
+  $("stories").replaceChildren(...models.map((model) => (model.story = h("div", { className: "story" }, h("h2", {}, model.facts.name)))));
   for (const [value, text] of coefficientColors(facts.models)) $("color").append(h("option", { value }, text));
   $("examples").replaceChildren(
     ...facts.examples.map((text) => h("button", { type: "button", onclick: () => setText(text) }, text)),
@@ -69,6 +69,7 @@ async function start() {
     draw();
   });
   $("amount").addEventListener("input", dial);
+  addEventListener("resize", draw);
   tokenizer = new Tokenizer(await (await fetch("tokenizer.json")).json());
   readText();
   const megabytes = facts.models.reduce((sum, { files }) => sum + Object.values(files).reduce((a, b) => a + b, 0), 0) / 1e6;
@@ -125,6 +126,8 @@ function readText() {
     say(error.message, true);
     return;
   }
+  const spaces = $("text").value.match(/\s/g)?.length ?? 0;
+  $("left-out").textContent = `Each letter is a token; ${spaces || "no"} ${spaces === 1 ? "space is" : "spaces are"} left out.`;
   const most = Math.min(...facts.models.map((model) => model.tokens));
   const cut = ids.length > most;
   tokens = ids.slice(0, most).map((id) => ({ id }));
@@ -154,7 +157,10 @@ async function compute() {
       for (const { number, coefficients } of models) results.push(await ask("run", { number, ids, coefficients, top: TOP }));
       if (done !== wanted) continue;
       models.forEach((model, number) => (model.result = results[number]));
-      const times = results.map(({ milliseconds }) => `${milliseconds.toFixed(milliseconds < 10 ? 1 : 0)} ms`).join(" and ");
+      const times = results.map(({ milliseconds }, number) => {
+        const whose = models.length > 1 ? ` (${models[number].facts.name})` : "";
+        return `${milliseconds.toFixed(milliseconds < 10 ? 1 : 0)} ms${whose}`;
+      }).join(" and ");
       if (!$("status").classList.contains("wrong")) say(`${ids.length} tokens computed in ${times}.`);
       document.body.dataset.computed = String(done);
       draw();
@@ -239,7 +245,6 @@ function draw() {
     model.view.draw(stateOf(model));
     if (facts.explain && model.result) {
       drawStory(model.story, { ...stateOf(model), scores: model.learnedScores }, tokenText);
-      $("figure").hidden = false;
     }
   }
 }

@@ -1,7 +1,7 @@
 // The figure of the explanation: the last token asks, a key answers, and its value is what the model says.
 
-import { attentionRow, headShares, lagName, madeOf, strongest } from "./contents.js";
-import { h, percent, visible } from "./elements.js";
+import { attentionRow, headShares, madeOf, strongest } from "./contents.js";
+import { h, inWords, percent, visible } from "./elements.js";
 
 const MOST = 14; // tokens that are drawn, the last ones
 
@@ -16,60 +16,51 @@ export function drawStory(element, state, tokenText) {
   const row = attentionRow(result.attention[layer], head, query, tokens.length);
   const at = strongest(row);
   const shares = headShares(coefficients[layer], "alpha", head, facts.heads);
-  const earlier = lastBefore(tokens, query);
-  const expected = earlier === null ? null : tokens[earlier + 1].id;
-  const verdict = expected === null ? "" : id === expected && probability >= 0.5 ? ": it copies" : ": it does not copy";
+  const verdict = new Map([[true, "it copies"], [false, "it does not copy"], [null, "nothing to copy"]]).get(isCopy(tokens, id));
 
-  const why = () => {
-    const keys = madeOf(at, shares).sort((a, b) => b.share - a.share);
-    const held = keys.flatMap(({ position, lag, share }, index) => [
-      index ? " and " : "", `${percent(share)} `, h("b", { className: "token" }, text(position)), " ",
-      h("span", { className: lag ? "before" : "itself" }, lagName(lag)),
-    ]);
-    const whose =
-      keys.length === 1 && !keys[0].lag ? [" (", percent(row[at]), "), and finds the key of that token alone."] : null;
-    if (whose) return ["Its best head looks most at ", h("b", { className: "token" }, text(at)), ...whose];
-    return [
-      `Its best head looks most at `, h("b", { className: "token" }, text(at)), ` (${percent(row[at])}), whose key is `, ...held, ".",
-    ];
-  };
+  const token = (position) => h("b", { className: "token" }, text(position));
+  const why = ["The head that is best at induction looks most at ", token(at), ` (${percent(row[at])}), whose key is `,
+    ...inWords(madeOf(at, shares), token), "."];
   const frame = h("div", { className: "row", tabIndex: 0, role: "group", "aria-label": `Figure of ${facts.name}` }, figure());
   element.replaceChildren(
     h("h2", {}, facts.name),
     h(
       "p",
       { className: "answer" },
-      "After ", h("b", { className: "token" }, text(query)), " it answers ", h("b", { className: "token" }, answer),
-      `, with ${percent(probability)}${verdict}.`,
+      "After ", token(query), " it answers ", h("b", { className: "token" }, answer),
+      `, with ${percent(probability)}: ${verdict}.`,
     ),
     frame,
-    h("p", { className: "note" }, ...why()),
+    h("p", { className: "note" }, ...why),
   );
   frame.scrollLeft = frame.scrollWidth; // to the token that asks
 
   function figure() {
     const first = Math.max(0, tokens.length - MOST);
     const count = tokens.length - first;
-    // Of a token, its box, and what is left of the first: on a narrow screen the rows have no names beside them.
+    // All tokens fit into the width that there is; on a narrow screen the rows have their names below them.
     const isNarrow = innerWidth < 480;
-    const [WIDTH, BOX, LEFT] = isNarrow ? [32, 28, 0] : [48, 34, 76];
+    const LEFT = isNarrow ? 0 : 68;
+    const WIDTH = Math.max(22, Math.min(48, Math.floor((element.clientWidth - LEFT) / (count + 2))));
+    const BOX = Math.min(34, WIDTH - 3);
     const x = (position) => LEFT + (position - first) * WIDTH + WIDTH / 2;
-    const [tokenY, keyY] = [92, isNarrow ? 146 : 142];
+    const [tokenY, keyY] = [92, isNarrow ? 152 : 142];
+    const below = isNarrow ? 30 : 5; // from the middle of a row to the base of its name
     const width = LEFT + (count + 2) * WIDTH;
     const label = `From ${text(query)}, the head attends most to ${text(at)}, ${percent(row[at])}; the answer is ${answer}, ${percent(probability)}.`;
-    const svg = h("svg:svg", { viewBox: `0 0 ${width} 166`, role: "img", "aria-label": label });
+    const svg = h("svg:svg", { viewBox: `0 0 ${width} ${keyY + (isNarrow ? 36 : 24)}`, role: "img", "aria-label": label });
     svg.style.width = `${width}px`;
     const add = (tag, attributes, content) => svg.append(h(`svg:${tag}`, attributes, content));
-    if (!isNarrow) add("text", { x: 0, y: tokenY + 5, class: "small left" }, "token");
-    add("text", { x: 0, y: isNarrow ? keyY - 19 : keyY + 5, class: "small left" }, "in its key");
+    add("text", { x: 0, y: tokenY + below, class: "small left" }, "token");
+    add("text", { x: 0, y: keyY + below, class: "small left" }, "in its key");
     for (let position = first; position < tokens.length; position += 1) {
       const middle = x(position);
-      add("rect", { x: middle - BOX / 2, y: tokenY - 17, width: BOX, height: BOX, rx: 3, class: "box" });
+      add("rect", { x: middle - BOX / 2, y: tokenY - BOX / 2, width: BOX, height: BOX, rx: 3, class: "box" });
       add("text", { x: middle, y: tokenY + 5 }, text(position));
       drawKey(position, middle);
       if (row[position] >= 0.02) drawArc(position, middle);
     }
-    add("rect", { x: x(query) - BOX / 2, y: tokenY - 17, width: BOX, height: BOX, rx: 3, class: "query" });
+    add("rect", { x: x(query) - BOX / 2, y: tokenY - BOX / 2, width: BOX, height: BOX, rx: 3, class: "query" });
     add("text", { x: x(query) + WIDTH * 0.75, y: tokenY + 5 }, "→");
     add("text", { x: x(query) + WIDTH * 1.4, y: tokenY + 5 }, answer);
     add("text", { x: x(query) + WIDTH * 1.4, y: tokenY + 24, class: "small" }, percent(probability));
@@ -80,15 +71,16 @@ export function drawStory(element, state, tokenText) {
       const parts = madeOf(position, shares).reverse();
       let left = middle - BOX / 2;
       for (const { position: from, lag, share } of parts) {
-        const wide = BOX * share;
+        const wide = BOX * Math.abs(share);
+        const name = `${share < 0 ? "−" : ""}${text(from)}`;
         add("rect", { x: left, y: keyY - 13, width: wide, height: 26, class: lag ? "prior" : "self" });
-        if (wide > 10) add("text", { x: left + wide / 2, y: keyY + 5 }, text(from));
+        if (wide > 10 * name.length) add("text", { x: left + wide / 2, y: keyY + 5 }, name);
         left += wide;
       }
     }
 
     function drawArc(position, middle) {
-      const [from, top] = [x(query), tokenY - 19];
+      const [from, top] = [x(query), tokenY - BOX / 2 - 2];
       const height = Math.min(66, 16 + Math.abs(from - middle) * 0.22);
       const path =
         position === query
@@ -112,8 +104,9 @@ function bestHead(scores) {
   return best;
 }
 
-// The latest position before `query` that has its token and is followed by another; null where there is none.
-function lastBefore(tokens, query) {
-  for (let i = query - 1; i >= 0; i -= 1) if (tokens[i].id === tokens[query].id) return i;
-  return null;
+// Whether an answer is what followed an earlier occurrence of the last token; null where there is none.
+export function isCopy(tokens, answer) {
+  const last = tokens.at(-1).id;
+  const followers = tokens.slice(1).filter((_, before) => tokens[before].id === last);
+  return followers.length ? followers.some(({ id }) => id === answer) : null;
 }

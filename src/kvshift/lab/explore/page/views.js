@@ -1,9 +1,10 @@
 // Draws one model: next tokens, heads, what a head looks at, its coefficients.
 
 import { attentionRow, headShares, kvHead, lagName, madeOf, strongest } from "./contents.js";
-import { h, percent, roving, signed, strength, visible } from "./elements.js";
+import { h, inWords, percent, roving, signed, strength, visible } from "./elements.js";
 
 const LISTED = 8; // heads in the list until all are asked for
+const LABELLED = 40; // tokens, up to which the axes of the map have their letters
 const SYMBOLS = { alpha: "α", beta: "β", gamma: "γ" };
 const OF = { alpha: "keys", beta: "values", gamma: "queries" };
 const SUBSCRIPTS = "₁₂₃₄₅₆₇₈₉";
@@ -16,8 +17,10 @@ export class ModelView {
     this.actions = { onHead, onCoefficients, onMeasure };
     this.showAll = false;
     this.parts = Object.fromEntries(
-      ["next", "grid", "scores", "reading", "sentence", "mapNote", "heads"].map((name) => [name, h("div")]),
+      ["next", "grid", "scores", "reading", "sentence", "mapNote", "heads"].map((name) => [name, h("div", { className: `${name}-part` })]),
     );
+    this.parts.down = h("div", { className: "axis down", "aria-hidden": "true" });
+    this.parts.across = h("div", { className: "axis across", "aria-hidden": "true" });
     this.parts.sentence = h("p", { className: "sentence", "aria-live": "polite" });
     this.parts.mapNote = h("p", { className: "note map-note" });
     this.parts.map = h("canvas", { className: "map", role: "img" });
@@ -41,7 +44,7 @@ export class ModelView {
       this.parts.sentence,
       this.sliders,
       h("h3", {}, "Attention of this head: queries down, keys across"),
-      this.parts.map,
+      h("div", { className: "axes" }, this.parts.across, this.parts.down, this.parts.map),
       this.parts.mapNote,
       h("h3", {}, "Every head at the selected token"),
       this.parts.heads,
@@ -181,14 +184,7 @@ export class ModelView {
   }
 
   #madeOf(parts) {
-    const sorted = [...parts].sort((a, b) => b.share - a.share);
-    return sorted.flatMap(({ position, lag, share }, index) => [
-      index ? ", " : "",
-      `${percent(share)} `,
-      this.#token(position),
-      " ",
-      h("span", { className: lag ? "before" : "itself" }, lagName(lag)),
-    ]);
+    return inWords(parts, (position) => this.#token(position));
   }
 
   #reading() {
@@ -224,6 +220,9 @@ export class ModelView {
         context.fillStyle = `rgba(${color},${values[(chosen.head * n + t) * n + s]})`;
         context.fillRect(s * scale, t * scale, scale - (scale > 4), scale - (scale > 4));
       }
+    }
+    for (const axis of [this.parts.down, this.parts.across]) {
+      axis.replaceChildren(...(n > LABELLED ? [] : tokens.map((_, position) => h("span", {}, this.#label(position)))));
     }
     canvas.setAttribute(
       "aria-label",
