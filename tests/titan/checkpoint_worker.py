@@ -14,16 +14,20 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from tests.titan.parity_worker import give_weights, whole
+from tests.titan.parity_worker import drawn_weights, give_weights, whole
 from tests.titan.start_weights import start_weights
 from tests.titan.tiny import LENGTH, packed_rows, recorded_trainer_config, tiny_trainer_config
 
 
-def trainer_of(folder: Path, steps: int, **given: Any) -> Any:
+def trainer_config(folder: Path, steps: int, **given: Any) -> Any:
     config = tiny_trainer_config(str(folder), dtype="float32", **given)
     config.training.steps = steps
     config.checkpoint.enable, config.checkpoint.interval = True, 1
-    return config.build()
+    return config
+
+
+def trainer_of(folder: Path, steps: int, **given: Any) -> Any:
+    return trainer_config(folder, steps, **given).build()
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -51,14 +55,47 @@ def load(folder: Path, **given: Any) -> None:
     assert set(state) == set(expected)
     assert all(torch.equal(x, expected[name]) for name, x in state.items())
     if dist.get_world_size() == 1:
-        (model,) = trainer.model_parts
-        tokens, _, positions = packed_rows(9)
-        with torch.no_grad():
-            logits = model(tokens, positions=positions, attention_masks=model.get_attention_masks(positions))
-        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        torch.save({"tokens": tokens, "positions": positions, "logits": logits}, folder / "logits.pt")
+        keep_logits(trainer, folder)
     dist.barrier()
     trainer.close()
+
+
+def keep_logits(trainer: Any, folder: Path) -> None:
+    """Those of packed rows."""
+    (model,) = trainer.model_parts
+    tokens, _, positions = packed_rows(9)
+    with torch.no_grad():
+        logits = model(tokens, positions=positions, attention_masks=model.get_attention_masks(positions))
+    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    torch.save({"tokens": tokens, "positions": positions, "logits": logits}, folder / "logits.pt")
+
+
+def save_drawn(folder: Path, **given: Any) -> None:
+    """Random weights as those of step 2, norms and coefficients too, and their logits."""
+    trainer = trainer_of(folder, 2, **given)
+    give_weights(trainer, drawn_weights(trainer))
+    trainer.checkpointer.save(2)
+    torch.save(weights(trainer), folder / "weights.pt")
+    keep_logits(trainer, folder)
+    trainer.close()
+
+
+def start_in_hf(folder: Path, initial: Path, **given: Any) -> None:
+    """A run from the folder of transformers `initial`: weights as drawn, and as the first step finds them."""
+    config = trainer_config(folder, 1, **given)
+    config.checkpoint.initial_load_in_hf, config.checkpoint.initial_load_path = True, str(initial)
+    trainer = config.build()
+    kept = {"drawn": weights(trainer)}
+    stock = trainer.forward_backward_step
+
+    def step(**kwargs: Any) -> Any:
+        kept["started"] = weights(trainer)
+        return stock(**kwargs)
+
+    trainer.forward_backward_step = step
+    trainer.train()
+    trainer.close()
+    torch.save(kept, folder / "start.pt")
 
 
 def killed(folder: Path, **given: Any) -> None:

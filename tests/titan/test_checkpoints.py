@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from ..worker_processes import fork_workers
 from . import checkpoint_worker
@@ -26,6 +30,11 @@ def address() -> dict[str, str]:
 
 def start(processes: int, folder: Path, what: str, **axes: Any) -> None:
     fork_workers(processes, checkpoint_worker.main, folder, what, axes, **address())
+
+
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +56,33 @@ def test_a_checkpoint_of_tensor_parallelism_loads_on_fsdp_and_context_parallelis
     start(4, saved, "load", context_parallel_degree=2, context_parallel_load_balancer="headtail")
 
 
-def test_a_checkpoint_becomes_a_model_of_transformers(loaded: Path, tmp_path):
-    config = tiny_trainer_config(str(tmp_path))
-    model = export_checkpoint(config, loaded / "checkpoint/step-2", tmp_path / "hf").eval()
-    kept = torch.load(loaded / "logits.pt", weights_only=True)
+@pytest.fixture(scope="module", params=["llama3", "qwen3"])
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(family: str, request, tmp_path_factory) -> Path:
+    """A folder with step-2, its weights and its logits; Llama 3's are learnt, Qwen 3's random."""
+    if family == "llama3":
+        return request.getfixturevalue("loaded")
+    folder = tmp_path_factory.mktemp("drawn")
+    start(1, folder, "save_drawn", family=family)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(family: str, checkpoint: Path) -> Path:
+    """The same weights as a folder of transformers."""
+    config = tiny_trainer_config(str(checkpoint), family=family)
+    export_checkpoint(config, checkpoint / "checkpoint/step-2", checkpoint / "hf")
+    return checkpoint / "hf"
+
+
+def test_a_checkpoint_becomes_a_model_of_transformers(family: str, checkpoint: Path, exported: Path):
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    assert model.config.model_type == {"llama3": "kvshift_llama", "qwen3": "kvshift_qwen3"}[family]
+    kept = torch.load(checkpoint / "logits.pt", weights_only=True)
     with torch.no_grad():
         packed = model(input_ids=kept["tokens"], position_ids=kept["positions"], use_cache=False).logits
         torch.testing.assert_close(packed, kept["logits"], rtol=0, atol=1e-5)
@@ -61,16 +93,24 @@ def test_a_checkpoint_becomes_a_model_of_transformers(loaded: Path, tmp_path):
                 torch.testing.assert_close(alone, kept["logits"][row, first:end], rtol=0, atol=1e-5)
 
 
-def test_the_adapter_goes_both_ways(loaded: Path, tmp_path):
-    spec = tiny_trainer_config(str(tmp_path)).model_spec
+def test_the_adapter_goes_both_ways(family: str, checkpoint: Path, exported: Path, tmp_path):
+    """To the bit, and the exported folder has what it makes."""
+    spec = tiny_trainer_config(str(tmp_path), family=family).model_spec
     adapter = spec.state_dict_adapter(spec.model, None)
-    state = torch.load(loaded / "weights.pt", weights_only=True)
+    state = torch.load(checkpoint / "weights.pt", weights_only=True)
     converted = adapter.to_hf(dict(state))
     assert converted["model.layers.1.self_attn.shift.alpha"].shape == (2, 2)
-    assert len(converted) == 2 * 11 + 3
-    back = adapter.from_hf(dict(converted))
-    assert set(back) == set(state)
-    assert all(torch.equal(back[name], x) for name, x in state.items())
+    assert len(converted) == {"llama3": 2 * 11 + 3, "qwen3": 2 * 13 + 2}[family]  # QK-norms; a head that is tied
+    assert_same_bits(load_file(exported / "model.safetensors"), converted)
+    assert_same_bits(adapter.from_hf(dict(converted)), state)
+
+
+def test_a_run_starts_from_a_folder_of_transformers(family: str, checkpoint: Path, exported: Path, tmp_path):
+    start(1, tmp_path, "start_in_hf", initial=exported, family=family)
+    kept = torch.load(tmp_path / "start.pt", weights_only=True)
+    expected = torch.load(checkpoint / "weights.pt", weights_only=True)
+    assert_same_bits(kept["started"], expected)
+    assert not any(torch.equal(kept["drawn"][name], x) for name, x in expected.items())
 
 
 def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_last_whole_checkpoint(tmp_path):

@@ -174,11 +174,11 @@ def test_sharded_over_two_processes(corpus, tmp_path):
         shutil.rmtree(two / "checkpoint-12")
 
 
-def deepspeed_variables() -> dict[str, str]:
-    """What `accelerate launch` makes of the example."""
+def deepspeed_variables(precision: str) -> dict[str, str]:
+    """What `accelerate launch` makes of the example, with the precision of another one."""
     return {
         "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_MIXED_PRECISION": precision,
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto",
         "ACCELERATE_GRADIENT_CLIPPING": "auto",
@@ -189,12 +189,26 @@ def deepspeed_variables() -> dict[str, str]:
 
 
 @pytest.mark.slow
+def test_deepspeed_over_two_processes(corpus, tmp_path):
+    """ZeRO 2 in float32, each with a part of the optimizer's state: as one process without."""
+    pytest.importorskip("deepspeed")
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(tiny(corpus, one, batch_size=2, tokens_per_step=8 * LENGTH, data={"packing": "documents"}))
+    done = in_two(*arguments(corpus, two), program="tests.lab.training.deepspeed_on_cpu", **deepspeed_variables("no"))
+    assert done.returncode == 0, done.stderr
+    parts = list((two / "checkpoint-12" / "global_step12").glob("zero_pp_rank_*_optim_states.pt"))
+    assert [torch.load(part, weights_only=False)["optimizer_state_dict"]["zero_stage"] for part in parts] == [2, 2]
+    torch.testing.assert_close(losses(two), losses(one), **CLOSE)
+    torch.testing.assert_close(weights(two), weights(one), **CLOSE)
+
+
+@pytest.mark.slow
 def test_deepspeed_in_bfloat16_keeps_the_coefficients_in_float32(corpus, tmp_path):
     """In the saved model and in the metrics; the other weights are bfloat16."""
     pytest.importorskip("deepspeed")
     out = tmp_path / "run"
     options = [*arguments(corpus, out), "--bf16", "yes"]
-    done = in_two(*options, program="tests.lab.training.deepspeed_on_cpu", **deepspeed_variables())
+    done = in_two(*options, program="tests.lab.training.deepspeed_on_cpu", **deepspeed_variables("bf16"))
     assert done.returncode == 0, done.stderr
     saved = weights(out)
     written = {line["layer"]: line for line in metrics(out, "coefficients")[-2:]}
