@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from .lab.generation_cases import tokenizer
+from .tiny_qwen3 import tiny_qwen3
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples/notebooks"
@@ -76,15 +77,7 @@ def test_qwen_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
     """With a tiny random Qwen3 in place of the one on the hub."""
     encode = tokenizer()
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(encode),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
+    config = tiny_qwen3(len(encode))
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "qwen")
     encode.save_pretrained(tmp_path / "qwen")
     monkeypatch.chdir(tmp_path)
