@@ -1,5 +1,6 @@
 """What a command tells its user when it cannot continue: a message, and the code the process exits with."""
 
+import importlib.util
 import json
 import re
 from collections import defaultdict
@@ -95,6 +96,13 @@ def install_command(extra: str) -> str:
         return f"pip install 'kvshift[{extra}] @ {origin['url']}'"
     editable = "-e " * origin.get("dir_info", {}).get("editable", False)
     return f"pip install {editable}'{url2pathname(urlsplit(origin['url']).path)}[{extra}]'"
+
+
+def require_importable(what: str, packages: Iterable[str], command: str) -> None:
+    """Raise a LabError that says how to install those of the packages that are missing, which `what` needs."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LabError(f"{what} needs the packages {', '.join(missing)}: {command}")
 
 
 def missing_package(error: BaseException | None) -> LabError | None:

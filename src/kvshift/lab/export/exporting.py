@@ -13,7 +13,7 @@ from kvshift.lab.core.atomic import new_folder
 from kvshift.lab.core.errors import RunFailedError, require_new
 from kvshift.lab.core.messages import say
 from kvshift.lab.export.export_config import ExportOptions
-from kvshift.lab.export.mlx_folder import MODEL_FILE, check_mlx, require_mlx_model, write_mlx
+from kvshift.lab.export.mlx_folder import MODEL_FILE, check_mlx, require_mlx, require_mlx_model, write_mlx
 from kvshift.lab.export.programs import check_programs, require_packages, write_programs
 from kvshift.lab.export.remote_code import check_folder, compute, require_known, write_code
 from kvshift.lab.retrofit.retrofitting import encoded_prompts, require_finite
@@ -35,7 +35,9 @@ def export(options: ExportOptions) -> None:
     """
     options.check()
     require_new(options.out)
-    if not options.remote_code:
+    if options.format == "mlx":
+        require_mlx()
+    elif not options.remote_code:
         require_packages(options.format)
     logging.disable_progress_bar()
     model, tokenizer, _ = load_as_saved(options.model, dtype=options.dtype, device="cpu", say=_say)
@@ -93,6 +95,7 @@ def _for_mlx(model: Any, tokenizer: Any, prompts: list[Tensor], part: Path, opti
 
 
 def _programs(model: Any, tokenizer: Any, prompts: list[Tensor], part: Path, options: ExportOptions) -> tuple[str, ...]:
+    assert options.format != "mlx"  # which is no program
     expected = _expected(model, prompts, options)
     try:
         write_programs(model, part, options.format)

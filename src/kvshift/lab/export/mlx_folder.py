@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.errors import LabError, RunFailedError, require_importable
 from kvshift.lab.export.remote_code import largest_difference
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 MODEL_FILE = "kvshift_llama.py"
+
+
+def require_mlx() -> None:
+    """Raise a LabError that says how to install what is missing."""
+    require_importable("format mlx", ("mlx", "mlx_lm"), "pip install mlx-lm 'mlx[cpu]'")
 
 
 def require_mlx_model(model: Any) -> None:

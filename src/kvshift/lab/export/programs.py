@@ -18,7 +18,6 @@ Shapes: B batch, T positions, N positions of the past, H query heads, G KV heads
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,27 +32,24 @@ from torch.export import Dim
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
-from kvshift.lab.core.errors import LabError, RunFailedError, install_command
+from kvshift.lab.core.errors import RunFailedError, install_command, require_importable
 from kvshift.lab.export.remote_code import largest_difference, left_padded
 from kvshift.models.cache import ShiftDynamicLayer
 from kvshift.models.documents import create_masks
 from kvshift.models.versions import CACHE
 from kvshift.ops import ShiftState
 
-Format = Literal["onnx", "pt2", "mlx"]
+Format = Literal["onnx", "pt2"]
 Program = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """From inputs by name to outputs by name."""
 
-_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "mlx": ("mlx", "mlx_lm")}
+_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
 _PARTS = {"shift_key": "k", "shift_value": "v", "shift_query": "q"}  # of a ShiftState
 
 
 def require_packages(form: Format) -> None:
     """Raise a LabError that says how to install what is missing."""
-    missing = [name for name in _PACKAGES[form] if importlib.util.find_spec(name) is None]
-    if missing:
-        command = "pip install mlx-lm 'mlx[cpu]'" if form == "mlx" else install_command("export")
-        raise LabError(f"format {form} needs the packages {', '.join(missing)}: {command}")
+    require_importable(f"format {form}", _PACKAGES[form], install_command("export"))
 
 
 class _Tensors(nn.Module):
