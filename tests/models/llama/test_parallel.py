@@ -17,7 +17,8 @@ SIZES = {"num_key_value_heads": 2, "intermediate_size": 22, "vocab_size": 62}
 def run(tmp_path: Path, *jobs: tuple[str, dict]) -> None:
     arguments = ["-m", "tests.models.llama.parallel_worker", str(tmp_path / "rendezvous")]
     for i, (kind, options) in enumerate(jobs):
-        model = shifted("Qwen3", torch.float32) if kind == "refused" else tiny_model(**SIZES, **options)
+        qwen3 = kind == "refused"
+        model = shifted("Qwen3", torch.float32, vocab_size=62) if qwen3 else tiny_model(**SIZES, **options)
         model.save_pretrained(tmp_path / str(i))
         arguments.append(f"{kind}={tmp_path / str(i)}")
     run_workers(PROCESSES, arguments)
