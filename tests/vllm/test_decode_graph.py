@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kvshift.integrations.vllm_plugin import decode_check, paged_shift
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftMetadata, Pages, UniformBatch, kv_shift
+from kvshift.ops.arguments import Call
 
 from .captured_graph import CapturedGraph, HostWaitError
 from .paged_sequences import BLOCK, HEADS, SIZE, Sequence, batch_of, make_paged_shift
@@ -265,7 +266,12 @@ def test_launches_of_a_layer_and_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     batch = one_token_each(SEQUENCES, torch.device("meta"))
     kv, cache = (torch.empty(rows, numbers, dtype=torch.bfloat16, device="meta") for rows in (SEQUENCES, 100))
     step, plan, shift, uniform = (CapturedGraph() for _ in range(4))
-    monkeypatch.setattr(paged_shift, "shift_keys_values", lambda call: (call.k,))
+
+    def shift_with_a_plan(call: Call) -> tuple[Any, ...]:
+        assert call.sources is not None
+        return (call.k,)
+
+    monkeypatch.setattr(paged_shift, "shift_keys_values", shift_with_a_plan)
     with step.capture():
         metadata = PagedShiftMetadata.of(batch, pages, torch.empty(1, device="meta", dtype=torch.int64))
     with plan.capture():

@@ -112,7 +112,7 @@ ATTRIBUTES = {
     "vllm.config:CompilationConfig": "mode splitting_ops static_forward_context use_inductor_graph_partition",
     "vllm.config:ModelConfig": ("dtype enable_prompt_embeds hf_config quantization runner_type"),
     "vllm.config:ParallelConfig": (
-        "data_parallel_size decode_context_parallel_size enable_dbo pipeline_parallel_size "
+        "decode_context_parallel_size enable_dbo pipeline_parallel_size "
         "prefill_context_parallel_size tensor_parallel_size ubatch_size"
     ),
     "vllm.config:SchedulerConfig": "disable_hybrid_kv_cache_manager",
