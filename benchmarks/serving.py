@@ -1,7 +1,7 @@
 """What the shift costs a server: vLLM with kvshift's plugin beside vLLM's own Llama of the same shape.
 
     python benchmarks/serving.py capacity --out results/serving/capacity.jsonl
-    python benchmarks/serving.py speed --rounds 20 --out results/serving/speed.jsonl      on an idle machine
+    python benchmarks/serving.py speed --out results/serving/speed.jsonl      on an idle machine
 
 In the environment of `make test-vllm`; no weights are read, and no tokenizer.
 
@@ -10,9 +10,9 @@ reserves included, with raw keys and values in the pages, and of the same layers
 pool that they take: 1 - requests with / requests without. The bytes for each token are those of vLLM's pages; "by_hand"
 is what the raw keys and values should take of them.
 
-"speed" runs two engines by turns in each round: prompts alone, decoding alone, both, and the first token of one
-request. A row is one engine in one part: the median time with its quartiles, and the ratio to vLLM's Llama, the median
-over rounds with its quartiles.
+"speed" runs two engines by turns in each round: prompts alone, decoding alone, both, decoding of one request, and the
+first token of one. A row is one engine in one part: the median time with its quartiles, and the ratio to vLLM's Llama,
+the median over rounds with its quartiles.
 """
 
 from __future__ import annotations
@@ -220,7 +220,13 @@ class Engine:
 
 
 # Requests, tokens of each prompt, new tokens of each.
-PARTS = {"prompts": (4, 512, 1), "decoding": (16, 4, 32), "both": (8, 128, 32), "first token": (1, 512, 1)}
+PARTS = {
+    "prompts": (4, 512, 1),
+    "decoding": (16, 4, 32),
+    "both": (8, 128, 32),
+    "one stream": (1, 4, 64),
+    "first token": (1, 512, 1),
+}
 
 
 def speed(into: Path, options: argparse.Namespace) -> Iterator[Row]:
@@ -262,7 +268,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["capacity", "speed"])
     parser.add_argument("--out", type=Path, help="a file of JSON lines to write")
-    parser.add_argument("--rounds", type=int, default=20, help="of speed")
+    parser.add_argument("--rounds", type=int, default=12, help="of speed")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="fewer, to try the script")
     options = parser.parse_args()

@@ -179,6 +179,10 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "integrations/titan/llama_models.py",
         "integrations/titan/shifted_gqa.py",
     ),
+    "vllm/test_decode_graph.py": (
+        "integrations/vllm_plugin/decode_check.py",
+        "integrations/vllm_plugin/decode_kernel.py",
+    ),
     "vllm/test_families.py": (
         "integrations/vllm_plugin/served_attention.py",
         "integrations/vllm_plugin/served_models.py",

@@ -49,12 +49,14 @@ def test_speed() -> None:
     rows = [
         *speed("prompts", (2.0, 2.1), (1.01, 1.05, 1.09), requests=16, prompt_tokens=512, new_tokens=1),
         *speed("both", (4.0, 4.0), (0.98, 1.0, 1.02), requests=16, prompt_tokens=256, new_tokens=64),
+        *speed("one stream", (2.0, 2.1), (1.04, 1.05, 1.06), requests=1, prompt_tokens=4, new_tokens=64),
         *speed("first token", (0.25, 0.3), (1.1, 1.2, 1.3), requests=1, prompt_tokens=512, new_tokens=1),
     ]
     table = rendered([], rows).splitlines()
-    assert table[4:7] == [
+    assert table[4:8] == [
         "| prompts | 16 | 512, 1 | 4,096 tokens/s | 3,901 tokens/s | 1.050 (1.010 to 1.090) |",
         "| both | 16 | 256, 64 | 256 tokens/s | 256 tokens/s | 1.000 (0.980 to 1.020) |",
+        "| one stream | 1 | 4, 64 | 32 tokens/s | 30 tokens/s | 1.050 (1.040 to 1.060) |",
         "| first token | 1 | 512, 1 | 0.250 s | 0.300 s | 1.200 (1.100 to 1.300) |",
     ]
     assert "commit 01234567, 2026-11-23" in "\n".join(table)

@@ -1,7 +1,8 @@
-"""300 requests over HTTP from 32 clients of which a third leave, with adapters and with weights of 8 bits."""
+"""Requests over HTTP from 32 clients of which a third leave: adapters, weights of 8 bits, two engines."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from .test_quantized import quantize
 
 Checkpoint = Callable[[str], Path]
 REQUESTS = 300
+SMALL = (f"--max-model-len={CONTEXT}", "--max-num-seqs=16", "--max-num-batched-tokens=256", "--block-size=32")
 
 pytestmark = pytest.mark.slow
 
@@ -67,8 +69,19 @@ def test_weights_of_8_bits(folder: Path, tmp_path: Path) -> None:
         assert logits.max() - logits[got[first]] < 0.5
 
 
+def test_two_engines(folder: Path, tmp_path: Path) -> None:
+    """Data parallel: each has the whole model and a cache of its own, and some of the requests."""
+    prompts = prompts_for(load_kv_shift(folder).eval(), REQUESTS // 3, margin=1e-3)
+    asked = [(str(folder), prompt) for prompt in prompts]
+    port, two = free_port(), ("--data-parallel-size=2", "--api-server-count=1")
+    with Server(serve(folder, port, *SMALL, *two), tmp_path / "server.log", port) as server:
+        assert withstand(server, asked) == {}
+        said = server.session.get(f"{server.url}/metrics", timeout=60).text
+    answered = re.findall(r'^vllm:generation_tokens_total\{engine="(\d)".* (\S+)$', said, re.MULTILINE)
+    assert [engine for engine, tokens in answered if float(tokens) > 0] == ["0", "1"]
+
+
 def wrong_answers(folder: Path, logs: Path, asked: list[tuple[str, Prompt]], *options: str) -> dict[int, list[int]]:
     port = free_port()
-    small = (f"--max-model-len={CONTEXT}", "--max-num-seqs=16", "--max-num-batched-tokens=256", "--block-size=32")
-    with Server(serve(folder, port, *small, *options), logs / "server.log", port) as server:
+    with Server(serve(folder, port, *SMALL, *options), logs / "server.log", port) as server:
         return withstand(server, asked)

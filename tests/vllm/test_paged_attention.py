@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvshift.integrations.vllm_plugin.paged_attention import AttentionWithRawRows, with_raw_rows
-from kvshift.integrations.vllm_plugin.paged_shift import Pages
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftMetadata, Pages, UniformBatch
 
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=16, dtype=torch.float32)
 BACKENDS: list[Any] = [CPUAttentionBackend, FlashAttentionBackend, TritonAttentionBackend]
@@ -49,8 +49,36 @@ def test_a_backend_keeps_its_name_and_makes_its_metadata_anew(backend: type[Atte
     assert ours.full_cls_name() not in {one.full_cls_name() for one in [*BACKENDS, with_raw_rows(OnlySmallBlocks)]}
     builder = ours.get_builder_cls()
     assert issubclass(builder, backend.get_builder_cls())
-    assert builder.get_cudagraph_support(SimpleNamespace(), SPEC) is AttentionCGSupport.NEVER
     assert not builder.supports_update_block_table
+
+
+@pytest.mark.parametrize(
+    ("backend", "one_launch", "support"),
+    [
+        (FlashAttentionBackend, True, "UNIFORM_BATCH"),
+        (TritonAttentionBackend, True, "UNIFORM_BATCH"),  # alone it has ALWAYS
+        (FlashAttentionBackend, False, "NEVER"),
+        (CPUAttentionBackend, True, "NEVER"),
+    ],
+)
+def test_graphs_hold_uniform_batches_where_their_shift_is_one_launch(
+    backend: type[AttentionBackend], one_launch: bool, support: str
+) -> None:
+    config: Any = config_with({"attention": SimpleNamespace(), "shift": a_shift(one_launch)})
+    builder: Any = with_raw_rows(backend).get_builder_cls()
+    assert builder.get_cudagraph_support(config, SPEC) is AttentionCGSupport[support]
+    assert builder.get_varlen_cudagraph_max_query_len(config, SPEC) is None
+
+
+def a_shift(one_launch: bool) -> PagedShift:
+    shift = PagedShift.__new__(PagedShift)
+    torch.nn.Module.__init__(shift)
+    shift.takes_uniform = one_launch
+    return shift
+
+
+def config_with(layers: dict[str, Any]) -> Any:
+    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
 
 
 class OwnMetadata(AttentionMetadataBuilder):
@@ -68,17 +96,17 @@ class Backend(CPUAttentionBackend):
         return OwnMetadata
 
 
-def builder_for(spec: FullAttentionSpec, pages: Pages) -> Any:
+def builder_for(spec: FullAttentionSpec, pages: Pages, one_launch: bool = False) -> Any:
     layer = SimpleNamespace(num_raw_rows=pages.rows, lags=1, pages=pages)
-    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer": layer}))
+    config = config_with({"layer": layer, "shift": a_shift(one_launch)})
     return with_raw_rows(Backend).get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
 
 
-def test_metadata_have_the_rows_beside_their_own() -> None:
-    page = SPEC.page_size_bytes // 32 * 33
-    builder = builder_for(replace(SPEC, page_size_padded=page), Pages(tokens=32, rows=1, stride=33))
-    batch = SimpleNamespace(
+@pytest.fixture
+def batch() -> Any:
+    return SimpleNamespace(
         num_reqs=2,
+        num_actual_tokens=2,
         max_query_len=1,
         query_start_loc=torch.tensor([0, 1, 2]),
         query_start_loc_cpu=torch.tensor([0, 1, 2]),
@@ -86,7 +114,25 @@ def test_metadata_have_the_rows_beside_their_own() -> None:
         seq_lens=torch.tensor([4, 33]),
         block_table_tensor=torch.tensor([[5, 0], [6, 7]]),
     )
-    metadata = builder.build(0, batch)
+
+
+WITH_ROWS = replace(SPEC, page_size_padded=SPEC.page_size_bytes // 32 * 33)
+PAGES = Pages(tokens=32, rows=1, stride=33)
+
+
+def test_metadata_of_one_launch_are_the_tensors_of_the_batch(batch: Any) -> None:
+    found = builder_for(WITH_ROWS, PAGES, one_launch=True).build(0, batch).kv_shift
+    assert isinstance(found, UniformBatch)
+    for mine, given in ("slots", "slot_mapping"), ("seq_lens", "seq_lens"), ("block_table", "block_table_tensor"):
+        assert getattr(found, mine).data_ptr() == getattr(batch, given).data_ptr()
+    batch.num_actual_tokens, batch.max_query_len = 3, 2
+    batch.query_start_loc = batch.query_start_loc_cpu = torch.tensor([0, 1, 3])
+    batch.slot_mapping = torch.tensor([5 * 32 + 3, 6 * 32 + 31, 7 * 32])
+    assert isinstance(builder_for(WITH_ROWS, PAGES, one_launch=True).build(0, batch).kv_shift, PagedShiftMetadata)
+
+
+def test_metadata_have_the_rows_beside_their_own(batch: Any) -> None:
+    metadata = builder_for(WITH_ROWS, PAGES).build(0, batch)
     assert metadata.prefix == 0
     assert metadata.kv_shift.own.tolist() == [5 * 33, 7 * 33]
     assert metadata.kv_shift.before.tolist() == [5 * 33, 6 * 33]

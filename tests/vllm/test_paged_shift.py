@@ -7,67 +7,16 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvshift import ShiftOptions
 from kvshift.integrations.vllm_plugin import paged_shift
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftMetadata, Pages
 
-HEADS, SIZE, BLOCK, BLOCKS = 3, 5, 8, 64
-NUMBERS = 2 * HEADS * SIZE
-
-
-@pytest.fixture
-def make_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(paged_shift, "get_tensor_model_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(paged_shift, "get_tensor_model_parallel_rank", lambda: 0)
-
-    def make(dtype: torch.dtype, **options: Any) -> PagedShift:
-        layers: dict[str, Any] = {}
-        compilation = SimpleNamespace(static_forward_context=layers)
-        config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), compilation_config=compilation)
-        monkeypatch.setattr(paged_shift, "get_current_vllm_config", lambda: config)
-        layer = PagedShift(HEADS, SIZE, ShiftOptions(**options), "attention", "shift")
-        for parameter in layer.parameters():
-            parameter.uniform_(-0.3, 1)
-        return layer
-
-    return make
-
-
-class Sequence:
-    """Raw keys and values of all of its tokens, its blocks, and how many tokens have been computed."""
-
-    def __init__(self, dtype: torch.dtype, length: int, blocks: list[int], start: Sequence | None) -> None:
-        self.raw = torch.randn(length, NUMBERS).to(dtype)
-        self.blocks, self.computed = blocks, 0
-        if start is not None:  # a hit in the prefix cache, of whole blocks
-            self.computed = min(start.computed, length - 1) // BLOCK * BLOCK
-            self.raw[: self.computed] = start.raw[: self.computed]
-            self.blocks = start.blocks[: self.computed // BLOCK] + blocks[self.computed // BLOCK :]
-
-
-def batch_of(pieces: list[tuple[Sequence, int]]) -> Any:
-    """What vLLM tells of a batch: a sequence and its number of tokens each."""
-    counts = torch.tensor([count for _, count in pieces])
-    slots = [
-        one.blocks[t // BLOCK] * BLOCK + t % BLOCK for one, n in pieces for t in range(one.computed, one.computed + n)
-    ]
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    return SimpleNamespace(
-        num_reqs=len(pieces),
-        max_query_len=int(counts.max()),
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        slot_mapping=torch.tensor(slots),
-        seq_lens=torch.tensor([one.computed + count for one, count in pieces]).int(),
-        block_table_tensor=torch.tensor([one.blocks for one, _ in pieces]).int(),
-    )
+from .paged_sequences import BLOCK, BLOCKS, HEADS, NUMBERS, SIZE, Sequence, batch_of, make_paged_shift
 
 
 def without_looking(metadata: PagedShiftMetadata) -> PagedShiftMetadata:
@@ -108,14 +57,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_token_is_shifted_as_in_its_whole_sequence(
-    make_layer: Any, name: str, drafts: int, dtype: torch.dtype, as_on_a_gpu: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, drafts: int, dtype: torch.dtype, as_on_a_gpu: bool
 ) -> None:
     """Prompts whole and in chunks, decoding, drafts that are rejected, hits of blocks that the same batch fills."""
     chance = random.Random(drafts)
     torch.manual_seed(drafts)
     lags = OPTIONS[name].get("window", 2) - 1
     pages = Pages(tokens=BLOCK, rows=lags + drafts, stride=BLOCK + lags + 2 * drafts)
-    layer = make_layer(dtype, **OPTIONS[name])
+    layer = make_paged_shift(monkeypatch, dtype, **OPTIONS[name])
     raw_rows = torch.full((BLOCKS * pages.stride, NUMBERS), torch.nan, dtype=dtype)  # as nobody wrote them
     if as_on_a_gpu:
         layer.path = "eager"

@@ -25,7 +25,6 @@ Checkpoint = Callable[[str], Path]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "pipeline_parallel_size": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
-    "data_parallel_size": {"data_parallel_size": 2},
     "kv_transfer_config": {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
     "kv_offloading_size": {"kv_offloading_size": 1.0},
     "kv_cache_dtype": {"kv_cache_dtype": "fp8"},

@@ -85,9 +85,11 @@ vllm.v1.attention.backend
     AttentionBackend.get_name()
     AttentionCGSupport
     AttentionCGSupport.NEVER
+    AttentionCGSupport.UNIFORM_BATCH
     AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
     AttentionMetadataBuilder.build(self, common_prefix_len, common_attn_metadata, fast_build)
     AttentionMetadataBuilder.get_cudagraph_support(vllm_config, kv_cache_spec)
+    AttentionMetadataBuilder.get_varlen_cudagraph_max_query_len(vllm_config, kv_cache_spec)
     AttentionMetadataBuilder.supports_update_block_table
     CommonAttentionMetadata
     MultipleOf
@@ -110,7 +112,7 @@ ATTRIBUTES = {
     "vllm.config:CompilationConfig": "mode splitting_ops static_forward_context use_inductor_graph_partition",
     "vllm.config:ModelConfig": ("dtype enable_prompt_embeds hf_config quantization runner_type"),
     "vllm.config:ParallelConfig": (
-        "data_parallel_size decode_context_parallel_size enable_dbo pipeline_parallel_size "
+        "decode_context_parallel_size enable_dbo pipeline_parallel_size "
         "prefill_context_parallel_size tensor_parallel_size ubatch_size"
     ),
     "vllm.config:SchedulerConfig": "disable_hybrid_kv_cache_manager",
@@ -123,7 +125,8 @@ ATTRIBUTES = {
         "attn head_dim kv_size num_heads num_kv_heads o_proj q_size qkv_proj rotary_emb scaling"
     ),
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
-        "block_table_tensor max_query_len num_reqs query_start_loc query_start_loc_cpu seq_lens slot_mapping"
+        "block_table_tensor max_query_len num_actual_tokens num_reqs query_start_loc query_start_loc_cpu seq_lens "
+        "slot_mapping"
     ),
     "vllm.model_executor.layers.attention:Attention": "attn_backend kv_cache layer_name",
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window",

@@ -76,7 +76,11 @@ def _speed(rows: Sequence[Row]) -> str:
         low, high = row["ratio_quartiles"]
         tokens = row["requests"] * (row["prompt_tokens"] if row["new_tokens"] == 1 else row["new_tokens"])
         rates = (
-            (f"{one['seconds']:.3f} s" if row["requests"] == 1 else f"{tokens / one['seconds']:,.0f} tokens/s")
+            (
+                f"{one['seconds']:.3f} s"
+                if row["requests"] == row["new_tokens"] == 1
+                else f"{tokens / one['seconds']:,.0f} tokens/s"
+            )
             for one in (theirs, row)
         )
         shape = f"{row['prompt_tokens']}, {row['new_tokens']}"

@@ -1,6 +1,6 @@
 """Compile the Triton kernels for GPUs that are not there, and print what became of them, a line of JSON each.
 
-    python tests/ops/triton/compile_kernels.py 90 "plain, window 2, bfloat16" ...
+    python tests/ops/triton/compile_kernels.py 90 "plain, window 2, bfloat16" "decode 1, window 2, bfloat16" ...
 
 A process of its own: where it begins, Triton settles for the compiler or the interpreter. The calls are those of the
 operator, on CPU tensors; a stand-in for the driver says which GPU there is, and kernels are compiled, not launched.
@@ -117,6 +117,28 @@ def call(words: list[str], window: int, dtype: torch.dtype) -> None:
     torch.autograd.backward(results, [torch.ones_like(x) for x in results])
 
 
+def decode(tokens_each: int, window: int, dtype: torch.dtype) -> tuple[str, dict[str, Any], Any]:
+    """The kernel that vLLM's graphs of decoding hold, for pages of 64 tokens."""
+    from kvshift.integrations.vllm_plugin import decode_kernel
+
+    H, D = 2 * SIZES["G"], SIZES["D"]
+    kv, of_int = torch.ones(H * D, dtype=dtype), torch.ones(H, dtype=torch.int32)
+    options: dict[str, Any] = {
+        "Q": tokens_each,
+        "W": window,
+        "H": H,
+        "D": D,
+        "TOKENS": 64,
+        "ROWS": window - 1 + tokens_each - 1,
+        "BLOCK": D,
+        "SCAN": 256,
+        "num_warps": 1,
+    }
+    tensors = (kv, kv, kv, torch.ones(H, window), torch.ones(H, dtype=torch.int64), of_int, of_int)
+    numbers = (H, 2 * H * D, 128, 64 + options["ROWS"])
+    return "decode", options, decode_kernel.decode.warmup(*tensors, *numbers, grid=(1, H), **options)
+
+
 def report(name: str, options: dict[str, Any], kernel: Any) -> dict[str, Any]:
     """Registers and bytes of local memory for each thread, and the instructions, counted."""
     import triton
@@ -147,7 +169,11 @@ def main(architecture: str, *calls: str) -> None:
     for text in calls:
         *words, window, dtype = text.split(", ")
         arguments = words, int(window.removeprefix("window ")), getattr(torch, dtype)
-        for name, options, kernel in compiled_by(lambda arguments=arguments: call(*arguments)):
+        if words[0].startswith("decode "):
+            found = [decode(int(words[0].removeprefix("decode ")), *arguments[1:])]
+        else:
+            found = compiled_by(lambda arguments=arguments: call(*arguments))
+        for name, options, kernel in found:
             print(json.dumps({"call": text, **report(name, options, kernel)}), flush=True)
 
 

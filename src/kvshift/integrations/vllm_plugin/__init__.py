@@ -28,4 +28,4 @@ def register() -> None:
         MODELS_CONFIG_MAP[architecture] = ShiftChecks
     operators = CompilationConfig._attention_ops
     if "vllm::kv_shift" not in operators:
-        operators.append("vllm::kv_shift")  # graphs are captured between these operators, not through them
+        operators.append("vllm::kv_shift")  # piecewise graphs are captured between these operators

@@ -10,6 +10,7 @@ Shapes: G KV heads of this rank, D head size.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -28,7 +29,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftMetadata, Pages, UniformBatch
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 PREFERRED_BLOCK_SIZE = 64
@@ -133,6 +134,12 @@ def _row_bytes(spec: AttentionSpec) -> int:
     return spec.unpadded_page_size_bytes // spec.block_size
 
 
+def _takes_uniform(layers: Mapping[str, Any]) -> bool:
+    """Whether every shift is one launch for a uniform batch."""
+    shifts = [layer for layer in layers.values() if isinstance(layer, PagedShift)]
+    return bool(shifts) and all(shift.takes_uniform for shift in shifts)
+
+
 @cache
 def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
     """`backend`, with `kv_shift` in its metadata: which raw rows a batch writes and reads."""
@@ -145,7 +152,16 @@ def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-            return AttentionCGSupport.NEVER  # graphs end before a shift
+            """That of `backend`, for uniform batches at most; none where shifts take more than one launch."""
+            layers = vllm_config.compilation_config.static_forward_context
+            if not _takes_uniform(layers):
+                return AttentionCGSupport.NEVER  # graphs end before a shift
+            theirs = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+            return min(theirs, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
+
+        @classmethod
+        def get_varlen_cudagraph_max_query_len(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> int | None:
+            return None
 
         def __init__(
             self,
@@ -157,7 +173,9 @@ def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device, **options)
             self.supports_draft_decode_metadata_update = False
-            layer: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+            layers = vllm_config.compilation_config.static_forward_context
+            layer: Any = layers[layer_names[0]]
+            self.takes_uniform = _takes_uniform(layers)
             tail = kv_cache_spec.page_size_bytes - kv_cache_spec.unpadded_page_size_bytes
             if tail < layer.num_raw_rows * _row_bytes(kv_cache_spec):
                 raise ValueError(
@@ -170,7 +188,10 @@ def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
         ) -> Any:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            metadata.kv_shift = PagedShiftMetadata.of(common_attn_metadata, self.attention.pages, self.lags)
+            pages, uniform = self.attention.pages, None
+            if self.takes_uniform:
+                uniform = UniformBatch.of(common_attn_metadata, pages)
+            metadata.kv_shift = uniform or PagedShiftMetadata.of(common_attn_metadata, pages, self.lags)
             return metadata
 
     def preferred_block_size(default_block_size: int) -> int:

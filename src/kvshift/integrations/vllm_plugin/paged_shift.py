@@ -7,14 +7,16 @@ a row or two are enough; with drafts, which may be taken back, there are as many
 of the tokens before its first. So one path serves prefill, chunks, decoding, hits in the prefix cache, preemption and
 rejected drafts, and a block that is shared, freed or found again brings its raw keys and values with it.
 
+On a GPU, pieces of one length, as in decoding, have a path of their own: one launch, which CUDA graphs may hold.
+
 Shapes: P positions in the pack, S sequences, G KV heads of this rank, D head size, W window.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Self
+from functools import cache, cached_property
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +134,37 @@ class PagedShiftMetadata:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class UniformBatch:
+    """A batch whose pieces are of one length, in the tensors in which vLLM describes it; nothing is computed of them.
+
+    They are where those of the next batch will be, and padding says so itself: it has no slots. So a launch that reads
+    them may lie in a CUDA graph.
+    """
+
+    tokens_each: int
+    """Of a piece; no more than there are raw rows in a page."""
+    slots: Tensor
+    """(P,) where each token's keys and values go in the cache; -1 for nowhere."""
+    seq_lens: Tensor
+    """(S,) tokens of each sequence up to the end of its piece; 0 for padding."""
+    block_table: Tensor
+    """(S, blocks) of each sequence."""
+
+    @classmethod
+    def of(cls, batch: CommonAttentionMetadata, pages: Pages) -> Self | None:
+        """Of a batch, with what it is padded with; None where its pieces differ, or are longer than the ring."""
+        tokens, each, sequences = batch.num_actual_tokens, batch.max_query_len, batch.num_reqs
+        if tokens != each * sequences or each > pages.rows:
+            return None
+        return cls(
+            tokens_each=each,
+            slots=batch.slot_mapping[:tokens],
+            seq_lens=batch.seq_lens[:sequences],
+            block_table=batch.block_table_tensor[:sequences],
+        )
+
+
 class PagedShift(KVShift):
     """The shift of this rank's KV heads, from and to paged rows.
 
@@ -171,8 +204,11 @@ class PagedShift(KVShift):
         if not loaded.isfinite().all():
             raise ValueError(f"coefficients of {self.prefix} must be finite, as those of a run that diverged are not")
         parameter.data.copy_(loaded.narrow(0, self.first_head, parameter.shape[0]))
-        for made_of_them in ("weights", "weights_of_numbers"):
-            self.__dict__.pop(made_of_them, None)
+        self.__dict__.pop("weights_of_numbers", None)
+        before = self.__dict__.pop("weights", None)
+        if before is not None:  # graphs that hold them read them where they are
+            with torch.inference_mode():
+                self.__dict__["weights"] = before.copy_(self.weights)
 
     @cached_property
     def weights(self) -> Tensor:
@@ -198,6 +234,25 @@ class PagedShift(KVShift):
         """Which implementation shifts."""
         kv = torch.empty(0, 1, 1, self.head_size, dtype=self.dtype, device=self.weights.device)
         return shift_path(Call(None, kv, None, self.weights))
+
+    @cached_property
+    def takes_uniform(self) -> bool:
+        """Whether `shift_uniform` can be had: on a GPU, where it computes what `shift_batch` does."""
+        if self.path != "triton":
+            return False
+        from kvshift.integrations.vllm_plugin.decode_check import passes_decode_check
+
+        return passes_decode_check(self)
+
+    def shift_uniform(self, kv: Tensor, shifted: Tensor, rows: Tensor, batch: UniformBatch, pages: Pages) -> None:
+        """`shift_batch` in one launch, without a look at numbers of the device. Arguments: see there."""
+        heads, window = self.weights.shape
+        decode_kernel()[(len(batch.seq_lens), heads)](
+            shifted, kv, rows, self.weights, batch.slots, batch.seq_lens, batch.block_table,
+            len(batch.slots), kv.stride(0), batch.block_table.stride(0), pages.stride,
+            Q=batch.tokens_each, W=window, H=heads, D=self.head_size, TOKENS=pages.tokens, ROWS=pages.rows,
+            BLOCK=1 << (self.head_size - 1).bit_length(), SCAN=256, num_warps=1,
+        )  # fmt: skip
 
     def shift_batch(self, kv: Tensor, shifted: Tensor, rows: Tensor, metadata: PagedShiftMetadata) -> None:
         """Write shifted keys and values.
@@ -230,8 +285,16 @@ class PagedShift(KVShift):
             y = shift_cpu(x, self.weights, state, metadata.plan)
         else:
             call = Call(None, x, x, self.weights, None, state, state, cu_seqlens=metadata.cu_seqlens, max_rows=0)
-            y, *_ = shift_keys_values(call)
+            y, *_ = shift_keys_values(call._replace(**metadata.plan._asdict()))
         shifted.view_as(x).copy_(y)
+
+
+@cache
+def decode_kernel() -> Any:
+    """Importing it takes Triton."""
+    from kvshift.integrations.vllm_plugin.decode_kernel import decode
+
+    return decode
 
 
 @eager_break_during_capture
@@ -245,11 +308,19 @@ def kv_shift(kv: torch.Tensor, shifted: torch.Tensor, layer_name: str) -> None:
     globals of vLLM's module, which has `torch` and no `Tensor`.)
     """
     context = get_forward_context()
-    if context.attn_metadata is None:  # vLLM measures memory: there are no sequences
+    shift: PagedShift = context.no_compile_layers[layer_name]
+    metadata: PagedShiftMetadata | UniformBatch | None = None
+    if context.attn_metadata is not None:
+        metadata = context.attn_metadata[shift.attention].kv_shift
+    if isinstance(metadata, UniformBatch):
+        attention, tokens = context.no_compile_layers[shift.attention], len(metadata.slots)
+        shift.shift_uniform(kv[:tokens], shifted[:tokens], attention.raw_rows(), metadata, attention.pages)
+        return
+    if kv.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{layer_name}: a CUDA graph can hold the shift of pieces of one length alone")
+    if metadata is None:  # vLLM measures memory: there are no sequences
         shifted.zero_()
         return
-    shift: PagedShift = context.no_compile_layers[layer_name]
-    metadata: PagedShiftMetadata = context.attn_metadata[shift.attention].kv_shift
     rows, tokens = context.no_compile_layers[shift.attention].raw_rows(), metadata.num_tokens
     shift.shift_batch(kv[:tokens], shifted[:tokens], rows, metadata)
 

@@ -63,12 +63,7 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
         yield "kv_sharing_fast_prefill must be off: raw keys and values of every token are needed"
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
         yield "kv_transfer_config and kv_offloading_size must be left out: raw keys and values would stay behind"
-    for name in (
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) != 1:
             yield f"{name} must be 1, got {getattr(parallel, name)}: it is not tested"
     ranks, names = parallel.tensor_parallel_size, ("num_key_value_heads", "num_swa_key_value_heads")

@@ -1,0 +1,372 @@
+"""Steps of decoding inside of CUDA graphs, without a GPU: a graph is captured, and replayed for other batches.
+
+The kernel is run by Triton's interpreter, in a process of its own: where it begins, Triton settles for the compiler or
+the interpreter. (tests/ops/triton/test_compiled.py compiles the kernel for GPUs.)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvshift.integrations.vllm_plugin import decode_check, paged_shift
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftMetadata, Pages, UniformBatch, kv_shift
+from kvshift.ops.arguments import Call
+
+from .captured_graph import CapturedGraph, HostWaitError
+from .paged_sequences import BLOCK, HEADS, SIZE, Sequence, batch_of, make_paged_shift
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="run by test_in_the_interpreter")
+SOURCE = Path(paged_shift.__file__).with_name("decode_kernel.py")
+NUMBERS = 2 * SIZE  # of a token, with one KV head
+SEQUENCES = 6  # of the captured batch
+LENGTH, PAGES = 40, 256
+
+Sabotage = Callable[[UniformBatch], UniformBatch]
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="this is the interpreter")
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", __file__]
+    ended = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-5000:]
+    assert " passed" in ended.stdout.splitlines()[-1]
+
+
+def kernel(right: str = "", wrong: str = "", folder: Path | None = None) -> Any:
+    """The kernel, or, written into a folder, one with one text in place of another."""
+    if folder is None:
+        return paged_shift.decode_kernel()
+    source, file = SOURCE.read_text(), folder / SOURCE.name
+    assert source.count(right) == 1, right
+    file.write_text(source.replace(right, wrong))
+    spec: Any = importlib.util.spec_from_file_location("wrong_decode_kernel", file)
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.decode
+
+
+class Decoding:
+    """A layer, its pages, which nobody has written, and a graph of its shift of a step of decoding.
+
+    The tensors that the graph reads are kept as vLLM's runners keep theirs: captured with a batch that has no slots.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        window: int,
+        drafts: int = 0,
+        dtype: torch.dtype = torch.float32,
+        launched: Any = None,
+        sabotage: Sabotage = lambda batch: batch,
+    ) -> None:
+        torch.manual_seed(window)
+        self.layer, self.drafts, rows = (
+            make_paged_shift(monkeypatch, dtype, 1, window=window),
+            drafts,
+            window - 1 + drafts,
+        )
+        self.pages = Pages(tokens=BLOCK, rows=rows, stride=BLOCK + rows + drafts)
+        margin = self.pages.stride  # for what a wrong kernel does
+        whole = torch.full(((PAGES + 2) * margin, NUMBERS), torch.nan, dtype=dtype)
+        self.whole, self.cache = whole, whole[margin:-margin]
+        self.expected_whole = whole.clone()
+        self.expected_cache = self.expected_whole[margin:-margin]
+
+        tokens = SEQUENCES * (1 + drafts)
+        self.kv = torch.zeros(tokens, NUMBERS + 7, dtype=dtype)[:, 7:]  # queries stand before it
+        self.shifted = torch.zeros(tokens, NUMBERS, dtype=dtype)
+        self.slots = torch.full((tokens,), -1)
+        self.seq_lens = torch.full((SEQUENCES,), 1 + drafts).int()
+        self.block_table = torch.zeros(SEQUENCES, LENGTH // BLOCK + 1).int()
+        batch: Any = SimpleNamespace(
+            num_reqs=SEQUENCES,
+            num_actual_tokens=tokens,
+            max_query_len=1 + drafts,
+            slot_mapping=self.slots,
+            seq_lens=self.seq_lens,
+            block_table_tensor=self.block_table,
+        )
+        uniform = UniformBatch.of(batch, self.pages)
+        assert uniform is not None
+        self.layer.weights  # noqa: B018  # made at start
+        self.graph = CapturedGraph()
+        recorded = self.graph.recording(kernel() if launched is None else launched)
+        monkeypatch.setattr(paged_shift, "decode_kernel", lambda: recorded)
+        put_into_context(monkeypatch, self, sabotage(uniform))
+        with self.graph.capture():
+            kv_shift(self.kv, self.shifted, "shift")
+
+    def replay(self, pieces: list[tuple[Sequence, int]], kv: Tensor) -> Tensor:
+        """Shifted keys and values of a batch that is written into the tensors, and padded as vLLM pads."""
+        batch, tokens, sequences = batch_of(pieces), len(kv), len(pieces)
+        self.kv.fill_(torch.inf)[:tokens] = kv
+        self.shifted.fill_(torch.nan)
+        self.slots.fill_(-1)[:tokens] = batch.slot_mapping
+        self.seq_lens.fill_(0)[:sequences] = batch.seq_lens
+        self.block_table.fill_(0)[:sequences, : batch.block_table_tensor.shape[1]] = batch.block_table_tensor
+        self.graph.replay()
+        return self.shifted[:tokens]
+
+    def shift(self, pieces: list[tuple[Sequence, int]], kv: Tensor, cache: Tensor) -> Tensor:
+        """The same by `shift_batch`."""
+        written, lags = torch.full_like(kv, torch.nan), torch.arange(1 - self.layer.options.window, 0)
+        self.layer.shift_batch(kv, written, cache, PagedShiftMetadata.of(batch_of(pieces), self.pages, lags))
+        return written
+
+
+def put_into_context(monkeypatch: pytest.MonkeyPatch, decoding: Decoding, metadata: Any) -> None:
+    """As vLLM's runners do before a step."""
+    attention = SimpleNamespace(raw_rows=lambda: decoding.cache, pages=decoding.pages)
+    context = SimpleNamespace(
+        attn_metadata={"attention": SimpleNamespace(kv_shift=metadata)},
+        no_compile_layers={"attention": attention, "shift": decoding.layer},
+    )
+    monkeypatch.setattr(paged_shift, "get_forward_context", lambda: context)
+
+
+@torch.no_grad()
+def assert_replays_are_right(decoding: Decoding, steps: int = 24) -> None:
+    """Each step other sequences, in other number: shifted as by `shift_batch`, and the same bits kept of them."""
+    chance, each = random.Random(decoding.drafts), 1 + decoding.drafts
+    sequences: list[Sequence] = []
+    born = hits = begun = 0
+
+    def new() -> Sequence:
+        nonlocal born
+        born += 1
+        blocks = list(range(5 * born - 4, 5 * born + 1))  # that nobody has had
+        return Sequence(decoding.kv.dtype, LENGTH, blocks, None, NUMBERS)
+
+    for step in range(steps):
+        while len(sequences) < chance.randint(2, SEQUENCES - 1):
+            one, prompt = new(), chance.choice([0, BLOCK - 1, chance.randint(1, 20)])
+            sequences.append(one)
+            begun += not prompt
+            for cache in (decoding.cache, decoding.expected_cache) if prompt else ():
+                decoding.shift([(one, prompt)], one.raw[:prompt], cache)
+            one.computed = prompt
+        for one in sequences[: SEQUENCES - len(sequences)]:
+            if (one.computed + 1) % BLOCK == 0:  # another sequence finds the block that this step fills
+                twin, hits = new(), hits + 1
+                twin.computed = one.computed + 1
+                twin.raw[: twin.computed] = one.raw[: twin.computed]
+                twin.blocks[: twin.computed // BLOCK] = one.blocks[: twin.computed // BLOCK]
+                sequences.append(twin)
+        chance.shuffle(sequences)
+        pieces = [(one, each) for one in sequences]
+        kv = torch.cat([one.raw[one.computed : one.computed + each] for one in sequences])
+        shifted, expected = decoding.replay(pieces, kv), decoding.shift(pieces, kv, decoding.expected_cache)
+        torch.testing.assert_close(shifted, expected, msg=lambda text, step=step: f"step {step}: {text}")
+        assert torch.equal(bits(decoding.whole), bits(decoding.expected_whole)), f"step {step}: others are kept"
+        for one in sequences:
+            one.computed += 1 + chance.randint(0, decoding.drafts)
+            one.raw[one.computed :].normal_()  # other tokens come in place of the drafts that are rejected
+        sequences = [one for one in sequences if one.computed + each < LENGTH and chance.random() < 0.9]
+    assert hits > 0
+    assert begun > 0
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("window", "drafts", "dtype"),
+    [(2, 0, torch.float32), (3, 0, torch.float32), (2, 3, torch.float32), (4, 2, torch.bfloat16)],
+)
+def test_a_graph_holds_for_other_batches(
+    window: int, drafts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = Decoding(monkeypatch, window, drafts, dtype)
+    assert_replays_are_right(decoding)
+    assert len(decoding.graph.launches) == 1
+    assert decoding.graph.operations == []
+
+
+WRONG = {
+    "padding is kept": ("raw, mask=in_head & (slot >= 0)", "raw, mask=in_head"),
+    "the pack is not looked at": ("if there & (in_table != first // TOKENS):", "if there & (in_table < 0):"),
+    "another row of the ring": ("row = block * page_stride + position % TOKENS % ROWS", "row = block * page_stride"),
+    "before the first token": ("    there = position >= 0", "    there = position >= -1"),
+    "the piece itself is not read": ("            if lag <= q:", "            if lag < q:"),
+    "a slot of another page": ("slot = block * TOKENS + position % TOKENS", "slot = block * TOKENS + position"),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(monkeypatch, window=3, drafts=2, launched=kernel(*WRONG[name], folder=tmp_path))
+    with pytest.raises(AssertionError, match="step"):
+        assert_replays_are_right(decoding)
+
+
+COPIES: dict[str, Sabotage] = {
+    name: lambda batch, name=name: replace(batch, **{name: getattr(batch, name).clone()})
+    for name in ("slots", "seq_lens", "block_table")
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", COPIES)
+def test_a_graph_of_copies_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made for the captured batch is not that of the next one."""
+    with pytest.raises(AssertionError, match="step"):
+        assert_replays_are_right(Decoding(monkeypatch, window=2, sabotage=COPIES[name]))
+
+
+LOOKS: dict[str, Callable[[UniformBatch], Any]] = {
+    "item": lambda batch: batch.seq_lens[0].item(),
+    "a truth": lambda batch: bool((batch.slots >= 0).all()),
+    "a list": lambda batch: batch.seq_lens.tolist(),
+    "a shape": lambda batch: batch.slots[batch.slots >= 0],
+    "a copy": lambda batch: batch.block_table.cpu(),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_look_at_the_device_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shift = PagedShift.shift_uniform
+
+    def looking(self: PagedShift, kv: Tensor, shifted: Tensor, rows: Tensor, batch: UniformBatch, pages: Pages) -> None:
+        LOOKS[name](batch)
+        shift(self, kv, shifted, rows, batch, pages)
+
+    monkeypatch.setattr(PagedShift, "shift_uniform", looking)
+    with pytest.raises(HostWaitError):
+        Decoding(monkeypatch, window=2, launched=object())
+
+
+def test_launches_of_a_layer_and_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted on tensors without numbers, which are not on a CPU: with the path for all batches, and with that for one
+    token of each sequence.
+    """
+    layer = make_paged_shift(monkeypatch, torch.bfloat16)
+    layer.weights, layer.path = torch.empty(2 * HEADS, 2, device="meta"), "triton"
+    pages = Pages(tokens=BLOCK, rows=1, stride=BLOCK + 1)
+    numbers = 2 * HEADS * SIZE
+    batch = one_token_each(SEQUENCES, torch.device("meta"))
+    kv, cache = (torch.empty(rows, numbers, dtype=torch.bfloat16, device="meta") for rows in (SEQUENCES, 100))
+    step, plan, shift, uniform = (CapturedGraph() for _ in range(4))
+
+    def shift_with_a_plan(call: Call) -> tuple[Any, ...]:
+        assert call.sources is not None
+        return (call.k,)
+
+    monkeypatch.setattr(paged_shift, "shift_keys_values", shift_with_a_plan)
+    with step.capture():
+        metadata = PagedShiftMetadata.of(batch, pages, torch.empty(1, device="meta", dtype=torch.int64))
+    with plan.capture():
+        metadata.plan  # noqa: B018  # made by the first layer for all; each used to make it
+    with shift.capture():
+        layer.shift_batch(kv, torch.empty_like(kv), cache, metadata)
+    monkeypatch.setattr(paged_shift, "decode_kernel", lambda: uniform.recording(defaultdict(lambda: print)))
+    with uniform.capture():
+        described = UniformBatch.of(batch, pages)
+        assert described is not None
+        layer.shift_uniform(kv, torch.empty_like(kv), cache, described, pages)
+    assert [name for name, _ in shift.operations] == [
+        "aten::index_select",
+        "aten::where.self",
+        "aten::index_copy_",
+        "aten::index_select",
+        "aten::where.self",
+        "aten::where.self",
+        "aten::copy_",
+    ]  # and the kernel that shifts: 8 launches for each layer
+    assert len(step.operations) == 20
+    assert len(plan.operations) > 40
+    assert uniform.operations == []
+    assert [grid for grid, _ in uniform.launches] == [(SEQUENCES, 2 * HEADS)]
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"num_actual_tokens": 5}, False),  # pieces of other lengths
+        ({"num_actual_tokens": 12, "max_query_len": 2}, False),  # longer than the ring
+    ],
+)
+def test_pieces_of_one_length_are_a_uniform_batch(change: dict[str, int], taken: bool) -> None:
+    batch = one_token_each(SEQUENCES, torch.device("cpu"))
+    vars(batch).update(change)
+    pages = Pages(tokens=BLOCK, rows=1, stride=BLOCK + 1)
+    assert (UniformBatch.of(batch, pages) is not None) is taken
+
+
+def one_token_each(sequences: int, device: torch.device) -> Any:
+    """A batch, of whatever numbers."""
+    return SimpleNamespace(
+        num_reqs=sequences,
+        num_actual_tokens=sequences,
+        max_query_len=1,
+        query_start_loc=torch.empty(sequences + 1, dtype=torch.int32, device=device),
+        query_start_loc_cpu=range(sequences + 1),
+        slot_mapping=torch.empty(sequences, dtype=torch.int64, device=device),
+        seq_lens=torch.empty(sequences, dtype=torch.int32, device=device),
+        block_table_tensor=torch.empty(sequences, 5, dtype=torch.int32, device=device),
+    )
+
+
+def test_a_graph_of_other_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would hold what was computed for the batch that it was captured with."""
+    layer = make_paged_shift(monkeypatch, torch.float32)
+    kv: Any = SimpleNamespace(is_cuda=True)
+    context = SimpleNamespace(attn_metadata=None, no_compile_layers={"shift": layer})
+    monkeypatch.setattr(paged_shift, "get_forward_context", lambda: context)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="shift: a CUDA graph can hold the shift of pieces of one length alone"):
+        kv_shift(kv, kv, "shift")
+
+
+def test_coefficients_that_are_loaded_again_are_where_graphs_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_paged_shift(monkeypatch, torch.float32)
+    with torch.inference_mode():
+        weights = layer.weights
+    before = weights.clone()
+    layer.load_heads(layer.alpha, torch.full((HEADS, 2), 2.0))
+    assert layer.weights is weights
+    assert torch.equal(weights, torch.cat([torch.full((HEADS, 2), 2.0), before[HEADS:]]))
+
+
+@interpreted
+def test_the_kernel_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    for window in (2, 5):
+        layer = make_paged_shift(monkeypatch, torch.bfloat16, window=window)
+        layer.path = "triton"
+        assert layer.takes_uniform
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["the pack is not looked at", "before the first token"])
+def test_a_wrong_kernel_is_not_taken(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_check, "_VERDICTS", {})
+    launched = kernel(*WRONG[name], folder=tmp_path)
+    monkeypatch.setattr(paged_shift, "decode_kernel", lambda: launched)
+    layer = make_paged_shift(monkeypatch, torch.float32)
+    layer.path = "triton"
+    with pytest.warns(RuntimeWarning, match="the kernel for decoding fails its self-test on cpu"):
+        assert not layer.takes_uniform
+
+
+def test_a_cpu_takes_its_own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not make_paged_shift(monkeypatch, torch.float32).takes_uniform
