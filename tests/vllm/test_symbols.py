@@ -54,12 +54,21 @@ vllm.model_executor.layers.attention
     Attention.bind_kv_cache(self, kv_cache)
 vllm.model_executor.layers.layernorm
     RMSNorm
+vllm.model_executor.layers.linear
+    QKVParallelLinear
+    QKVParallelLinear.__init__(self, hidden_size, head_size, total_num_heads, total_num_kv_heads, bias, skip_bias_add,
+        params_dtype, quant_config, prefix, return_bias, disable_tp, v_head_size)
+    RowParallelLinear
+    RowParallelLinear.__init__(self, input_size, output_size, bias, input_is_parallel, skip_bias_add, params_dtype,
+        reduce_results, quant_config, prefix, return_bias, disable_tp)
+vllm.model_executor.layers.rotary_embedding
+    get_rope(head_size, max_position, is_neox_style, rope_parameters, dtype, dual_chunk_attention_config,
+        mrope_positions_factor)
 vllm.model_executor.models.config
     MODELS_CONFIG_MAP
     VerifyAndUpdateConfig
     VerifyAndUpdateConfig.verify_and_update_config(vllm_config)
 vllm.model_executor.models.llama
-    LlamaAttention
     LlamaAttention.__init__(self, config, hidden_size, num_heads, num_kv_heads, max_position_embeddings,
         quant_config, bias, bias_o_proj, cache_config, prefix, attn_type)
     LlamaAttention.forward(self, positions, hidden_states)
@@ -121,9 +130,7 @@ ATTRIBUTES = {
     "vllm.config.offload:PrefetchOffloadConfig": "offload_group_size",
     "vllm.config.offload:UVAOffloadConfig": "cpu_offload_gb",
     "vllm.forward_context:ForwardContext": "attn_metadata no_compile_layers",
-    "vllm.model_executor.models.llama:LlamaAttention": (
-        "attn head_dim kv_size num_heads num_kv_heads o_proj q_size qkv_proj rotary_emb scaling"
-    ),
+    "vllm.model_executor.layers.linear:QKVParallelLinear": "num_heads num_kv_heads",
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
         "block_table_tensor max_query_len num_actual_tokens num_reqs query_start_loc query_start_loc_cpu seq_lens "
         "slot_mapping"

@@ -6,14 +6,15 @@ Shapes: P positions in the pack, H query heads, G KV heads of this rank, D head 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from vllm.config import get_current_vllm_config
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.models.llama import LlamaAttention
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvshift.integrations.vllm_plugin.paged_attention import AttentionWithRawRows
@@ -62,43 +63,70 @@ def heads_of(config: Any, layer: int) -> Heads:
     )
 
 
-class ShiftedLlamaAttention(LlamaAttention):
-    """vLLM's attention, with a shift, and a QK-norm where the family has one."""
+class ServedAttention(nn.Module):
+    """Attention of vLLM's projections, with a shift, and a QK-norm where the family has one.
+
+    Args:
+        config: of transformers.
+        hidden_size: E.
+        max_position_embeddings: for which rotary tables are made.
+        quant_config: how projections are quantized; None: they are not.
+        cache_config: of vLLM's cache.
+        prefix: the name of this module in the model, with the number of the layer.
+        others: what `LlamaDecoderLayer` also gives, and `heads_of` reads of `config`.
+    """
 
     def __init__(
-        self, config: Any, hidden_size: int, num_heads: int, num_kv_heads: int, *, prefix: str, **options: Any
+        self,
+        config: Any,
+        hidden_size: int,
+        *,
+        max_position_embeddings: int,
+        quant_config: Any,
+        cache_config: Any,
+        prefix: str,
+        **others: Any,
     ) -> None:
-        own = heads_of(config, extract_layer_index(prefix))
-        sliding = "full_attention" if own.window is None else "sliding_attention"
-        as_llama = SimpleNamespace(  # what LlamaAttention reads of a configuration
-            head_dim=own.size,
-            rope_parameters=config.rope_parameters,
-            layer_types=[sliding] * config.num_hidden_layers,
-            sliding_window=own.window,
+        super().__init__()
+        own, shift_options = heads_of(config, extract_layer_index(prefix)), shift_options_of(config)
+        self.head_dim = own.size
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size,
+            own.size,
+            own.heads,
+            own.kv_heads,
+            bias=own.bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
         )
-        options |= {"bias": own.bias, "bias_o_proj": own.output_bias}
-        super().__init__(as_llama, hidden_size, own.heads, own.kv_heads, prefix=prefix, **options)
-        shift_options = shift_options_of(config)
-        self.shift = None
-        if shift_options.targets:
-            name = f"{prefix}.attn"
-            self.shift = PagedShift(own.kv_heads, own.size, shift_options, name, f"{prefix}.shift")
-            del get_current_vllm_config().compilation_config.static_forward_context[name]  # that of LlamaAttention
-            self.attn = AttentionWithRawRows(
-                self.num_heads,
-                self.head_dim,
-                self.scaling,
-                num_kv_heads=self.num_kv_heads,
-                cache_config=options.get("cache_config"),
-                quant_config=options.get("quant_config"),
-                per_layer_sliding_window=own.window,
-                prefix=name,
-                shift_window=shift_options.window,
-            )
-        self.qk_norm = own.qk_norm
+        self.o_proj = RowParallelLinear(
+            own.heads * own.size,
+            hidden_size,
+            bias=own.output_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.o_proj",
+        )
+        self.rotary_emb = get_rope(
+            own.size, max_position=max_position_embeddings, rope_parameters=config.rope_parameters
+        )
+        self.q_norm = self.k_norm = None
         if own.qk_norm:
             self.q_norm = RMSNorm(own.size, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(own.size, eps=config.rms_norm_eps)
+        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # of this rank
+        self.q_size, self.kv_size = heads * own.size, kv_heads * own.size
+        options: dict[str, Any] = {
+            "num_kv_heads": kv_heads,
+            "cache_config": cache_config,
+            "quant_config": quant_config,
+            "per_layer_sliding_window": own.window,
+            "prefix": f"{prefix}.attn",
+        }
+        self.shift, attention = None, Attention
+        if shift_options.targets:
+            self.shift = PagedShift(own.kv_heads, own.size, shift_options, f"{prefix}.attn", f"{prefix}.shift")
+            attention = partial(AttentionWithRawRows, shift_window=shift_options.window)
+        self.attn = attention(heads, own.size, own.size**-0.5, **options)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """(P, E) of (P, E)."""
@@ -108,7 +136,7 @@ class ShiftedLlamaAttention(LlamaAttention):
             raw, kv = kv, torch.empty_like(kv)
             torch.ops.vllm.kv_shift(raw, kv, self.shift.prefix)
         k, v = kv.chunk(2, dim=-1)
-        if self.qk_norm:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self._normalised(self.q_norm, q), self._normalised(self.k_norm, k)
         q, k = self.rotary_emb(positions, q, k)
         output, _ = self.o_proj(self.attn(q, k, v))

@@ -10,17 +10,17 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
-from kvshift.integrations.vllm_plugin.served_attention import ShiftedLlamaAttention
+from kvshift.integrations.vllm_plugin.served_attention import ServedAttention
 from kvshift.models.baichuan_m1.layout import to_coefficients
 
 _COEFFICIENTS = {"conv_k": "shift.alpha", "conv_v": "shift.beta", "K": "shift.alpha", "V": "shift.beta"}
 
 
 class ShiftedLlamaDecoderLayer(LlamaDecoderLayer):
-    """vLLM's layer around `ShiftedLlamaAttention`."""
+    """vLLM's layer around `ServedAttention`."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
-        super().__init__(vllm_config, prefix, config, attn_layer_type=ShiftedLlamaAttention)
+        super().__init__(vllm_config, prefix, config, attn_layer_type=ServedAttention)
 
 
 class ServedLlama(LlamaForCausalLM):
