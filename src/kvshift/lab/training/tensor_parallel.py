@@ -1,7 +1,7 @@
-"""Tensor parallelism of transformers: the processes share one model, and each has some of its heads.
+"""Tensor parallelism of transformers: all processes share one model, and each has some of its heads.
 
-`accelerate launch` asks for it with `parallelism_config_tp_size`. All processes get the same sequences. What is saved is
-whole, so that one process can go on from a checkpoint of several, and several from that of one.
+accelerate's launcher asks for it with `parallelism_config_tp_size`. Every process gets the same sequences. Checkpoints
+and the final model are whole, so that one process can resume what several began, and several what one began.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from copy import deepcopy
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
@@ -22,7 +23,7 @@ from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.callbacks import whole
 from kvshift.lab.training.train_config import RunConfig, TrainConfig
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 
 def parallelism_size(name: str) -> int:
@@ -33,69 +34,71 @@ def parallelism_size(name: str) -> int:
 
 
 def tensor_parallel_size() -> int:
-    """Number of processes that share one model; 1: each has a whole one, or what FSDP leaves it."""
+    """Number of processes that share one model; 1: no tensor parallelism."""
     return parallelism_size("tp")
 
 
 def check_tensor_parallel(config: RunConfig) -> None:
-    """Raise a LabError that names the option or setting which tensor parallelism does not go with, if one is given."""
+    """Raise a LabError that names an option or setting with which tensor parallelism does not work."""
     size = tensor_parallel_size()
     if size == 1:
         return
-    asked = f"parallelism_config_tp_size is {size} (tensor parallelism)"
     if not isinstance(config, TrainConfig):
-        raise LabError(f"{asked}, expected 1: of all commands, only `kvshift train` supports it")
+        raise LabError(f"{_asked()}, expected 1: only `kvshift train` supports it")
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes != size:
-        raise LabError(f"{asked}, expected {processes}: all processes share one model, and there are {processes} here")
+        raise LabError(f"{_asked()}, expected {processes}, the number of processes: all of them share one model")
     for name in ("FSDP", "DEEPSPEED"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
-            raise LabError(f"{asked}, and ACCELERATE_USE_{name} is true: `kvshift train` does not combine the two")
+            raise LabError(f"{_asked()} and ACCELERATE_USE_{name} is true: `kvshift train` does not combine them")
     for name, unset in (("tune", None), ("probes", None), ("compile", False)):
         value = getattr(config, name)
         if value != unset:
-            raise LabError(f"{name} is {value!r}, expected {unset}: {asked}, which does not support it")
+            raise LabError(f"{name} is {value!r}, expected {unset}: {_asked()}, which does not support it")
     require_gpu(config)
 
 
 def require_gpu(config: RunConfig) -> None:
     """Raise a LabError for a run on the CPU."""
     if config.device == "cpu" or not torch.cuda.is_available():
-        raise LabError(
-            "parallelism_config_tp_size needs GPUs, and this run is on the CPU, where accelerate refuses tensor parallelism"
-        )
+        raise LabError(f"{_asked()}, expected 1 on a CPU: accelerate supports it on GPUs alone")
 
 
-def check_model(config: Any, *, accumulation: int) -> None:
-    """Raise a LabError where several processes cannot share a model.
+def check_model(model: nn.Module, *, accumulation: int) -> None:
+    """Raise a LabError where the processes cannot share this model.
 
     Args:
-        config: of the model.
+        model: whole.
         accumulation: forward passes in one optimizer step.
     """
     size = tensor_parallel_size()
     if size == 1:
         return
-    asked = f"parallelism_config_tp_size is {size} (tensor parallelism)"
-    if type(config) is not KVShiftLlamaConfig:
+    config = cast(PreTrainedModel, model).config
+    if type(model) is not KVShiftLlamaForCausalLM:
         raise LabError(
-            f"{asked}, expected 1: the model is of model_type {config.model_type}, and only the coefficients of "
-            f"{KVShiftLlamaConfig.model_type} are divided like its heads"
+            f"{_asked()}, expected 1 for a model of model_type {config.model_type}: only in kvshift_llama are "
+            "coefficients divided like the heads"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if (value := getattr(config, name)) % size:
-            raise LabError(f"model.{name} must be a multiple of parallelism_config_tp_size ({size}), got {value}")
+            raise LabError(f"model.{name} must be a multiple of parallelism_config_tp_size, {size}; got {value}")
     if config.attention_dropout:
         raise LabError(
-            f"attention_dropout is {config.attention_dropout}, expected 0: {asked}, and all processes would drop the "
-            "same positions"
+            f"attention_dropout is {config.attention_dropout}, expected 0: {_asked()}, and every process would drop "
+            "the same positions from its heads"
         )
     if config.qk_norm and accumulation > 1:
+        # ReplicatedWithGradAllReduce sums `param.grad` after each backward pass, not what that pass has added to it.
         raise LabError(
-            f"model.qk_norm with {accumulation} forward passes in each step: {asked}, and transformers sums the "
-            "gradients of QK-norm over processes after each pass, together with those of earlier passes, which are "
-            "summed already. Give a larger batch_size with the same tokens_per_step"
+            f"model.qk_norm is True and a step has {accumulation} forward passes, expected 1: {_asked()}, in which "
+            "transformers does not accumulate the gradients of QK-norm correctly. Give batch_size = tokens_per_step / "
+            "data.sequence_length"
         )
+
+
+def _asked() -> str:
+    return f"parallelism_config_tp_size is {tensor_parallel_size()} (tensor parallelism)"
 
 
 def divide(
@@ -106,7 +109,7 @@ def divide(
     Args:
         model: whole, in every process.
         checkpoint: to read the weights from; None: they are those of `model`.
-        folder: of the run, where transformers can read what it divides.
+        folder: of the run; all processes must see it.
         processes: of the run.
     """
     part = folder.path / ".model.part"
@@ -128,44 +131,40 @@ def divide(
     for name, parameter in divided.named_parameters():
         parameter.requires_grad_(model.get_parameter(name).requires_grad)
     divided.generation_config = model.generation_config
-    processes.any(False)  # all of them have read it
+    processes.any(False)  # all of them have read the weights
     if processes.is_main:
         remove_folder(part)
     return divided
 
 
 def keep_optimizer_state_whole(optimizer: torch.optim.Optimizer) -> None:
-    """Have `state_dict` gather the state of divided parameters, and `load_state_dict` divide it again.
+    """Let `state_dict` gather the state of divided parameters, and `load_state_dict` divide it again.
 
-    All processes must call either of them together.
+    All processes must call these methods together.
     """
 
     def gather(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {**state_dict, "state": _map_tensors(state_dict["state"], lambda _, tensor: whole(tensor))}
-
-    def split(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {
-            **state_dict,
-            "state": _map_tensors(state_dict["state"], lambda i, tensor: _like(tensor, parameters[i])),
+        states = {
+            number: {name: whole(value) for name, value in state.items()}
+            for number, state in state_dict["state"].items()
         }
+        return {**state_dict, "state": states}
+
+    def divide(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states = {
+            number: {name: _divided_like(parameters[number], value) for name, value in state.items()}
+            for number, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states}
 
     optimizer.register_state_dict_post_hook(gather)
-    optimizer.register_load_state_dict_pre_hook(split)
+    optimizer.register_load_state_dict_pre_hook(divide)
 
 
-def _map_tensors(state: dict[int, dict[str, Any]], function: Any) -> dict[int, dict[str, Any]]:
-    return {
-        number: {
-            name: function(number, value) if isinstance(value, Tensor) else value for name, value in values.items()
-        }
-        for number, values in state.items()
-    }
-
-
-def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This process's part of a state, divided like the parameter; a number, such as the step, as it is."""
-    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
-        return tensor
-    on_device = tensor.to(cast(Any, parameter).device)
-    return distribute_tensor(on_device, parameter.device_mesh, parameter.placements, src_data_rank=None)
+def _divided_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """This process's part of a running mean of gradients; the number of steps, which has another shape, as it is."""
+    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return value
+    mesh = parameter.device_mesh
+    return distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)

@@ -117,7 +117,6 @@ def _run(
     models = processes.count // tensor_parallel_size()
     accumulation = config.accumulation(models)
     tokens_per_step = accumulation * config.batch_size * config.data.sequence_length * models
-    processes.main_first(lambda: check_model(model_config, accumulation=accumulation))
     config = dataclasses.replace(config, tokens_per_step=tokens_per_step, **resolved(config))
     options = to_json(config)
     options["model"] |= resolved_model(model_config)
@@ -134,6 +133,7 @@ def _run(
     else:
         model = load_pretrained(source, model_config, freeze_shift=frozen)
         facts["start_weights"] = weights_digest(model)
+    processes.main_first(lambda: check_model(model, accumulation=accumulation))
     sizes = count_parameters(model)
     if config.tune is not None:
         tune_part(model, config.tune, rank=config.lora_rank, seed=config.seed)

@@ -151,7 +151,7 @@ class RunTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Under DeepSpeed with coefficients in float32, as the optimizer has them; all processes give their part.
 
-        So they do under tensor parallelism, where those that write nothing have nothing else to do here.
+        Under tensor parallelism they do so too, of all weights.
         """
         if self._tensor_parallel > 1 and not self.args.should_save:
             cast(PreTrainedModel, self.model).save_pretrained(output_dir, is_main_process=False)  # type: ignore[arg-type]
@@ -166,6 +166,7 @@ class RunTrainer(Trainer):
         super().save_model(output_dir, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Under tensor parallelism whole; see `keep_optimizer_state_whole`."""
         if self._tensor_parallel > 1 and not self.args.should_save:
             assert self.optimizer is not None
             self.optimizer.state_dict()  # gives this process's part to the one that writes
@@ -198,7 +199,7 @@ class RunTrainer(Trainer):
         # Where weights are sharded, writing is itself done together: the others wait there for the one that failed,
         # not here, and the launcher ends them.
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or self._tensor_parallel > 1
-        if problem is None and (sharded or not self._processes.any(False)):
+        if problem is None and (not self._processes.any(False) or sharded):  # which also waits for the slowest to write
             return
         if not sharded and problem is not None:
             self._processes.any(True)
@@ -287,13 +288,8 @@ class LanguageModelTrainer(RunTrainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(dataset, Dataset):
             return None
-        args = self.args
-        in_a_step = (
-            args.per_device_train_batch_size
-            * args.gradient_accumulation_steps
-            * args.world_size
-            // self._tensor_parallel
-        )
+        args, models = self.args, self.args.world_size // self._tensor_parallel
+        in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * models
         return ShuffledEpochs(len(dataset), args.max_steps * in_a_step, self._config.seed)
 
     def prediction_step(
