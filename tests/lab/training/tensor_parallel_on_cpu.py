@@ -12,6 +12,8 @@ from accelerate import ParallelismConfig
 from kvshift.cli import run_and_exit
 from kvshift.lab.training import tensor_parallel, train
 
+from .killed_in_a_save import kill_where_told
+
 _divide = tensor_parallel.divide
 
 
@@ -25,4 +27,5 @@ def divide(*args: Any) -> Any:
 ParallelismConfig._validate_accelerator = lambda self, accelerator: None
 tensor_parallel.require_gpu = lambda config: None
 train.divide = divide
+kill_where_told()
 run_and_exit()

@@ -15,7 +15,7 @@ import torch
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import TrainConfig
 
-from .cases import LENGTH, losses, metrics, result, tiny, weights
+from .cases import LENGTH, assert_same_bits, losses, metrics, result, tiny, weights
 
 ROOT = Path(__file__).parents[3]
 # Sums over sequences are taken in another order.
@@ -202,13 +202,18 @@ def test_deepspeed_over_two_processes(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_deepspeed_in_bfloat16_keeps_the_coefficients_in_float32(corpus, tmp_path):
-    """In the saved model and in the metrics; the other weights are bfloat16."""
+def test_deepspeed_in_bfloat16(corpus, tmp_path):
+    """The losses of one process in bfloat16, whose weights are float32, and coefficients in float32, as the optimizer
+    has them, in the saved model and in the metrics; the other weights are bfloat16. Killed by -9 in the middle of a
+    save, the run resumes to the bit.
+    """
     pytest.importorskip("deepspeed")
-    out = tmp_path / "run"
-    options = [*arguments(corpus, out), "--bf16", "yes"]
-    done = in_two(*options, program="tests.lab.training.deepspeed_on_cpu", **deepspeed_variables("bf16"))
+    one, out, killed = tmp_path / "one", tmp_path / "run", tmp_path / "killed"
+    train(replace(in_one(corpus, one), bf16="yes"))
+    how = {"program": "tests.lab.training.deepspeed_on_cpu", **deepspeed_variables("bf16")}
+    done = in_two(*arguments(corpus, out), "--bf16", "yes", **how)
     assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(losses(out), losses(one), rtol=0, atol=2e-2)
     saved = weights(out)
     written = {line["layer"]: line for line in metrics(out, "coefficients")[-2:]}
     assert saved["lm_head.weight"].dtype == torch.bfloat16
@@ -218,6 +223,14 @@ def test_deepspeed_in_bfloat16_keeps_the_coefficients_in_float32(corpus, tmp_pat
             assert tensor.dtype == torch.float32, name
             assert not torch.equal(tensor, tensor.bfloat16().float()), name
             assert written[layer][parameter] == tensor.tolist()
+
+    assert in_two(*arguments(corpus, killed), "--bf16", "yes", **how, KILLED_AT="checkpoint-12").returncode != 0
+    assert (killed / "checkpoint-12").exists()
+    done = in_two(*arguments(corpus, killed), "--bf16", "yes", **how)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from checkpoint-8" in done.stderr
+    assert metrics(killed) == metrics(out)
+    assert_same_bits(weights(killed), saved)
 
 
 @pytest.mark.slow
