@@ -38,7 +38,7 @@ OLD_TRITON := build/triton-3.4.0
 test-oldest: .venv-oldest/stamp .venv/stamp $(BETWEEN)/stamp $(OLD_TRITON)/stamp  ## Run what depends on transformers on the oldest that is supported, families on 5.23 too; compile kernels by the oldest Triton
 	@$(TEST_ENV) .venv-oldest/bin/python -m pytest -n auto --dist worksteal -q \
 		-m 'not gpu and not pretrained and not ray and not no_models and (not slow or models and not interpreted)' \
-		tests/models tests/lab --ignore=tests/lab/core --ignore=tests/lab/study --ignore=tests/lab/tasks $(ARGS)
+		tests/models $(addprefix tests/lab/,evaluate explore export generate retrofit runs training) $(ARGS)
 	@PYTHONPATH=$(abspath $(BETWEEN)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
 		tests/models/test_versions.py tests/models/retrofit/test_matrix.py $(ARGS)
 	@PYTHONPATH=$(abspath $(OLD_TRITON)) $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q \
@@ -157,13 +157,21 @@ KERNEL := hatch_build.py src/kvshift/ops/cpu/kernel.cpp  # built by the installa
 .venv/stamp: pyproject.toml constraints.txt $(KERNEL)
 	$(call install,constraints.txt,dev)
 
-# Two packages over those of .venv: site.addsitedir puts that environment on the path, after this one's own.
-.venv-oldest/stamp: .venv/stamp constraints-oldest.txt
+# Some packages over those of .venv: site.addsitedir puts that environment on the path, after this one's own.
+define install_over
 	@$(PYTHON) -m venv --clear --without-pip $(@D)
 	@echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python*/site-packages)')" \
 		> $$(echo $(@D)/lib/python*/site-packages)/beneath.pth
-	@.venv/bin/python -m pip --python $(@D)/bin/python install -qq --disable-pip-version-check --requirement constraints-oldest.txt
+	@.venv/bin/python -m pip --python $(@D)/bin/python install -qq --disable-pip-version-check \
+		--requirement $(lastword $^)
 	@touch $@
+endef
+
+.venv-oldest/stamp: .venv/stamp constraints-oldest.txt
+	$(install_over)
+
+.venv-titan/stamp: .venv/stamp constraints-titan.txt
+	$(install_over)
 
 # What a user gets today, whatever the constraints say, but for torch, of which any other build would be gigabytes of CUDA.
 # With TRANSFORMERS=newest also a transformers that pyproject.toml does not allow yet.
@@ -192,9 +200,6 @@ build/vllm-%/stamp: | .venv-vllm/stamp
 	@ln -s $(CURDIR)/.venv-vllm/lib/python3*/site-packages/vllm/*.so $(@D)/vllm
 	@sed -i 's/^Version: .*/&+cpu/' $(@D)/vllm-*.dist-info/METADATA
 	@touch $@
-
-.venv-titan/stamp: pyproject.toml constraints-titan.txt $(KERNEL)
-	$(call install,constraints-titan.txt,test-titan)
 
 build/venv/stamp: constraints.txt
 	@$(PYTHON) -m venv $(@D)

@@ -117,9 +117,8 @@ def test_every_command_and_block_of_the_start_page_runs(tmp_path: Path):
             continue
         assert language == ""
         for command in block.splitlines():
-            run = subprocess.run(
-                shlex.split(command), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-            )
+            arguments = shlex.split(command.replace("--steps 100", "--steps 10"))  # what they teach is not looked at
+            run = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
             assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
             if command.startswith("kvshift check"):
                 verdicts = re.findall(r"^[\w:, ]+?  +(right|wrong|cannot)\b", run.stdout, re.MULTILINE)

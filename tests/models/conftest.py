@@ -1,4 +1,4 @@
-"""Tests of models are marked: `make test-oldest` runs the slow ones of them too, in the process of the others."""
+"""Tests of models are marked, but for those of the suite that checks any: `make test-oldest` runs the slow ones too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks for marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
+        if item.path.is_relative_to(here) and not item.path.is_relative_to(here / "check"):
             item.add_marker(pytest.mark.models)

@@ -6,6 +6,10 @@ import importlib.util
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from copy import deepcopy
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.export import programs
 from kvshift.lab.export.export_config import ExportOptions
 from kvshift.lab.export.exporting import export
-from kvshift.lab.export.programs import Program, check_programs, greedy, load_program, write_programs
+from kvshift.lab.export.programs import Program, check_programs, greedy, load_program
 from kvshift.lab.export.remote_code import compute
 from kvshift.lab.runs.loading import load_weights
 
@@ -105,55 +109,71 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         export(ExportOptions(model="anything", out=tmp_path / "out"))
 
 
+@dataclass(frozen=True)
+class Exported:
+    """A model, the folder that the command made of it, and what it said."""
+
+    model: Any
+    folder: Path
+    form: str
+    prefill: Program
+    decode: Program
+    said: str
+
+
 @pytest.fixture(scope="module", params=["onnx", "pt2"])
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, str]:
-    """A model with QK-norm and a sliding window, and the folder of its programs."""
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """With QK-norm and a sliding window, exported once, as that takes up to a minute."""
     form = request.param
-    model = tiny_model(qk_norm=True, sliding_window=6)
-    folder = tmp_path_factory.mktemp("exported")
-    write_programs(model, folder, form)
-    return model, folder, form
-
-
-def load(folder: Path, form: str) -> tuple[Program, Program]:
-    return load_program(folder / f"prefill.{form}"), load_program(folder / f"decode.{form}")
+    folder = tmp_path_factory.mktemp("export")
+    source, out = save_model(folder / "model", qk_norm=True, sliding_window=6), folder / "exported"
+    tokenizer().save_pretrained(source)
+    with redirect_stdout(StringIO()) as printed, redirect_stderr(StringIO()) as said:
+        assert main(["export", str(source), str(out), "--format", form]) == 0
+    assert printed.getvalue() == ""
+    model = load_weights(source)
+    model.generation_config.eos_token_id = None
+    prefill, decode = (load_program(out / f"{name}.{form}") for name in ("prefill", "decode"))
+    return Exported(model, out, form, prefill, decode, said.getvalue())
 
 
 @pytest.mark.slow
 class TestExported:
-    def test_twenty_prompts_of_different_lengths(self, exported: Any):
+    def test_the_command(self, exported: Exported):
+        form = exported.form
+        assert f"holds a KVShiftLlamaForCausalLM as prefill.{form} and decode.{form}" in exported.said
+        assert "on 4 prompts, alone and padded on the left, they give the tokens" in exported.said
+        files = {path.name for path in exported.folder.iterdir()}
+        assert {f"prefill.{form}", f"decode.{form}", "tokenizer.json", "generation_config.json"} <= files
+
+    def test_twenty_prompts_of_different_lengths(self, exported: Exported):
         """One after another in the same two programs: nothing of a prompt is left in them."""
-        model, folder, form = exported
-        prefill, decode = load(folder, form)
         for length in range(1, 21):
             ids, mask = batch(length, seed=length)
-            assert torch.equal(greedy(prefill, decode, ids, mask, NEW_TOKENS), generated(model, ids, mask)), length
+            found = greedy(exported.prefill, exported.decode, ids, mask, NEW_TOKENS)
+            assert torch.equal(found, generated(exported.model, ids, mask)), length
 
     @pytest.mark.parametrize("lengths", [(5, 9, 1, 4), (2, 2), (13, 1), (1, 1, 1)])
-    def test_batches_padded_on_the_left(self, exported: Any, lengths: tuple[int, ...]):
-        model, folder, form = exported
-        prefill, decode = load(folder, form)
+    def test_batches_padded_on_the_left(self, exported: Exported, lengths: tuple[int, ...]):
         ids, mask = batch(*lengths)
-        found = greedy(prefill, decode, ids, mask, NEW_TOKENS)
-        assert torch.equal(found, generated(model, ids, mask))
+        found = greedy(exported.prefill, exported.decode, ids, mask, NEW_TOKENS)
+        assert torch.equal(found, generated(exported.model, ids, mask))
         for row, length in enumerate(lengths):
             alone = ids[row : row + 1, -length:]
-            own = generated(model, alone, torch.ones_like(alone))
+            own = generated(exported.model, alone, torch.ones_like(alone))
             assert torch.equal(found[row, -length - NEW_TOKENS :], own[0]), "the sequence alone"
 
-    def test_logits_of_every_position(self, exported: Any):
-        model, folder, form = exported
-        prefill, _ = load(folder, form)
+    def test_logits_of_every_position(self, exported: Exported):
         ids, mask = batch(11)
         with torch.no_grad():
-            expected = model(ids, attention_mask=mask).logits
-        found = prefill({"input_ids": ids, "attention_mask": mask})["logits"]
+            expected = exported.model(ids, attention_mask=mask).logits
+        found = exported.prefill({"input_ids": ids, "attention_mask": mask})["logits"]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
-    def test_the_state_of_another_window_is_refused(self, exported: Any):
-        _, folder, form = exported
-        _, decode = load(folder, form)
-        wider, _ = as_programs(tiny_model(shift_window=3))
+    def test_the_state_of_another_window_is_refused(self, exported: Exported):
+        config = deepcopy(exported.model.config)
+        config.shift_window = 3
+        wider, _ = as_programs(type(exported.model)(config))
         ids, mask = batch(7)
         past = {
             name.replace("present", "past_key_values"): tensor
@@ -162,79 +182,65 @@ class TestExported:
         }
         mask = torch.ones(1, 8, dtype=torch.long)
         with pytest.raises(Exception, match=r"shift_(key|value)") as refused:
-            decode({"input_ids": ids[:, :1], "attention_mask": mask, **past})
+            exported.decode({"input_ids": ids[:, :1], "attention_mask": mask, **past})
         says = {"onnx": "Got: 2 Expected: 1", "pt2": "size()[1] == 1"}  # the rows that it has, or that it expects
-        assert says[form] in str(refused.value)
+        assert says[exported.form] in str(refused.value)
 
-    def test_a_check_finds_other_weights(self, exported: Any):
-        _, folder, form = exported
+    def test_a_check_finds_other_weights(self, exported: Exported):
         prompts = [batch(length)[0][0] for length in (5, 8)]
+        other = deepcopy(exported.model)
+        with torch.no_grad():
+            other.model.layers[0].self_attn.v_proj.weight.neg_()
         with pytest.raises(RunFailedError, match=r"by the programs, .*prompt 0"):
-            check_programs(folder, form, prompts, compute(tiny_model(seed=1, qk_norm=True), prompts))
+            check_programs(exported.folder, exported.form, prompts, compute(other, prompts))
 
-    def test_names(self, exported: Any):
-        _, folder, form = exported
-        if form == "pt2":
+    def test_what_the_page_says(self, exported: Exported, monkeypatch: pytest.MonkeyPatch):
+        """Its loop runs as pasted and gives the tokens that `generate` gives; a .pt2 file needs torch alone."""
+        monkeypatch.chdir(exported.folder.parent)
+        if exported.form == "onnx":
+            the_loop_of_the_page(exported.model)
+        else:
+            torch_alone(exported.model)
+
+    def test_names(self, exported: Exported):
+        if exported.form == "pt2":
             pytest.skip("names of ONNX; those of pt2 are keys of a nested dict, which every test here uses")
         import onnxruntime
 
         for name, takes_past in (("prefill", False), ("decode", True)):
-            session = onnxruntime.InferenceSession(folder / f"{name}.onnx", providers=["CPUExecutionProvider"])
+            path = exported.folder / f"{name}.onnx"
+            session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
             parts = [f"{i}.{part}" for i in (0, 1) for part in ("key", "value", "shift_key", "shift_value")]
             past = [f"past_key_values.{part}" for part in parts] * takes_past
             assert [one.name for one in session.get_inputs()] == ["input_ids", "attention_mask", *past]
             assert [one.name for one in session.get_outputs()] == ["logits", *(f"present.{part}" for part in parts)]
             for one in session.get_inputs():
                 if "shift_" in one.name:
-                    assert one.shape[1:] == [1, 3, 10], "the window is fixed"
+                    assert one.shape[1:] == [1, 5, 8], "the window is fixed"
                     assert isinstance(one.shape[0], str), "the batch is not"
 
 
-@pytest.mark.slow
-def test_pt2_needs_torch_alone(tmp_path: Path):
-    model = tiny_model(num_hidden_layers=1)
-    write_programs(model, tmp_path, "pt2")
-    code = (
-        "import sys\nsys.modules['kvshift'] = sys.modules['transformers'] = None\nimport torch\n"
-        f"module = torch.export.load({str(tmp_path / 'prefill.pt2')!r}).module()\n"
-        "ids = torch.arange(3, 10).unsqueeze(0)\n"
-        "print(module(input_ids=ids, attention_mask=torch.ones_like(ids))['logits'].argmax(-1).tolist())"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    ids = torch.arange(3, 10).unsqueeze(0)
-    with torch.no_grad():
-        assert ran.stdout.strip() == str(model(ids).logits.argmax(-1).tolist())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["onnx", "pt2"])
-def test_the_command(form: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    folder = save_model(tmp_path / "model", num_hidden_layers=1)
-    tokenizer().save_pretrained(folder)
-    out = tmp_path / "exported"
-    assert main(["export", str(folder), str(out), "--format", form]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert f"holds a KVShiftLlamaForCausalLM as prefill.{form} and decode.{form}" in captured.err
-    assert "on 4 prompts, alone and padded on the left, they give the tokens" in captured.err
-    files = {path.name for path in out.iterdir()}
-    assert {f"prefill.{form}", f"decode.{form}", "tokenizer.json", "generation_config.json"} <= files
-    if form == "onnx":
-        monkeypatch.chdir(tmp_path)
-        the_loop_of_the_page(load_weights(folder))
-
-
 def the_loop_of_the_page(model: Any) -> None:
-    """It runs as pasted, and gives the tokens that `generate` gives."""
     page = (Path(__file__).parents[3] / "docs" / "export.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     exec(re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0], names)
     given = ("input_ids", "attention_mask")
     prompts = {name: torch.from_numpy(names["prompts"][name]).long() for name in given}
     assert (prompts["attention_mask"] == 0).any(), "one is padded"
-    model.generation_config.eos_token_id = None
     expected = model.generate(**prompts, max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert torch.equal(torch.from_numpy(names["text"]), expected)
+
+
+def torch_alone(model: Any) -> None:
+    code = (
+        "import sys\nsys.modules['kvshift'] = sys.modules['transformers'] = None\nimport torch\n"
+        "module = torch.export.load('exported/prefill.pt2').module()\n"
+        "ids = torch.arange(3, 10).unsqueeze(0)\n"
+        "print(module(input_ids=ids, attention_mask=torch.ones_like(ids))['logits'].argmax(-1).tolist())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    with torch.no_grad():
+        assert ran.stdout.strip() == str(model(torch.arange(3, 10).unsqueeze(0)).logits.argmax(-1).tolist())
 
 
 def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
