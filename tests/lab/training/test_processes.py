@@ -213,8 +213,8 @@ def test_deepspeed_in_bfloat16(corpus, tmp_path):
     how = {"program": "tests.lab.training.deepspeed_on_cpu", **deepspeed_variables("bf16")}
     done = in_two(*arguments(corpus, out), "--bf16", "yes", **how)
     assert done.returncode == 0, done.stderr
-    torch.testing.assert_close(losses(out), losses(one), rtol=0, atol=2e-2)
-    saved = weights(out)
+    torch.testing.assert_close(losses(out), losses(one), rtol=0, atol=5e-3)  # found: 1.3e-3 of losses near 5
+    saved, expected = weights(out), weights(one)
     written = {line["layer"]: line for line in metrics(out, "coefficients")[-2:]}
     assert saved["lm_head.weight"].dtype == torch.bfloat16
     for name, tensor in saved.items():
@@ -223,6 +223,7 @@ def test_deepspeed_in_bfloat16(corpus, tmp_path):
             assert tensor.dtype == torch.float32, name
             assert not torch.equal(tensor, tensor.bfloat16().float()), name
             assert written[layer][parameter] == tensor.tolist()
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=5e-3)  # found: 1.9e-3
 
     assert in_two(*arguments(corpus, killed), "--bf16", "yes", **how, KILLED_AT="checkpoint-12").returncode != 0
     assert (killed / "checkpoint-12").exists()

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kvshift.lab.core.errors import LabError
@@ -23,7 +25,7 @@ from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.retrofit import add_kv_shift
 
 from .cases import LENGTH, losses, metrics, result, tiny, weights
-from .test_processes import arguments, in_two
+from .test_processes import ROOT, arguments, in_two
 
 EVEN = ["--data.vocab-size", "282"]  # tokens that two processes can share
 SHARED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
@@ -135,6 +137,15 @@ def test_from_a_model_with_qk_norm(corpus, tmp_path):
     train(in_one(corpus, one, init_from=str(first), batch_size=8, model={"freeze_shift": True}))
     share(corpus, two, "--init-from", str(first), "--batch-size", "8", "--model.freeze-shift")
     assert_same(two, one)
+
+
+def test_the_example_asks_for_it():
+    """`accelerate launch` sets what `SHARED` does, for 8 processes."""
+    example = ROOT / "examples" / "accelerate" / "tensor_parallel.yaml"
+    command = f"--config_file {example} --num_processes 8 -m kvshift train"
+    launch, _, _ = _validate_launch_command(launch_command_parser().parse_args(command.split()))
+    variables = prepare_multi_gpu_env(launch)
+    assert {name: variables[name] for name in SHARED} == {**SHARED, "PARALLELISM_CONFIG_TP_SIZE": "8"}
 
 
 @pytest.fixture
