@@ -7,11 +7,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.training.running import require_readable
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import TrainConfig
 
@@ -232,6 +235,35 @@ def test_deepspeed_in_bfloat16(corpus, tmp_path):
     assert "resuming from checkpoint-8" in done.stderr
     assert metrics(killed) == metrics(out)
     assert_same_bits(weights(killed), saved)
+
+    (out / "result.json").unlink()
+    done = in_two(*arguments(corpus, out), "--bf16", "yes", **how, processes=1)
+    assert "checkpoint-12 was saved with DeepSpeed by 2 process(es), and this run has 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "deepspeed", "fsdp", "said"),
+    [
+        ([], False, False, None),
+        ([], True, False, "saved with neither FSDP nor DeepSpeed, and this run uses DeepSpeed"),
+        ([], False, True, "saved with neither FSDP nor DeepSpeed, and this run uses FSDP"),
+        (["pytorch_model_fsdp_0/.metadata"], False, True, None),
+        (["pytorch_model_fsdp.bin"], False, False, "saved with FSDP, and this run uses neither FSDP nor DeepSpeed"),
+        ([f"global_step8/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)], True, False, None),
+        (["global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], False, False, "saved with DeepSpeed, and"),
+        (["global_step8/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"], True, False, "by 1 process.* this run has 2"),
+    ],
+)
+def test_checkpoints_of_another_kind(tmp_path, files: list[str], deepspeed: bool, fsdp: bool, said: str | None):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    trainer: Any = SimpleNamespace(is_deepspeed_enabled=deepspeed, is_fsdp_enabled=fsdp)
+    if said is None:
+        require_readable(tmp_path, trainer, processes=2)
+    else:
+        with pytest.raises(LabError, match=said):
+            require_readable(tmp_path, trainer, processes=2)
 
 
 @pytest.mark.slow

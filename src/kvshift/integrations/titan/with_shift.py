@@ -104,8 +104,8 @@ def _parallelize(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def parallelize(model: nn.Module, *, parallel_dims: Any, parallelism: Any, **rest: Any) -> nn.Module:
         if parallel_dims.spmd_backend == "spmd_types" and parallel_dims.world_size > 1 and _torch() < (2, 14):
             raise NotImplementedError(
-                f"parallelism.spmd_backend must be partial_dtensor with torch {torch.__version__}, got 'spmd_types': on "
-                "several processes it needs torch 2.14"
+                f"parallelism.spmd_backend must be partial_dtensor with torch {torch.__version__}, got 'spmd_types', "
+                "which needs torch 2.14 on several processes"
             )
         if parallel_dims.cp_enabled:
             balancer = parallelism.context_parallel_load_balancer

@@ -273,8 +273,9 @@ def fit(
     Raises:
         InterruptedRunError: a signal came, and a checkpoint is written.
     """
-    if start.checkpoint is not None:
-        trainer.continue_mean(start.checkpoint)
+    if (checkpoint := start.checkpoint) is not None:
+        processes.main_first(lambda: require_readable(Path(checkpoint), trainer, processes.count))
+        trainer.continue_mean(checkpoint)
     with graceful_stop.listening():
         trainer.train(resume_from_checkpoint=start.checkpoint)
     step = trainer.state.global_step
@@ -290,6 +291,30 @@ def fit(
         trainer.remove_callback(TensorBoardCallback)  # closed by now, it would open another writer in OUT/runs
         trainer.evaluate()
     return seconds
+
+
+def require_readable(checkpoint: Path, trainer: RunTrainer, processes: int) -> None:
+    """Raise a LabError for a checkpoint whose optimizer state this run cannot read.
+
+    Args:
+        checkpoint: to resume from.
+        trainer: of the run.
+        processes: number of them.
+    """
+    parts = [*checkpoint.glob("global_step*/*zero_pp_rank_*_optim_states.pt")]
+    saved = _sharding(bool(parts), any(checkpoint.glob("pytorch_model_fsdp*")))
+    here = _sharding(trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled)
+    if saved != here:
+        raise LabError(f"{checkpoint} was saved with {saved}, and this run uses {here}: resume it as it began")
+    if parts and len(parts) != processes:
+        raise LabError(
+            f"{checkpoint} was saved with DeepSpeed by {len(parts)} process(es), and this run has {processes}: "
+            "DeepSpeed cannot divide the optimizer state anew. Resume with as many processes as before"
+        )
+
+
+def _sharding(deepspeed: bool, fsdp: bool) -> str:
+    return "DeepSpeed" if deepspeed else "FSDP" if fsdp else "neither FSDP nor DeepSpeed"
 
 
 def save_model(
