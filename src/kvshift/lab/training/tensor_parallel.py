@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from kvshift.lab.core.atomic import remove_folder
@@ -120,7 +120,7 @@ def divide(
     try:
         divided = KVShiftLlamaForCausalLM.from_pretrained(
             checkpoint or part,
-            config=deepcopy(model.config),
+            config=deepcopy(cast(Any, model.config)),
             dtype=torch.float32,
             distributed_config=DistributedConfig(tp_size=tensor_parallel_size(), tp_plan="auto"),
         )

@@ -53,7 +53,7 @@ class RunTrainer(Trainer):
         self._tensor_parallel = tensor_parallel_size()
         super().__init__(model, arguments, **kwargs)
         if self._tensor_parallel > 1:  # every process has evaluated every sequence
-            self.gather_function = self.accelerator.gather_for_metrics = lambda values, **_: values
+            self.gather_function = self.accelerator.gather_for_metrics = _as_it_is
 
     @property
     @abstractmethod
@@ -229,6 +229,11 @@ class RunTrainer(Trainer):
         step = self.state.global_step
         if not finite:
             self._fail(f"the validation loss is not finite after step {step}", step)
+
+
+def _as_it_is(input_data: Any, use_gather_object: bool = False) -> Any:
+    """In the place of `Accelerator.gather_for_metrics`, where every process has everything."""
+    return input_data
 
 
 class LanguageModelTrainer(RunTrainer):
