@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.explore import watched_program
 from kvshift.lab.explore.explore_config import ExploreConfig
 from kvshift.lab.explore.exploring import explore
 from kvshift.lab.explore.page_server import page_server
@@ -46,7 +47,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page over two models with the same tokenizer, without and with shift."""
+    """A page over two models with the same tokenizer, without and with shift, made as that of large ones."""
     try:
         runtime_folder(lambda text: None)
     except LabError as error:
@@ -59,7 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_model(place / name, shift_targets=targets, num_attention_heads=4, num_key_value_heads=2, head_dim=10)
         for name, targets in (("plain", ()), ("shifted", ("k", "v")))
     ]
-    explore(ExploreConfig(models=tuple(map(str, models)), out=place / "page", text=PROMPTS[0]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watched_program, "_INSIDE", 0)  # as large models: weights beside the programs
+        explore(ExploreConfig(models=tuple(map(str, models)), out=place / "page", text=PROMPTS[0]))
     return place
 
 

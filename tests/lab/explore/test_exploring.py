@@ -15,11 +15,11 @@ import torch
 from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from kvshift.cli import main
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.explore import exploring, web_runtime
+from kvshift.lab.explore import exploring, watched_program, web_runtime
 from kvshift.lab.explore.page_server import page_server
-from kvshift.lab.explore.watched_program import WatchedModel
+from kvshift.lab.explore.watched_program import WatchedModel, check_watched, write_watched
 from kvshift.lab.runs.loading import load_weights
 
 from ...models.llama.tiny import tiny_model
@@ -106,10 +106,17 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "out must be a folder that is not there yet, or is empty" in capsys.readouterr().err
 
 
+def attentive_model(**options: Any) -> Any:
+    """One that returns probabilities."""
+    model = tiny_model(**options)
+    model.set_attn_implementation("eager")
+    return model
+
+
 @pytest.mark.parametrize("constraint", ["free", "gate", "clamp"])
 def test_coefficients_are_arguments(constraint: str):
     """With its own coefficients a model computes what it did; with others, what a model of those does."""
-    model = tiny_model(shift_constraint=constraint, attn_implementation="eager")
+    model = attentive_model(shift_constraint=constraint)
     ids = torch.randint(3, 61, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         before = model(ids, output_attentions=True, use_cache=False)
@@ -117,11 +124,12 @@ def test_coefficients_are_arguments(constraint: str):
         own = watched.coefficients()
         for found in (watched(ids), watched(ids, own)):
             assert torch.equal(found["logits"], before.logits)
+            assert len(found["attention"]) == len(before.attentions) == 2
             assert all(map(torch.equal, found["attention"].values(), before.attentions))
         identity = {n: {name: torch.tensor([[1.0, 0.0]]).expand_as(x) for name, x in c.items()} for n, c in own.items()}
         unshifted = watched(ids, identity)["logits"]
         assert not torch.equal(unshifted, before.logits)
-        vanilla = tiny_model(shift_targets=(), attn_implementation="eager")
+        vanilla = attentive_model(shift_targets=())
         assert vanilla.load_state_dict(model.state_dict(), strict=False).missing_keys == []
         torch.testing.assert_close(vanilla(ids).logits, unshifted)
 
@@ -133,6 +141,22 @@ def test_a_model_without_shift(tmp_path: Path):
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         assert watched(ids)["attention"]["1"].shape == (1, 5, 3, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_program_computes_what_the_model_does(inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A small one with its weights, and a large one, which is not simplified, with its weights beside it."""
+    monkeypatch.setattr(watched_program, "_INSIDE", 1e9 if inside else 0)
+    watched = WatchedModel(attentive_model(num_hidden_layers=1))
+    write_watched(watched, tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx.data").exists() == (not inside)
+    prompts = [torch.arange(3, 3 + length) for length in (1, 7)]
+    assert check_watched(watched, tmp_path / "model.onnx", prompts) < 1e-4
+    with torch.no_grad():
+        watched.model.lm_head.weight.neg_()
+    with pytest.raises(RunFailedError, match="by the program"):
+        check_watched(watched, tmp_path / "model.onnx", prompts)
 
 
 class TestRuntime:

@@ -138,7 +138,7 @@ def _require_memory(models: list[Any]) -> None:
     here, free = _COPIES * max(sizes), psutil.virtual_memory().available
     _say(
         f"weights of {sum(sizes) / 1e9:.1f} GB in float32: this takes about {here / 1e9:.1f} GB of memory beside the "
-        f"models ({free / 1e9:.1f} GB are free), and the page about {2 * sum(sizes) / 1e9:.1f} GB in the browser"
+        f"models ({free / 1e9:.1f} GB are free), and the page about {3 * sum(sizes) / 1e9:.1f} GB in the browser"
     )
     if sum(sizes) > _MOST:
         raise LabError(

@@ -83,13 +83,14 @@ def write_watched(watched: WatchedModel, path: Path) -> None:
     if coefficients:
         inputs["coefficients"] = coefficients
         shapes["coefficients"] = {number: {name: {} for name in layer} for number, layer in coefficients.items()}
+    large = sum(parameter.nbytes for parameter in watched.parameters()) > _INSIDE
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         traced = Path(place) / path.name
-        write_program(watched.requires_grad_(False).eval(), inputs, shapes, traced)
+        write_program(watched.requires_grad_(False).eval(), inputs, shapes, traced, simplify=not large)
         program = onnx_ir.load(traced)
         for node in program.graph.all_nodes():
             node.metadata_props.clear()  # where in the code each was traced: most of a small program
-        if sum(parameter.nbytes for parameter in watched.parameters()) > _INSIDE:
+        if large:
             onnx_ir.save(program, path, external_data=f"{path.name}.data")
         else:
             onnx_ir.save(onnx_ir.external_data.load_to_model(program), path)

@@ -16,7 +16,7 @@ const bytes = async (url) => {
 
 // Load model number `number`, whose program has its weights in `data`, a file beside it, if there is one.
 async function load({ number, url, data }) {
-  const options = { executionProviders: ["wasm"] };
+  const options = { executionProviders: ["wasm"], logSeverityLevel: 3 };
   if (data) options.externalData = [{ path: data, data: await bytes(new URL(data, new URL(url, import.meta.url))) }];
   sessions[number] = await ort.InferenceSession.create(await bytes(new URL(url, import.meta.url)), options);
 }
