@@ -100,6 +100,17 @@ def test_a_layout_that_is_not_known_is_refused(gpus: int):
         config.model_spec.parallelize_fn(model, parallel_dims=dims, parallelism=config.parallelism)
 
 
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+def test_the_default_backend_is_refused_on_an_older_torch(gpus: int, monkeypatch):
+    """torchtitan 0.3.0 calls FSDP as torch 2.14 has it."""
+    config = with_kv_shift(llama3_debugmodel())
+    assert config.parallelism.spmd_backend == "spmd_types"
+    dims = ParallelDims.from_config(config.parallelism, gpus)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    with pytest.raises(NotImplementedError, match=r"spmd_backend must be partial_dtensor with torch 2\.13\.0\+cpu"):
+        config.model_spec.parallelize_fn(None, parallel_dims=dims, parallelism=config.parallelism)
+
+
 def test_context_parallelism_by_another_configuration_is_refused():
     config = with_kv_shift(llama3_debugmodel())
     with torch.device("meta"):

@@ -102,6 +102,11 @@ def _clamp(parameters: Sequence[Tensor]) -> None:
 
 def _parallelize(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def parallelize(model: nn.Module, *, parallel_dims: Any, parallelism: Any, **rest: Any) -> nn.Module:
+        if parallel_dims.spmd_backend == "spmd_types" and parallel_dims.world_size > 1 and _torch() < (2, 14):
+            raise NotImplementedError(
+                f"parallelism.spmd_backend must be partial_dtensor with torch {torch.__version__}, got 'spmd_types', "
+                "which needs torch 2.14 on several processes"
+            )
         if parallel_dims.cp_enabled:
             balancer = parallelism.context_parallel_load_balancer
             if balancer not in _LAYOUTS:
@@ -114,3 +119,8 @@ def _parallelize(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         return stock(model, parallel_dims=parallel_dims, parallelism=parallelism, **rest)
 
     return parallelize
+
+
+def _torch() -> tuple[int, ...]:
+    """Major and minor version."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from kvshift import clamp_after_step, param_groups
 from kvshift.lab.training.train_config import OptimizerConfig
@@ -14,6 +15,8 @@ from kvshift.lab.variants.variant import shift_layers
 
 def adamw(model: nn.Module, options: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
     """AdamW for `model`, whose coefficients with the constraint "clamp" are clamped after each of its steps."""
+    # Under tensor parallelism some parameters are divided and some are not, which PyTorch cannot update in one call.
+    mixed = len({isinstance(parameter, DTensor) for parameter in model.parameters()}) > 1
     groups = param_groups(
         model,
         lr=options.learning_rate,
@@ -25,7 +28,8 @@ def adamw(model: nn.Module, options: OptimizerConfig, device: torch.device) -> t
         lr=options.learning_rate,
         betas=(options.beta1, options.beta2),
         eps=options.epsilon,
-        fused=device.type == "cuda",
+        fused=device.type == "cuda" and not mixed,
+        foreach=False if mixed else None,
     )
     if any(layer.options.constraint == "clamp" for layer in shift_layers(model)):
         clamp_after_step(optimizer, model)

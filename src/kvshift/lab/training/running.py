@@ -27,6 +27,7 @@ from kvshift.lab.runs.overwriting import refuse_what_is_no_run
 from kvshift.lab.runs.processes import PATIENCE, Processes
 from kvshift.lab.runs.resume import Start, check_folder, refuse_foreign
 from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError, Progress, Recorder, Schedule, whole
+from kvshift.lab.training.tensor_parallel import check_tensor_parallel, parallelism_size
 from kvshift.lab.training.train_config import RunConfig, TrainConfig
 from kvshift.lab.training.trainer import RunTrainer
 from kvshift.lab.variants.building import declare_plain_llama
@@ -46,6 +47,7 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
     """
     config.check()
     require_whole_sequences()
+    check_tensor_parallel(config)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise LabError("device is cuda, but PyTorch sees no GPU here; expected auto or cpu")
     for name in config.report_to:
@@ -63,11 +65,9 @@ def open_run(stack: ExitStack, folder: RunFolder, config: RunConfig, options: di
 
 def require_whole_sequences() -> None:
     """Raise a LabError where accelerate was told to give each process a part of every sequence."""
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
-        return
     for name, kind in (("cp", "context parallelism"), ("sp", "Ulysses sequence parallelism")):
-        size = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")
-        if size != "1":
+        size = parallelism_size(name)
+        if size != 1:
             raise LabError(
                 f"parallelism_config_{name}_size is {size} ({kind}), expected 1: the first token of a part needs the "
                 "keys and values of the token before, which is in another process. Share out the model in place of the "
@@ -273,8 +273,9 @@ def fit(
     Raises:
         InterruptedRunError: a signal came, and a checkpoint is written.
     """
-    if start.checkpoint is not None:
-        trainer.continue_mean(start.checkpoint)
+    if (checkpoint := start.checkpoint) is not None:
+        processes.main_first(lambda: require_readable(Path(checkpoint), trainer, processes.count))
+        trainer.continue_mean(checkpoint)
     with graceful_stop.listening():
         trainer.train(resume_from_checkpoint=start.checkpoint)
     step = trainer.state.global_step
@@ -290,6 +291,30 @@ def fit(
         trainer.remove_callback(TensorBoardCallback)  # closed by now, it would open another writer in OUT/runs
         trainer.evaluate()
     return seconds
+
+
+def require_readable(checkpoint: Path, trainer: RunTrainer, processes: int) -> None:
+    """Raise a LabError for a checkpoint whose optimizer state this run cannot read.
+
+    Args:
+        checkpoint: to resume from.
+        trainer: of the run.
+        processes: number of them.
+    """
+    parts = [*checkpoint.glob("global_step*/*zero_pp_rank_*_optim_states.pt")]
+    saved = _sharding(bool(parts), any(checkpoint.glob("pytorch_model_fsdp*")))
+    here = _sharding(trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled)
+    if saved != here:
+        raise LabError(f"{checkpoint} was saved with {saved}, and this run uses {here}: resume it as it began")
+    if parts and len(parts) != processes:
+        raise LabError(
+            f"{checkpoint} was saved with DeepSpeed by {len(parts)} process(es), and this run has {processes}: "
+            "DeepSpeed cannot divide the optimizer state anew. Resume with as many processes as before"
+        )
+
+
+def _sharding(deepspeed: bool, fsdp: bool) -> str:
+    return "DeepSpeed" if deepspeed else "FSDP" if fsdp else "neither FSDP nor DeepSpeed"
 
 
 def save_model(

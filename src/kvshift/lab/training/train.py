@@ -45,6 +45,7 @@ from kvshift.lab.training.running import (
     surviving,
     training_arguments,
 )
+from kvshift.lab.training.tensor_parallel import check_model, divide, tensor_parallel_size
 from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.training.trainer import LanguageModelTrainer
 from kvshift.lab.training.tuned_part import merge_lora, tune_part
@@ -112,8 +113,10 @@ def _run(
         model_config = fitting_config(source, config.model, vocab_size=tokens, sequence_length=length)
     model_config.bos_token_id = cast(int | None, data.tokenizer.bos_token_id)
     model_config.eos_token_id = cast(int | None, data.tokenizer.eos_token_id)
-    accumulation = config.accumulation(processes.count)
-    tokens_per_step = accumulation * config.batch_size * config.data.sequence_length * processes.count
+    # Processes that share a model get the same sequences.
+    models = processes.count // tensor_parallel_size()
+    accumulation = config.accumulation(models)
+    tokens_per_step = accumulation * config.batch_size * config.data.sequence_length * models
     config = dataclasses.replace(config, tokens_per_step=tokens_per_step, **resolved(config))
     options = to_json(config)
     options["model"] |= resolved_model(model_config)
@@ -130,6 +133,7 @@ def _run(
     else:
         model = load_pretrained(source, model_config, freeze_shift=frozen)
         facts["start_weights"] = weights_digest(model)
+    processes.main_first(lambda: check_model(model, accumulation=accumulation))
     sizes = count_parameters(model)
     if config.tune is not None:
         tune_part(model, config.tune, rank=config.lora_rank, seed=config.seed)
@@ -140,6 +144,8 @@ def _run(
     start = processes.main_first(
         lambda: start_or_resume(folder, options, processes, say, facts, extend=config.extend, overwrite=replaces)
     )
+    if tensor_parallel_size() > 1:
+        model = divide(model, start.checkpoint, folder, processes)
     model.config.use_cache = False  # no cache of keys and values beside every training step
     variant = find_variant(variant_of(options["model"]))
     # init_from starts vanilla and kv-shift alone.

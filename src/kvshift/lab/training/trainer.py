@@ -17,7 +17,7 @@ from datasets import Dataset
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import EvalPrediction, Trainer, TrainingArguments
+from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from kvshift.lab.core.errors import DivergedError, RunFailedError
@@ -28,6 +28,7 @@ from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.callbacks import Evaluation, whole
 from kvshift.lab.training.optimizer import adamw
 from kvshift.lab.training.probes import probe_heads, probe_targets, summarize_targets
+from kvshift.lab.training.tensor_parallel import keep_optimizer_state_whole, tensor_parallel_size
 from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.variants.building import declare_plain_llama
 from kvshift.layers import KVShift
@@ -49,7 +50,10 @@ class RunTrainer(Trainer):
         self._unlogged: dict[str, Any] = {}
         self._at_checkpoint = False
         self._coefficients: dict[str, Tensor] = {}
+        self._tensor_parallel = tensor_parallel_size()
         super().__init__(model, arguments, **kwargs)
+        if self._tensor_parallel > 1:  # every process has evaluated every sequence
+            self.gather_function = self.accelerator.gather_for_metrics = _as_it_is
 
     @property
     @abstractmethod
@@ -69,6 +73,8 @@ class RunTrainer(Trainer):
         if self.optimizer is None:
             trained = cast(nn.Module, self.model if model is None else model)
             self.optimizer = adamw(trained, self._config.optimizer, self.args.device)
+            if self._tensor_parallel > 1:
+                keep_optimizer_state_whole(self.optimizer)
         return self.optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -81,6 +87,11 @@ class RunTrainer(Trainer):
             ):
                 group["lr"] = base * part(schedule.last_epoch)
             schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Under tensor parallelism the model was loaded from the checkpoint, each process its part."""
+        if self._tensor_parallel == 1:
+            super()._load_from_checkpoint(*args, **kwargs)
 
     def continue_mean(self, checkpoint: str) -> None:
         """Have the first mean loss that is logged begin where that of the run which left this checkpoint began."""
@@ -137,8 +148,14 @@ class RunTrainer(Trainer):
         if self._processes.is_main:
             keep_newest(folder, self._config.keep_checkpoints, say)
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Under DeepSpeed with coefficients in float32, as the optimizer has them; all processes give their part."""
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Under DeepSpeed with coefficients in float32, as the optimizer has them; all processes give their part.
+
+        Under tensor parallelism they do so too, of all weights.
+        """
+        if self._tensor_parallel > 1 and not self.args.should_save:
+            cast(PreTrainedModel, self.model).save_pretrained(output_dir, is_main_process=False)  # type: ignore[arg-type]
+            return
         if self.is_deepspeed_enabled:
             self._coefficients = {
                 f"{name}.{parameter_name}": whole(parameter).detach().cpu()
@@ -146,7 +163,14 @@ class RunTrainer(Trainer):
                 if isinstance(module, KVShift)
                 for parameter_name, parameter in module.named_parameters(recurse=False)
             }
-        super().save_model(*args, **kwargs)
+        super().save_model(output_dir, *args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Under tensor parallelism whole; see `keep_optimizer_state_whole`."""
+        if self._tensor_parallel > 1 and not self.args.should_save:
+            assert self.optimizer is not None
+            self.optimizer.state_dict()  # gives this process's part to the one that writes
+        super()._save_optimizer_and_scheduler(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Where a part of the model is trained, checkpoints hold that part: the rest is where it came from."""
@@ -174,8 +198,8 @@ class RunTrainer(Trainer):
             problem = error
         # Where weights are sharded, writing is itself done together: the others wait there for the one that failed,
         # not here, and the launcher ends them.
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if problem is None and (sharded or not self._processes.any(False)):
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or self._tensor_parallel > 1
+        if problem is None and (not self._processes.any(False) or sharded):  # which also waits for the slowest to write
             return
         if not sharded and problem is not None:
             self._processes.any(True)
@@ -205,6 +229,11 @@ class RunTrainer(Trainer):
         step = self.state.global_step
         if not finite:
             self._fail(f"the validation loss is not finite after step {step}", step)
+
+
+def _as_it_is(input_data: Any, use_gather_object: bool = False) -> Any:
+    """In the place of `Accelerator.gather_for_metrics`, where every process has everything."""
+    return input_data
 
 
 class LanguageModelTrainer(RunTrainer):
@@ -264,8 +293,8 @@ class LanguageModelTrainer(RunTrainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(dataset, Dataset):
             return None
-        args = self.args
-        in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        args, models = self.args, self.args.world_size // self._tensor_parallel
+        in_a_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * models
         return ShuffledEpochs(len(dataset), args.max_steps * in_a_step, self._config.seed)
 
     def prediction_step(

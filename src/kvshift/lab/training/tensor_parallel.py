@@ -1,0 +1,170 @@
+"""Tensor parallelism of transformers: all processes share one model, and each has some of its heads.
+
+accelerate's launcher asks for it with `parallelism_config_tp_size`. Every process gets the same sequences. Checkpoints
+and the final model are whole, so that one process can resume what several began, and several what one began.
+"""
+
+from __future__ import annotations
+
+import os
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import logging
+
+from kvshift.lab.core.atomic import remove_folder
+from kvshift.lab.core.errors import LabError
+from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.runs.processes import Processes
+from kvshift.lab.training.callbacks import whole
+from kvshift.lab.training.train_config import RunConfig, TrainConfig
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+
+
+def parallelism_size(name: str) -> int:
+    """Size of one dimension ("tp", "cp", "sp") of the ParallelismConfig that accelerate was told to use; 1: unused."""
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        return 1
+    return int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1"))
+
+
+def tensor_parallel_size() -> int:
+    """Number of processes that share one model; 1: no tensor parallelism."""
+    return parallelism_size("tp")
+
+
+def check_tensor_parallel(config: RunConfig) -> None:
+    """Raise a LabError that names an option or setting with which tensor parallelism does not work."""
+    size = tensor_parallel_size()
+    if size == 1:
+        return
+    if not isinstance(config, TrainConfig):
+        raise LabError(f"{_asked()}, expected 1: only `kvshift train` supports it")
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes != size:
+        raise LabError(f"{_asked()}, expected {processes}, the number of processes: all of them share one model")
+    for name in ("FSDP", "DEEPSPEED"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            raise LabError(f"{_asked()} and ACCELERATE_USE_{name} is true: `kvshift train` does not combine them")
+    for name, unset in (("tune", None), ("probes", None), ("compile", False)):
+        value = getattr(config, name)
+        if value != unset:
+            raise LabError(f"{name} is {value!r}, expected {unset}: {_asked()}, which does not support it")
+    require_gpu(config)
+
+
+def require_gpu(config: RunConfig) -> None:
+    """Raise a LabError for a run on the CPU."""
+    if config.device == "cpu" or not torch.cuda.is_available():
+        raise LabError(f"{_asked()}, expected 1 on a CPU: accelerate supports it on GPUs alone")
+
+
+def check_model(model: nn.Module, *, accumulation: int) -> None:
+    """Raise a LabError where the processes cannot share this model.
+
+    Args:
+        model: whole.
+        accumulation: forward passes in one optimizer step.
+    """
+    size = tensor_parallel_size()
+    if size == 1:
+        return
+    config = cast(PreTrainedModel, model).config
+    if type(model) is not KVShiftLlamaForCausalLM:
+        raise LabError(
+            f"{_asked()}, expected 1 for a model of model_type {config.model_type}: only in kvshift_llama are "
+            "coefficients divided like the heads"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if (value := getattr(config, name)) % size:
+            raise LabError(f"model.{name} must be a multiple of parallelism_config_tp_size, {size}; got {value}")
+    if config.attention_dropout:
+        raise LabError(
+            f"attention_dropout is {config.attention_dropout}, expected 0: {_asked()}, and every process would drop "
+            "the same positions from its heads"
+        )
+    if config.qk_norm and accumulation > 1:
+        # ReplicatedWithGradAllReduce sums `param.grad` after each backward pass, not what that pass has added to it.
+        raise LabError(
+            f"model.qk_norm is True and a step has {accumulation} forward passes, expected 1: {_asked()}, in which "
+            "transformers does not accumulate the gradients of QK-norm correctly. Give batch_size = tokens_per_step / "
+            "data.sequence_length"
+        )
+
+
+def _asked() -> str:
+    return f"parallelism_config_tp_size is {tensor_parallel_size()} (tensor parallelism)"
+
+
+def divide(
+    model: KVShiftLlamaForCausalLM, checkpoint: str | None, folder: RunFolder, processes: Processes
+) -> KVShiftLlamaForCausalLM:
+    """The model with this process's part of the weights; all processes must call it.
+
+    Args:
+        model: whole, in every process.
+        checkpoint: to read the weights from; None: they are those of `model`.
+        folder: of the run; all processes must see it.
+        processes: of the run.
+    """
+    part = folder.path / ".model.part"
+    if checkpoint is None:
+        processes.main_first(lambda: model.save_pretrained(part))
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # that the plan also names QK-norm, which not every model has
+    try:
+        divided = KVShiftLlamaForCausalLM.from_pretrained(
+            checkpoint or part,
+            config=deepcopy(cast(Any, model.config)),
+            dtype=torch.float32,
+            distributed_config=DistributedConfig(tp_size=tensor_parallel_size(), tp_plan="auto"),
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    # Newer versions of Trainer refuse to write checkpoints of such a model, for which `RunTrainer` gathers all parts.
+    divided._is_distributed_loading_by_transformers = False
+    for name, parameter in divided.named_parameters():
+        parameter.requires_grad_(model.get_parameter(name).requires_grad)
+    divided.generation_config = model.generation_config
+    processes.any(False)  # all of them have read the weights
+    if processes.is_main:
+        remove_folder(part)
+    return divided
+
+
+def keep_optimizer_state_whole(optimizer: torch.optim.Optimizer) -> None:
+    """Let `state_dict` gather the state of divided parameters, and `load_state_dict` divide it again.
+
+    All processes must call these methods together.
+    """
+
+    def gather(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        states = {
+            number: {name: whole(value) for name, value in state.items()}
+            for number, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states}
+
+    def divide(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states = {
+            number: {name: _divided_like(parameters[number], value) for name, value in state.items()}
+            for number, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states}
+
+    optimizer.register_state_dict_post_hook(gather)
+    optimizer.register_load_state_dict_pre_hook(divide)
+
+
+def _divided_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """This process's part of a running mean of gradients; the number of steps, which has another shape, as it is."""
+    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return value
+    mesh = parameter.device_mesh
+    return distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
