@@ -208,8 +208,9 @@ def millions(tokens: float) -> str:
 def plot(records: Sequence[Record]) -> Figure:
     """How high each setting came."""
     figure, (axes,) = new_figure(
-        ["Two plain layers: the highest prefix matching of a head"], height=0.5 + 0.3 * len(records)
+        ["Plain layers: the highest prefix matching of a head"], height=0.5 + 0.3 * len(records)
     )
+    axes.title.set(horizontalalignment="right", x=1)  # the panel is narrow beside the names of settings
     best = [max(accuracy_curve(record, "prefix_matching")[1]) for record in records]
     axes.barh(range(len(records)), best, color="tab:gray")
     axes.axvline(LEVEL, color="black", linestyle=":")
@@ -221,7 +222,8 @@ def plot(records: Sequence[Record]) -> Figure:
         )
         axes.text(max(value, LEVEL) + 0.01, at, f"{text} tokens", va="center", fontsize="small")
     axes.set_yticks(range(len(records)), [record.label for record in records], fontsize="small")
-    axes.set(xlim=(0, 1), xlabel=f"attention to the token that followed last time; dotted: {LEVEL:g}")
+    axes.set_xlim(0, 1)
+    axes.set_xlabel(f"attention to the token that followed last time; dotted: {LEVEL:g}", loc="right")
     axes.invert_yaxis()
     return figure
 
