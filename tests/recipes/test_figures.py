@@ -42,7 +42,7 @@ SHARED_AXES = (
     "neighbours",
     *(f"tab{number:02}" for number in range(6, 16)),
 )
-NO_STEPS = ("fig02", "fig03", "tab03", "depth")  # from left to right
+NO_STEPS = ("fig02", "fig03", "tab03", "depth", "phase", "decide")  # from left to right
 
 
 def test_there_are_figures() -> None:

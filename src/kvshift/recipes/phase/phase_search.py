@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from kvshift.lab.analysis.learning import steps_to
-from kvshift.lab.analysis.panels import new_figure
+from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.claims import Claim, in_every_seed
@@ -213,18 +213,20 @@ def plot(records: Sequence[Record]) -> Figure:
     axes.title.set(horizontalalignment="right", x=1)  # the panel is narrow beside the names of settings
     best = [max(accuracy_curve(record, "prefix_matching")[1]) for record in records]
     axes.barh(range(len(records)), best, color="tab:gray")
-    axes.axvline(LEVEL, color="black", linestyle=":")
+    axes.axvline(LEVEL, color="black", linestyle=":", label=f"{LEVEL:g}, from which a model is said to copy")
     for at, (record, value) in enumerate(zip(records, best, strict=True)):
         tokens = tokens_to_level(record)
         read = record.options["steps"] if tokens is None else 0
         text = (
             f"not within {millions(read * tokens_per_step(record))}" if tokens is None else f"after {millions(tokens)}"
         )
-        axes.text(max(value, LEVEL) + 0.01, at, f"{text} tokens", va="center", fontsize="small")
-    axes.set_yticks(range(len(records)), [record.label for record in records], fontsize="small")
+        axes.text(max(value, LEVEL) + 0.01, at, f"{text} tokens", va="center", fontsize=7)
+    axes.set_yticks(range(len(records)), [record.label for record in records], fontsize=7)
     axes.set_xlim(0, 1)
-    axes.set_xlabel(f"attention to the token that followed last time; dotted: {LEVEL:g}", loc="right")
+    axes.set_xlabel("attention to the token that followed last time", loc="right")
+    axes.set_ylabel("setting")
     axes.invert_yaxis()
+    legend_below(figure)
     return figure
 
 
