@@ -44,7 +44,7 @@ def comparison(out: Path, **how: Any) -> CompareConfig:
         out=out, model=model, steps=2, batch_size=2, eval_rows=2, eval_every=2, log_every=1, report_to=(), device="cpu"
     )
     data = replace(train.data, vocab_size=257, sequence_length=8)
-    names = ("vanilla", "canon", "kv-shift")
+    names = ("vanilla", "canon", "fox-shift", "kv-shift")
     options: dict[str, Any] = {"variants": names, "step_time_seconds": 0, "sample_tokens": 0, **how}
     return CompareConfig(train=replace(train, data=data), **options)
 
@@ -55,6 +55,7 @@ def test_it_compares_them_and_remembers(tmp_path: Path) -> None:
     runs = (tmp_path / "out" / "seed-0").glob("*.json")
     widths = {run.stem: json.loads(run.read_text())["model"]["intermediate_size"] for run in runs}
     assert widths["canon"] < 64
+    assert widths["foxshift"] < 64
     assert (widths["kvshift"], widths["vanilla"]) == (None, None)
     counts = found["parameters"].values()
     assert max(counts) - min(counts) <= 3 * 24

@@ -8,6 +8,7 @@ from itertools import compress
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchtitan.models.llama3.model import Llama3Model
@@ -102,7 +103,8 @@ def _clamp(parameters: Sequence[Tensor]) -> None:
 
 def _parallelize(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def parallelize(model: nn.Module, *, parallel_dims: Any, parallelism: Any, **rest: Any) -> nn.Module:
-        if parallel_dims.spmd_backend == "spmd_types" and parallel_dims.world_size > 1 and _torch() < (2, 14):
+        too_old = Version(torch.__version__).release < (2, 14)
+        if parallel_dims.spmd_backend == "spmd_types" and parallel_dims.world_size > 1 and too_old:
             raise NotImplementedError(
                 f"parallelism.spmd_backend must be partial_dtensor with torch {torch.__version__}, got 'spmd_types', "
                 "which needs torch 2.14 on several processes"
@@ -119,8 +121,3 @@ def _parallelize(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         return stock(model, parallel_dims=parallel_dims, parallelism=parallelism, **rest)
 
     return parallelize
-
-
-def _torch() -> tuple[int, ...]:
-    """Major and minor version."""
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])

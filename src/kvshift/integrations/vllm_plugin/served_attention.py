@@ -69,23 +69,26 @@ class ServedAttention(nn.Module):
     Args:
         config: of transformers.
         hidden_size: E.
+        num_heads, num_kv_heads, bias, bias_o_proj, attn_type: what `LlamaDecoderLayer` gives; those of `heads_of` count.
         max_position_embeddings: for which rotary tables are made.
         quant_config: how projections are quantized; None: they are not.
         cache_config: of vLLM's cache.
         prefix: the name of this module in the model, with the number of the layer.
-        others: what `LlamaDecoderLayer` also gives, and `heads_of` reads of `config`.
     """
 
     def __init__(
         self,
         config: Any,
         hidden_size: int,
-        *,
+        num_heads: int,
+        num_kv_heads: int,
         max_position_embeddings: int,
         quant_config: Any,
+        bias: bool,
+        bias_o_proj: bool,
         cache_config: Any,
         prefix: str,
-        **others: Any,
+        attn_type: str,
     ) -> None:
         super().__init__()
         own, shift_options = heads_of(config, extract_layer_index(prefix)), shift_options_of(config)
