@@ -69,7 +69,7 @@ class ServedAttention(nn.Module):
     Args:
         config: of transformers.
         hidden_size: E.
-        num_heads, num_kv_heads, bias, bias_o_proj, attn_type: what `LlamaDecoderLayer` gives; those of `heads_of` count.
+        num_heads, num_kv_heads, bias, bias_o_proj, attn_type: of `LlamaDecoderLayer`; `heads_of` decides.
         max_position_embeddings: for which rotary tables are made.
         quant_config: how projections are quantized; None: they are not.
         cache_config: of vLLM's cache.
