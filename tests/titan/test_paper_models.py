@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kvshift import ShiftOptions
@@ -108,6 +110,21 @@ def test_the_default_backend_is_refused_on_an_older_torch(gpus: int, monkeypatch
     dims = ParallelDims.from_config(config.parallelism, gpus)
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     with pytest.raises(NotImplementedError, match=r"spmd_backend must be partial_dtensor with torch 2\.13\.0\+cpu"):
+        config.model_spec.parallelize_fn(None, parallel_dims=dims, parallelism=config.parallelism)
+
+
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+def test_pipelines_are_refused_where_schedules_take_no_microbatches(gpus: int, monkeypatch):
+    config = with_kv_shift(llama3_debugmodel())
+    config.parallelism = replace(
+        config.parallelism,
+        spmd_backend="partial_dtensor",
+        pipeline_parallel_degree=gpus,
+        data_parallel_shard_degree=1,
+    )
+    dims = ParallelDims.from_config(config.parallelism, gpus)
+    monkeypatch.setattr(PipelineScheduleSingle, "step", lambda self, *args, target=None: None)  # as in torch 2.13
+    with pytest.raises(NotImplementedError, match=r"pipeline_parallel_degree must be 1 with torch .*, got 2"):
         config.model_spec.parallelize_fn(None, parallel_dims=dims, parallelism=config.parallelism)
 
 

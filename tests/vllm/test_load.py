@@ -57,7 +57,7 @@ def test_weights_of_8_bits(folder: Path, tmp_path: Path) -> None:
     So answers in which every token leads by more than that is mostly worth are compared. One in a hundred may still
     differ, by a token that the model finds nearly as likely.
     """
-    model = quantize(folder, tmp_path / "quantized")
+    model = quantize(folder, tmp_path / "quantized", "int")
     prompts = prompts_for(model, REQUESTS, margin=0.1, each=96, tokens=8)
     asked = [(str(tmp_path / "quantized"), prompt) for prompt in prompts]
     wrong = wrong_answers(tmp_path / "quantized", tmp_path, asked)

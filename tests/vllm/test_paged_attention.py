@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,10 +95,10 @@ class Backend(CPUAttentionBackend):
         return OwnMetadata
 
 
-def builder_for(spec: FullAttentionSpec, pages: Pages, one_launch: bool = False) -> Any:
+def builder_for(pages: Pages, one_launch: bool = False) -> Any:
     layer = SimpleNamespace(num_raw_rows=pages.rows, lags=1, pages=pages)
     config = config_with({"layer": layer, "shift": a_shift(one_launch)})
-    return with_raw_rows(Backend).get_builder_cls()(spec, ["layer"], config, torch.device("cpu"))
+    return with_raw_rows(Backend).get_builder_cls()(SPEC, ["layer"], config, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -116,40 +115,35 @@ def batch() -> Any:
     )
 
 
-WITH_ROWS = replace(SPEC, page_size_padded=SPEC.page_size_bytes // 32 * 33)
 PAGES = Pages(tokens=32, rows=1, stride=33)
 
 
 def test_metadata_of_one_launch_are_the_tensors_of_the_batch(batch: Any) -> None:
-    found = builder_for(WITH_ROWS, PAGES, one_launch=True).build(0, batch).kv_shift
+    found = builder_for(PAGES, one_launch=True).build(0, batch).kv_shift
     assert isinstance(found, UniformBatch)
     for mine, given in ("slots", "slot_mapping"), ("seq_lens", "seq_lens"), ("block_table", "block_table_tensor"):
         assert getattr(found, mine).data_ptr() == getattr(batch, given).data_ptr()
     batch.num_actual_tokens, batch.max_query_len = 3, 2
     batch.query_start_loc = batch.query_start_loc_cpu = torch.tensor([0, 1, 3])
     batch.slot_mapping = torch.tensor([5 * 32 + 3, 6 * 32 + 31, 7 * 32])
-    assert isinstance(builder_for(WITH_ROWS, PAGES, one_launch=True).build(0, batch).kv_shift, PagedShiftMetadata)
+    assert isinstance(builder_for(PAGES, one_launch=True).build(0, batch).kv_shift, PagedShiftMetadata)
 
 
 def test_metadata_have_the_rows_beside_their_own(batch: Any) -> None:
-    metadata = builder_for(WITH_ROWS, PAGES).build(0, batch)
+    metadata = builder_for(PAGES).build(0, batch)
     assert metadata.prefix == 0
     assert metadata.kv_shift.own.tolist() == [5 * 33, 7 * 33]
     assert metadata.kv_shift.before.tolist() == [5 * 33, 6 * 33]
     assert metadata.kv_shift.same_block.flatten().tolist() == [True, False]
 
 
-def test_pages_without_a_tail_are_refused() -> None:
-    """vLLM may change the specification of a layer, as where it treats a window as if there were none."""
-    spec = replace(SPEC, page_size_padded=SPEC.page_size_bytes)
-    with pytest.raises(ValueError, match=r"pages of layer must have room for 1 rows of raw keys and values; .*=8192"):
-        builder_for(spec, Pages(tokens=32, rows=1, stride=33))
-
-
-def test_pages_that_are_not_whole_rows_are_refused() -> None:
+@pytest.mark.parametrize("tail", [0, 32, 72])
+def test_pages_without_room_for_whole_raw_rows_are_refused(tail: int) -> None:
+    """A row has 64 numbers. vLLM may change what a layer asks for, as where it takes a window for none."""
     attention: Any = AttentionWithRawRows.__new__(AttentionWithRawRows)
     torch.nn.Module.__init__(attention)
-    attention.num_raw_rows = 1
-    cache = torch.zeros(4, 2 * 32 * 32 + 64 + 8).as_strided((4, 2, 32, 32), (2 * 32 * 32 + 72, 32 * 32, 32, 1))
-    with pytest.raises(ValueError, match=r"must have pages of whole rows, got \(2120, 1024, 32, 1\)"):
+    attention.num_raw_rows, attention.layer_name = 1, "layer"
+    page = 2 * 32 * 32
+    cache = torch.zeros(4, page + tail).as_strided((4, 2, 32, 32), (page + tail, 32 * 32, 32, 1))
+    with pytest.raises(ValueError, match=rf"of layer must be whole rows of 64 .* with strides \({page + tail}, 1024,"):
         attention.bind_kv_cache(cache)

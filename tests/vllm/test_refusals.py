@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvshift.models.retrofit import add_kv_shift
 
-from .test_quantized import CONFIG
+from .test_quantized import config_of
 
 Checkpoint = Callable[[str], Path]
 
@@ -50,11 +50,9 @@ def test_options(name: str, checkpoint: Checkpoint) -> None:
 
 
 _FOUR_BITS = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
+_OF_FOUR_BITS = config_of("int") | {"format": "pack-quantized", "config_groups": {"group_0": _FOUR_BITS}}
 FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "quantization must be compressed-tensors": (
-        "llama",
-        {"quantization_config": CONFIG | {"format": "pack-quantized", "config_groups": {"group_0": _FOUR_BITS}}},
-    ),
+    "quantization must be compressed-tensors": ("llama", {"quantization_config": _OF_FOUR_BITS}),
     "sliding_window": ("llama", {"shift_window": 3, "sliding_window": 2}),
     "rope_parameters": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "architectures": ("llama", {"architectures": ["KVShiftLlamaForSequenceClassification"]}),

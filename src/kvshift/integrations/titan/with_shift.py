@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.optim import Optimizer
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3.model import Qwen3Model
@@ -108,6 +110,11 @@ def _parallelize(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
             raise NotImplementedError(
                 f"parallelism.spmd_backend must be partial_dtensor with torch {torch.__version__}, got 'spmd_types', "
                 "which needs torch 2.14 on several processes"
+            )
+        if parallel_dims.pp_enabled and "arg_mbs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
+            raise NotImplementedError(
+                f"parallelism.pipeline_parallel_degree must be 1 with torch {torch.__version__}, got "
+                f"{parallelism.pipeline_parallel_degree}: torchtitan calls pipeline schedules as torch 2.14 has them"
             )
         if parallel_dims.cp_enabled:
             balancer = parallelism.context_parallel_load_balancer

@@ -96,12 +96,16 @@ class AttentionWithRawRows(Attention):
         return spec
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Take the cache from vLLM: (pages, G, tokens, 2 D), in one of its layouts."""
+        """Take the cache from vLLM: (pages, G, tokens, 2 D), in one of its layouts, with the room asked for."""
         super().bind_kv_cache(kv_cache)
         _, heads, tokens, numbers = kv_cache.shape
         stride, rest = divmod(kv_cache.stride(0), heads * numbers)
-        if rest:
-            raise ValueError(f"the layout of the KV cache must have pages of whole rows, got {kv_cache.stride()}")
+        if rest or stride < tokens + self.num_raw_rows:
+            raise ValueError(
+                f"pages of {self.layer_name} must be whole rows of {heads * numbers} numbers, with room for "
+                f"{self.num_raw_rows} of raw keys and values behind those of their tokens; vLLM has made them as "
+                f"{tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
+            )
         self.pages = Pages(tokens=tokens, rows=self.num_raw_rows, stride=stride)
 
     def raw_rows(self) -> Tensor:
@@ -176,12 +180,6 @@ def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             layers = vllm_config.compilation_config.static_forward_context
             layer: Any = layers[layer_names[0]]
             self.takes_uniform = _takes_uniform(layers)
-            tail = kv_cache_spec.page_size_bytes - kv_cache_spec.unpadded_page_size_bytes
-            if tail < layer.num_raw_rows * _row_bytes(kv_cache_spec):
-                raise ValueError(
-                    f"pages of {layer_names[0]} must have room for {layer.num_raw_rows} rows of raw keys and values; "
-                    f"vLLM has made them from {kv_cache_spec}"
-                )
             self.attention, self.lags = layer, torch.arange(-layer.lags, 0, device=device)
 
         def build(

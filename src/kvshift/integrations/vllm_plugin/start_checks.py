@@ -53,7 +53,7 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     if model.runner_type not in ("generate", "draft"):
         yield f"runner must be generate, got {model.runner_type!r}"
     if model.quantization is not None and not _has_eight_bits(model):
-        yield f"quantization must be compressed-tensors with int8 weights and inputs, got {model.quantization!r}"
+        yield f"quantization must be compressed-tensors with 8 bits for weights and inputs, got {model.quantization!r}"
     if model.enable_prompt_embeds:
         yield "enable_prompt_embeds is not tested"
     own = {"auto", str(model.dtype).removeprefix("torch.")}
@@ -90,11 +90,11 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _has_eight_bits(model: Any) -> bool:
-    """Whether all quantized weights are int8, of compressed-tensors, as their inputs are."""
+    """Whether all quantized weights and their inputs have 8 bits, int8 or fp8, by compressed-tensors."""
     if model.quantization != "compressed-tensors":
         return False
     described = model.hf_config.quantization_config
     groups = described.get("config_groups", {}).values()
     kinds = [group.get(numbers) or {} for group in groups for numbers in ("weights", "input_activations")]
-    of_eight_bits = all(kind.get("type") == "int" and kind.get("num_bits") == 8 for kind in kinds)
+    of_eight_bits = all(kind.get("type") in ("int", "float") and kind.get("num_bits") == 8 for kind in kinds)
     return of_eight_bits and not described.get("kv_cache_scheme")
