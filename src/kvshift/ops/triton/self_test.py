@@ -48,6 +48,17 @@ def passes_self_test(key: Key) -> bool:
     return _decide(key) if verdict is None else verdict
 
 
+def is_switched_on() -> bool:
+    """Whether kernels are tested before their first use.
+
+    Raises:
+        ValueError: KVSHIFT_SELF_TEST is neither 0 nor 1.
+    """
+    if _SWITCH not in ("0", "1"):
+        raise ValueError(f"the environment variable KVSHIFT_SELF_TEST must be 0 or 1; got {_SWITCH!r}")
+    return _SWITCH == "1"
+
+
 def self_test_fault(kind: Kind) -> str | None:
     """What is wrong with the kernels for calls of this kind, in one line; None if nothing is."""
     from kvshift.ops.small_calls import difference, outcome
@@ -93,9 +104,7 @@ _passes_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-define
 
 
 def _decide(key: Key) -> bool:
-    if _SWITCH not in ("0", "1"):
-        raise ValueError(f"the environment variable KVSHIFT_SELF_TEST must be 0 or 1; got {_SWITCH!r}")
-    if _SWITCH == "0":
+    if not is_switched_on():
         return _VERDICTS.setdefault(key, True)
     from kvshift.ops.small_calls import Kind
 
