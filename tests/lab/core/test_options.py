@@ -68,6 +68,10 @@ def test_an_option_that_came_late_leaves_older_hashes_as_they_are() -> None:
     older = to_json(LUTE)
     del older["capo"], older["strings"]["coating"]
     assert options_hash(Lute, older) == HASH
+    assert differences(Lute, older, to_json(LUTE) | {"capo": False}) == {}
+    assert differences(Lute, older, to_json(replace(LUTE, strings=Strings(coating="gut")))) == {
+        "strings.coating": "strings.coating: None there, 'gut' here"
+    }
 
 
 def test_a_difference_names_the_field_in_its_group() -> None:

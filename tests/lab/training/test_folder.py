@@ -151,6 +151,22 @@ def test_a_config_that_holds_something_else(finished, corpus, tmp_path, part):
         train(tiny(corpus, out))
 
 
+@pytest.mark.parametrize("there", [{}, {"attention_bias": False}])
+def test_a_run_from_before_an_option_resumes(finished, corpus, tmp_path, there):
+    """And those begun while it was recorded as what the model has, False, in place of what was asked for, None."""
+    out = copied(finished, tmp_path)
+    values = json.loads((out / "config.json").read_text())
+    assert values["model"].pop("attention_bias") is None
+    values["model"] |= there
+    (out / "config.json").write_text(json.dumps(values))
+    train(tiny(corpus, out))
+    assert_same_run(out, finished)
+    (out / "result.json").unlink()
+    config = tiny(corpus, out)
+    with pytest.raises(LabError, match=r"model\.attention_bias: (None|False) there, True here"):
+        train(replace(config, model=replace(config.model, attention_bias=True)))
+
+
 def test_what_killed_processes_left_is_cleaned(finished, corpus, tmp_path):
     """In a run that is finished, too."""
     out = copied(finished, tmp_path, without=())

@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ class Meaning(Enum):
     DECIDES_NOTHING = "no number that is computed depends on it: it may differ between a run and its continuation"
     OF_THE_MACHINE = "it is about where a run takes place: the records of a study leave it out"
     OF_THE_CALL = "it is asked of one call, and is no part of a run"
-    LATE = "there are runs from before it: where it is None, it does not enter the hash"
+    LATE = "there are runs from before it: None does not enter the hash, and is the same as False and as no entry"
     OF_THE_VARIANT = "it may differ between the variants of a comparison"
     BESIDE_THE_MODEL = "it has no field of its name in the configuration of the model"
 
@@ -94,13 +94,14 @@ def differences(
         prefix: of the names.
     """
     lines: dict[str, str] = {}
-    for name in sorted(
-        {*old, *new} - (option_names(options, Meaning.DECIDES_NOTHING) if options is not None else set())
-    ):
+    free: Set[str] = frozenset() if options is None else option_names(options, Meaning.DECIDES_NOTHING)
+    late: Set[str] = frozenset() if options is None else option_names(options, Meaning.LATE)
+    groups: Mapping[str, type] = {} if options is None else _groups(options)
+    for name in sorted({*old, *new} - free):
         before, now = old.get(name), new.get(name)
         if isinstance(before, Mapping) and isinstance(now, Mapping):
-            lines |= differences(None, before, now, f"{prefix}{name}.")
-        elif before != now:
+            lines |= differences(groups.get(name), before, now, f"{prefix}{name}.")
+        elif before != now and not (name in late and not before and not now):
             lines[prefix + name] = f"{prefix}{name}: {before!r} there, {now!r} here"
     return lines
 

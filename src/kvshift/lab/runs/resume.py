@@ -13,6 +13,7 @@ from datasets import Dataset
 from kvshift.lab.core.atomic import remove_folder, write_json
 from kvshift.lab.core.environment import environment
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.options import Meaning, option_names
 from kvshift.lab.data.text import TextData
 from kvshift.lab.data.tokenizers import ORIGIN
 from kvshift.lab.runs.checkpoints import find_checkpoint
@@ -21,7 +22,7 @@ from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.overwriting import replace_run
 from kvshift.lab.runs.processes import Processes
 from kvshift.lab.training.train_config import config_hash, differences
-from kvshift.lab.variants.model_config import model_fields
+from kvshift.lab.variants.model_config import ModelConfig, model_fields
 from kvshift.models.configuration import ShiftConfig
 
 _SAMPLED_ROWS = 256
@@ -156,8 +157,9 @@ def _object(folder: RunFolder, config: dict[str, Any], name: str) -> dict[str, A
 
 
 def resolved_model(config: ShiftConfig) -> dict[str, Any]:
-    """The fields of `ModelConfig` as the model has them."""
+    """The fields of `ModelConfig` as the model has them; a late one that is off stays None, as the hash wants it."""
     values = {name: getattr(config, name, None) for name in model_fields()}  # None: another family has no such field
+    values |= {name: values[name] or None for name in option_names(ModelConfig, Meaning.LATE) & values.keys()}
     rope = getattr(config, "rope_parameters", None) or {}
     return {**values, "rope_theta": rope.get("rope_theta"), "shift_targets": list(config.shift_targets)}
 
