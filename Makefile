@@ -195,7 +195,7 @@ $(BETWEEN)/stamp $(OLD_TRITON)/stamp:
 # A version that is not built for CPUs: its Python, and the compiled code of the one that is, which says that it is.
 build/vllm-%/stamp: | .venv-vllm/stamp
 	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --no-cache-dir \
-		--target $(@D) --upgrade vllm==$*
+		--target $(@D) --upgrade vllm==$* orjson  # which 0.32 does without
 	@find $(@D)/vllm -name '*.so' -delete; rm -f $(@D)/vllm/vllm-rs
 	@ln -s $(CURDIR)/.venv-vllm/lib/python3*/site-packages/vllm/*.so $(@D)/vllm
 	@sed -i 's/^Version: .*/&+cpu/' $(@D)/vllm-*.dist-info/METADATA

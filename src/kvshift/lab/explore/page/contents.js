@@ -17,11 +17,12 @@ export function kvHead(layer, name, head, heads) {
   return { number, values: coefficients[number] };
 }
 
-// What the key or value at a position is made of: [{position, lag, share}], without tokens before the first.
+// What the key or value at a position is made of: [{position, lag, share}], without tokens before the first and shares
+// below 1 %.
 export function madeOf(position, shareOfLag) {
   return shareOfLag
     .map((share, lag) => ({ position: position - lag, lag, share }))
-    .filter((part) => part.position >= 0 && Math.abs(part.share) >= 0.005);
+    .filter((part) => part.position >= 0 && Math.abs(part.share) >= 0.01);
 }
 
 // The row of attention probabilities of one head and query.

@@ -127,7 +127,8 @@ function readText() {
     return;
   }
   const spaces = $("text").value.match(/\s/g)?.length ?? 0;
-  $("left-out").textContent = `Each letter is a token; ${spaces || "no"} ${spaces === 1 ? "space is" : "spaces are"} left out.`;
+  const left = spaces ? `; ${spaces} ${spaces === 1 ? "space is" : "spaces are"} left out` : "";
+  $("left-out").textContent = `Each letter is a token${left}.`;
   const most = Math.min(...facts.models.map((model) => model.tokens));
   const cut = ids.length > most;
   tokens = ids.slice(0, most).map((id) => ({ id }));
@@ -135,6 +136,7 @@ function readText() {
   pointed = null;
   for (const model of models) model.result = null;
   drawTokens();
+  if (facts.explain) $("figure").hidden = !ids.length;
   if (cut) say(`Only the first ${most} of ${ids.length} tokens are computed.`, true);
   else if (!ids.length) say("Type something.");
   else if (facts.explain && ids.some((id) => tokenizer.texts.get(id) === tokenizer.model.unk_token)) {

@@ -1,9 +1,11 @@
 // The figure of the explanation: the last token asks, a key answers, and its value is what the model says.
 
-import { attentionRow, headShares, madeOf, strongest } from "./contents.js";
+import { attentionRow, headShares, kvHead, madeOf, strongest } from "./contents.js";
 import { h, inWords, percent, visible } from "./elements.js";
 
 const MOST = 14; // tokens that are drawn, the last ones
+const SURE = 0.2; // the probability from which an answer that is right is no guess
+const EMPTY = 0.1; // the sum of |α| below which a key holds almost nothing
 
 // What a model answers and why; `state` is that of a model, as in explore.js.
 export function drawStory(element, state, tokenText) {
@@ -16,11 +18,18 @@ export function drawStory(element, state, tokenText) {
   const row = attentionRow(result.attention[layer], head, query, tokens.length);
   const at = strongest(row);
   const shares = headShares(coefficients[layer], "alpha", head, facts.heads);
-  const verdict = new Map([[true, "it copies"], [false, "it does not copy"], [null, "nothing to copy"]]).get(isCopy(tokens, id));
+  const alpha = kvHead(coefficients[layer], "alpha", head, facts.heads)?.values;
+  const isEmpty = alpha !== undefined && alpha.reduce((sum, value) => sum + Math.abs(value), 0) < EMPTY;
+  const copied = isCopy(tokens, id);
+  const right = probability < SURE ? "right, but hardly more than a guess" : "it copies";
+  const verdict = copied === null ? "nothing to copy" : copied ? right : "it does not copy";
 
   const token = (position) => h("b", { className: "token" }, text(position));
-  const why = ["The head that is best at induction looks most at ", token(at), ` (${percent(row[at])}), whose key is `,
-    ...inWords(madeOf(at, shares), token), "."];
+  const key = isEmpty
+    ? ["whose key is now almost empty: this head has learned to use only the token before"]
+    : ["whose key is ", ...inWords(madeOf(at, shares), token)];
+  const cut = tokens.length > MOST ? ` (The last ${MOST} tokens are drawn.)` : "";
+  const why = ["Of its heads, the one that is best at copying looks most at ", token(at), ` (${percent(row[at])}), `, ...key, ".", cut];
   const frame = h("div", { className: "row", tabIndex: 0, role: "group", "aria-label": `Figure of ${facts.name}` }, figure());
   element.replaceChildren(
     h("h2", {}, facts.name),
@@ -68,7 +77,7 @@ export function drawStory(element, state, tokenText) {
 
     // The parts of a key side by side, the token before on the left, as wide as their shares.
     function drawKey(position, middle) {
-      const parts = madeOf(position, shares).reverse();
+      const parts = isEmpty ? [] : madeOf(position, shares).reverse();
       let left = middle - BOX / 2;
       for (const { position: from, lag, share } of parts) {
         const wide = BOX * Math.abs(share);
