@@ -33,6 +33,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3ForCau
 
 from kvshift import ShiftOptions
 from kvshift.lab.compare.timing import quartiles
+from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.core.environment import environment
 from kvshift.models.baichuan_m1 import BaichuanM1Config
 from kvshift.models.llama import KVShiftLlamaConfig
@@ -292,9 +293,8 @@ def main() -> None:
             print(*map(json.dumps, rows), sep="\n", flush=True)
             if options.out:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
-                written = options.out.with_suffix(".partial")
-                written.write_text("".join(json.dumps({**row, "shape": SHAPE, **stamp}) + "\n" for row in rows))
-                written.replace(options.out)
+                lines = "".join(json.dumps({**row, "shape": SHAPE, **stamp}) + "\n" for row in rows)
+                write_bytes(options.out, lines.encode())
 
 
 if __name__ == "__main__":
