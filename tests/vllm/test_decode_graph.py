@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -66,7 +67,11 @@ class Decoding:
     """A layer, its pages, which nobody has written, and a graph of its shift of a step of decoding.
 
     The tensors that the graph reads are kept as vLLM's runners keep theirs: captured with a batch that has no slots.
+    What is expected is computed on the CPU, wherever the graph is (`test_gpu_decode_graph.py`).
     """
+
+    device = torch.device("cpu")
+    make_graph: Callable[[], Any] = CapturedGraph
 
     def __init__(
         self,
@@ -78,24 +83,22 @@ class Decoding:
         sabotage: Sabotage = lambda batch: batch,
     ) -> None:
         torch.manual_seed(window)
-        self.layer, self.drafts, rows = (
-            make_paged_shift(monkeypatch, dtype, 1, window=window),
-            drafts,
-            window - 1 + drafts,
-        )
+        self.layer = make_paged_shift(monkeypatch, dtype, 1, window=window)
+        self.served = deepcopy(self.layer).to(self.device)
+        self.drafts, rows = drafts, window - 1 + drafts
         self.pages = Pages(tokens=BLOCK, rows=rows, stride=BLOCK + rows + drafts)
         margin = self.pages.stride  # for what a wrong kernel does
-        whole = torch.full(((PAGES + 2) * margin, NUMBERS), torch.nan, dtype=dtype)
-        self.whole, self.cache = whole, whole[margin:-margin]
-        self.expected_whole = whole.clone()
+        self.expected_whole = torch.full(((PAGES + 2) * margin, NUMBERS), torch.nan, dtype=dtype)
+        self.whole = self.expected_whole.to(self.device, copy=True)
+        self.cache = self.whole[margin:-margin]
         self.expected_cache = self.expected_whole[margin:-margin]
 
         tokens = SEQUENCES * (1 + drafts)
-        self.kv = torch.zeros(tokens, NUMBERS + 7, dtype=dtype)[:, 7:]  # queries stand before it
-        self.shifted = torch.zeros(tokens, NUMBERS, dtype=dtype)
-        self.slots = torch.full((tokens,), -1)
-        self.seq_lens = torch.full((SEQUENCES,), 1 + drafts).int()
-        self.block_table = torch.zeros(SEQUENCES, LENGTH // BLOCK + 1).int()
+        self.kv = torch.zeros(tokens, NUMBERS + 7, dtype=dtype, device=self.device)[:, 7:]  # queries stand before it
+        self.shifted = torch.zeros(tokens, NUMBERS, dtype=dtype, device=self.device)
+        self.slots = torch.full((tokens,), -1, device=self.device)
+        self.seq_lens = torch.full((SEQUENCES,), 1 + drafts, device=self.device).int()
+        self.block_table = torch.zeros(SEQUENCES, LENGTH // BLOCK + 1, device=self.device).int()
         batch: Any = SimpleNamespace(
             num_reqs=SEQUENCES,
             num_actual_tokens=tokens,
@@ -106,13 +109,17 @@ class Decoding:
         )
         uniform = UniformBatch.of(batch, self.pages)
         assert uniform is not None
-        self.layer.weights  # noqa: B018  # made at start
-        self.graph = CapturedGraph()
+        self.served.weights  # noqa: B018  # made at start
+        self.graph = self.make_graph()
         recorded = self.graph.recording(kernel() if launched is None else launched)
         monkeypatch.setattr(paged_shift, "decode_kernel", lambda: recorded)
         put_into_context(monkeypatch, self, sabotage(uniform))
+        self.warm_up()
         with self.graph.capture():
             kv_shift(self.kv, self.shifted, "shift")
+
+    def warm_up(self) -> None:
+        """As vLLM's runners do before they capture a graph; here, what follows would be captured twice."""
 
     def replay(self, pieces: list[tuple[Sequence, int]], kv: Tensor) -> Tensor:
         """Shifted keys and values of a batch that is written into the tensors, and padded as vLLM pads."""
@@ -123,7 +130,7 @@ class Decoding:
         self.seq_lens.fill_(0)[:sequences] = batch.seq_lens
         self.block_table.fill_(0)[:sequences, : batch.block_table_tensor.shape[1]] = batch.block_table_tensor
         self.graph.replay()
-        return self.shifted[:tokens]
+        return self.shifted[:tokens].cpu()
 
     def shift(self, pieces: list[tuple[Sequence, int]], kv: Tensor, cache: Tensor) -> Tensor:
         """The same by `shift_batch`."""
@@ -137,7 +144,7 @@ def put_into_context(monkeypatch: pytest.MonkeyPatch, decoding: Decoding, metada
     attention = SimpleNamespace(raw_rows=lambda: decoding.cache, pages=decoding.pages)
     context = SimpleNamespace(
         attn_metadata={"attention": SimpleNamespace(kv_shift=metadata)},
-        no_compile_layers={"attention": attention, "shift": decoding.layer},
+        no_compile_layers={"attention": attention, "shift": decoding.served},
     )
     monkeypatch.setattr(paged_shift, "get_forward_context", lambda: context)
 
@@ -175,7 +182,7 @@ def assert_replays_are_right(decoding: Decoding, steps: int = 24) -> None:
         kv = torch.cat([one.raw[one.computed : one.computed + each] for one in sequences])
         shifted, expected = decoding.replay(pieces, kv), decoding.shift(pieces, kv, decoding.expected_cache)
         torch.testing.assert_close(shifted, expected, msg=lambda text, step=step: f"step {step}: {text}")
-        assert torch.equal(bits(decoding.whole), bits(decoding.expected_whole)), f"step {step}: others are kept"
+        assert torch.equal(bits(decoding.whole.cpu()), bits(decoding.expected_whole)), f"step {step}: others are kept"
         for one in sequences:
             one.computed += 1 + chance.randint(0, decoding.drafts)
             one.raw[one.computed :].normal_()  # other tokens come in place of the drafts that are rejected

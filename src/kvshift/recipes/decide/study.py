@@ -40,6 +40,7 @@ LAPTOP = replace(
     eval_every=100,
     eval_rows=384,
     save_every=500,
+    bf16="no",  # on a GPU, too
 )
 _TOKENS = {8: 6_500_000, 4: 12_000_000, 2: 12_000_000}
 """By layers, the longest run first."""

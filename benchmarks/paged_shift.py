@@ -1,0 +1,137 @@
+"""The shift of a decoding step in vLLM, by itself, on a GPU: microseconds for each layer.
+
+    PYTHONPATH=src:. python benchmarks/paged_shift.py FILE
+
+Needs vLLM, pytest and a CUDA device. For batches of one token of each sequence it times `LAYERS` layers, which
+have memory of their own, one after the other:
+
+graph      one launch each, in a CUDA graph: what a step of vLLM waits for
+launches   the same launches outside of a graph
+batch      the path for all other batches, which no graph can hold
+copy       one copy of the keys and values each, in a CUDA graph: the least that any kernel would take
+
+Times are medians over rounds, with quartiles, of the wall clock from an idle device to an idle device. FILE gets a line
+of JSON for each.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages, UniformBatch
+from kvshift.lab.core.environment import environment
+from tests.vllm import paged_sequences
+
+LAYERS, KV_HEADS, HEAD_SIZE, PAGE, DTYPE = 32, 8, 128, 16, torch.bfloat16
+SEQUENCES = (1, 8, 64, 256)
+LENGTH = 1000  # of each sequence by now
+ROUNDS = 50
+DEVICE = torch.device("cuda")
+
+
+def decoding_batch(sequences: int) -> Any:
+    """One token of each sequence, as vLLM describes it; all blocks are different ones."""
+    blocks = -(-LENGTH // PAGE)
+    table = torch.arange(1, 1 + sequences * blocks).view(sequences, blocks)
+    slots = table[:, -1] * PAGE + (LENGTH - 1) % PAGE
+    starts = torch.arange(sequences + 1, dtype=torch.int32)
+    return SimpleNamespace(
+        num_reqs=sequences,
+        num_actual_tokens=sequences,
+        max_query_len=1,
+        query_start_loc=starts.to(DEVICE),
+        query_start_loc_cpu=starts,
+        slot_mapping=slots.to(DEVICE),
+        seq_lens=torch.full((sequences,), LENGTH, dtype=torch.int32, device=DEVICE),
+        block_table_tensor=table.int().to(DEVICE),
+    )
+
+
+def graph_of(step: Callable[[], None]) -> Callable[[], None]:
+    """The same step in a CUDA graph."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def microseconds(step: Callable[[], None]) -> dict[str, float]:
+    """Of a layer: median and quartiles."""
+    times = []
+    for number in range(ROUNDS + 5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        if number >= 5:
+            times.append((time.perf_counter() - start) / LAYERS * 1e6)
+    low, median, high = statistics.quantiles(times, n=4)
+    return {"microseconds": median, "low": low, "high": high}
+
+
+@torch.inference_mode()
+def measure(sequences: int) -> dict[str, dict[str, float]]:
+    """The ways, by name, for a batch of so many sequences."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_sequences, "SIZE", HEAD_SIZE)
+        shift = paged_sequences.make_paged_shift(patch, DTYPE, KV_HEADS).to(DEVICE)
+    pages, numbers = Pages(tokens=PAGE, rows=1, stride=PAGE + 1), 2 * KV_HEADS * HEAD_SIZE
+    batch = decoding_batch(sequences)
+    uniform = UniformBatch.of(batch, pages)
+    metadata = PagedShiftMetadata.of(batch, pages, torch.arange(-1, 0, device=DEVICE))
+    assert uniform is not None
+    assert shift.takes_uniform
+    number_of_pages = int(batch.block_table_tensor.max()) + 1
+
+    def new(rows: int) -> list[Tensor]:
+        return [torch.randn(rows, numbers, device=DEVICE).to(DTYPE) for _ in range(LAYERS)]
+
+    kv, shifted, other = new(sequences), new(sequences), new(sequences)
+    # Of the pages, the last of each sequence is what a step reads and writes: one cache serves all layers.
+    cache = torch.randn(number_of_pages * pages.stride, numbers, device=DEVICE, dtype=DTYPE)
+
+    def launches() -> None:
+        for x, y in zip(kv, shifted, strict=True):
+            shift.shift_uniform(x, y, cache, uniform, pages)
+
+    def by_batch() -> None:
+        for x, y in zip(kv, other, strict=True):
+            shift.shift_batch(x, y, cache, metadata)
+
+    def copies() -> None:
+        for x, y in zip(kv, other, strict=True):
+            y.copy_(x)
+
+    shift.shift_uniform(kv[0], shifted[0], cache.clone(), uniform, pages)
+    shift.shift_batch(kv[0], other[0], cache.clone(), metadata)
+    torch.testing.assert_close(shifted[0], other[0])
+    ways = {"graph": graph_of(launches), "launches": launches, "batch": by_batch, "copy": graph_of(copies)}
+    return {name: microseconds(step) for name, step in ways.items()}
+
+
+def main(file: Path) -> None:
+    about = environment(DEVICE, processes=1)
+    settings = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "page": PAGE, "dtype": str(DTYPE)}
+    with file.open("a") as lines:
+        for sequences in SEQUENCES:
+            for name, found in measure(sequences).items():
+                lines.write(json.dumps({"sequences": sequences, "way": name, **found, **settings, **about}) + "\n")
+                lines.flush()
+                print(f"{sequences:4} sequences  {name:9} {found['microseconds']:8.2f} us a layer", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
