@@ -67,10 +67,21 @@ def fix() -> None:
         return SimpleNamespace(restore=restore) if is_kernel and hasattr(scope, "restore") else scope
 
     launch, splat = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder.create_splat
+    load, store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
+    given: list[tuple[int, int]] = []  # the first and the last address of each tensor of a launch
 
     def launch_quietly(*args: Any, **kwargs: Any) -> None:
+        given[:] = [extent(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.numel()]
         with np.errstate(all="ignore"):
             launch(*args, **kwargs)
+
+    def checked_load(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
+        require_inside(given, ptrs.data, mask.data, "reads")
+        return load(self, ptrs, mask, *others)
+
+    def checked_store(self: Any, ptrs: Any, value: Any, mask: Any, *others: Any) -> Any:
+        require_inside(given, ptrs.data, mask.data, "writes")
+        return store(self, ptrs, value, mask, *others)
 
     def splat_truth(self: Any, ret_ty: Any, arg: Any) -> Any:
         return splat(self, ret_ty, interpreter.TensorHandle(arg.data, tl.int1) if arg.data.dtype == bool else arg)
@@ -78,11 +89,31 @@ def fix() -> None:
     interpreter._convert_float = rounded
     interpreter.InterpreterBuilder.create_splat = splat_truth
     interpreter.GridExecutor.__call__ = launch_quietly
+    interpreter.InterpreterBuilder.create_masked_load = checked_load
+    interpreter.InterpreterBuilder.create_masked_store = checked_store
     interpreter._patch_lang = replace_once
     numpy_dtype, of_numbers = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda kind: (of_numbers if type(kind) is tl.dtype else numpy_dtype)(kind)
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
     _keep_shapes()
+
+
+def extent(x: torch.Tensor) -> tuple[int, int]:
+    """The address of the first element and that of the last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + last * x.element_size()
+
+
+def require_inside(given: list[tuple[int, int]], addresses: np.ndarray, mask: np.ndarray, does: str) -> None:
+    """An IndexError where an address that is not masked is in none of the tensors."""
+    wanted = addresses[np.broadcast_to(mask, addresses.shape)]
+    if not wanted.size:
+        return
+    low, high = wanted.min(), wanted.max()
+    if any(first <= low and high <= last for first, last in given):
+        return
+    if not np.any([(first <= wanted) & (wanted <= last) for first, last in given], axis=0).all():
+        raise IndexError(f"a kernel {does} memory of none of its tensors")
 
 
 def _keep_shapes() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.triton import launch as triton_launch
+from kvshift.ops.triton import self_test
 from tests.layers.attention_cases import GQA, make, tokens
 from tests.models.llama.tiny import left_padded, random_tokens, tiny_model
 from tests.ops.device import DEVICE, MARKS, needs_cuda
@@ -28,6 +29,7 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 def through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On a CUDA device by themselves; and with algorithms whose sums have no order, as models usually run."""
     torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(self_test, "_SWITCH", "0")  # whose launches would be counted
     if DEVICE.type != "cuda":
         monkeypatch.setattr(dispatch, "_AUTO", "triton")
     yield

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvshift.ops import shift
+from kvshift.ops.arguments import Call
 
 DEVICE = torch.device(os.environ.get("KVSHIFT_TEST_DEVICE", "cuda"))
 
@@ -55,23 +56,16 @@ def kernels_on_device() -> Iterator[None]:
     """Calls with backend "triton" run on DEVICE, wherever their tensors are."""
     shift_here = shift._shift
 
-    def there(tensors: Any) -> list[Tensor | None]:
-        return [None if x is None else _Carried.apply(x, DEVICE) for x in tensors]
+    def there(x: Any) -> Any:
+        return _Carried.apply(x, DEVICE) if isinstance(x, Tensor) else x
 
-    def shift_there(inputs: Any, coefficients: Any, states: Any, sequences: int, max_rows: int, *others: Any) -> Any:
-        *bounds, backend = others
-        if backend != "triton":
-            return shift_here(inputs, coefficients, states, sequences, max_rows, *bounds, backend)
-        home = inputs[0].device
-        bounds = [None if x is None else x.to(DEVICE) for x in bounds]
-        shifted, rows = shift_here(
-            there(inputs), there(coefficients), there(states), sequences, max_rows, *bounds, backend
-        )
-        outputs = [
-            x if own is None else _Carried.apply(y, home)
-            for x, own, y in zip(inputs, coefficients, shifted, strict=True)
-        ]
-        return outputs, [_Carried.apply(x, home) for x in rows]
+    def shift_there(call: Call, sequences: int) -> Any:
+        if call.backend != "triton":
+            return shift_here(call, sequences)
+        k, v, *rows = shift_here(Call(*map(there, call)), sequences)
+        k = call.k if call.alpha is None else _Carried.apply(k, call.k.device)
+        v = call.v if call.beta is None else _Carried.apply(v, call.k.device)
+        return k, v, *(None if x is None else _Carried.apply(x, call.k.device) for x in rows)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shift, "_shift", shift_there)

@@ -132,6 +132,10 @@ class Decoding:
         self.graph.replay()
         return self.shifted[:tokens].cpu()
 
+    def kept(self) -> Tensor:
+        """All that is in the pages and around them."""
+        return self.whole
+
     def shift(self, pieces: list[tuple[Sequence, int]], kv: Tensor, cache: Tensor) -> Tensor:
         """The same by `shift_batch`."""
         written, lags = torch.full_like(kv, torch.nan), torch.arange(1 - self.layer.options.window, 0)
@@ -182,7 +186,7 @@ def assert_replays_are_right(decoding: Decoding, steps: int = 24) -> None:
         kv = torch.cat([one.raw[one.computed : one.computed + each] for one in sequences])
         shifted, expected = decoding.replay(pieces, kv), decoding.shift(pieces, kv, decoding.expected_cache)
         torch.testing.assert_close(shifted, expected, msg=lambda text, step=step: f"step {step}: {text}")
-        assert torch.equal(bits(decoding.whole.cpu()), bits(decoding.expected_whole)), f"step {step}: others are kept"
+        assert torch.equal(bits(decoding.kept()), bits(decoding.expected_whole)), f"step {step}: others are kept"
         for one in sequences:
             one.computed += 1 + chance.randint(0, decoding.drafts)
             one.raw[one.computed :].normal_()  # other tokens come in place of the drafts that are rejected

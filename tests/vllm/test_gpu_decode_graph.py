@@ -52,6 +52,12 @@ class DecodingOnDevice(Decoding):
         kv_shift(self.kv, self.shifted, "shift")
         torch.cuda.synchronize()
 
+    def kept(self) -> Tensor:
+        """All but vLLM's null block, into which prompts may write there."""
+        kept, null = self.whole.cpu(), slice(self.pages.stride, 2 * self.pages.stride)
+        kept[null] = self.expected_whole[null]
+        return kept
+
     def shift(self, pieces: list[tuple[Sequence, int]], kv: Tensor, cache: Tensor) -> Tensor:
         if cache is self.expected_cache:
             return super().shift(pieces, kv, cache)

@@ -38,7 +38,9 @@ def document_starts(named: Tensor, real: Tensor | None, *, step: int = 0) -> Ten
 def sequence_of_positions(cu_seqlens: Tensor, positions: int) -> Tensor:
     """Which sequence of a pack holds each position, (P,), by its boundaries (S + 1,)."""
     position_P = torch.arange(positions, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), position_P, right=True)
+    # A sum, and not a view: for a GPU, PyTorch before 2.13 compiles a search in x[1:] as one in x.
+    last_S = cu_seqlens[1:] - 1
+    return torch.searchsorted(last_S, position_P)
 
 
 NOTHING = -(2**31)

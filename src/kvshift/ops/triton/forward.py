@@ -156,11 +156,12 @@ def _next_rows(
     in_head = d < D
     for first in range(0, N, BLOCK_T):
         n = first + tl.arange(0, BLOCK_T)
-        source = n + (T - N)
+        there = n < N
+        source = tl.where(there, n + (T - N), NOTHING)
         if next_state is not None:
-            source = tl.load(next_state + n, mask=n < N, other=NOTHING)
+            source = tl.load(next_state + n, mask=there, other=NOTHING)
         value = _load_sources(x, x_t, d.to(tl.int64) * x_d, state, state_t, d, source, Q, in_head, ACC)
-        _store_rows(y, y_t, n, n < N, d, in_head, value)
+        _store_rows(y, y_t, n, there, d, in_head, value)
 
 
 @triton.jit
