@@ -112,7 +112,7 @@ def test_attention_decodes(launches):
             out, state = there(x[:, t : t + 1].to(DEVICE), state=state)
             pieces.append(out)
     torch.testing.assert_close(torch.cat(pieces, 1).cpu(), expected, **CLOSE)
-    assert launches[0] == 4
+    assert launches[0] == (1 if DEVICE.type == "cuda" else 4)  # "auto" has plain operations for the next token
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
@@ -136,8 +136,11 @@ def test_a_model_trains(padded, launches):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=needs_cuda)])
 def test_a_compiled_model_trains(mode, monkeypatch):
-    """What `auto` is under torch.compile: the kernels, for keys and values, and those recomputed in backward."""
-    here: Any = tiny_model()
+    """What `auto` is under torch.compile: the kernels, for keys and values, and those recomputed in backward.
+
+    With as many KV heads as query heads, and of a size that attention's kernels know, or it would keep copies.
+    """
+    here: Any = tiny_model(num_key_value_heads=6, head_dim=16)
     there = deepcopy(here).to(DEVICE)
     compiled = torch.compile(there, mode=mode, fullgraph=True)
     real, forwards = triton_launch.kernels(), itertools.count()
