@@ -22,9 +22,13 @@ compare: .venv/stamp  ## Train two small models, without and with KV shift, and 
 test: .venv/stamp  ## Run the tests on the CPU, in parallel
 	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'not gpu and not pretrained and not ray and not slow' $(ARGS)
 
+# Tests for a GPU, as far as they go in Triton's interpreter: so that they still run where there is one.
+ON_A_GPU := tests/models/test_gpu.py $(addprefix tests/ops/test_gpu,_launches.py _programs.py .py::test_packs .py::test_sequences)
+
 .PHONY: test-slow
 test-slow: .venv/stamp  ## Run the tests that take long: compilers, several processes, kills, mutants of kernels
 	@$(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m 'slow and not gpu and not pretrained and not ray' $(ARGS)
+	@KVSHIFT_TEST_DEVICE=cpu $(TEST_ENV) .venv/bin/python -m pytest -n auto --dist worksteal -q -m gpu $(ON_A_GPU)
 
 .PHONY: test-browser
 test-browser: .venv/stamp  ## Run the tests of `kvshift explore` in Chromium, where there is one
