@@ -108,9 +108,8 @@ def _rotated(y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = y.shape[0] // 2
     if cos.shape[0] == half:
         cos, sin = torch.cat([cos, cos]), torch.cat([-sin, sin])
-    first = [y[i] * cos[i] + y[i + half] * sin[i] for i in range(half)]
-    second = [y[i + half] * cos[i + half] + y[i] * sin[i + half] for i in range(half)]
-    return torch.stack(first + second)
+    low, high = y[:half], y[half:]
+    return torch.cat([low * cos[:half] + high * sin[:half], high * cos[half:] + low * sin[half:]])
 
 
 def _add(y: Tensor | None, weight: Tensor, row: Tensor) -> Tensor:
