@@ -279,8 +279,9 @@ NAMELESS = """() => [...document.querySelectorAll("button, input, select, textar
 
 
 def look(found: Tab, address: str, name: str) -> None:
-    """What must hold of every page: requests, console, width, contrast, names."""
+    """What must hold of every page: requests, console, nothing hidden that shows, width, contrast, names."""
     assert found.faults == []
+    assert found.page.locator("[hidden]:visible").count() == 0
     assert all(url.startswith((address, "data:")) for url in found.requests), found.requests
     assert any(url.endswith(".wasm") for url in found.requests)
     assert found.read("document.documentElement.scrollWidth <= innerWidth")
