@@ -32,6 +32,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from kvshift import ShiftOptions
+from kvshift.benchmarks.serving_page import BASELINE
 from kvshift.lab.compare.timing import quartiles
 from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.core.environment import environment
@@ -49,7 +50,6 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 32_768,
     "dtype": "float32",
 }
-BASELINE = "vLLM's Llama"
 MODELS = {
     BASELINE: (LlamaConfig, "LlamaForCausalLM"),
     "KVShiftLlama": (KVShiftLlamaConfig, "KVShiftLlamaForCausalLM"),
@@ -250,8 +250,9 @@ def speed(into: Path, options: argparse.Namespace) -> Iterator[list[Row]]:
                     seconds.setdefault((part, engine.name), []).append(took)
         if turn >= 0:
             yield [
-                speed_row(part, name, times, seconds[part, BASELINE], options.eager)
-                for (part, name), times in seconds.items()
+                speed_row(part, name, seconds[part, name], seconds[part, BASELINE], options.eager)
+                for part in PARTS
+                for name in MODELS
             ]
 
 

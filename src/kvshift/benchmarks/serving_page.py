@@ -23,6 +23,7 @@ PAGE, RESULTS = Path("docs/performance.md"), Path("results/serving")
 
 Row = Mapping[str, Any]
 
+BASELINE = "vLLM's Llama"
 _TIMES = "Two engines worked by turns; the last column is the ratio of their times: median over rounds, quartiles."
 
 
@@ -65,10 +66,8 @@ def _rows(name: str) -> list[Row]:
 
 
 def _speed(rows: Sequence[Row]) -> str:
-    lines: list[tuple[str, ...]] = [
-        ("", "requests", "tokens: prompt, new", "vLLM's Llama", "with shift", "time with shift")
-    ]
-    baseline = {row["part"]: row for row in rows if row["model"] == rows[0]["model"]}
+    lines: list[tuple[str, ...]] = [("", "requests", "tokens: prompt, new", BASELINE, "with shift", "time with shift")]
+    baseline = {row["part"]: row for row in rows if row["model"] == BASELINE}
     for row in rows:
         theirs = baseline[row["part"]]
         if row is theirs:
