@@ -226,8 +226,10 @@ WRONG = {
 @interpreted
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import InterpreterError
+
     decoding = Decoding(monkeypatch, window=3, drafts=2, launched=kernel(*WRONG[name], folder=tmp_path))
-    with pytest.raises(AssertionError, match="step"):
+    with pytest.raises((AssertionError, InterpreterError), match="step|writes memory of none of its tensors"):
         assert_replays_are_right(decoding)
 
 
