@@ -229,7 +229,7 @@ def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest
     from triton.runtime.errors import InterpreterError
 
     decoding = Decoding(monkeypatch, window=3, drafts=2, launched=kernel(*WRONG[name], folder=tmp_path))
-    with pytest.raises((AssertionError, InterpreterError), match="step|writes memory of none of its tensors"):
+    with pytest.raises((AssertionError, InterpreterError), match=r"step|writes memory of none of its tensors"):
         assert_replays_are_right(decoding)
 
 
