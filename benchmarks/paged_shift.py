@@ -17,7 +17,6 @@ of JSON for each.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages, UniformBatch
+from kvshift.lab.compare.timing import quartiles
 from kvshift.lab.core.environment import environment
 from tests.vllm import paged_sequences
 
@@ -78,8 +78,8 @@ def microseconds(step: Callable[[], None]) -> dict[str, float]:
         torch.cuda.synchronize()
         if number >= 5:
             times.append((time.perf_counter() - start) / LAYERS * 1e6)
-    low, median, high = statistics.quantiles(times, n=4)
-    return {"microseconds": median, "low": low, "high": high}
+    found = quartiles(times)
+    return {"microseconds": found.median, "low": found.low, "high": found.high}
 
 
 @torch.inference_mode()
@@ -124,6 +124,7 @@ def measure(sequences: int) -> dict[str, dict[str, float]]:
 
 def main(file: Path) -> None:
     about = environment(DEVICE, processes=1)
+    del about["command"]  # FILE is a path of this machine
     settings = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_size": HEAD_SIZE, "page": PAGE, "dtype": str(DTYPE)}
     with file.open("a") as lines:
         for sequences in SEQUENCES:

@@ -72,8 +72,16 @@ def fix() -> None:
 
     def launch_quietly(*args: Any, **kwargs: Any) -> None:
         given[:] = [extent(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.numel()]
-        with np.errstate(all="ignore"):
-            launch(*args, **kwargs)
+        try:
+            with np.errstate(all="ignore"):
+                launch(*args, **kwargs)
+        except interpreter.InterpreterError as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # one for each function that a kernel calls
+                cause = cause.__cause__
+            if isinstance(cause, OutsideError):
+                raise cause from None
+            raise
 
     def checked_load(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
         require_inside(given, ptrs.data, mask.data, "reads")
@@ -98,6 +106,10 @@ def fix() -> None:
     _keep_shapes()
 
 
+class OutsideError(AssertionError):
+    """A kernel reads or writes what is in none of its tensors."""
+
+
 def extent(x: torch.Tensor) -> tuple[int, int]:
     """The address of the first element and that of the last."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -105,7 +117,7 @@ def extent(x: torch.Tensor) -> tuple[int, int]:
 
 
 def require_inside(given: list[tuple[int, int]], addresses: np.ndarray, mask: np.ndarray, does: str) -> None:
-    """An IndexError where an address that is not masked is in none of the tensors."""
+    """An OutsideError where an address that is not masked is in none of the tensors."""
     wanted = addresses[np.broadcast_to(mask, addresses.shape)]
     if not wanted.size:
         return
@@ -113,7 +125,7 @@ def require_inside(given: list[tuple[int, int]], addresses: np.ndarray, mask: np
     if any(first <= low and high <= last for first, last in given):
         return
     if not np.any([(first <= wanted) & (wanted <= last) for first, last in given], axis=0).all():
-        raise IndexError(f"a kernel {does} memory of none of its tensors")
+        raise OutsideError(f"a kernel {does} memory of none of its tensors")
 
 
 def _keep_shapes() -> None:

@@ -199,11 +199,14 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
-@interpreted
-@pytest.mark.parametrize(
+SETTINGS = pytest.mark.parametrize(
     ("window", "drafts", "dtype"),
     [(2, 0, torch.float32), (3, 0, torch.float32), (2, 3, torch.float32), (4, 2, torch.bfloat16)],
 )
+
+
+@interpreted
+@SETTINGS
 def test_a_graph_holds_for_other_batches(
     window: int, drafts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,10 +229,8 @@ WRONG = {
 @interpreted
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime.errors import InterpreterError
-
     decoding = Decoding(monkeypatch, window=3, drafts=2, launched=kernel(*WRONG[name], folder=tmp_path))
-    with pytest.raises((AssertionError, InterpreterError), match=r"step|writes memory of none of its tensors"):
+    with pytest.raises(AssertionError, match=r"step|writes memory of none of its tensors"):
         assert_replays_are_right(decoding)
 
 

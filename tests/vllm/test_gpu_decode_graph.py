@@ -15,7 +15,7 @@ from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, kv_
 
 from ..ops.device import DEVICE, MARKS, needs_cuda
 from .paged_sequences import Sequence, batch_of, make_paged_shift
-from .test_decode_graph import WRONG, Decoding, assert_replays_are_right, kernel
+from .test_decode_graph import SETTINGS, WRONG, Decoding, assert_replays_are_right, kernel
 
 pytestmark = [*MARKS, needs_cuda]
 
@@ -68,10 +68,7 @@ class DecodingOnDevice(Decoding):
         return written.cpu()
 
 
-@pytest.mark.parametrize(
-    ("window", "drafts", "dtype"),
-    [(2, 0, torch.float32), (3, 0, torch.float32), (2, 3, torch.float32), (4, 2, torch.bfloat16)],
-)
+@SETTINGS
 def test_a_graph_holds_for_other_batches(
     window: int, drafts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

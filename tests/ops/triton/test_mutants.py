@@ -256,12 +256,9 @@ def assert_sound(check: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_caught(mutant: KernelMutant, tmp_path):
-    from triton.runtime.errors import InterpreterError
-
     assert_sound(mutant.check)
-    with mutant.in_place(tmp_path), pytest.raises((AssertionError, InterpreterError)) as caught:
+    with mutant.in_place(tmp_path), pytest.raises(AssertionError):
         mutant.check()
-    assert isinstance(caught.value, AssertionError) or "memory of none of its tensors" in str(caught.value)
 
 
 def test_the_copies_that_are_not_changed_pass(tmp_path):
