@@ -1,5 +1,6 @@
 """Training: checkpointing, Trainer, bfloat16, the same bits from the same seed, and the compiler."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.versions import CACHE
 
 from ..covering import covering
+from .llama.checks import REFERENCES, names_of
 from .llama.tiny import left_padded, random_tokens, tiny_config, tiny_model
 from .registry import CHECKPOINTING, MODELS, RETROFITTED
 
@@ -39,6 +41,34 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], **toleranc
     assert got.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+ALL_AT_ONCE = {"shift_targets": ["q", "k", "v"], "shift_window": 3, "qk_norm": True, "sliding_window": 7}
+GRADIENTS = {  # in which a float64 model of Llama's float32 norms and angles is not far from the formulas
+    "Llama, all at once": ((11,), partial(tiny_model, **ALL_AT_ONCE)),
+    **{name: ((5, 1, 7, 2), MODELS[name]) for name in MODELS if "Llama" in name and "alone" not in name},
+    **{name: ((11,), MODELS[name]) for name in MODELS if "GPT-2" in name},
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_all_parameters_equal_the_reference(name: str):
+    lengths, build = GRADIENTS[name]
+    model = build(torch.float64)
+    documents = [random_tokens(length, seed=length) for length in lengths]
+    upstream = torch.randn(sum(lengths), 61, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    positions = names_of(lengths)["position_ids"]
+    logits = model(torch.cat(documents).unsqueeze(0), position_ids=positions, use_cache=False).logits[0]
+    (logits * upstream).sum().backward()
+    weights = {name: tensor.clone().requires_grad_() for name, tensor in model.state_dict().items()}
+    for document, weight in zip(documents, upstream.split(lengths), strict=True):
+        formulas = REFERENCES[model.config.model_type](weights, model.config, document.tolist())
+        (formulas * weight).sum().backward()
+    for key, parameter in model.named_parameters():
+        close = 1e-4 if "Llama" in name else 1e-5 if ".shift." in key else 1e-9
+        torch.testing.assert_close(
+            parameter.grad, weights[key].grad, rtol=close, atol=close, msg=lambda m, n=key: f"{n}: {m}"
+        )
 
 
 @covering(name=list(ALL), reentrant=[False, True], batch=batches())

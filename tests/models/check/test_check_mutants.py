@@ -86,12 +86,3 @@ def test_nothing_else_of_what_a_call_is_given_is_found(name, monkeypatch):
     report = check_model(model, length=16)
     assert_found(report, table, table)
     assert {verdict.property for verdict in report.verdicts if verdict.verdict != "right"} == set(table)
-
-
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("KVShiftLlama", "GPT-2")])
-@pytest.mark.slow
-def test_without_a_fault_every_family_is_right(family):
-    """The other two: test_suite.py."""
-    assert not [
-        verdict for verdict in check_model(FAMILIES[family](), length=16).verdicts if verdict.verdict != "right"
-    ]
