@@ -1,18 +1,21 @@
 """Training: checkpointing, Trainer, bfloat16, the same bits from the same seed, and the compiler."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 from kvshift import KVShift, param_groups
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.versions import CACHE
 
 from ..covering import covering
+from .baichuan_m1.tiny import CONFIG, shapes
 from .llama.checks import REFERENCES, names_of
 from .llama.tiny import left_padded, random_tokens, tiny_config, tiny_model
 from .registry import CHECKPOINTING, MODELS, RETROFITTED
@@ -118,10 +121,16 @@ def test_a_compiled_step_has_no_graph_break(name: str, batch: str):
     assert_equal(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def trained(tmp_path, steps: int, *, resume: bool = False, **arguments: Any) -> KVShiftLlamaForCausalLM:
+TRAINED: dict[str, Callable[[], PreTrainedModel]] = {
+    "Llama": lambda: KVShiftLlamaForCausalLM(tiny_config(shift_window=3)),
+    "Baichuan-M1": MODELS["Baichuan-M1"],
+}
+
+
+def trained(tmp_path, steps: int, *, resume: bool = False, name: str = "Llama", **arguments: Any) -> PreTrainedModel:
     """A few steps of transformers' Trainer, on always the same random sequences."""
     set_seed(11)
-    model = KVShiftLlamaForCausalLM(tiny_config(shift_window=3))
+    model = TRAINED[name]().train()
     rows = [{"input_ids": row, "labels": row} for row in random_tokens(16, 12)]
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, shift_lr_multiplier=3.0))
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -142,15 +151,19 @@ def trained(tmp_path, steps: int, *, resume: bool = False, **arguments: Any) -> 
     return model
 
 
-def test_trainer_moves_the_coefficients_saves_and_resumes(tmp_path):
+@pytest.mark.parametrize("name", TRAINED)
+def test_trainer_moves_the_coefficients_saves_and_resumes(tmp_path, name: str):
     set_seed(11)
-    start = KVShiftLlamaForCausalLM(tiny_config(shift_window=3)).state_dict()
-    whole = trained(tmp_path / "whole", 4).state_dict()
-    for name, tensor in whole.items():
-        assert not torch.equal(tensor, start[name]), f"{name} did not move"
-    trained(tmp_path / "parts", 2)
-    assert_equal(trained(tmp_path / "parts", 4, resume=True).state_dict(), whole, rtol=0, atol=0)
-    loaded = KVShiftLlamaForCausalLM.from_pretrained(tmp_path / "parts" / "checkpoint-4").state_dict()
+    start = TRAINED[name]().state_dict()
+    whole = trained(tmp_path / "whole", 4, name=name).state_dict()
+    for key, tensor in whole.items():
+        assert not torch.equal(tensor, start[key]), f"{key} did not move"
+    trained(tmp_path / "parts", 2, name=name)
+    if name == "Baichuan-M1":
+        saved = load_file(tmp_path / "parts" / "checkpoint-2" / "model.safetensors")
+        assert {key: tuple(tensor.shape) for key, tensor in saved.items()} == shapes(CONFIG)  # under released names
+    assert_equal(trained(tmp_path / "parts", 4, resume=True, name=name).state_dict(), whole, rtol=0, atol=0)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "checkpoint-4").state_dict()
     assert_equal(loaded, whole, rtol=0, atol=0)
 
 
