@@ -71,26 +71,6 @@ def test_the_collator_of_transformers(named: dict):
     torch.testing.assert_close(outputs.loss.double(), sum(losses) / (sum(LENGTHS) - len(LENGTHS)), rtol=1e-5, atol=1e-5)
 
 
-NAMES = [
-    ["seq_idx"],
-    ["cu_seq_lens_q"],
-    ["position_ids"],
-    ["position_ids", "attention_mask"],
-    ["seq_idx", "attention_mask"],
-    ["position_ids", "seq_idx", "cu_seq_lens_q"],
-]
-
-
-@covering(keys=NAMES, use_cache={"no cache": False, "cache": True}, attention=["eager", "sdpa"], options=VARIANTS)
-def test_whatever_names_the_documents_nothing_crosses(keys: list[str], use_cache: bool, attention: str, options: dict):
-    """Transformers' own masks know of documents by position_ids alone, and only without cache and attention mask."""
-    model, documents = tiny_model(attention=attention, **options), documents_of()
-    inputs = packed(documents) | {"attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.long)}
-    logits = logits_of(model, inputs["input_ids"], use_cache=use_cache, **{name: inputs[name] for name in keys})[0]
-    for document, got in zip(documents, logits.split(LENGTHS), strict=True):
-        torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
-
-
 def test_a_number_may_come_again():
     """A document begins where the number changes, to whatever it changes."""
     model, documents = tiny_model(), documents_of()
