@@ -95,7 +95,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lab/training/test_variants_run.py": ("lab/runs/run.py",),
     "lab/variants/test_selective.py": ("lab/variants/selective_attention.py",),
     "lab/variants/test_variant.py": (
-        "lab/variants/building.py",
         "lab/variants/model_classes.py",
         "lab/variants/uncached.py",
     ),
