@@ -26,8 +26,8 @@ from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 from kvshift.lab.tasks.registry import TASKS
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
 from kvshift.lab.variants.by_name import VARIANTS, VariantEntry
-from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.model_classes import become
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder, UncachedGeneration
 from kvshift.lab.variants.variant import ModelVariant
