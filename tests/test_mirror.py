@@ -94,7 +94,10 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lab/training/test_task_training.py": ("lab/training/task_trainer.py",),
     "lab/training/test_variants_run.py": ("lab/runs/run.py",),
     "lab/variants/test_selective.py": ("lab/variants/selective_attention.py",),
-    "lab/variants/test_variant.py": ("lab/variants/building.py",),
+    "lab/variants/test_variant.py": (
+        "lab/variants/model_classes.py",
+        "lab/variants/uncached.py",
+    ),
     "layers/test_rotary.py": (
         "ops/decode.py",
         "ops/rope.py",
