@@ -15,6 +15,7 @@ from kvshift.models.versions import CACHE
 
 from .llama.checks import ATOL, assert_next, check_splits, logits_of, reference_of
 from .llama.tiny import left_padded, random_tokens, tiny_config, tiny_model
+from .registry import MODELS
 
 VARIANTS = {
     "paper": {},
@@ -74,10 +75,10 @@ def test_any_pieces_of_any_sequences_with_drafts_in_between(
         torch.testing.assert_close(got[real], reference_of(model, row)[: int(real.sum())], rtol=0, atol=ATOL)
 
 
-@every_variant
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("by_hand", [DynamicCache, lambda: None], ids=["DynamicCache()", "use_cache=True"])
-def test_a_cache_without_configuration_is_made_fit(options: dict, by_hand):
-    model, row = tiny_model(torch.float64, **options), random_tokens(1, 8)
+def test_a_cache_without_configuration_is_made_fit(name: str, by_hand):
+    model, row = MODELS[name](torch.float64), random_tokens(1, 8)
     with torch.no_grad():
         cache = model(row, **{CACHE: by_hand()}, use_cache=True).past_key_values
     assert_next(model, row, cache, random_tokens(1, 1, seed=3))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 from kvshift import KVShift, param_groups
 from kvshift.models.llama import KVShiftLlamaForCausalLM
+from kvshift.models.retrofit import add_kv_shift
 from kvshift.models.versions import CACHE
 
 from ..covering import covering
@@ -19,8 +20,10 @@ from .baichuan_m1.tiny import CONFIG, shapes
 from .llama.checks import REFERENCES, names_of
 from .llama.tiny import left_padded, random_tokens, tiny_config, tiny_model
 from .registry import CHECKPOINTING, MODELS, RETROFITTED
+from .retrofit.tiny import tiny_gpt2
 
-ALL = MODELS | RETROFITTED
+GATE = {"Llama, gate, sliding window": partial(tiny_model, shift_constraint="gate", sliding_window=5)}
+ALL = MODELS | RETROFITTED | GATE
 
 
 def batches() -> dict[str, dict[str, Tensor]]:
@@ -104,7 +107,7 @@ def test_a_cache_that_nobody_asked_for_does_not_change_training(name: str):
     [
         ("Llama", "whole rows"),
         ("Llama, queries too, window 4", "packed rows"),
-        ("Llama, sliding window", "padded rows"),
+        (*GATE, "padded rows"),
         ("GPT-2", "whole rows"),
     ],
 )
@@ -112,7 +115,7 @@ def test_a_cache_that_nobody_asked_for_does_not_change_training(name: str):
 @pytest.mark.slow
 def test_a_compiled_step_has_no_graph_break(name: str, batch: str):
     torch._dynamo.reset()
-    model, inputs = MODELS[name](torch.float32), dict(batches()[batch], use_cache=False)
+    model, inputs = ALL[name](torch.float32), dict(batches()[batch], use_cache=False)
     model.train(name != "GPT-2")
     if name != "GPT-2":  # whose loss writes to a log
         inputs["labels"] = inputs["input_ids"]
@@ -220,9 +223,12 @@ def test_parameter_groups_know_the_coefficients(name: str):
     assert sum(len(group["params"]) for group in groups.values()) == len(names)
 
 
-@pytest.mark.parametrize("name", MODELS)
+IDENTITY = {"GPT-2, from the identity": lambda dtype: add_kv_shift(tiny_gpt2(dtype))}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *IDENTITY])
 def test_a_step_moves_every_parameter(name: str):
-    model, ids = MODELS[name](torch.float32), random_tokens(2, 9)
+    model, ids = (MODELS | IDENTITY)[name](torch.float32), random_tokens(2, 9)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2))
     model(ids, labels=ids).loss.backward()

@@ -144,6 +144,18 @@ def test_tokens_are_taken_back_from_the_last_document_alone():
         assert_next(model, [documents[-1][: max(0, 7 - tokens)]], cache, random_tokens(1, 1, seed=9))
 
 
+def test_packs_with_padding_on_either_side():
+    model, documents = tiny_model(), documents_of()
+    inputs = packed(documents)
+    for left, right in ((3, 0), (0, 3)):
+        ids = torch.nn.functional.pad(inputs["input_ids"], (left, right), value=7)
+        numbers = torch.nn.functional.pad(inputs["seq_idx"], (left, right), value=55)
+        mask = torch.nn.functional.pad(torch.ones_like(inputs["input_ids"]), (left, right))
+        logits = logits_of(model, ids, seq_idx=numbers, attention_mask=mask)[0, left : left + sum(LENGTHS)]
+        for document, got in zip(documents, logits.split(LENGTHS), strict=True):
+            torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
+
+
 def test_attention_is_handed_what_llama_hands_it_and_the_window(monkeypatch):
     """Flash attention reads the boundaries; nothing of the shift reaches a kernel that might not know it."""
     handed = {}

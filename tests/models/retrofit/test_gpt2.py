@@ -21,6 +21,11 @@ def test_left_padding_with_positions():
         torch.testing.assert_close(got[real], reference_of(model, row), rtol=0, atol=1e-12)
 
 
+def test_bfloat16_is_near():
+    model, ids = shifted_gpt2().to(torch.bfloat16), random_tokens(2, 9)
+    torch.testing.assert_close(logits_of(model, ids).float(), logits_of(shifted_gpt2(), ids), rtol=0.1, atol=0.3)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"reorder_and_upcast_attn": True}, {"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}],

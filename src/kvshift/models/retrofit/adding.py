@@ -76,15 +76,10 @@ def load_kv_shift(folder: str | Path, **options: Any) -> PreTrainedModel:
     if not isinstance(config, PreTrainedConfig):
         where = {name: options[name] for name in _WHERE if name in options}
         config = AutoConfig.from_pretrained(folder if config is None else config, **where)
-    classes = {
-        shifted.__name__: shifted
-        for family in FAMILIES
-        if isinstance(config, family.config)
-        for shifted in family.models.values()
-    }
+    classes = {shifted.__name__: shifted for family in FAMILIES for shifted in family.models.values()}
     name = (getattr(config, "architectures", None) or ["none"])[0]
-    if name not in classes:
-        known = ", ".join(shifted.__name__ for family in FAMILIES for shifted in family.models.values())
+    if name not in classes or not isinstance(config, classes[name].config_class):
+        known = ", ".join(classes)
         raise ValueError(
             f"{folder} holds no model that add_kv_shift made: its model_type is {config.model_type!r}, its class "
             f"{name}; known: {known}"
