@@ -19,14 +19,10 @@ from kvshift.ops.dispatch import FusedPath, compiles_training, fused_path, norm_
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, rotate_heads
 from kvshift.ops.shift import (
-    check_boundaries,
-    check_coefficients,
-    check_input,
-    check_queries,
-    check_state,
+    check_call,
+    parts_of_state,
     shift_keys_values,
     shift_tokens,
-    state_type_error,
     with_plan,
 )
 from kvshift.ops.state import ShiftState
@@ -76,11 +72,7 @@ def shift_norm_rope(
     Returns:
         q, k, v and the new state; None where it is not kept or nothing is shifted.
     """
-    k_state = v_state = q_state = max_rows = None
-    if state is not None:
-        if not isinstance(state, ShiftState):
-            raise state_type_error(state)
-        k_state, v_state, q_state, max_rows = state.k, state.v, state.q, state.max_rows
+    k_state, v_state, q_state, max_rows = parts_of_state(state)
     cos, sin = rotary or (None, None)
     call = Call(
         q, k, v, alpha, beta, k_state, v_state, cos, sin, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask,
@@ -98,12 +90,7 @@ def run(path: FusedPath, call: Call) -> Results:
 
 
 def _launch(call: Call) -> Results:
-    _check(call)
-    sequences = check_boundaries(call.k, *call.boundaries())
-    for name, coefficients in (("alpha", call.alpha), ("beta", call.beta)):
-        if coefficients is not None:
-            check_coefficients(name, coefficients, call.k)
-    check_state(call, sequences)
+    sequences = check_call(call)
     if call.window() == 1:
         call = call._replace(max_rows=0)
     q_scale, k_scale, eps = norm_scales(call.norms)
@@ -140,8 +127,7 @@ def _unfused(call: Call, finish: Callable[..., Any]) -> Results:
     """One after the other; `finish` is norm and rotation."""
     q, k, v, new = call.q, call.k, cast(Tensor, call.v), None
     if call.alpha is None and call.beta is None and call.gamma is None:
-        _check(call)
-        check_boundaries(k, *call.boundaries())
+        check_call(call)
     else:
         hold = call.alpha
         if hold is None and call.beta is None:  # the state holds keys all the same, so that it has one shape
@@ -165,12 +151,6 @@ def _shift_queries(q: Tensor, gamma: Tensor, call: Call) -> tuple[Tensor, Tensor
     where: dict[str, Any] = dict(zip(("cu_seqlens", "seq_idx", "mask"), call.boundaries(), strict=True))
     max_rows = call.max_rows or None
     return shift_tokens(q, gamma, state=call.q_state, max_rows=max_rows, backend=call.backend, **where)
-
-
-def _check(call: Call) -> None:
-    check_queries(call.q)
-    check_input("k", call.k)
-    check_input("v", cast(Tensor, call.v))
 
 
 def _half_tables(call: Call) -> Rotary:

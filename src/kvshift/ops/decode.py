@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvshift.ops.arguments import Call
+from kvshift.ops.arguments import Call, compute_dtype
 from kvshift.ops.rope import apply_rotary
 from kvshift.ops.state import ShiftState
 
@@ -47,7 +47,7 @@ def next_token(call: Call, cache: CoefficientCache) -> tuple[Tensor | None, Tens
 
 def _shift_next_token(call: Call, cache: CoefficientCache) -> list[Tensor]:
     """Keys and values; a row of state is the token before."""
-    dtype = torch.float64 if call.k.dtype is torch.float64 else torch.float32
+    dtype = compute_dtype(call.k)
     inputs: Any = call[1:3]
     states: Any = call[5:7]  # both are there
     outputs = []

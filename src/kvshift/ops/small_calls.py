@@ -140,7 +140,7 @@ def difference(results: dict[str, Tensor], exact: dict[str, Tensor], dtype: torc
     A wrong row is off by about as much as the largest element. Right sums were off by 4 eps of the arithmetic at most,
     but those for alpha before a norm by 66: their terms nearly cancel. Infinities must be the same.
     """
-    arithmetic = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    arithmetic = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     for name, expected in exact.items():
         result = results[name].to(expected.device, torch.float64)
         if result.shape != expected.shape:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C import _TorchDispatchModeKey
 from torch.autograd import forward_ad
 
-from kvshift.ops.arguments import Call
+from kvshift.ops.arguments import Call, compute_dtype
 from kvshift.ops.boundaries import ShiftPlan, plan_without_boundaries, readers_without_boundaries
 
 Shift = Callable[[Tensor, Tensor, Tensor, "ShiftPlan | None"], Tensor]
@@ -96,7 +96,7 @@ def shift_traceable(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftP
 def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
     """The sum of the lags, in the dtype of the arithmetic; `sources` as in a `ShiftPlan`, None without boundaries."""
     batch, length = x.shape[:2]
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(x)
     weights = coefficients.to(dtype).unsqueeze(2).unbind(1)
     if batch * length == 0:  # no token to look up
         return x.to(dtype) * weights[0]
@@ -130,7 +130,7 @@ def shift_norm_rope_traceable(x: Call) -> tuple[Tensor | None, Tensor, Tensor | 
 
     def shifted(y: Tensor, coefficients: Tensor | None, state: Tensor | None) -> Tensor:
         if coefficients is None:
-            return y.to(torch.float64 if y.dtype == torch.float64 else torch.float32)
+            return y.to(compute_dtype(y))
         if state is None:
             state = y.new_zeros(y.shape[0], coefficients.shape[1] - 1, *y.shape[2:])
         return weighted_sum(y, coefficients, state, x.sources)
@@ -394,7 +394,7 @@ def _lags(coefficients_GW: Tensor, x: Tensor) -> list[_Lag]:
 
     For long inputs weights are spread over D in memory: a multiplication then runs over G * D elements at a stretch.
     """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(x)
     coefficients_GW1 = (coefficients_GW if coefficients_GW.dtype == dtype else coefficients_GW.to(dtype)).unsqueeze(2)
     zero_GW1 = coefficients_GW1 == 0
     eager_on_cpu = x.is_cpu and not torch.compiler.is_compiling()
