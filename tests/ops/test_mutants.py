@@ -228,7 +228,7 @@ OF_EAGER: dict[str, Change] = {
     ),
     "products rounded too": (
         EAGER,
-        "    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32\n    coefficients_GW1",
+        "    dtype = compute_dtype(x)\n    coefficients_GW1",
         "    dtype = x.dtype\n    coefficients_GW1",
         check_bfloat16,
     ),

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops.arguments import Call, Norms
 from kvshift.ops.decode import CoefficientCache, next_token
-from kvshift.ops.dispatch import FusedPath, compiles_training, fused_path, norm_scales
+from kvshift.ops.dispatch import FusedPath, compiles_training, fused_path, gain_and_epsilon
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, rotate_heads
 from kvshift.ops.shift import (
@@ -93,7 +93,7 @@ def _launch(call: Call) -> Results:
     sequences = check_call(call)
     if call.window() == 1:
         call = call._replace(max_rows=0)
-    q_scale, k_scale, eps = norm_scales(call.norms)
+    (q_scale, eps), (k_scale, _) = map(gain_and_epsilon, call.norms or (None, None))
     cos, sin = _half_tables(call)
     given = with_plan(call._replace(cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale, eps=eps))
 
@@ -171,10 +171,5 @@ def _finish(
 def _finish_by_loops(
     q: Tensor | None, k: Tensor, norms: Norms | None, rotary: Rotary | None
 ) -> tuple[Tensor | None, Tensor]:
-    q_norm, k_norm = norms or (None, None)
-    return None if q is None else _norm_rope(q, q_norm, rotary), _norm_rope(k, k_norm, rotary)
-
-
-def _norm_rope(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
-    scale, _, eps = norm_scales(None if norm is None else (norm, norm))
-    return norm_rope_reference(x, scale, eps, rotary)
+    of_q, of_k = map(gain_and_epsilon, norms or (None, None))
+    return None if q is None else norm_rope_reference(q, *of_q, rotary), norm_rope_reference(k, *of_k, rotary)

@@ -13,11 +13,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from kvshift.ops.arguments import Call, Norms
+from kvshift.ops.arguments import Call
 from kvshift.ops.cpu.kernel import cpu_refusal
 from kvshift.ops.torch_ops import PLAIN, is_exporting, needs_traceable_ops
 from kvshift.ops.triton.call import triton_refusal
-from kvshift.ops.triton.self_test import passes_self_test
+from kvshift.ops.triton.self_test import Kind, passes_self_test
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
@@ -117,20 +117,19 @@ def compiles_training() -> bool:
     return torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_exporting()
 
 
-def norm_scales(norms: Norms | None) -> tuple[Tensor | None, Tensor | None, float]:
-    """The gains of queries and of keys, and the epsilon of both."""
-    if norms is None:
-        return None, None, 0.0
-    q_norm, k_norm = norms
-    return q_norm.weight, k_norm.weight, _epsilon(q_norm)  # type: ignore[return-value]
+def gain_and_epsilon(norm: Any) -> tuple[Tensor | None, float]:
+    """What `Norms` calls weight and eps; of None, a norm that is not there."""
+    if norm is None:
+        return None, 0.0
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return norm.weight, torch.finfo(norm.weight.dtype).eps if eps is None else eps
 
 
 def _passes_self_test(call: Call) -> bool:
     """Whether the Triton kernels compute on this device what they should; asked where "auto" would take them."""
     k, v = call.k, call.k if call.v is None else call.v
-    return passes_self_test(
-        (k.device, k.dtype, k.shape[3], v.shape[3], call.window(), call.cos is not None, call.norms is not None)
-    )
+    rotated, normed = call.cos is not None, call.norms is not None
+    return passes_self_test(Kind(k.device, k.dtype, k.shape[3], v.shape[3], call.window(), rotated, normed))
 
 
 def _refusal(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:
@@ -185,13 +184,12 @@ def _fits_launch(call: Call) -> bool:
         return False
     if isinstance(q, Tensor) and (q.ndim != 4 or q.dtype != k.dtype or q.shape != (batch, positions, q.shape[2], size)):
         return False
-    if call.norms is not None:
-        if not all(map(_is_plain, call.norms)) or _epsilon(call.norms[0]) != _epsilon(call.norms[1]):
-            return False
-        if any(norm.weight.shape != (size,) for norm in call.norms):
-            return False
-    q_scale, k_scale, _ = norm_scales(call.norms)
-    others = (q, v, alpha, beta, k_state, v_state, *tables, q_scale, k_scale)
+    if call.norms is not None and not all(map(_is_plain, call.norms)):
+        return False
+    gains, epsilons = zip(*map(gain_and_epsilon, call.norms or (None, None)), strict=True)
+    if epsilons[0] != epsilons[1] or any(gain is not None and gain.shape != (size,) for gain in gains):
+        return False
+    others = (q, v, alpha, beta, k_state, v_state, *tables, *gains)
     return _refusal("triton", call.window(), k, *others) is None
 
 
@@ -204,8 +202,3 @@ def _is_plain(norm: nn.Module) -> bool:
         and not any(hooks)
         and "forward" not in norm.__dict__
     )
-
-
-def _epsilon(norm: Any) -> float:
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return torch.finfo(norm.weight.dtype).eps if eps is None else eps

@@ -64,7 +64,7 @@ def needs_traceable_ops(*gradients: Tensor, by_compiler: bool = False) -> bool:
     if torch.compiler.is_compiling():
         return by_compiler
     return (
-        (torch._C._len_torch_dispatch_stack() > 0 and any(map(_is_active, _TRACERS)))
+        (torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS)))
         or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
@@ -75,10 +75,6 @@ def needs_traceable_ops(*gradients: Tensor, by_compiler: bool = False) -> bool:
 def is_exporting() -> bool:
     """Whether torch.export traces. (`torch.compiler.is_exporting` says so of torch.compile too in 2.10 and 2.11.)"""
     return torch.compiler._is_exporting_flag
-
-
-def _is_active(tracer: _TorchDispatchModeKey) -> bool:
-    return torch._C._get_dispatch_mode(tracer) is not None
 
 
 def _is_batched(gradient: Tensor) -> bool:
