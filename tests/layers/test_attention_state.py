@@ -61,22 +61,6 @@ def test_sequences_of_any_padding_continue_as_if_alone(options):
 
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
 @torch.no_grad()
-def test_left_and_right_padding_leave_the_same_state(options):
-    layer = make(**options)
-    lengths = torch.tensor([7, 2, 5])
-    rows = [tokens(int(n), seed=i) for i, n in enumerate(lengths)]
-    right = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    left = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    real = torch.arange(7) < lengths.unsqueeze(1)
-    _, from_right = layer(right, mask=real)
-    _, from_left = layer(left, mask=real.flip(1))
-    close_states(layer, from_left, from_right)
-    token = tokens(3, 1, seed=9)
-    close(layer(token, state=from_left)[0], layer(token, state=from_right)[0])
-
-
-@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
-@torch.no_grad()
 def test_packs_and_batches_continue_each_other(options):
     """Four sequences, one of them empty at first: pack, batch, pack with padding, batch, pack."""
     layer = make(**options)
@@ -187,17 +171,6 @@ def test_select_and_reorder_move_everything(options):
         assert none.select([]).reorder([]) == none
     order = [2, 0, 1]
     close(layer(y[:3], state=state.reorder(order))[0], layer(torch.cat([x[order], y[:3]], dim=1))[0][:, T:])
-
-
-@torch.no_grad()
-def test_select_and_reorder_of_a_pack():
-    layer = make(GQA, shift_targets=("q", "k", "v"))
-    x, y = tokens(1, 9), tokens(2, 1, seed=1)
-    _, state = layer(x, cu_seqlens=torch.tensor([0, 6, 9]))
-    first, second = (layer(part)[1] for part in x.split([6, 3], dim=1))
-    expected = torch.cat([layer(y[:1], state=second)[0], layer(y[1:], state=first)[0]])
-    close(layer(y, state=state.reorder([1, 0]))[0], expected)
-    close(layer(y, state=state.select(torch.tensor([1, 0])))[0], expected)
 
 
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
@@ -322,21 +295,3 @@ def test_a_state_of_another_layer_is_refused():
         make(shift_window=3)(tokens(B, 1), state=state)
     with pytest.raises(TypeError, match="state must be an AttentionState or None, got ShiftState"):
         make()(tokens(B, 1), state=state.shift)
-
-
-@pytest.mark.parametrize(
-    ("method", "argument", "message"),
-    [
-        ("select", [[0]], r"indices must have one dimension, got shape \(1, 1\)"),
-        ("select", torch.tensor([True]), "boolean indices must have length 3, got 1"),
-        ("reorder", [0, 1], "beam_indices must be 3 integers, one for each sequence"),
-        ("reorder", torch.ones(3, dtype=torch.bool), r"beam_indices must be 3 integers, .* got torch\.bool"),
-        ("reorder", torch.ones(3), r"beam_indices must be 3 integers, .* got torch\.float32"),
-    ],
-)
-def test_bad_indices(method, argument, message):
-    _, state = make()(tokens(B, T))
-    with pytest.raises(ValueError, match=message):
-        getattr(state, method)(argument)
-    with pytest.raises(TypeError, match=r"indices must be integers or booleans, got torch\.float32"):
-        state.select([0.5])
