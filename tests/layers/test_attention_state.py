@@ -1,6 +1,7 @@
 """Several calls of the layer: pieces, padding, packs, and the methods of the state that passes between them."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -194,13 +195,7 @@ def test_no_state_is_edited():
     before = [part.clone() for part in parts(state)]
     layer(x, state=state)
     _, later = layer(x[:, :1], state=state, mask=torch.ones(B, 1, dtype=torch.bool))
-    for made in (
-        later,
-        state.crop(1),
-        state.select([1]),
-        state.reorder([2, 1, 0]),
-        state.reset(),
-    ):
+    for made in (later, state.crop(1), state.select([1]), state.reorder([2, 1, 0]), state.reset(), state.clone()):
         for part in parts(made):
             part.fill_(7)
     for part, copy in zip(parts(state), before, strict=True):
@@ -257,29 +252,35 @@ def test_the_suite_sees_a_wrong_state(targets):
         assert (out - right).abs().amax((1, 2)).min() > 1e-3, name
 
 
-@pytest.mark.parametrize("sequences", [2, 4])
-def test_a_state_of_other_sequences_is_refused(sequences):
-    layer = make()
-    _, state = layer(tokens(B, T))
-    with pytest.raises(ValueError, match=f"state must be of {sequences} sequences, got one of 3"):
-        layer(tokens(sequences, 1), state=state)
-    with pytest.raises(ValueError, match=f"state must be of {sequences} sequences, got one of 3"):
-        layer(tokens(1, 9), cu_seqlens=torch.tensor([0] * sequences + [9]), state=state)
+# Layers, what they are called with beside the state of `make()` for B sequences, and what they say.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "fewer sequences": ({}, {"x": tokens(2, 1)}, "state must be of 2 sequences, got one of 3"),
+    "more sequences": ({}, {"x": tokens(4, 1)}, "state must be of 4 sequences, got one of 3"),
+    "a pack of fewer": (
+        {},
+        {"x": tokens(1, 9), "cu_seqlens": torch.tensor([0, 0, 9])},
+        "state must be of 2 sequences, got one of 3",
+    ),
+    "other heads": ({"heads": GQA}, {}, r"k must be \(3, keys, 2, 10\) torch.float64 on cpu, got \(3, 11, 5, 10\)"),
+    "another dtype": (
+        {"dtype": torch.float32},
+        {"x": tokens(B, 1, dtype=torch.float32)},
+        r"state.k must be .* torch.float32 on cpu, got .* torch.float64",
+    ),
+    "no shift": (
+        {},
+        {"state": make(shift_targets=())(tokens(B, T))[1]},
+        r"state\.shift is None, but this layer shifts",
+    ),
+    "no queries": ({"shift_targets": ("q", "k")}, {}, "state holds no queries"),
+    "fewer rows": ({"shift_window": 3}, {}, r"state\.k must be \(3, rows, 5, 10\) with rows >= 2"),
+}
 
 
-def test_a_state_of_another_layer_is_refused():
+@pytest.mark.parametrize(("options", "changed", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_state_of_another_layer_is_refused(options, changed, message):
     _, state = make()(tokens(B, T))
-    with pytest.raises(
-        ValueError, match=r"state.k must be \(3, keys, 2, 10\) torch.float64 on cpu, got \(3, 11, 5, 10\)"
-    ):
-        make(GQA)(tokens(B, 1), state=state)
-    with pytest.raises(ValueError, match=r"state.k must be .* torch.float32 on cpu, got .* torch.float64"):
-        make(dtype=torch.float32)(tokens(B, 1, dtype=torch.float32), state=state)
-    with pytest.raises(ValueError, match=r"state\.shift is None, but this layer shifts"):
-        make()(tokens(B, 1), state=make(shift_targets=())(tokens(B, T))[1])
-    with pytest.raises(ValueError, match="state holds no queries"):
-        make(shift_targets=("q", "k"))(tokens(B, 1), state=state)
-    with pytest.raises(ValueError, match=r"state\.k must be \(3, rows, 5, 10\) with rows >= 2"):
-        make(shift_window=3)(tokens(B, 1), state=state)
+    with pytest.raises(ValueError, match=message):
+        make(**options)(**{"x": tokens(B, 1), "state": state, **changed})
     with pytest.raises(TypeError, match="state must be an AttentionState or None, got ShiftState"):
         make()(tokens(B, 1), state=state.shift)
