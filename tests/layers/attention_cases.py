@@ -81,6 +81,18 @@ def gradients(out: Tensor, weights: Tensor, layer: KVShiftAttention, *inputs: Te
     return torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
 
 
+def outcome(layer: KVShiftAttention, x: Tensor, **where: Any) -> list[Tensor]:
+    """The output, and the gradients of x and of all that is trained, for the sum of its squares."""
+    x = x.clone().requires_grad_()
+    out, _ = layer(x, **where)
+    wanted = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+    return [out, *torch.autograd.grad(out.square().sum(), wanted)]
+
+
+def same_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
 def close_all(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
     for a, e in zip(actual, expected, strict=True):
         close(a, e)

@@ -13,7 +13,7 @@ from kvshift.layers import recompute
 from kvshift.layers.recompute import is_worth_recomputing, may_recompute, recomputed, recomputing
 from kvshift.ops import attention_inputs
 from tests.covering import covering
-from tests.layers.attention_cases import ATTENTION, GQA, MHA, NUMBERS, VARIED, D, E, T, make, tokens
+from tests.layers.attention_cases import ATTENTION, GQA, MHA, NUMBERS, VARIED, D, E, T, make, outcome, same_bits, tokens
 from tests.layers.kept import bytes_kept
 
 B, HEADS = 2, {"mha": MHA, "gqa": GQA}
@@ -49,17 +49,6 @@ def keep_all(monkeypatch):
     return call
 
 
-def gradients(layer, x, **where):
-    x = x.clone().requires_grad_()
-    out = layer(x, **where)[0]
-    wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    return [out, *torch.autograd.grad(out.square().sum(), wanted)]
-
-
-def same_bits(actual, expected):
-    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
-
-
 def kept(layer, length, dtype=torch.float64):
     x = tokens(B, length, dtype=dtype)
     return bytes_kept(lambda: layer(x)[0], x, *layer.parameters())
@@ -69,9 +58,9 @@ def kept(layer, length, dtype=torch.float64):
 def test_gradients_keep_every_bit(options, dtype, where, shifts, keep_all):
     layer = make(dtype=dtype, **VARIED[options])
     x = tokens(1 if where == "cu_seqlens" else B, T, dtype=dtype)
-    expected = keep_all(gradients, layer, x, **ATTENTION[where])
+    expected = keep_all(outcome, layer, x, **ATTENTION[where])
     shifts[0] = 0
-    same_bits(gradients(layer, x, **ATTENTION[where]), expected)
+    same_bits(outcome(layer, x, **ATTENTION[where]), expected)
     assert shifts[0] == (2 if {"k", "v"} & set(layer.shift.targets) else 0)
 
 
@@ -106,8 +95,8 @@ def test_what_autocast_casts_is_not_kept(dtype, where, heads, keep_all):
         return bytes_kept(lambda: run(lambda: layer(x, **ATTENTION[where])[0]), x, *layer.parameters())
 
     x = x.to(dtype)
-    expected = run(lambda: keep_all(gradients, layer, x, **ATTENTION[where]))
-    same_bits(run(lambda: gradients(layer, x, **ATTENTION[where])), expected)
+    expected = run(lambda: keep_all(outcome, layer, x, **ATTENTION[where]))
+    same_bits(run(lambda: outcome(layer, x, **ATTENTION[where])), expected)
     left_out = heads[1] if where == "plain" else heads[0]
     assert keep_all(count) - count() == 2 * B * T * left_out * D * 2
 
@@ -138,9 +127,9 @@ def test_a_tensor_whose_coefficients_are_frozen_is_kept(frozen, shifts, keep_all
     layer, x = make(), tokens(B, T)
     for name in frozen:
         getattr(layer.shift, name).requires_grad_(False)
-    expected = keep_all(gradients, layer, x)
+    expected = keep_all(outcome, layer, x)
     shifts[0] = 0
-    same_bits(gradients(layer, x), expected)
+    same_bits(outcome(layer, x), expected)
     assert shifts[0] == (2 if len(frozen) == 1 else 1)
     assert keep_all(kept, layer, T) - kept(layer, T) == (2 - len(frozen)) * B * T * MHA[1] * D * 8
 
@@ -188,7 +177,7 @@ def test_activation_checkpointing(reentrant, shifts, keep_all):
     def run(x, **where):
         return (checkpoint(lambda x: layer(x, **where)[0], x, use_reentrant=reentrant),)
 
-    expected = keep_all(gradients, layer, x)
+    expected = keep_all(outcome, layer, x)
     shifts[0] = 0
     x = x.clone().requires_grad_()
     out = run(x)[0]
@@ -204,7 +193,7 @@ def test_function_transforms_are_left_alone(keep_all):
     def loss(parameters, x):
         return torch.func.functional_call(layer, parameters, (x,))[0].square().sum()
 
-    expected = gradients(layer, x)[2:]
+    expected = outcome(layer, x)[2:]
     actual = torch.func.grad(loss)(parameters, x)
     for grad, e in zip(actual.values(), expected, strict=True):
         torch.testing.assert_close(grad, e)
@@ -266,7 +255,7 @@ def test_a_hook_that_changes_the_shifted_heads_is_heeded(kind, keep_all, monkeyp
             lambda module, inputs, out: (out[0], 2 * out[1], *out[2:]) if module is layer.shift else None
         )
     try:
-        same_bits(gradients(layer, x), keep_all(gradients, layer, x))
+        same_bits(outcome(layer, x), keep_all(outcome, layer, x))
     finally:
         if kind == "global":
             handle.remove()

@@ -36,6 +36,24 @@ def state_of(batch: int, dtype: torch.dtype, rows: int = 1) -> ShiftState:
     return ShiftState(k, v, rows)
 
 
+def a_token(batch: int = 2, dtype: torch.dtype = torch.float32, angles: int = 2) -> dict[str, Any]:
+    """Of every sequence, with what it continues."""
+    given = dict(zip("qkv", inputs(batch, 1, dtype), strict=True))
+    return given | {"state": state_of(batch, dtype), "rotary": tables(angles, 1, dtype)}
+
+
+def checked(layer: KVShift, **given: Any) -> tuple[Any, ...]:
+    """What the layer returns; it has the bits of eager operations."""
+    results, expected = layer(**given), layer(**given, backend="eager")
+    for result, other in zip(results[:3], expected[:3], strict=True):
+        assert torch.equal(result, other)
+        assert result.isfinite().all()
+    if layer.targets:
+        assert torch.equal(results[3].k, expected[3].k)
+        assert torch.equal(results[3].v, expected[3].v)
+    return results
+
+
 @pytest.fixture
 def counted(monkeypatch) -> list:
     """The calls that were taken as the next token of generation."""
@@ -77,17 +95,8 @@ def test_shift_then_rotate(targets, positions):
 def test_the_next_token_has_the_bits_of_one_step_after_the_other(dtype, targets, rows, counted):
     batch, angles = rows
     layer = KVShift(G, ShiftOptions(targets=targets), num_heads=H).to(torch.promote_types(dtype, torch.float32))
-    q, k, v = inputs(batch, 1, dtype)
-    rotary, state = tables(angles, 1, dtype), state_of(batch, dtype) if targets else None
-    expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
-    assert not counted
-    results = layer(q, k, v, state=state, rotary=rotary)
-    assert len(counted) == 1
-    for result, other in zip(results[:3], expected[:3], strict=True):
-        assert torch.equal(result, other)
-    if targets:
-        assert torch.equal(results[3].k, expected[3].k)
-        assert torch.equal(results[3].v, expected[3].v)
+    checked(layer, **a_token(batch, dtype, angles))
+    assert len(counted) == 1  # not the call of "eager"
 
 
 def same_rows(q: Tensor, k: Tensor, v: Tensor, state: ShiftState, rotary: Any) -> dict[str, Any]:
@@ -97,9 +106,11 @@ def same_rows(q: Tensor, k: Tensor, v: Tensor, state: ShiftState, rotary: Any) -
     return {"q": q, "v": v, "state": ShiftState(rows, state.v, 1), "rotary": tables(2, 1, torch.float64)}
 
 
-# Changes of the arguments, and options of the layer.
+# Changes of the arguments, and options of the layer; the first three are taken.
 TAKEN: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
     "next token": (same_rows, {}),
+    "gate": (lambda **_: {}, {"constraint": "gate"}),
+    "clamp": (lambda **_: {}, {"constraint": "clamp"}),
     "state of two rows": (lambda **_: {"state": state_of(2, torch.float32, rows=2)}, {}),
     "window 3": (lambda **_: {"state": state_of(2, torch.float32, rows=2)}, {"window": 3}),
     "queries too": (
@@ -108,24 +119,22 @@ TAKEN: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
     ),
     "no state": (lambda **_: {"state": None}, {}),
     "gradients": (lambda **_: {}, {}),
+    "fewer queries": (lambda q, **_: {"q": q[:1], "rotary": tables(1, 1, torch.float32)}, {}),  # nothing else is read
+    "fewer queries alone": (lambda q, **_: {"q": q[:1], "rotary": tables(1, 1, torch.float32)}, {"targets": ()}),
 }
 
 
 @pytest.mark.parametrize("case", TAKEN)
 def test_what_is_taken_as_the_next_token(case, counted):
     change, options = TAKEN[case]
-    q, k, v = inputs(2, 1, torch.float32)
-    given = {"q": q, "k": k, "v": v, "state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
+    given = a_token()
     given |= change(**given)
     layer = KVShift(G, ShiftOptions(**options), num_heads=H)
     if case == "next token":
         layer.alpha.data[1, 1] = layer.beta.data[0, 0] = 0
     with torch.set_grad_enabled(case == "gradients"):
-        results, expected = layer(**given), layer(**given, backend="eager")
-    for result, other in zip(results[:3], expected[:3], strict=True):
-        assert torch.equal(result, other)
-        assert result.isfinite().all()
-    assert bool(counted) is (case == "next token")
+        checked(layer, **given)
+    assert bool(counted) is (case in list(TAKEN)[:3])
 
 
 def by_data(layer: KVShift, alpha: Tensor) -> None:
@@ -162,50 +171,33 @@ CHANGES: dict[str, Callable[[KVShift, Tensor], Any]] = {
 def test_the_next_token_takes_the_coefficients_as_they_are_now(change, numbers, inference, copied, counted):
     """What is cached from token to token are views, and whether a number is zero, which reads nothing."""
     with torch.inference_mode(inference), torch.no_grad():
-        layer, given = KVShift(G), inputs(2, 1, torch.float32)
-        arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
+        layer, given = KVShift(G), a_token()
         if numbers == "no zero any more":
             layer.alpha[0, 1] = 0
-        first = layer(*given, **arguments)
+        first = layer(**given)
         alpha = layer.alpha * 3
         alpha[0, 1] = 0 if numbers == "a zero" else 0.5
         if numbers == "a zero":
-            arguments["state"].k[:, :, 0] = torch.inf
+            given["state"].k[:, :, 0] = torch.inf
         if copied:
             layer = copy.deepcopy(layer)
         CHANGES[change](layer, alpha)
-        second = layer(*given, **arguments)
+        second = checked(layer, **given)
         assert len(counted) == 2
         assert not torch.equal(second[1], first[1])
-        for result, other in zip(second[:3], layer(*given, **arguments, backend="eager"), strict=False):
-            assert torch.equal(result, other)
-            assert result.isfinite().all()
 
 
 @torch.no_grad()
 def test_a_device_is_asked_once_whether_one_is_zero(monkeypatch):
     asked = []
     monkeypatch.setattr(decode, "columns_of", lambda x, look: asked.append(look) or columns_of(x, look=look))
-    layer, given = KVShift(G), inputs(2, 1, torch.float32)
-    arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
+    layer, given = KVShift(G), a_token()
     for _ in range(3):
-        layer(*given, **arguments)
+        layer(**given)
     assert asked == [True, True]
     layer.beta.mul_(2)
-    layer(*given, **arguments)
+    layer(**given)
     assert asked == [True] * 3
-
-
-@pytest.mark.parametrize("constraint", ["gate", "clamp"])
-@torch.no_grad()
-def test_coefficients_under_a_constraint_go_in_one_call_too(constraint, counted):
-    layer = KVShift(G, ShiftOptions(constraint=constraint))
-    arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
-    given = inputs(2, 1, torch.float32)
-    results = layer(*given, **arguments)
-    for result, other in zip(results[:3], layer(*given, **arguments, backend="eager"), strict=False):
-        assert torch.equal(result, other)
-    assert counted
 
 
 # Of k, v and the rows of state for both.
@@ -232,25 +224,10 @@ DISAGREEMENTS: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize(("change", "message"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
 @torch.no_grad()
 def test_decoding_names_what_disagrees(change, message, rotated):
-    q, *k_and_v = inputs(2, 1, torch.float32)
-    state = state_of(2, torch.float32)
-    k, v, *rows = change(*k_and_v, state.k, state.v)
+    q, k, v, state, rotary = a_token().values()
+    k, v, *rows = change(k, v, state.k, state.v)
     with pytest.raises(TypeError if "a tensor" in message else ValueError, match=message):
-        KVShift(G)(q, k, v, state=ShiftState(*rows, 1), rotary=tables(2, 1, torch.float32) if rotated else None)
-
-
-@pytest.mark.parametrize("targets", [(), ("k", "v")], ids=str)
-@torch.no_grad()
-def test_queries_of_other_sequences_are_rotated_as_in_many_calls(targets, counted):
-    """Not a case of attention, but of memory: nothing is read that is not there."""
-    layer, rotary = KVShift(G, ShiftOptions(targets=targets)), tables(1, 1, torch.float32)
-    (_, k, v), (q, *_) = inputs(5, 1, torch.float32), inputs(2, 1, torch.float32)
-    state = state_of(5, torch.float32) if targets else None
-    results = layer(q, k, v, state=state, rotary=rotary)
-    expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
-    for result, other in zip(results[:3], expected[:3], strict=True):
-        assert torch.equal(result, other)
-    assert not counted
+        KVShift(G)(q, k, v, state=ShiftState(*rows, 1), rotary=rotary if rotated else None)
 
 
 def test_the_gradient_goes_through_rotation():
