@@ -181,7 +181,7 @@ def test_second_load_reads_the_cache(tmp_path, folder, monkeypatch):
     [
         ({"sequence_length": 1}, "sequence_length must be 2 or more .* got 1"),
         ({"vocab_size": 256}, r"vocab_size must be 257 or more \(256 bytes and <\|endoftext\|>\), got 256"),
-        ({"validation_fraction": 0.0}, "validation_fraction must lie between 0 and 1, both excluded, got 0.0"),
+        ({"validation_fraction": 0.0}, "validation_fraction must be between 0 and 1, both excluded, got 0.0"),
         ({"validation_fraction": 1.0}, "validation_fraction must"),
         ({"validation_fraction": float("nan")}, "validation_fraction must"),
         ({"packing": "rows"}, "packing must be concat or documents, got 'rows'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.tasks.igsm import kamino
+from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask, kamino
 from kvshift.lab.tasks.igsm.encoding import Encoder, Layout, make_encoder
 from kvshift.lab.tasks.igsm.problem import Problem
 from kvshift.lab.tasks.igsm.wording import VOCABULARY, spaced, written
 
+from ..cases import check_shape, seeded
 from .reading import problem_text, solution_text
 
 
@@ -143,3 +145,16 @@ def test_spaced_and_written_are_inverse(words: str, text: str):
     assert written(words) == text
     assert spaced(text) == words
     assert spaced(words) == words
+
+
+def test_a_task_with_a_tokenizer_from_a_folder(folder: Path):
+    task = IGSMTask(IGSMConfig(ops=4, test_ops=5, length=409, tokenizer=str(folder)))
+    batch = task.batch(seeded(13), 5)
+    check_shape(task, batch, 5)
+    assert task.end_token == 0
+    for question in task.questions(seeded(14), 3):
+        (encoded,) = task.encoder.encode([question.truth])
+        assert question.prompt.tolist() == encoded.prompt
+        assert task.judge(question, torch.tensor(encoded.solution[:-1])) == {"paper": True, "strict": True}
+    values = batch.slices == 1
+    assert all(re.fullmatch(r" ?\d+", task.encoder.decode(token)) for token in batch.input_ids[values])
