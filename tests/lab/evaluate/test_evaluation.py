@@ -359,6 +359,16 @@ def test_texts_that_cannot_be_scored(model_folder, tmp_path, monkeypatch):
             evaluate(EvalConfig(model=str(model_folder), texts=(str(path),)))
 
 
+def test_memory_that_does_not_suffice(model_folder, documents, tmp_path, monkeypatch, capsys):
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 2 PiB")
+
+    monkeypatch.setattr(text_scores, "score", fail)
+    assert main(["eval", str(model_folder), str(tmp_path / "held_out.jsonl"), "--window", "9"]) == 3
+    said = "out of memory: tried to allocate 2 PiB. Give a smaller batch_size (now 8) or window (now 9)\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 def test_a_loss_that_is_not_finite(model_folder, documents, tmp_path):
     folder = tmp_path / "broken"
     model = AutoModelForCausalLM.from_pretrained(model_folder)

@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvshift.lab.analysis.tables import as_text
-from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.messages import say, say_nothing
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, select
 from kvshift.lab.evaluate.eval_config import EvalConfig
@@ -72,12 +71,7 @@ def _ask(
     found: Found = {}
     for task in tasks:
         _say(f"{name}: {task}")
-        try:
-            found[task] = ask(answers, task, questions[BENCHMARKS[task].source], config.limit)
-        except torch.OutOfMemoryError as error:
-            raise RunFailedError(
-                f"out of memory: {error}. Give a smaller batch_size (now {config.batch_size})"
-            ) from error
+        found[task] = ask(answers, task, questions[BENCHMARKS[task].source], config.limit)
         _say_what_was_cut(task, found[task], asked.max_length)
     return found, source
 

@@ -60,6 +60,9 @@ def answering(model: Any, tokenizer: Any, *, batch_size: int, window: int | None
 class AskedOnce:
     """A model that answers each request of lm-eval once, and remembers what it has answered.
 
+    In place of lm-eval's own `CachingLM`, which was tried: its file holds pickles, and none is read here; its keys do
+    not say which model has answered; and it asks requests that are equal, such as the same choice twice, each.
+
     Attributes:
         model: the one that is asked, of lm-eval.
     """
