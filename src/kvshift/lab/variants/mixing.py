@@ -77,9 +77,6 @@ class TokenMixing(nn.Module):
         q, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms, keep_state=False)  # type: ignore[assignment]  # queries were given
         return q, k, v, state if keep_state else None
 
-    def step(self, *_: Any, **__: Any) -> None:
-        """As `KVShift.step`: there is no launch that does all of it."""
-
     def recomputing(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         """As `KVShift.recomputing`: backward keeps what attention was given."""
         return KEEP_ALL
