@@ -40,11 +40,6 @@ LONG = {"max_position_embeddings": 256}  # for MATH, whose solutions are given h
 
 
 @pytest.fixture(scope="module")
-def mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_benchmarks(tmp_path_factory.mktemp("benchmarks"))
-
-
-@pytest.fixture(scope="module")
 def shifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_model(tmp_path_factory.mktemp("models") / "shifted", **LONG)
     tokenizer().save_pretrained(folder)

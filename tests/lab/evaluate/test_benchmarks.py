@@ -19,7 +19,7 @@ from kvshift.lab.evaluate.harness import AskedOnce, ask
 from kvshift.lab.evaluate.items import read_questions
 from kvshift.lab.evaluate.task_scores import scores
 
-from .benchmark_cases import CMMLU, MMLU, SHARED, Scripted, needs_shared, write_benchmarks
+from .benchmark_cases import CMMLU, MMLU, SHARED, Scripted, needs_shared
 
 pytestmark = pytest.mark.no_models
 
@@ -34,11 +34,6 @@ PUBLISHED = {
     "mmlu": 14042,
     "math": 5000,
 }
-
-
-@pytest.fixture(scope="module")
-def mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_benchmarks(tmp_path_factory.mktemp("benchmarks"))
 
 
 def shown(folder: Path, name: str, room: int | None = None) -> list[dict[str, Any]]:
