@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
 
@@ -11,13 +10,13 @@ import torch
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask, kamino
+from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask
 from kvshift.lab.tasks.igsm.encoding import Encoder, Layout, make_encoder
 from kvshift.lab.tasks.igsm.problem import Problem
 from kvshift.lab.tasks.igsm.wording import VOCABULARY, spaced, written
 
 from ..cases import check_shape, seeded
-from .reading import problem_text, solution_text
+from .reading import drawn, problem_text, solution_text
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def problems(count: int, ops: int = 5, seed: int = 0) -> list[Problem]:
-    uniform = random.Random(seed).random
-    return [kamino.draw(uniform, ops) for _ in range(count)]
+    return drawn("kamino", ops, count, seed)
 
 
 def text_of(encoder: Encoder, ids: list[int]) -> str:
@@ -124,6 +122,12 @@ def save_word_level(words: dict[str, int], folder: Path) -> None:
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(LabError, match=r"tokenizer: cannot load .*nowhere"):
         make_encoder(str(tmp_path / "nowhere"), Layout())
+
+
+@pytest.mark.parametrize(("generator", "ops"), [("kamino", 20), ("igsm", 9)])
+def test_the_vocabulary_has_every_word_of_a_problem(generator: str, ops: int):
+    texts = [text for p in drawn(generator, ops, 60) for text in (*p.statements, p.question, *p.solution)]
+    assert set(" ".join(texts).split()) <= set(VOCABULARY)
 
 
 def test_the_vocabulary_has_each_word_once():
