@@ -20,7 +20,7 @@ from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder, UncachedGeneration
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.models.decoder import ShiftedAttention
-from kvshift.models.documents import document_index, document_start, padding_mask
+from kvshift.models.documents import document_index, document_offsets, padding_mask
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 
@@ -34,8 +34,8 @@ class _SelectiveDecoder(UncachedDecoder):
         batch, positions = inputs_embeds.shape[:2]
         real = padding_mask(attention_mask, positions)
         documents = document_index(batch, positions, real, position_ids=position_ids, **named)
-        starts = None if documents is None else document_start(documents, 0, None)
-        masks = {"attention": None, "padding": real, "documents": documents, "starts": starts}
+        offsets = None if documents is None else document_offsets(documents, 0, None)
+        masks = {"attention": None, "padding": real, "documents": documents, "offsets": offsets}
         return super().prepare_inputs(inputs_embeds, masks, position_ids, cache, **named)  # type: ignore[misc]
 
 
