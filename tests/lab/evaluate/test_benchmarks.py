@@ -15,7 +15,7 @@ import pytest
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, prompts, select
-from kvshift.lab.evaluate.harness import AskedOnce, ask
+from kvshift.lab.evaluate.harness import CachedModel, ask
 from kvshift.lab.evaluate.items import read_questions
 from kvshift.lab.evaluate.task_scores import scores
 
@@ -195,7 +195,7 @@ def uniform(records: list[dict[str, Any]], name: str) -> Scripted:
 def score(folder: Path, name: str, model: Any, limit: int | None = None) -> dict[str, Any]:
     questions = read_questions(BENCHMARKS[name].source, str(folder))
     records = shown(folder, name)[:limit]
-    found = ask(AskedOnce(model(records, name)), name, questions, limit)
+    found = ask(CachedModel(model(records, name)), name, questions, limit)
     assert len(found) == len(records)
     return scores(name, found)
 
@@ -341,5 +341,5 @@ def test_every_subject_of_cmmlu_has_its_chinese_name():
 )
 def test_the_last_box_counts(written, correct, mini):
     model = Scripted(lambda *_: 0.0, lambda prompt: written if "Problem:\nHalf of one?" in prompt[-50:] else "")
-    found = ask(AskedOnce(model), "math", read_questions("math", str(mini)))
+    found = ask(CachedModel(model), "math", read_questions("math", str(mini)))
     assert [item["exact_match"] for item in found] == [0, correct, 0]

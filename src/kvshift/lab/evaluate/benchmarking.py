@@ -59,7 +59,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
 def _ask(
     name: str, tasks: list[str], questions: dict[str, Questions], config: EvalConfig, kept: KeptAnswers
 ) -> tuple[Found, str]:
-    from kvshift.lab.evaluate.harness import AskedOnce, answering, ask  # which imports lm-eval, for seconds
+    from kvshift.lab.evaluate.harness import CachedModel, answering, ask  # which imports lm-eval, for seconds
 
     model, tokenizer, source = load_model(name, dtype=config.dtype, device=config.device, say=_say)
     asked = answering(model, tokenizer, batch_size=config.batch_size, window=config.window)
@@ -67,7 +67,7 @@ def _ask(
     if asked.max_length > longest:
         raise LabError(f"window must be at most {longest}, which {name} is made for, got {config.window}")
     key = f"{version_of(source, model)} {asked.max_length} {model.dtype}"
-    answers = AskedOnce(asked, kept, source=key, say=_say)
+    answers = CachedModel(asked, kept, source=key, say=_say)
     found: Found = {}
     for task in tasks:
         _say(f"{name}: {task}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvshift.lab.variants.by_name import find_variant
-from kvshift.lab.variants.model_classes import become, variant_class
+from kvshift.lab.variants.model_classes import prepend_class, variant_class
 from kvshift.lab.variants.small_gpt2 import LabGPT2
 from kvshift.lab.variants.variant import ModelVariant, Size
 from kvshift.layers import KVShift
@@ -93,7 +93,7 @@ def _place(model: Any) -> None:
         if isinstance(getattr(module, "shift", None), KVShift):
             add_child(module, "shift", variant.make(heads))
             if variant.attention is not None:
-                become(module, variant.attention)
+                prepend_class(module, variant.attention)
 
 
 # Their configurations name the variant by `mixing`; `shift_targets` and `shift_window` say what caches keep.
@@ -109,7 +109,7 @@ class MixingVariant(ModelVariant):
 
     Attributes:
         make: one of them, for attention with such heads.
-        attention: what stands before the class of an attention (see `become`).
+        attention: what stands before the class of an attention (see `prepend_class`).
     """
 
     make: Callable[[Heads], TokenMixing]

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvshift.lab.tasks.igsm import igsm, kamino
 from kvshift.lab.tasks.igsm.problem import Problem
-from kvshift.lab.tasks.igsm.wording import written
+from kvshift.lab.tasks.igsm.wording import detokenize
 
 # How a quantity follows from others: a formula in python with the names in quotes.
 Formulas = dict[str, str]
@@ -33,11 +33,11 @@ def drawn(generator: str, ops: int, count: int, seed: int | str = 0, **options: 
 
 
 def problem_text(problem: Problem) -> str:
-    return written(" ".join((*problem.statements, problem.question)))
+    return detokenize(" ".join((*problem.statements, problem.question)))
 
 
 def solution_text(problem: Problem) -> str:
-    return "\n".join(written(sentence) for sentence in problem.solution)
+    return "\n".join(detokenize(sentence) for sentence in problem.solution)
 
 
 def kamino_formulas(text: str) -> Formulas:

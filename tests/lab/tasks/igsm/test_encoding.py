@@ -13,7 +13,7 @@ from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask
 from kvshift.lab.tasks.igsm.encoding import Encoder, Layout, make_encoder
 from kvshift.lab.tasks.igsm.problem import Problem
-from kvshift.lab.tasks.igsm.wording import VOCABULARY, spaced, written
+from kvshift.lab.tasks.igsm.wording import VOCABULARY, detokenize, spaced
 
 from ..cases import check_shape, seeded
 from .reading import drawn, problem_text, solution_text
@@ -47,7 +47,7 @@ def test_tokens_spell_the_texts(kind: str, order: str, folder: Path):
         assert spaced(prompt) == " \n ".join(lines) + " \n"
         assert spaced(text_of(encoder, encoded.solution[:-1])) == " \n ".join(problem.solution)
         if kind == "bpe":
-            assert prompt == "\n".join(map(written, lines)) + "\n"
+            assert prompt == "\n".join(map(detokenize, lines)) + "\n"
             assert text_of(encoder, encoded.solution[:-1]) == solution_text(problem)
         assert encoded.solution[-1] == encoder.end_token
         assert max(encoded.prompt + encoded.solution) < encoder.vocab_size
@@ -146,7 +146,7 @@ def test_the_vocabulary_has_each_word_once():
     ],
 )
 def test_spaced_and_written_are_inverse(words: str, text: str):
-    assert written(words) == text
+    assert detokenize(words) == text
     assert spaced(text) == words
     assert spaced(words) == words
 

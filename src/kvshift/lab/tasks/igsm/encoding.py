@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks.igsm.problem import Problem
-from kvshift.lab.tasks.igsm.wording import MODULUS, VOCABULARY, written
+from kvshift.lab.tasks.igsm.wording import MODULUS, VOCABULARY, detokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -154,13 +154,13 @@ class _Subwords(Encoder):
         for problem in problems:
             text, ends = "", []
             for sentence, computed in zip(problem.solution, problem.computed, strict=True):
-                text += (between if text else "") + written(sentence)
+                text += (between if text else "") + detokenize(sentence)
                 if computed:
                     value = sentence.rsplit(" ", 2)[1]
                     ends.append((len(text) - 1 - len(value), len(text) - 1))
             solutions.append(text)
             spans.append(ends)
-        prompts = [written(self.layout.prompt(problem)) for problem in problems]
+        prompts = [detokenize(self.layout.prompt(problem)) for problem in problems]
         prompt_ids = self.tokenizer(prompts, add_special_tokens=False, verbose=False)["input_ids"]
         found = self.tokenizer(solutions, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [
