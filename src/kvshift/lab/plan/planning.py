@@ -26,7 +26,7 @@ from kvshift.lab.plan.cost import (
     training_memory,
 )
 from kvshift.lab.plan.plan_config import DeviceName, PlanConfig, PlanData
-from kvshift.lab.variants.by_name import settled
+from kvshift.lab.variants.by_name import resolve_variant
 from kvshift.lab.variants.model_config import ModelConfig, given_fields, size_fields
 from kvshift.models.paper_sizes import SIZES
 
@@ -105,7 +105,7 @@ def estimate(config: PlanConfig) -> list[CostEstimate]:
         LabError: an option is not what it should be, or there is no such model.
     """
     _check(config)
-    options = settled(config.model)
+    options = resolve_variant(config.model)
     if options.variant is not None:
         raise LabError(f"model.variant is {options.variant!r}, but kvshift plan prices vanilla and kv-shift alone")
     models = _models(options, config.data)

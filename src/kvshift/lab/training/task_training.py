@@ -55,7 +55,7 @@ from kvshift.lab.training.task_trainer import EarlyStopping, TaskTrainer, score
 from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.variants.bidirectional import EncoderOptions
 from kvshift.lab.variants.building import build_model, count_parameters, describe
-from kvshift.lab.variants.by_name import settled
+from kvshift.lab.variants.by_name import resolve_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 
@@ -147,7 +147,7 @@ def train_task(config: TaskTrainConfig) -> dict[str, Any]:
         RunFailedError: a number is not finite, or the disk is full (3).
         InterruptedRunError: SIGINT or SIGTERM came (128 + its number).
     """
-    config = dataclasses.replace(config, model=settled(config.model))
+    config = dataclasses.replace(config, model=resolve_variant(config.model))
     folder = RunFolder(config.out)
     disable_progress_bar()  # transformers' own, for every file that it writes
     smaller = (
