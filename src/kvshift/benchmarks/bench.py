@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from kvshift.benchmarks.presets import PRESETS
 from kvshift.benchmarks.rows import RowFile
 from kvshift.lab.allocator import keep_memory
 from kvshift.lab.compare.timing import EventClock, WallClock
-from kvshift.lab.core.environment import environment
+from kvshift.lab.core.environment import environment, installed_versions
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.options import Meaning, option_names, options_hash
 from kvshift.lab.runs.folder import RunFolder
@@ -113,7 +112,7 @@ def _stamp(config: BenchConfig, device: torch.device, kept: bool) -> dict[str, A
     free = option_names(BenchConfig, Meaning.DECIDES_NOTHING)
     options = {name: value for name, value in vars(config).items() if name not in free}
     options |= {"memory_kept": kept, "backend": os.environ.get("KVSHIFT_BACKEND", "auto")}
-    others = _versions(("triton", "flash-linear-attention", "causal-conv1d"))
+    others = installed_versions(("triton", "flash-linear-attention", "causal-conv1d"))
     refusal = cpu_refusal(torch.empty(0), 2)
     return {
         "config_hash": options_hash(BenchConfig, options),
@@ -124,16 +123,6 @@ def _stamp(config: BenchConfig, device: torch.device, kept: bool) -> dict[str, A
         "hardware": {**found["hardware"], "cpu_kernel": refusal or "built"},
         "platform": found["platform"],
     }
-
-
-def _versions(names: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _slug(hardware: Mapping[str, Any]) -> str:
