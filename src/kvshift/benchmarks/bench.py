@@ -6,6 +6,7 @@ OUT/table.md, plot.svg, plot.png
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -29,6 +30,16 @@ from kvshift.lab.runs.folder import RunFolder
 from kvshift.ops.cpu.kernel import cpu_refusal
 
 __all__ = ["BenchConfig", "bench"]
+
+_MODULES: dict[Part, str] = {
+    "op": "operator",
+    "layer": "layer",
+    "train": "language_model",
+    "prefill": "language_model",
+    "decode": "language_model",
+    "memory": "memory",
+    "sweep": "linearity",
+}
 
 
 def bench(config: BenchConfig) -> None:
@@ -72,22 +83,8 @@ def _failed(row: Mapping[str, Any]) -> bool:
 
 
 def _cases(part: Part) -> Callable[[Session], Iterator[Case]]:
-    if part in ("train", "prefill", "decode"):
-        from kvshift.benchmarks import language_model  # brings transformers
-
-        return getattr(language_model, f"{part}_cases")
-    if part == "memory":
-        from kvshift.benchmarks.memory import memory_cases
-
-        return memory_cases
-    if part == "layer":
-        from kvshift.benchmarks.layer import layer_cases
-
-        return layer_cases
-    from kvshift.benchmarks.linearity import sweep_cases
-    from kvshift.benchmarks.operator import operator_cases
-
-    return operator_cases if part == "op" else sweep_cases
+    """From the part's own module, imported when asked for: some bring transformers."""
+    return getattr(importlib.import_module(f"kvshift.benchmarks.{_MODULES[part]}"), f"{part}_cases")
 
 
 def _session(config: BenchConfig, device: torch.device) -> Session:
