@@ -25,7 +25,7 @@ from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.lab.training.train import train
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
-from ..run_cases import assert_same_run, result, tiny
+from ..run_cases import BEFORE_THE_END, assert_same_run, copied, result, tiny
 
 VANILLA = {"shift_targets": ()}
 OURS = {"qk_norm": False, "shift_targets": [], "shift_window": 2, "sliding_window": None}
@@ -82,7 +82,7 @@ def test_what_is_no_plain_llama_keeps_its_name(model: dict[str, Any], corpus: Pa
 
 
 def test_a_run_of_before_is_resumed(vanilla: Path, corpus: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(vanilla, tmp_path / "run", ignore=shutil.ignore_patterns("model", "result.json", "*-12"))
+    run = copied(vanilla, tmp_path, without=BEFORE_THE_END)
     as_before(run / "checkpoint-8")
     seal(run / "checkpoint-8")
     train(tiny(corpus, run, model=VANILLA, data={"packing": "documents"}))
