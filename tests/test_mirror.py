@@ -68,7 +68,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lab/tasks/test_batch.py": ("lab/tasks/registry.py",),
     "lab/theory/test_page.py": ("lab/theory/checks.py",),
     "lab/training/test_answers.py": ("lab/tasks/questions.py",),
-    "lab/training/test_plain_llama.py": ("lab/compare/samples.py",),
+    "lab/training/test_twin_runs.py": ("lab/compare/samples.py",),
     "lab/training/test_task_training.py": ("lab/training/task_trainer.py",),
     "lab/training/test_train.py": ("lab/core/environment.py",),
     "lab/training/test_trainer.py": (

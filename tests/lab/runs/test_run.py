@@ -105,19 +105,6 @@ def test_tasks_are_learned_with_it(name: str, size: ModelConfig | GPT2Options, t
     assert loaded(input_ids=torch.zeros(1, 16, dtype=torch.long)).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ({"variant": "smeared"}, r"model\.variant must be one of vanilla, kv-shift, .*, got 'smeared'"),
-        ({"variant": "smear", "shift_window": 3}, r"model\.shift_window is 3, but model\.variant is smear"),
-    ],
-)
-def test_options_that_cannot_be(model: dict, said: str, corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(LabError, match=said):
-        train(tiny(corpus, tmp_path / "run", model=model))
-    assert not (tmp_path / "run").exists()
-
-
 def test_what_does_not_take_it_says_so(corpus: Path, finished: Path, tmp_path: Path) -> None:
     with pytest.raises(LabError, match=r"model\.variant is 'smear', but init_from starts vanilla and kv-shift alone"):
         train(tiny(corpus, tmp_path, model={"variant": "smear", "hidden_size": None}, init_from=str(finished)))
