@@ -21,7 +21,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "benchmarks/presets.py",
     ),
     "benchmarks/test_parity.py": ("benchmarks/formulations.py",),
-    "benchmarks/test_serving_page.py": ("lab/analysis/made_page.py",),
     "lab/analysis/test_curves.py": ("lab/analysis/accuracy.py",),
     "lab/analysis/test_panels.py": ("lab/analysis/colors.py",),
     "lab/analysis/test_report.py": (
