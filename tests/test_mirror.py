@@ -39,16 +39,10 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/evaluate/text_scores.py",
     ),
     "lab/evaluate/test_repetition.py": ("lab/variants/continuing.py",),
-    "lab/explore/test_exploring.py": (
-        "lab/core/user_cache.py",
-        "lab/explore/page_server.py",
-        "lab/explore/watched_program.py",
-        "lab/explore/web_runtime.py",
-    ),
+    "lab/explore/test_web_runtime.py": ("lab/core/user_cache.py",),
     "lab/export/test_mlx_folder.py": ("lab/export/mlx_model.py",),
     "lab/export/test_remote_code.py": (
         "lab/export/bundling.py",
-        "lab/export/exporting.py",
         "lab/export/portable.py",
     ),
     "lab/runs/test_loading.py": (
