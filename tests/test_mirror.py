@@ -69,7 +69,10 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/training/optimizer.py",
     ),
     "lab/variants/test_selective.py": ("lab/variants/selective_attention.py",),
-    "lab/variants/test_variant.py": ("lab/variants/building.py",),
+    "lab/variants/test_variant.py": (
+        "lab/variants/model_classes.py",
+        "lab/variants/uncached.py",
+    ),
     "layers/test_rotary.py": (
         "ops/decode.py",
         "ops/rope.py",

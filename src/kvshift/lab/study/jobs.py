@@ -21,7 +21,7 @@ from kvshift.lab.data.config import SHARED, DataConfig, find_shared
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.resume import check_folder, other_options, refuse_other_options
 from kvshift.lab.runs.run import is_finished, read_run
-from kvshift.lab.study.models import model_label
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.recipe import Job
 from kvshift.lab.study.watching import last_step
 from kvshift.lab.tasks import MaskedTextConfig
@@ -36,14 +36,14 @@ class RunJob(ABC):
     """Train one model.
 
     Attributes:
-        label: which variant.
+        arm: which arm of the study.
         config: of the run.
-        tunes: the label of the reported runs whose learning rate this run helps to choose; None: it is reported.
+        tunes: the arm whose learning rate this run helps to choose; None: it is reported.
     """
 
-    label: str
+    arm: Arm
     config: RunConfig
-    tunes: str | None = None
+    tunes: Arm | None = None
 
     @property
     def seed(self) -> int:
@@ -65,7 +65,7 @@ class RunJob(ABC):
         if steps is not None:
             assert self.config.optimizer.schedule == "constant", "fewer steps would be another schedule"
             job = replace(job, config=replace(job.config, steps=steps))
-        return replace(job, label=f"{self.label}, rate {rate:.2g}", tunes=self.label)
+        return replace(job, arm=replace(self.arm, rate=rate), tunes=self.arm)
 
     @abstractmethod
     def is_finished(self, out: Path) -> bool:
@@ -185,7 +185,7 @@ def pairs_of_depths(config: TrainConfig, depths: Sequence[int], seeds: Sequence[
     """For each depth and seed, the model of `config` with that many layers, with KV shift and without."""
     return [
         TextJob(
-            label=model_label(layers, variant),
+            arm=Arm(variant=variant, layers=layers),
             config=replace(
                 config, seed=seed, model=with_variant(replace(config.model, num_hidden_layers=layers), variant)
             ),
@@ -249,13 +249,13 @@ class Computation:
     """Work out numbers that need no training.
 
     Attributes:
-        label: which variant.
+        arm: which arm of the study.
         config: a frozen dataclass, the options.
         function: from `config` to JSON, on the top level of a module.
         seed: of what is drawn, if anything is.
     """
 
-    label: str
+    arm: Arm
     config: Any
     function: Callable[[Any], dict[str, Any]]
     seed: int = 0

@@ -79,7 +79,7 @@ def sweep(
         for number, problem in (ended for batch in batches for ended in parallel(batch)):
             done(number, problem)
             if problem is not None:
-                problems.append(f"{jobs[number][0].label}, seed {jobs[number][0].seed}: {problem}")
+                problems.append(f"{jobs[number][0].arm}, seed {jobs[number][0].seed}: {problem}")
         return problems
 
 

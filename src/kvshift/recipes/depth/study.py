@@ -15,11 +15,12 @@ from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.plan.cost import training_flops
+from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, higher
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.models import layers_text, llama_of, model_label
+from kvshift.lab.study.models import llama_of
 from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import PAIR
@@ -112,7 +113,7 @@ class Losses:
         return [other - one for one, other in zip(ours, theirs, strict=True)]
 
     def _runs(self, layers: int, variant: str) -> Mapping[int, Record]:
-        return by_label(self.records)[model_label(layers, variant)]
+        return by_arm(self.records)[Arm(variant=variant, layers=layers)]
 
 
 def at_compute(record: Record, compute: float) -> float:
@@ -195,7 +196,7 @@ def _deeper_without(losses: Losses, layers: int, more: int) -> Claim:
     """Whether so many layers with shift are ahead of more without, at equal compute."""
     ours = losses.at_equal_compute(layers, "kv-shift")
     theirs = losses.at_equal_compute(more, "vanilla")
-    names = (model_label(layers, "kv-shift"), model_label(more, "vanilla"))
+    names = (Arm(variant="kv-shift", layers=layers).label, Arm(variant="vanilla", layers=more).label)
     return Claim(
         statement=f"At equal compute, {layers_text(layers)} with KV shift: a lower loss than {more} without",
         paper="not asked",
@@ -208,11 +209,11 @@ def _deeper_without(losses: Losses, layers: int, more: int) -> Claim:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Loss over compute at each depth, and what KV shift gains against depth."""
-    losses, models = Losses(records), by_label(records)
+    losses, models = Losses(records), by_arm(records)
     titles = ["Loss over compute", "KV-shift minus vanilla"]
     figure, (left, right) = new_figure(titles, ylabels=[LOSS, "difference (nats per token)"], height=3.8)
-    labels = [model_label(layers, variant) for layers in losses.depths for variant in PAIR]
-    draw_means(left, {label: {seed: _over_compute(run) for seed, run in models[label].items()} for label in labels})
+    arms = [arm for layers in losses.depths for arm in pair(layers=layers)]
+    draw_means(left, {arm.label: {seed: _over_compute(run) for seed, run in models[arm].items()} for arm in arms})
     left.set(xlabel="training FLOPs per token, summed over steps", xscale="log")
     differences = {
         name: [[-gain for gain in losses.gains(layers, equal_compute=equal)] for layers in losses.depths]

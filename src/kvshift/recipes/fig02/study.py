@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from kvshift.lab.analysis.panels import legend_below, new_figure
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, Direction
 from kvshift.lab.study.jobs import Computation
 from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, by_label
+from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.theory.checks import check_panel
 from kvshift.lab.theory.gradient_flow import Trajectory, gradient_flow
 from kvshift.lab.theory.limit_loss import exact
@@ -96,13 +97,13 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[Computation]:
     points, drawn, starts, flow = SIZES[preset]
     fields = [
         Computation(
-            label=form,
+            arm=Arm(case=form),
             config=FieldConfig(form=form, points=points, drawn=drawn, starts=starts),
             function=compute_fields,
         )
         for form in FORMS
     ]
-    return [*fields, Computation(label=_FLOW, config=flow, function=compute_flows)]
+    return [*fields, Computation(arm=Arm(case=_FLOW), config=flow, function=compute_flows)]
 
 
 def plot(records: Sequence[Record]) -> Figure:
@@ -197,11 +198,11 @@ def _sharpens(flow: Mapping[str, Any]) -> bool:
 
 
 def _panels(records: Sequence[Record], form: str) -> Mapping[str, Any]:
-    return by_label(records)[form][0].result["panels"]
+    return by_arm(records)[Arm(case=form)][0].result["panels"]
 
 
 def _flows(records: Sequence[Record]) -> list[Mapping[str, Any]]:
-    return by_label(records)[_FLOW][0].result["flows"]
+    return by_arm(records)[Arm(case=_FLOW)][0].result["flows"]
 
 
 def _verdict(holds: bool) -> Direction:

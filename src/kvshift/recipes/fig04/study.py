@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
-from kvshift.lab.study.claims import Claim, higher, in_every_seed, not_testable
+from kvshift.lab.study.arm import Arm
+from kvshift.lab.study.claims import Claim, higher, not_testable, sign_test
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_label, diverged
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_arm, diverged
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR, VARIANTS
 from kvshift.recipes.fig04 import ENTRY
@@ -39,7 +40,7 @@ def _setting(preset: str) -> tuple[Setting, Place]:
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
-    """Each learning rate, with and without, with each seed."""
+    """Each learning rate, with and without, with each seed; an arm has the paper's rate."""
     setting, place = _setting(preset)
     found = []
     for rate in PAPER_RATES:
@@ -47,13 +48,8 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[StudyJob]:
         for seed in seeds:
             for variant in PAIR:
                 one = job(setting, place, variant, seed).at_rate(ours)
-                found.append(replace(one, label=_label(variant, rate)))
+                found.append(replace(one, arm=Arm(variant=variant, rate=rate)))
     return found
-
-
-def _label(variant: str, rate: float) -> str:
-    """By the paper's rate."""
-    return f"{VARIANTS[variant].label}, rate {rate:g}"
 
 
 def has_diverged(record: Record) -> bool:
@@ -66,8 +62,8 @@ def has_diverged(record: Record) -> bool:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """At each rate which is lower; at the highest, which diverge."""
-    models = by_label(records)
-    runs = {(variant, rate): models[_label(variant, rate)] for variant in PAIR for rate in PAPER_RATES}
+    models = by_arm(records)
+    runs = {(variant, rate): models[Arm(variant=variant, rate=rate)] for variant in PAIR for rate in PAPER_RATES}
     found = []
     for rate in PAPER_RATES:
         ours, theirs = (runs[variant, rate] for variant in PAIR)
@@ -90,7 +86,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         paper="in 5 of 5 seeds",
         ours=f"in {sum(both)} of {len(both)} seeds; vanilla diverges in {sum(map(has_diverged, theirs.values()))}, "
         f"KV-shift in {sum(map(has_diverged, ours.values()))}",
-        direction=in_every_seed(sum(both), len(both)),
+        direction=sign_test(sum(both), len(both) - sum(both)),
         size=f"{_rate_of(ours[0] if 0 in ours else next(iter(ours.values())))}; to diverge is to end at no finite "
         f"number, or {RISE} nats above one's own lowest loss",
     )
@@ -127,8 +123,8 @@ def _rate_of(record: Record) -> str:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Loss over steps, a panel for each rate."""
-    models = by_label(records)
-    runs = [{variant: models[_label(variant, rate)] for variant in PAIR} for rate in PAPER_RATES]
+    models = by_arm(records)
+    runs = [{variant: models[Arm(variant=variant, rate=rate)] for variant in PAIR} for rate in PAPER_RATES]
     titles = [
         f"learning rate {next(iter(found['vanilla'].values())).options['optimizer']['learning_rate']:g} "
         f"(in the paper {rate:g})"

@@ -13,7 +13,7 @@ from kvshift.lab.core.statistics import difference_interval
 from kvshift.lab.study.claims import Claim, Direction
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.language_models.lm_tables import NOTES
@@ -21,9 +21,9 @@ from kvshift.recipes.language_models.settings import (
     LARGE,
     TABLES,
     Place,
+    arm_at,
     claim_of,
     jobs_of,
-    label_at,
     pairs_of,
     place_label,
     places_of,
@@ -72,11 +72,11 @@ def none_better(keys: Sequence[str], words: str, records: Sequence[Record]) -> l
 
 def plot_differences(methods: Sequence[str], records: Sequence[Record]) -> Figure:
     """At each place, the loss of each method minus vanilla's over the steps: the mean over seeds, and its interval."""
-    places, models = places_of(records), by_label(records)
+    places, models = places_of(records), by_arm(records)
     titles = [place_label(place) for place in places]
     figure, panels = new_figure(titles, ylabels=["loss minus vanilla's\n(nats per token)"], height=3.6, sharey=True)
     for axes, place in zip(panels, places, strict=True):
-        losses = {key: accuracy_curves(models[label_at(place, key)], "loss") for key in methods}
+        losses = {key: accuracy_curves(models[arm_at(place, key)], "loss") for key in methods}
         vanilla = losses.pop("vanilla")
         draw_means(axes, {VARIANTS[key].label: minus(curves, vanilla) for key, curves in losses.items()})
         axes.axhline(0, color="black", linewidth=0.8)

@@ -17,16 +17,16 @@ from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, diverged, reported
-from kvshift.lab.study.tuning import by_variant, least_loss
+from kvshift.lab.study.tuning import by_tuned_arm, least_loss
 from kvshift.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift.recipes.language_models.settings import (
     TABLES,
     Place,
+    arm_at,
     called,
     claim_of,
     compared,
     jobs_of,
-    label_at,
     last_losses,
     place_label,
     places_of,
@@ -42,11 +42,11 @@ Cells = Mapping[tuple[Place, float], float | None]
 
 def by_cell(records: Sequence[Record], variant: str) -> Cells:
     """The losses of the runs that a learning rate was chosen by: one run in each cell, as in the paper."""
-    runs = by_variant([record for record in records if record.tunes is not None])
+    runs = by_tuned_arm([record for record in records if record.tunes is not None])
     return {
         (place, rate): None if diverged(found[0]) else accuracy_curve(found[0], "loss")[1][-1]
         for place in places_of(records)
-        for rate, found in runs.get(label_at(place, variant), {}).items()
+        for rate, found in runs.get(arm_at(place, variant), {}).items()
     }
 
 

@@ -13,7 +13,7 @@ from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figur
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import difference_interval, t_interval, verdict
 from kvshift.lab.study.claims import Claim, Direction, higher
-from kvshift.lab.study.recipe import Record, accuracy_curve, accuracy_curves, by_label
+from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, curves_by_label
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
@@ -33,33 +33,33 @@ class Measured:
     records: Sequence[Record]
 
     @cached_property
-    def by_label(self) -> Mapping[str, list[Record]]:
+    def by_part(self) -> Mapping[str, list[Record]]:
         """In the order of seeds."""
-        found = {label: [*seeds.values()] for label, seeds in by_label(self.records).items()}
+        found = {arm.label: [*seeds.values()] for arm, seeds in by_arm(self.records).items()}
         return {**found, NOTHING: found[NOTHING] * len(found[ALL])}
 
     @property
     def parts(self) -> list[str]:
         """Those that were trained."""
-        return [label for label in (ALL, CONTROL, LORA, BOTH) if label in self.by_label]
+        return [label for label in (ALL, CONTROL, LORA, BOTH) if label in self.by_part]
 
     @property
     def texts(self) -> list[str]:
         """The first is of the kind that is trained on."""
-        return [*self.by_label[ALL][0].result["losses"]]
+        return [*self.by_part[ALL][0].result["losses"]]
 
     @property
     def tokens(self) -> int:
         """That each part was trained on."""
-        return int(self.by_label[ALL][0].result["tokens"])
+        return int(self.by_part[ALL][0].result["tokens"])
 
     def losses(self, label: str, text: str) -> list[float]:
         """Of each seed, the mean over sequences."""
-        return [statistics.fmean(record.result["losses"][text]) for record in self.by_label[label]]
+        return [statistics.fmean(record.result["losses"][text]) for record in self.by_part[label]]
 
     def minus_untrained(self, label: str, text: str) -> list[float]:
         """By how much the loss of each seed differs from that of the untrained model; none where nothing was run."""
-        if label not in self.by_label:
+        if label not in self.by_part:
             return []
         pairs = zip(self.losses(label, text), self.losses(NOTHING, text), strict=True)
         return [after - before for after, before in pairs]
@@ -67,16 +67,16 @@ class Measured:
     def by_sequence(self, label: str, text: str) -> list[float]:
         """Of each sequence, the mean over seeds."""
         return [
-            statistics.fmean(one) for one in zip(*(r.result["losses"][text] for r in self.by_label[label]), strict=True)
+            statistics.fmean(one) for one in zip(*(r.result["losses"][text] for r in self.by_part[label]), strict=True)
         ]
 
     def repeated(self, label: str, name: str) -> list[float]:
         """Loss or accuracy in the second half of repeated sequences, by seed."""
-        return [record.result["repeated"][name] for record in self.by_label[label]]
+        return [record.result["repeated"][name] for record in self.by_part[label]]
 
     def induction(self, label: str) -> list[float]:
         """The mean score of the best induction heads, by seed."""
-        return [record.result["induction"] for record in self.by_label[label]]
+        return [record.result["induction"] for record in self.by_part[label]]
 
 
 _LOSSES = ((ALL, NOTHING), (CONTROL, NOTHING), (ALL, CONTROL), (LORA, NOTHING), (BOTH, LORA), (ALL, LORA))
@@ -86,7 +86,7 @@ _COPYING = ((ALL, NOTHING), (ALL, CONTROL), (BOTH, LORA))
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Each part against none, coefficients against the control, both against LoRA; whether it lasts; copying."""
     found = Measured(records)
-    losses, copying = ([pair for pair in pairs if set(pair) <= {*found.by_label}] for pairs in (_LOSSES, _COPYING))
+    losses, copying = ([pair for pair in pairs if set(pair) <= {*found.by_part}] for pairs in (_LOSSES, _COPYING))
     return [
         *(_lower(found, text, *pair) for text in found.texts for pair in losses),
         _lasting(found),
@@ -118,10 +118,10 @@ def _lasting(found: Measured) -> Claim:
     """What the lags add, at the first evaluation and at the last."""
     gains = {}
     for at in (0, -1):
-        all_, control = ([accuracy_curve(r, "loss")[1][at] for r in found.by_label[label]] for label in (ALL, CONTROL))
+        all_, control = ([accuracy_curve(r, "loss")[1][at] for r in found.by_part[label]] for label in (ALL, CONTROL))
         gains[at] = [more - less for more, less in zip(control, all_, strict=True)]
-    step = int(accuracy_curve(found.by_label[ALL][0], "loss")[0][0])
-    first = step * found.tokens // int(found.by_label[ALL][0].options["steps"])
+    step = int(accuracy_curve(found.by_part[ALL][0], "loss")[0][0])
+    first = step * found.tokens // int(found.by_part[ALL][0].options["steps"])
     changes = [last - early for last, early in zip(gains[-1], gains[0], strict=True)]
     means = f"{statistics.fmean(gains[-1]):.4f} against {statistics.fmean(gains[0]):.4f} nats per token"
     return Claim(
@@ -187,8 +187,8 @@ def plot(records: Sequence[Record]) -> Figure:
     found = Measured(records)
     titles = [f"Validation loss while training on {found.texts[0]}", "Held-out text: trained minus untrained"]
     figure, (left, right) = new_figure(titles, ylabels=[LOSS, "difference (nats per token)"], height=3.6)
-    models, parts = by_label(records), (ALL, CONTROL, LORA, BOTH)
-    draw_means(left, {label: accuracy_curves(models.get(label, {}), "loss") for label in parts})
+    parts, curves = (ALL, CONTROL, LORA, BOTH), curves_by_label([record for record in records if record.curve], "loss")
+    draw_means(left, {label: curves.get(label, {}) for label in parts})
     differences = {label: [found.minus_untrained(label, text) for text in found.texts] for label in parts}
     draw_groups(right, found.texts, differences)
     right.axhline(0, color="black", linewidth=0.8)

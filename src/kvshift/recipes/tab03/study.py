@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
 from kvshift.lab.analysis.panels import legend_below, new_figure
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, Direction
 from kvshift.lab.study.jobs import Computation
 from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, by_label
+from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.theory.checks import (
     COEFFICIENTS,
     check_logits,
@@ -109,14 +110,14 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[Computation]:
     return [
         *(
             Computation(
-                label=DRAWS,
+                arm=Arm(case=DRAWS),
                 seed=seed,
                 config=DrawsConfig(draws=draws, width=width, seed=seed),
                 function=compute_draws,
             )
             for seed in seeds
         ),
-        Computation(label=LIMIT, config=LimitConfig(tokens=tokens), function=compute_limit),
+        Computation(arm=Arm(case=LIMIT), config=LimitConfig(tokens=tokens), function=compute_limit),
     ]
 
 
@@ -229,12 +230,12 @@ def _same(losses: Sequence[float]) -> bool:
 
 
 def _limit(records: Sequence[Record]) -> Mapping[str, Any]:
-    return by_label(records)[LIMIT][0].result
+    return by_arm(records)[Arm(case=LIMIT)][0].result
 
 
 def _pooled(records: Sequence[Record]) -> list[dict[str, Any]]:
     """The settings of the draws, over all seeds: the mean of means, and its standard error."""
-    seeds = [record.result["settings"] for record in by_label(records)[DRAWS].values()]
+    seeds = [record.result["settings"] for record in by_arm(records)[Arm(case=DRAWS)].values()]
     return [
         {
             **rows[0],
