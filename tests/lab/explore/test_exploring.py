@@ -43,14 +43,8 @@ def test_a_tokenizer_that_the_page_cannot_compute(tmp_path: Path, capsys: pytest
 
 def test_a_model_that_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tokenizer().save_pretrained(tmp_path / "model")
-    sizes = {
-        "hidden_size": 16,
-        "ffn_dim": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "word_embed_proj_dim": 16,
-    }
-    OPTForCausalLM(OPTConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path / "model")
+    sizes = {"vocab_size": 300, "hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16}
+    OPTForCausalLM(OPTConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)).save_pretrained(tmp_path / "model")
     message = refused(capsys, tmp_path, tmp_path / "model")
     assert "is a OPTForCausalLM, which cannot be exported; these can: " in message
     assert "KVShiftLlamaForCausalLM" in message

@@ -26,6 +26,7 @@ from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.variants.by_name import find_variant
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
+from ...models.llama.tiny import SIZES
 from ...models.retrofit.tiny_families import FAMILIES as TINY
 from ...models.retrofit.tiny_families import shifted
 from ..generation_cases import save_model, tokenizer
@@ -155,19 +156,12 @@ def test_a_retrofitted_family_computes_the_same(tmp_path: Path):
 
 
 def test_a_model_of_no_known_family_is_refused():
-    sizes = {
-        "vocab_size": 8,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
     named = "a LlamaForCausalLM cannot be exported; these can: KVShiftLlamaForCausalLM, KVShiftGPT2LMHeadModel"
     with pytest.raises(LabError, match=named):
-        generate_code(LlamaForCausalLM(LlamaConfig(**sizes)))
+        generate_code(LlamaForCausalLM(LlamaConfig(**SIZES)))
     smear = find_variant("smear").models[KVShiftLlamaConfig]
     with pytest.raises(LabError, match=f"a {smear.__name__} cannot be exported"):
-        generate_code(smear(smear.config_class(**sizes)))
+        generate_code(smear(smear.config_class(**SIZES)))
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,9 @@ from kvshift.lab.training.probes import (
 )
 from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.lab.training.train import train
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.llama import KVShiftLlamaForCausalLM
 
+from ...models.llama.tiny import tiny_model
 from ..run_cases import assert_same_bits, copied, metrics, result, tiny, weights
 
 LONG = 97
@@ -109,19 +110,7 @@ def test_what_is_not_there_has_no_loss():
 
 
 def test_scores_are_those_of_analyze_and_the_model_is_left_as_it_was():
-    torch.manual_seed(3)
-    model = KVShiftLlamaForCausalLM(
-        KVShiftLlamaConfig(
-            vocab_size=150,
-            hidden_size=24,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            attention_dropout=0.3,
-        )
-    )
-    model.train()
+    model = tiny_model(vocab_size=150, attention_dropout=0.3).train()
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
     random, attention = torch.get_rng_state(), model.config._attn_implementation
