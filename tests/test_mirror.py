@@ -28,7 +28,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/analysis/pages.py",
         "lab/analysis/probe_curves.py",
     ),
-    "lab/analyze/test_head_scores.py": ("lab/training/head_scores.py",),
     "lab/check/test_stock_models.py": ("lab/check/check_page.py",),
     "lab/data/test_files.py": ("lab/core/atomic.py",),
     "lab/data/test_text.py": (
@@ -69,32 +68,18 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lab/tasks/test_batch.py": ("lab/tasks/registry.py",),
     "lab/theory/test_page.py": ("lab/theory/checks.py",),
     "lab/training/test_answers.py": ("lab/tasks/questions.py",),
-    "lab/training/test_checkpoints.py": ("lab/runs/checkpoints.py",),
-    "lab/training/test_extending.py": ("lab/runs/extending.py",),
-    "lab/training/test_failures.py": (
-        "lab/training/running.py",
-        "lab/training/train.py",
-    ),
-    "lab/training/test_folder.py": (
-        "lab/runs/resume.py",
-        "lab/runs/folder.py",
-    ),
-    "lab/training/test_init_from.py": ("lab/runs/pretrained.py",),
-    "lab/training/test_learning.py": (
+    "lab/training/test_plain_llama.py": ("lab/compare/samples.py",),
+    "lab/training/test_task_training.py": ("lab/training/task_trainer.py",),
+    "lab/training/test_train.py": ("lab/core/environment.py",),
+    "lab/training/test_trainer.py": (
         "lab/data/order.py",
         "lab/training/optimizer.py",
-        "lab/training/trainer.py",
     ),
-    "lab/training/test_options_file.py": ("lab/options_file.py",),
-    "lab/training/test_overwriting.py": ("lab/runs/overwriting.py",),
-    "lab/training/test_plain_llama.py": ("lab/compare/samples.py",),
-    "lab/training/test_processes.py": ("lab/runs/processes.py",),
-    "lab/training/test_records.py": ("lab/core/environment.py",),
-    "lab/training/test_resume.py": ("lab/training/callbacks.py",),
-    "lab/training/test_task_training.py": ("lab/training/task_trainer.py",),
-    "lab/training/test_variants_run.py": ("lab/runs/run.py",),
     "lab/variants/test_selective.py": ("lab/variants/selective_attention.py",),
-    "lab/variants/test_variant.py": ("lab/variants/building.py",),
+    "lab/variants/test_variant.py": (
+        "lab/variants/model_classes.py",
+        "lab/variants/uncached.py",
+    ),
     "layers/test_rotary.py": (
         "ops/decode.py",
         "ops/rope.py",

@@ -241,32 +241,32 @@ OF_EAGER: dict[str, Change] = {
     "coefficients' gradient without the state": (
         EAGER,
         "partial_sums[lag].append(product.sum((0, 1)))",
-        "partial_sums[lag].append(product.sum((0, 1)) * (start + span.start >= lag))",
+        "partial_sums[lag].append(product.sum((0, 1)) * (start + (span.start or 0) >= lag))",
         check_parity,
     ),
     "gradient not looking ahead": (
         EAGER,
-        "lag.add_to(grad_block[:, : later.shape[1]], later)",
-        "pass",
+        "yield lag, slice(0, later.shape[1]), later",
+        "yield lag, slice(0, later.shape[1]), later if lag == 0 else 0 * later",
         check_parity,
     ),
     "one token with the oldest row of the state": (
         EAGER,
-        "state[:, rows - lag : rows - lag + 1]",
-        "state[:, lag - 1 : lag]",
+        "state[:, rows - lag + start : rows - lag + stop]",
+        "state[:, lag - 1 : lag - 1 + stop - start]",
         check_a_token_after_three,
     ),
     "zero times infinity, one token": (
         EAGER,
-        "_weighted_sum([x, *before], [now, *earlier])",
-        "_weighted_sum([x, *before], [lag._replace(zero=None) for lag in (now, *earlier)])",
+        "weight, zero = lags[lag]",
+        "weight, zero = lags[lag].weight, None",
         check_identity_of_one_token,
     ),
     "blocks forget their neighbours": (
         EAGER,
-        "x_window = x[:, max(0, start - lags) : end].to(dtype)\n        y = now",
-        "x_window = x[:, max(0, start - lags) : end].to(dtype).clone()\n"
-        "        x_window[:, : start - end] = 0\n        y = now",
+        "    window, rows = _cast(x[:, first:end], lags[0].weight), state.shape[1]\n",
+        "    window, rows = _cast(x[:, first:end], lags[0].weight).clone(), state.shape[1]\n"
+        "    window[:, : start - first] = 0\n",
         check_blocks,
     ),
 }

@@ -15,7 +15,7 @@ D head size, W window, n positions of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -285,136 +285,99 @@ def differentiable(
 def shift_eager(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftPlan | None) -> Tensor:
     """See `Shift`."""
     if x.shape[0] * x.shape[1] == 0:  # no token to look up or to sum over
-        return _cast(_weighted_sum([x], _lags(coefficients, x)[:1]), x)
+        return _cast(_weighted_sum([(0, _ALL, x)], _lags(coefficients, x)), x)
     if plan is None and torch.compiler.is_compiling():  # which computes the row numbers where it reads the rows
         plan = plan_without_boundaries(x.shape[1], coefficients.shape[1], state.shape[1], x.device)
     return _shift_in_blocks(x, coefficients, state, plan)
 
 
 def _forward(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
-    if sources is None:
-        return _forward_of_slices(x, coefficients, state)
-    return _forward_of_gathers(x, coefficients, state, sources)
+    lags = _lags(coefficients, x)
+
+    def block(start: int, end: int, out: Tensor | None) -> Tensor:
+        return _weighted_sum(_rows_read(x, state, sources, start, end, lags), lags, out)
+
+    return _in_blocks(x, block, lags[0].weight.dtype)
 
 
 def _backward(
     grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None, readers: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if sources is None or readers is None:
-        return _backward_of_slices(grad_y, x, coefficients, state)
-    return _backward_of_gathers(grad_y, x, coefficients, state, sources, readers)
+    lags, slots = _lags(coefficients, x), by_batch(state, x).shape[1]
+    dtype = lags[0].weight.dtype
+    partial_sums: list[list[Tensor]] = [[] for _ in lags]  # (G, D), of each block
+    products = torch.empty(0, dtype=dtype, device=x.device)  # one buffer for all blocks: new pages cost more
+
+    def block(start: int, end: int, out: Tensor | None) -> Tensor:
+        gradients = list(_gradients_read(grad_y, sources, readers, slots, start, end, lags))
+        g = gradients[0][2]
+        for lag, span, rows in _rows_read(x, state, sources, start, end, lags):
+            if sources is None:
+                product = torch.mul(g[:, span], _cast(rows, g), out=products.resize_(rows.shape))
+            else:
+                product = g * rows
+            if torch.compiler.is_compiling():  # a sum that it fuses with the gradient of x, which reads the same rows
+                product = product.sum(3, keepdim=True)
+            partial_sums[lag].append(product.sum((0, 1)))
+        return _weighted_sum(gradients, lags, out)
+
+    grad_x = _in_blocks(x, block, dtype)
+    grad_coefficients = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
+    # Rows of state are read like positions before the first, by no lag of 0; without boundaries the newest alone.
+    if readers is None:
+        readers = readers_without_boundaries(1 - len(lags), 0, x.shape[1], len(lags), x.device)
+    by_lag = readers[:, :slots].unbind(2)
+    newest = _weighted_sum([(lag, _ALL, pick(grad_y, by_lag[lag])) for lag in range(1, len(lags))], lags)
+    grad_state = torch.nn.functional.pad(newest, (0, 0, 0, 0, slots - newest.shape[1], 0))
+    return grad_x, grad_coefficients.to(coefficients.dtype), grad_state.to(state.dtype).reshape(state.shape)
 
 
 _shift_in_blocks = differentiable(_forward, _backward)
 
-
-def _forward_of_slices(x: Tensor, coefficients: Tensor, state: Tensor) -> Tensor:
-    now, *earlier = _lags(coefficients, x)
-    dtype, lags = now.weight.dtype, len(earlier)
-    if x.shape[1] == 1:  # every lag is a row of state
-        rows = state.shape[1]
-        before = [state[:, rows - lag : rows - lag + 1] for lag in range(1, lags + 1)]
-        return _cast(_weighted_sum([x, *before], [now, *earlier]), x)
-
-    def block(start: int, end: int, out: Tensor | None) -> Tensor:
-        x_window = x[:, max(0, start - lags) : end].to(dtype)
-        y = now.times(x_window[:, start - end :], out)
-        for lag, span, source in _spans(x_window, state, start, end, lags):
-            if lag:
-                earlier[lag - 1].add_to(y[:, span], source)
-        return y
-
-    return _in_blocks(x, block, dtype)
+_ALL = slice(None)
+Terms = Iterable[tuple[int, slice, Tensor]]
+"""Of a weighted sum: the lag, the positions of the block to which it adds something, and what its weight multiplies."""
 
 
-def _backward_of_slices(
-    grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    now, *earlier = _lags(coefficients, x)
-    dtype, lags = now.weight.dtype, len(earlier)
-    partial_sums: list[list[Tensor]] = [[] for _ in (now, *earlier)]  # by lag: (G, D) of each span
-    products = torch.empty(0, dtype=dtype, device=x.device)  # one buffer for all blocks: new pages cost more
-
-    def block(start: int, end: int, out: Tensor | None) -> Tensor:
-        g = grad_y[:, start : end + lags].to(dtype)  # the last block has nothing to look ahead to
-        x_window = x[:, max(0, start - lags) : end].to(dtype)
-        grad_block = now.times(g[:, : end - start], out)
-        for j, lag in enumerate(earlier, 1):
-            later = g[:, j : j + end - start]
-            lag.add_to(grad_block[:, : later.shape[1]], later)
-        for lag, span, source in _spans(x_window, state, start, end, lags):
-            product = torch.mul(g[:, span], source.to(dtype), out=products.resize_(source.shape))
-            partial_sums[lag].append(product.sum((0, 1)))
-        return grad_block
-
-    grad_x = _in_blocks(x, block, dtype)
-    grad_coefficients = torch.stack([torch.stack(sums).sum((0, 2)) for sums in partial_sums], dim=1)
-    # Rows of state are read like positions before the first.
-    readers = readers_without_boundaries(-lags, 0, x.shape[1], lags + 1, x.device)
-    newest = _weighted_sum([pick(grad_y, readers[:, :, lag]) for lag in range(1, lags + 1)], earlier)
-    grad_state = torch.nn.functional.pad(newest, (0, 0, 0, 0, state.shape[1] - lags, 0))
-    return grad_x, grad_coefficients.to(coefficients.dtype), grad_state.to(state.dtype)
-
-
-def _spans(x_window: Tensor, state: Tensor, start: int, end: int, lags: int) -> Iterator[tuple[int, slice, Tensor]]:
-    """Where the positions start .. end - 1 find their rows: (lag, positions of the block, rows they read).
-
-    Args:
-        x_window: the positions max(0, start - lags) .. end - 1.
-    """
-    before, rows = min(start, lags), state.shape[1]
-    for lag in range(lags + 1):
-        first = max(start, lag)  # positions before this one read state
+def _rows_read(x: Tensor, state: Tensor, sources: Tensor | None, start: int, end: int, lags: list[_Lag]) -> Terms:
+    """The rows that the positions start .. end - 1 read. First comes lag 0, of all of them."""
+    if sources is not None:
+        state_BQGD, of_block = by_batch(state, x), sources[:, start:end]
+        yield 0, _ALL, torch.where(of_block[:, :, 0, None, None] >= 0, x[:, start:end], 0)
+        for lag in range(1, len(lags)):
+            yield lag, _ALL, rows_at(x, state_BQGD, of_block[:, :, lag])
+        return
+    first = max(0, start - len(lags) + 1)
+    window, rows = _cast(x[:, first:end], lags[0].weight), state.shape[1]
+    for lag in range(len(lags)):
+        own = max(start, lag)  # positions before this one read state
         if start < lag:
             stop = min(end, lag)
             yield lag, slice(0, stop - start), state[:, rows - lag + start : rows - lag + stop]
-        if first < end:
-            offset = before + first - start - lag
-            yield lag, slice(first - start, end - start), x_window[:, offset : offset + end - first]
+        if own < end:
+            yield lag, slice(own - start, end - start), window[:, own - lag - first : end - lag - first]
 
 
-def _forward_of_gathers(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor) -> Tensor:
-    lags = _lags(coefficients, x)
-    state_BQGD = by_batch(state, x)
-
-    def block(start: int, end: int, out: Tensor | None) -> Tensor:
-        rows = sources[:, start:end]
-        now = torch.where(rows[:, :, 0, None, None] >= 0, x[:, start:end], 0)
-        terms = [now, *(rows_at(x, state_BQGD, rows[:, :, lag]) for lag in range(1, len(lags)))]
-        return _weighted_sum(terms, lags, out)
-
-    return _in_blocks(x, block, lags[0].weight.dtype)
-
-
-def _backward_of_gathers(
-    grad_y: Tensor, x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor, readers: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    lags = _lags(coefficients, x)
-    dtype = lags[0].weight.dtype
-    state_BQGD = by_batch(state, x)
-    slots = state_BQGD.shape[1]
-    partial_sums = []
-
-    def block(start: int, end: int, out: Tensor | None) -> Tensor:
+def _gradients_read(
+    grad_y: Tensor,
+    sources: Tensor | None,
+    readers: Tensor | None,
+    slots: int,
+    start: int,
+    end: int,
+    lags: list[_Lag],
+) -> Terms:
+    """The gradients of the positions that read the rows start .. end - 1. First comes lag 0, of all of them."""
+    if sources is not None and readers is not None:
         real = sources[:, start:end, 0, None, None] >= 0
-        g = torch.where(real, grad_y[:, start:end], 0).to(dtype)
-        earlier = (rows_at(x, state_BQGD, sources[:, start:end, lag]) for lag in range(len(lags)))
-        partial_sums.append(torch.stack([_sum_over_tokens(g * rows) for rows in earlier]))
-        readers_of_x = readers[:, slots + start : slots + end]
-        later = [pick(grad_y, readers_of_x[:, :, lag]) for lag in range(1, len(lags))]
-        return _weighted_sum([g, *later], lags, out)
-
-    grad_x = _in_blocks(x, block, dtype)
-    grad_coefficients = torch.stack(partial_sums).sum((0, 3)).t().to(coefficients.dtype)
-    grad_state = _weighted_sum([pick(grad_y, readers[:, :slots, lag]) for lag in range(len(lags))], lags)
-    return grad_x, grad_coefficients, grad_state.to(state.dtype).reshape(state.shape)
-
-
-def _sum_over_tokens(product: Tensor) -> Tensor:
-    """(G, D); for a compiler (G, 1), a sum that it fuses with the gradient of x, which reads the same rows."""
-    if torch.compiler.is_compiling():
-        product = product.sum(3, keepdim=True)
-    return product.sum((0, 1))
+        yield 0, _ALL, _cast(torch.where(real, grad_y[:, start:end], 0), lags[0].weight)
+        for lag in range(1, len(lags)):
+            yield lag, _ALL, pick(grad_y, readers[:, slots + start : slots + end, lag])
+        return
+    window = _cast(grad_y[:, start : end + len(lags) - 1], lags[0].weight)  # behind the last position is nothing
+    for lag in range(len(lags)):
+        later = window[:, lag : lag + end - start]
+        yield lag, slice(0, later.shape[1]), later
 
 
 class _Lag(NamedTuple):
@@ -424,19 +387,6 @@ class _Lag(NamedTuple):
     """In the dtype of the arithmetic; broadcasts against (G, D)."""
     zero: Tensor | None
     """(G, 1), the heads where it is zero; None if there are none."""
-
-    def times(self, term: Tensor, out: Tensor | None = None) -> Tensor:
-        """weight * term, in `out` where one is given."""
-        product = torch.mul(_cast(term, self.weight), self.weight, out=out)
-        return product if self.zero is None else product.masked_fill_(self.zero, 0)
-
-    def add_to(self, total: Tensor, term: Tensor) -> None:
-        """total += weight * term, rounded once."""
-        term = _cast(term, self.weight)
-        if self.zero is None:
-            total.addcmul_(term, self.weight)
-        else:
-            total.copy_(torch.where(self.zero, total, torch.addcmul(total, term, self.weight)))
 
 
 def _lags(coefficients_GW: Tensor, x: Tensor) -> list[_Lag]:
@@ -454,20 +404,26 @@ def _lags(coefficients_GW: Tensor, x: Tensor) -> list[_Lag]:
     return [_Lag(weight, zero) for weight, zero in zip(coefficients_GW1.unbind(1), zeros, strict=True)]
 
 
-def _weighted_sum(terms: list[Tensor], lags: list[_Lag], out: Tensor | None = None) -> Tensor:
+def _weighted_sum(terms: Terms, lags: list[_Lag], out: Tensor | None = None) -> Tensor:
     """The sum of the terms times their weights in the dtype of the weights, in `out` where one is given."""
-    if torch.compiler.is_compiling():
-        # Nothing in place, and no `to` that does nothing: torch.compile of 2.11 gets the gradients of an autograd
-        # function wrong whose output is a tensor that its forward had before.
-        weight, zero = lags[0]
-        total = (_cast(terms[0], weight) * weight).masked_fill(zero, 0)  # type: ignore[arg-type]  # never None here
-        for term, (weight, zero) in zip(terms[1:], lags[1:], strict=True):
-            total = torch.where(zero, total, torch.addcmul(total, _cast(term, weight), weight))  # type: ignore[arg-type]
-        return total
-    total = lags[0].times(terms[0], out)
-    for term, lag in zip(terms[1:], lags[1:], strict=True):
-        lag.add_to(total, term)
-    return total
+    compiling, total = torch.compiler.is_compiling(), None
+    for lag, span, rows in terms:
+        weight, zero = lags[lag]
+        term = _cast(rows, weight)
+        if total is None:
+            total = torch.mul(term, weight, out=out)
+            if zero is not None:
+                total = total.masked_fill(zero, 0) if compiling else total.masked_fill_(zero, 0)
+        elif compiling:
+            # Nothing in place, and no `to` that does nothing: torch.compile of 2.11 gets the gradients of an autograd
+            # function wrong whose output is a tensor that its forward had before.
+            total = torch.where(cast(Tensor, zero), total, torch.addcmul(total, term, weight))
+        elif zero is None:
+            total[:, span].addcmul_(term, weight)
+        else:
+            part = total[:, span]
+            part.copy_(torch.where(zero, part, torch.addcmul(part, term, weight)))
+    return cast(Tensor, total)
 
 
 def _cast(x: Tensor, like: Tensor) -> Tensor:

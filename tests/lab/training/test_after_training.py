@@ -16,7 +16,7 @@ from kvshift.lab.plan.planning import estimate
 from kvshift.lab.runs.model_files import locate
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
-from .cases import LENGTH, tiny
+from ..run_cases import LENGTH, tiny
 
 
 def continued(run: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -10,7 +10,7 @@ import pytest
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train import train
 
-from .cases import tiny
+from ..run_cases import tiny
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 

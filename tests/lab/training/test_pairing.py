@@ -8,7 +8,7 @@ from kvshift.lab.training.train import train
 from kvshift.lab.variants.building import build_model, llama_config, shift_layers
 from kvshift.lab.variants.model_config import ModelConfig
 
-from .cases import assert_same_bits, losses, metrics, tiny, weights
+from ..run_cases import assert_same_bits, losses, metrics, tiny, weights
 
 VANILLA = {"shift_targets": ()}
 IDENTITY = {"shift_init": "identity", "freeze_shift": True}

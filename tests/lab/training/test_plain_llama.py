@@ -25,7 +25,7 @@ from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.lab.training.train import train
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
-from .cases import assert_same_run, result, tiny
+from ..run_cases import assert_same_run, result, tiny
 
 VANILLA = {"shift_targets": ()}
 OURS = {"qk_norm": False, "shift_targets": [], "shift_window": 2, "sliding_window": None}

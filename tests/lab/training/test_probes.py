@@ -28,7 +28,7 @@ from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.lab.training.train import train
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
-from .cases import assert_same_bits, copied, metrics, result, tiny, weights
+from ..run_cases import assert_same_bits, copied, metrics, result, tiny, weights
 
 LONG = 97
 

@@ -24,8 +24,8 @@ from kvshift.lab.variants.building import build_model, llama_config
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.retrofit import add_kv_shift
 
-from .cases import LENGTH, losses, metrics, result, tiny, weights
-from .test_processes import ROOT, arguments, in_two
+from ..run_cases import LENGTH, losses, metrics, result, tiny, weights
+from ..runs.test_processes import ROOT, arguments, in_two
 
 EVEN = ["--data.vocab-size", "282"]  # tokens that two processes can share
 SHARED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
@@ -39,7 +39,7 @@ def in_one(corpus: Path, out: Path, **changes: Any) -> TrainConfig:
 
 
 def start(corpus: Path, out: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    program = "tests.lab.training.tensor_parallel_on_cpu"
+    program = "tests.lab.runs.on_cpu tensor_parallel"
     return in_two(*arguments(corpus, out), *options, program=program, **SHARED, **variables)
 
 

@@ -24,7 +24,7 @@ from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import add_kv_shift
 
-from .cases import assert_same_bits, assert_same_run, result, tiny, weights
+from ..run_cases import assert_same_bits, assert_same_run, result, tiny, weights
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 PARTS = ("shift", "current", "lora", "shift+lora")

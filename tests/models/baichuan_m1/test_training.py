@@ -8,8 +8,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import CompileConfig, Trainer, TrainingArguments
 
-from kvshift import param_groups
-
 from ..llama.checks import assert_greedy, logits_of, new_tokens_of
 from ..llama.tiny import left_padded, random_tokens
 from .tiny import CONFIG, load, shapes, write
@@ -42,12 +40,6 @@ def test_trainer_resumes_to_the_same_bits(tmp_path):
     for name, tensor in whole.items():
         assert torch.equal(resumed[name], tensor), name
         assert not torch.equal(start[name], tensor), name
-
-
-def test_coefficients_are_a_group_of_their_own(tmp_path):
-    groups = {group["name"]: group for group in param_groups(load(write(tmp_path)), lr=1e-3)}
-    assert sum(parameter.numel() for parameter in groups["shift"]["params"]) == 2 * 2 * (2 + 3 + 2)
-    assert groups["shift"]["weight_decay"] == 0
 
 
 def test_an_adapter_and_its_merged_model_agree(tmp_path):

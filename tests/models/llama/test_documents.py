@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvshift.models.versions import CACHE
 
 from ...covering import covering
-from .checks import ATOL, assert_greedy, assert_next, check_documents, logits_of, new_tokens_of, reference_of
+from .checks import ATOL, assert_greedy, assert_next, logits_of, new_tokens_of, reference_of
 from .reference import reference_logits
 from .tiny import SIZES, left_padded, random_tokens, tiny_model
 
@@ -38,22 +38,6 @@ def packed(documents: list[Tensor]) -> dict[str, Tensor]:
         "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).unsqueeze(0),
         "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
     }
-
-
-@every_variant
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_each_document_equals_the_reference(options: dict, attention: str):
-    check_documents(tiny_model(attention=attention, **options))
-
-
-@every_variant
-@pytest.mark.parametrize("keys", [[], ["seq_idx"], ["cu_seq_lens_q"], ["seq_idx", "cu_seq_lens_q"]], ids=str)
-def test_every_way_to_name_the_documents(options: dict, keys: list[str]):
-    model, documents = tiny_model(**options), documents_of()
-    inputs = {name: packed(documents)[name] for name in ["input_ids", "position_ids", *keys]}
-    logits = logits_of(model, inputs.pop("input_ids"), use_cache=False, **inputs)[0]
-    for document, got in zip(documents, logits.split(LENGTHS), strict=True):
-        torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
 
 
 @every_variant

@@ -11,11 +11,7 @@ from kvshift.models.versions import CACHE
 from .checks import (
     assert_greedy,
     assert_next,
-    check_beams,
-    check_decoding,
-    check_left_padding,
     check_right_padding,
-    check_static_cache_in_pieces,
     logits_of,
     new_tokens_of,
 )
@@ -30,26 +26,9 @@ VARIANTS = {
 every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
 
-@every_variant
-def test_greedy_decoding(options: dict):
-    model = tiny_model(torch.float64, **options)
-    check_decoding(model, cache_implementation="static")
-    check_left_padding(model, cache_implementation="static")
-
-
-@every_variant
-def test_beam_search_in_a_left_padded_batch(options: dict):
-    check_beams(tiny_model(torch.float64, **options), cache_implementation="static")
-
-
 def test_right_padding():
     model = tiny_model(torch.float64, shift_window=3)
     check_right_padding(model, StaticCache(config=model.config, max_cache_len=32))
-
-
-@every_variant
-def test_a_cache_passed_by_hand_in_pieces(options: dict):
-    check_static_cache_in_pieces(tiny_model(torch.float64, **options))
 
 
 @every_variant

@@ -5,22 +5,18 @@ import pickle
 import pytest
 import torch
 from accelerate import cpu_offload
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedModel,
 )
 
 from kvshift import KVShift
-from kvshift.models.retrofit import add_kv_shift, load_kv_shift
+from kvshift.models.retrofit import add_kv_shift
 
 from ...covering import covering
 from ..llama.checks import logits_of
 from ..llama.tiny import PAD, left_padded, random_tokens
-from .test_training import CHECKPOINTING
 from .tiny_families import FAMILIES, shifted, stock, tiny_config, truth_of
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -75,37 +71,6 @@ def test_classification(family: str):
     truth = truth_of(model)
     alone = torch.cat([logits_of(truth, sequence.unsqueeze(0)) for sequence in sequences])
     torch.testing.assert_close(together, alone, rtol=0, atol=ATOL)
-
-
-@every_family
-@pytest.mark.parametrize("classifies", [False, True])
-def test_saved_and_loaded(family: str, classifies: bool, tmp_path):
-    shift = {"targets": ("q", "k", "v"), "window": 3, "constraint": "clamp"}
-    model, ids = shifted(family, torch.float32, classifies=classifies, shift=shift), random_tokens(1, 7)
-    plain = type(stock(family, classifies=classifies))
-    model.save_pretrained(tmp_path)
-    auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
-    for load in (load_kv_shift, auto.from_pretrained, type(model).from_pretrained):
-        loaded, report = load(tmp_path, output_loading_info=True)
-        assert type(loaded) is type(model)
-        assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        assert loaded.state_dict().keys() == model.state_dict().keys()
-        torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids), rtol=0, atol=0)
-        names = ("shift_targets", "shift_window", "shift_constraint", "layer_types", "num_labels")
-        assert [getattr(loaded.config, name) for name in names] == [getattr(model.config, name) for name in names]
-    # Transformers' own class would leave the shift out.
-    with pytest.raises(StrictDataclassFieldValidationError, match="kv_shift: load it with"):
-        plain.from_pretrained(tmp_path)
-
-
-@every_family
-def test_a_decoder_without_a_head(family: str, tmp_path):
-    model, ids = shifted(family, torch.float32).base_model, random_tokens(1, 7)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert type(loaded) is type(model)
-    assert torch.equal(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
-    assert AutoConfig.from_pretrained(tmp_path).model_type == model.config.model_type
 
 
 @every_family
@@ -176,28 +141,6 @@ def test_gradients_of_the_coefficients(family: str):
     assert all(".shift." in name for name in expected)
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@every_family
-@pytest.mark.parametrize("packed", [False, True])
-def test_gradient_checkpointing_changes_no_bit(family: str, packed: bool):
-    model, batch = shifted(family, torch.float32).train(), {"input_ids": random_tokens(2, 9)}
-    if packed:
-        batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(2, -1)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    expected = gradients_of(model, model, **batch)
-    getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": False})
-    calls = []
-    next(module for module in model.modules() if isinstance(module, KVShift)).register_forward_hook(
-        lambda *_: calls.append(1)
-    )
-    got = gradients_of(model, model, **batch)
-    assert len(calls) == 2  # once forward, once again backward
-    assert got.keys() == expected.keys() == dict(model.named_parameters()).keys()
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])

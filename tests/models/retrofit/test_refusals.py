@@ -5,8 +5,6 @@ import torch
 from transformers import (
     BertConfig,
     BertModel,
-    DynamicCache,
-    EncoderDecoderCache,
     GPT2Config,
     GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
@@ -55,23 +53,6 @@ def test_a_subclass_may_compute_something_else():
 
     with pytest.raises(ValueError, match="model is a MyGPT2"):
         add_kv_shift(MyGPT2(GPT2Config(**SIZES)))
-
-
-def test_cross_attention_is_named():
-    model = GPT2LMHeadModel(GPT2Config(**SIZES, add_cross_attention=True))
-    with pytest.raises(ValueError, match=r"add_cross_attention is True .* crossattention layers"):
-        add_kv_shift(model)
-    assert type(model) is GPT2LMHeadModel
-    with pytest.raises(ValueError, match=r"add_cross_attention is True"):
-        KVShiftGPT2LMHeadModel(KVShiftGPT2Config(**SIZES, add_cross_attention=True))
-
-
-def test_an_encoder_beside_it():
-    model, ids = shifted_gpt2(), random_tokens(1, 5)
-    with pytest.raises(ValueError, match="encoder_hidden_states must be None"):
-        model(ids, encoder_hidden_states=torch.zeros(1, 5, 36))
-    with pytest.raises(ValueError, match=f"{CACHE} is an EncoderDecoderCache"):
-        model(ids, **{CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())})
 
 
 def test_options():

@@ -27,8 +27,7 @@ from kvshift.lab.plan.cost import (
 )
 from kvshift.lab.plan.plan_config import DeviceName, PlanConfig, PlanData
 from kvshift.lab.variants.by_name import settled
-from kvshift.lab.variants.model_config import ModelConfig
-from kvshift.lab.variants.model_fields import given_fields, size_fields
+from kvshift.lab.variants.model_config import ModelConfig, given_fields, size_fields
 from kvshift.models.paper_sizes import SIZES
 
 _USABLE = 0.9  # of a device's memory: the rest is CUDA's context, the allocator's fragments, communication

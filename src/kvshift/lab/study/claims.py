@@ -64,7 +64,7 @@ def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> 
     """
     differences = _differences(ours, theirs)
     if not any(differences):
-        return in_every_seed(len(differences), len(differences))
+        return sign_test(len(differences), 0)
     interval = difference_interval(differences)
     if interval is None:
         return "not shown"
@@ -73,25 +73,30 @@ def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> 
     return "fails" if interval[0] >= margin or interval[1] <= -margin else "not shown"
 
 
-def in_every_seed(right: int, seeds: int) -> Direction:
-    """Whether seeds do what a claim says, by the exact sign test at 5 %: five of five decide it, three of three do not.
+def sign_test(right: int, wrong: int) -> Direction:
+    """Whether seeds do what a claim says, by the exact sign test at 5 % in each direction.
+
+    Five of five decide it, three of three do not; of ten, nine do.
 
     Args:
         right: seeds in which the claim is right.
-        seeds: all of them.
+        wrong: seeds in which it is not; those in which it is not known are in neither.
     """
-    if 0.5**seeds > 0.05 or right not in (0, seeds):
+    seeds, most = right + wrong, max(right, wrong)
+    by_chance = sum(math.comb(seeds, count) for count in range(most, seeds + 1)) / 2**seeds
+    if right == wrong or by_chance > 0.05:
         return "not shown"
-    return "holds" if right else "fails"
+    return "holds" if right > wrong else "fails"
 
 
 def sooner(found: ReachComparison) -> Direction:
     """Whether ours reached the level sooner: by the interval of the ratio of steps.
 
-    Where a run has not reached the level there is no interval: then by the sign test, `in_every_seed`.
+    Where a run has not reached the level there is no interval: then by the sign test of the seeds whose
+    order is known.
     """
-    if found.outcome in ("sooner in every seed", "later in every seed"):
-        return in_every_seed(found.seeds if found.outcome == "sooner in every seed" else 0, found.seeds)
+    if found.is_censored:
+        return sign_test(found.seeds_sooner, found.seeds_later)
     return _OF_OUTCOME.get(found.outcome, "not shown")
 
 
@@ -100,20 +105,20 @@ def at_most(found: ReachComparison, ratio: float) -> Direction:
     if found.high is not None and found.low is not None:
         return "holds" if found.high <= ratio else "fails" if found.low > ratio else "not shown"
     if found.at_most is not None and found.at_most <= ratio:
-        return in_every_seed(found.seeds, found.seeds)
+        return sign_test(found.seeds, 0)
     if found.at_least is not None and found.at_least > ratio:
-        return in_every_seed(0, found.seeds)
+        return sign_test(0, found.seeds)
     return "not shown"
 
 
 def reached(found: Reach, within: float) -> Direction:
     """Whether a model reaches its level within so many steps: by the interval of the mean steps.
 
-    Where some seed has not come so far, or there is no interval, by the sign test, `in_every_seed`.
+    Where some seed has not come so far, or there is no interval, by the sign test.
     """
     interval = found.interval()
     if interval is None:
-        return in_every_seed(len(found.reached), len(found.steps))
+        return sign_test(len(found.reached), len(found.missing))
     return "holds" if interval[1] < within else "not shown"
 
 

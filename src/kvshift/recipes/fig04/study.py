@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim, higher, in_every_seed, not_testable
+from kvshift.lab.study.claims import Claim, higher, not_testable, sign_test
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_arm, diverged
@@ -86,7 +86,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         paper="in 5 of 5 seeds",
         ours=f"in {sum(both)} of {len(both)} seeds; vanilla diverges in {sum(map(has_diverged, theirs.values()))}, "
         f"KV-shift in {sum(map(has_diverged, ours.values()))}",
-        direction=in_every_seed(sum(both), len(both)),
+        direction=sign_test(sum(both), len(both) - sum(both)),
         size=f"{_rate_of(ours[0] if 0 in ours else next(iter(ours.values())))}; to diverge is to end at no finite "
         f"number, or {RISE} nats above one's own lowest loss",
     )

@@ -11,7 +11,7 @@ from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import compare_reach, reach_of
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm, pair
-from kvshift.lab.study.claims import Claim, in_every_seed, percent, sooner
+from kvshift.lab.study.claims import Claim, percent, sign_test, sooner
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, last_mean
@@ -110,7 +110,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     statement=f"{where}: {name}, {'answers' if answers else 'does not'} within {steps:,} steps",
                     paper="100 % in Zoology's Figure 2" if model == (2, "vanilla") else "no number in the paper",
                     ours=percent(accuracies),
-                    direction=in_every_seed(right, len(accuracies)),
+                    direction=sign_test(right, len(accuracies) - right),
                     size=f"answers means {100 * LEVEL:g} %, here in {right if answers else len(runs) - right} of "
                     f"{len(runs)} seeds, at the best learning rate",
                     own=True,

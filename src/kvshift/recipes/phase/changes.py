@@ -61,7 +61,7 @@ class Changes:
         return [loss_at(theirs[seed], name, step) - loss_at(ours[seed], name, step) for seed, step in steps.items()]
 
     def moments(self, layers: int) -> dict[str, dict[int, float]]:
-        """By name, the steps by seed; a moment that not all seeds have is left out."""
+        """By name, the steps by seed; a moment that not all seeds have is left out, as the table says."""
         ours, theirs = map(self.reach, pair(layers=layers))
         found: dict[str, Mapping[int, float | None]] = {
             "half way to KV-shift's change": {seed: step and step / 2 for seed, step in ours.steps.items()},
@@ -86,7 +86,7 @@ class Changes:
             paper="not asked",
             ours=compared.text.replace("steps", f"steps of {tokens:,} tokens", 1),
             direction=sooner(compared),
-            size=f"of those that reach it, after {means} tokens" if means else "none reaches it",
+            size=f"of those that reach it, after {means} tokens (geometric mean)" if means else "none reaches it",
             own=True,
         )
 
@@ -113,7 +113,8 @@ class Changes:
                 statement=f"{layers_text(layers)}, at the end: the gain is larger on pairs seen in the row before than "
                 "on targets that follow a new token",
                 paper="not asked",
-                ours=f"{mean_text(seen)} against {mean_text(new)}",
+                ours=f"{mean_text(seen)} against {mean_text(new)}, "
+                f"difference {mean_text([one - other for one, other in zip(seen, new, strict=True)])}",
                 direction=higher(seen, new),
                 size="nats per token; positions from 64 on",
                 own=True,
@@ -135,12 +136,16 @@ class Changes:
 
     def table(self) -> str:
         """The gains by kind of target at each moment, in Markdown."""
-        rows: list[tuple[str, ...]] = [("model", "moment", "all targets", *KIND_NAMES.values())]
+        kinds = (f"{kind}, positions from 64 on" for kind in KIND_NAMES.values())
+        rows: list[tuple[str, ...]] = [("model", "moment", "all targets, all positions", *kinds)]
         for layers in self.depths:
             for name, steps in self.moments(layers).items():
                 gains = (self.gains(layers, loss, steps) for loss in ("loss", *(f"loss_{kind}" for kind in KINDS)))
                 rows.append((layers_text(layers), name, *map(mean_text, gains)))
-        return f"What KV shift gains, in nats per token (95 % intervals over seeds):\n\n{as_markdown(rows, left=None)}"
+        return (
+            "What KV shift gains, in nats per token (95 % intervals over seeds). Moments to which not all seeds come "
+            f"are left out.\n\n{as_markdown(rows, left=None)}"
+        )
 
 
 KIND_NAMES = {
@@ -201,6 +206,8 @@ def plot_changes(records: Sequence[Record]) -> Figure:
             if mean is not None and arm.label in lines:
                 axes.axvline(mean * tokens / 1e6, color=lines[arm.label].get_color(), linestyle=":", linewidth=1)
         axes.set_xlabel("million training tokens")
-    draw_chance(panels[0], LEVEL, f"{LEVEL:g}, from which a model is said to have changed; upright lines: when")
+    is_drawn = any(changes.reach(arm).mean is not None for arm in arms)
+    when = "; upright lines: when" if is_drawn else ""
+    draw_chance(panels[0], LEVEL, f"{LEVEL:g}, from which a model is said to have changed{when}")
     legend_below(figure, INTERVALS)
     return figure

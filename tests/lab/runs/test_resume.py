@@ -15,7 +15,7 @@ from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import TrainConfig
 
-from .cases import assert_same_run, copied, metrics, tiny, write_corpus
+from ..run_cases import assert_same_run, copied, metrics, tiny, write_corpus
 
 # Forks of a process that has imported everything and computed nothing: a child is at work at once.
 CONTEXT = multiprocessing.get_context("forkserver")

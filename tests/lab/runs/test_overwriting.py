@@ -12,7 +12,7 @@ import pytest
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train import train
 
-from .cases import assert_same_run, metrics, tiny
+from ..run_cases import assert_same_run, metrics, tiny
 
 
 def copied(finished: Path, tmp_path: Path) -> Path:

@@ -18,7 +18,7 @@ from kvshift.lab.training.train import train
 from kvshift.lab.training.trainer import LanguageModelTrainer
 from kvshift.lab.variants.building import build_model
 
-from .cases import LENGTH, assert_same_run, copied, disk_of, metrics, tiny, write_corpus
+from ..run_cases import LENGTH, assert_same_run, copied, disk_of, metrics, tiny, write_corpus
 
 
 def test_finished_run_is_left_as_it_is(finished, corpus, capfd):

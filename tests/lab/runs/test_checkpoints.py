@@ -9,7 +9,7 @@ import pytest
 from kvshift.lab.runs.checkpoints import find_checkpoint, keep_newest
 from kvshift.lab.training.train import train
 
-from .cases import assert_same_run, copied, tiny
+from ..run_cases import assert_same_run, copied, tiny
 
 
 def truncate(path: Path) -> None:

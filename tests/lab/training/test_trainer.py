@@ -15,7 +15,7 @@ from kvshift.lab.training.train import train
 from kvshift.lab.training.trainer import LanguageModelTrainer
 from kvshift.lab.variants.building import build_model, llama_config
 
-from .cases import LENGTH, assert_same_bits, losses, metrics, result, tiny, weights
+from ..run_cases import LENGTH, assert_same_bits, losses, metrics, result, tiny, weights
 
 
 class PlainTrainer(Trainer):

@@ -26,7 +26,7 @@ from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2Config
 from kvshift.models.llama import KVShiftLlamaConfig
 
-from .cases import assert_same_run, losses, result, tiny, weights
+from ..run_cases import assert_same_run, losses, result, tiny, weights
 
 OTHERS = [entry.name for entry in VARIANTS.values() if not entry.shifts and entry.name != "vanilla"]
 

@@ -14,7 +14,7 @@ from kvshift.lab.runs.extending import same_schedule
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import config_hash
 
-from .cases import assert_same_bits, metrics, result, tiny, weights
+from ..run_cases import assert_same_bits, metrics, result, tiny, weights
 
 
 def copied(finished: Path, tmp_path: Path) -> Path:

@@ -22,7 +22,7 @@ from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 
-from .cases import assert_same_run, metrics, result, tiny
+from ..run_cases import assert_same_run, metrics, result, tiny
 
 
 def tuned(corpus: Path, out: Path, source: Path | str, model: dict | None = None, **changes) -> TrainConfig:

@@ -19,7 +19,7 @@ from kvshift.lab.runs.folder import Metrics, RunFolder, read_metrics
 from kvshift.lab.training.train import train
 from kvshift.lab.variants.model_config import ModelConfig
 
-from .cases import assert_same_run, copied, disk_of, metrics, tiny
+from ..run_cases import assert_same_run, copied, disk_of, metrics, tiny
 
 
 def test_a_run_killed_before_it_had_begun_begins_again(finished, corpus, tmp_path):

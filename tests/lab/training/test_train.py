@@ -23,7 +23,7 @@ from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.training.trainer import sequence_losses, summarize
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
-from .cases import LENGTH, assert_same_run, metrics, result, tiny
+from ..run_cases import LENGTH, assert_same_run, metrics, result, tiny
 
 
 def test_lines(finished):

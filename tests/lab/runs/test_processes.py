@@ -18,7 +18,7 @@ from kvshift.lab.training.running import require_readable
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import TrainConfig
 
-from .cases import LENGTH, assert_same_bits, losses, metrics, result, tiny, weights
+from ..run_cases import LENGTH, assert_same_bits, losses, metrics, result, tiny, weights
 
 ROOT = Path(__file__).parents[3]
 # Sums over sequences are taken in another order.
@@ -35,7 +35,7 @@ def in_two(
 
 
 def launch(*options: str, program: str = "kvshift") -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", program, "train"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", *program.split(), "train"]
 
 
 def on_two_machines(*arguments: str) -> list[str]:
@@ -132,7 +132,7 @@ def test_two_processes_probe_as_one(corpus, tmp_path, sharded):
     train(replace(config, data=replace(config.data, sequence_length=97, packing="documents")))
     changes = {"data.sequence-length": 97, "tokens-per-step": 8 * 97, "eval-rows": 7, "probes": "induction"}
     more = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-    how = {"program": "tests.lab.training.fsdp_on_cpu", **fsdp_variables()} if sharded else {}
+    how = {"program": "tests.lab.runs.on_cpu fsdp", **fsdp_variables()} if sharded else {}
     done = in_two(*arguments(corpus, two), *more, **how)
     assert done.returncode == 0, done.stderr
     ours, theirs = metrics(one, "probes"), metrics(two, "probes")
@@ -159,7 +159,7 @@ def test_sharded_over_two_processes(corpus, tmp_path):
     """FSDP2 as the example sets it up: as one process, and whole again in the saved model; then resumed by one."""
     one, two = tmp_path / "one", tmp_path / "two"
     train(in_one(corpus, one))
-    how: dict[str, Any] = {"program": "tests.lab.training.fsdp_on_cpu", **fsdp_variables()}
+    how: dict[str, Any] = {"program": "tests.lab.runs.on_cpu fsdp", **fsdp_variables()}
     for attempt, processes in enumerate((2, 1)):
         done = in_two(*arguments(corpus, two), processes=processes, **how)
         assert done.returncode == 0, done.stderr
@@ -196,7 +196,7 @@ def test_deepspeed_over_two_processes(corpus, tmp_path):
     pytest.importorskip("deepspeed")
     one, two = tmp_path / "one", tmp_path / "two"
     train(in_one(corpus, one))
-    done = in_two(*arguments(corpus, two), program="tests.lab.training.deepspeed_on_cpu", **deepspeed_variables("no"))
+    done = in_two(*arguments(corpus, two), program="tests.lab.runs.on_cpu deepspeed", **deepspeed_variables("no"))
     assert done.returncode == 0, done.stderr
     parts = list((two / "checkpoint-12" / "global_step12").glob("zero_pp_rank_*_optim_states.pt"))
     assert [torch.load(part, weights_only=False)["optimizer_state_dict"]["zero_stage"] for part in parts] == [2, 2]
@@ -213,7 +213,7 @@ def test_deepspeed_in_bfloat16(corpus, tmp_path):
     pytest.importorskip("deepspeed")
     one, out, killed = tmp_path / "one", tmp_path / "run", tmp_path / "killed"
     train(replace(in_one(corpus, one), bf16="yes"))
-    how = {"program": "tests.lab.training.deepspeed_on_cpu", **deepspeed_variables("bf16")}
+    how = {"program": "tests.lab.runs.on_cpu deepspeed", **deepspeed_variables("bf16")}
     done = in_two(*arguments(corpus, out), "--bf16", "yes", **how)
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(losses(out), losses(one), rtol=0, atol=5e-3)  # found: 1.3e-3 of losses near 5
