@@ -6,14 +6,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.entry import Entry, Preset
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 
 class Job(Protocol):
@@ -105,7 +104,7 @@ class Recipe:
         tuned_by: by what a variant's best learning rate is chosen, where a preset has a grid.
         tables: in Markdown, from all records, those that chose a learning rate too; None: the report has none.
         scored: the accuracy whose steps to 90 % and 99 % the report lists by model, over seeds; None: it has no such.
-        notes: what the paper leaves open or has wrong, and what was chosen.
+        notes: what the paper leaves open or has wrong, and what was chosen; `find_recipe` adds those in its folder.
     """
 
     entry: Entry

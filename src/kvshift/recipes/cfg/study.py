@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_chance, draw_means, draw_shares
 from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
@@ -16,7 +17,6 @@ from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, higher, percent, points, within
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import sized
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
@@ -24,9 +24,6 @@ from kvshift.lab.training.task_training import TaskTrainConfig, evaluation_of, t
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.cfg import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 MEASURES = {"from_start": "from nothing", "from_prefix": "from the beginning of a sentence"}
 SHARE_MARGIN = 0.05
@@ -188,5 +185,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    notes=read_notes(__file__),
 )

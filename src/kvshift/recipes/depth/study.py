@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
@@ -19,7 +20,6 @@ from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, higher
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
 from kvshift.lab.study.models import llama_of
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
@@ -27,9 +27,6 @@ from kvshift.lab.variants.by_name import PAIR
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import ENTRY
 from kvshift.recipes.language_models.settings import WIKI
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 LAPTOP = TrainConfig(
     out=Path(),
@@ -239,5 +236,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    notes=read_notes(__file__),
 )

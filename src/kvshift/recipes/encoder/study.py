@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
@@ -14,7 +15,6 @@ from kvshift.lab.core.statistics import verdict
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, higher
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label, last_mean
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import MaskedTextConfig
@@ -23,9 +23,6 @@ from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.bidirectional import EncoderOptions
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.recipes.encoder import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 SCORED = "masked"
 VANILLA = "no shift"
@@ -135,5 +132,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    notes=read_notes(__file__),
 )

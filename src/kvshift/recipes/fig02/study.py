@@ -7,24 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, Direction
 from kvshift.lab.study.jobs import Computation
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.theory.checks import check_panel
 from kvshift.lab.theory.gradient_flow import Trajectory, gradient_flow
 from kvshift.lab.theory.limit_loss import exact
 from kvshift.lab.theory.loss_field import FIGURE2, Field, loss_field
 from kvshift.recipes.fig02 import ENTRY
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FORMS = ("exact", "paper", "script")
 _SAID = {"exact": "derived", "paper": "Table 3", "script": "script"}
@@ -238,5 +235,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     paper={"O(T)": (0, 10, 100), "induction": (0, 1), "levels": "0, 0.05 ... 9.95", "points": 1000},
-    notes=read_notes(__file__),
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
@@ -14,16 +16,12 @@ from kvshift.lab.plan.dry_run import dry_run
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.jobs import Computation, StudyJob
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, curves_by_label, diverged
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.fig03 import ENTRY
 from kvshift.recipes.language_models.settings import LARGE, claim_of, job
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 GIB = 2**30
 
@@ -203,5 +201,4 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
-    notes=read_notes(__file__),
 )

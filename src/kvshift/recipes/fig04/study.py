@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, higher, not_testable, sign_test
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_arm, diverged
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR, VARIANTS
 from kvshift.recipes.fig04 import ENTRY
 from kvshift.recipes.language_models.settings import LARGE, TABLES, Place, Setting, claim_of, job
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 PAPER_RATES = (1e-4, 2e-4, 1e-3, 1e-2)
 """Of the paper's models; a smaller model is trained at these times `Setting.scale` (4 in laptop, 16 in smoke)."""
@@ -143,5 +140,4 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
-    notes=read_notes(__file__),
 )

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.panels import legend_below, new_figure
@@ -20,7 +21,6 @@ from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, Direction, higher, percent, points
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import HopConfig, HopTask, evaluation_batches
@@ -30,9 +30,6 @@ from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR, with_variant
 from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2
 from kvshift.recipes.fig08 import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 HOPS = (1, 2, 4, 8, 10, 12, 16)
 PUBLISHED = {
@@ -377,5 +374,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=least_loss(),
     paper={"hops": HOPS, "vanilla errors by layers": PUBLISHED},
-    notes=read_notes(__file__),
 )

@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_groups
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
@@ -32,9 +34,6 @@ from kvshift.recipes.language_models.settings import (
     places_of,
     pooled,
 )
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 Cells = Mapping[tuple[Place, float], float | None]
 """By place and learning rate the validation loss at the end; None where the run diverged."""
@@ -205,7 +204,7 @@ def _text(keys: Sequence[str], records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
-NOTES = read_notes(__file__)
+NOTES = read_notes(Path(__file__).parent)
 
 
 def table_recipe(
@@ -214,7 +213,6 @@ def table_recipe(
     *,
     better: str,
     shown: Sequence[str] | None = None,
-    notes: Sequence[str] = (),
 ) -> Recipe:
     """The table of a method, and what the paper says of one method against others.
 
@@ -223,7 +221,6 @@ def table_recipe(
         methods: all that are trained, that of the table first.
         better: which of them the paper has ahead of the others; where it is alone, its contexts are compared.
         shown: whose tables stand beside the paper's; None: that of the first.
-        notes: of this table, before those of all.
     """
     others = [key for key in methods if key != better]
     return Recipe(
@@ -234,5 +231,5 @@ def table_recipe(
         claims=partial(_claims, better, others) if others else _longer,
         tuned_by=least_loss(),
         tables=partial(_text, shown or methods[:1]),
-        notes=(*notes, *NOTES),
+        notes=NOTES,
     )

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_chance, draw_means
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
@@ -18,9 +19,6 @@ from kvshift.lab.study.claims import Claim, higher, sooner
 from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm
 from kvshift.lab.training.probes import KINDS
 from kvshift.recipes.phase.phase_search import LEVEL, millions, tokens_per_step
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.figure import Figure
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from kvshift.lab.analysis.learning import steps_to
@@ -22,9 +23,6 @@ from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.language_models.settings import WIKI
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 LEVEL = 0.2
 """A model has begun to copy where the prefix matching of its best head is this high."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig
@@ -25,9 +25,6 @@ from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.phase import ENTRY, phase_search
 from kvshift.recipes.phase.changes import Changes, mean_text, plot_changes
 from kvshift.recipes.phase.phase_search import Setting
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 FOUND = Setting(64, 2, 4e-3, most=5_000_000)
 LAPTOP = replace(FOUND.config(apart=204_800), eval_rows=96)
@@ -136,5 +133,4 @@ RECIPE = Recipe(
     claims=claims,
     tables=tables,
     tuned_by=least_loss(),
-    notes=read_notes(__file__),
 )

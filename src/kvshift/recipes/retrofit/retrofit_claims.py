@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
@@ -14,9 +15,6 @@ from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import difference_interval, t_interval, verdict
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, curves_by_label
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 NOTHING = "nothing trained"
 ALL, CONTROL, LORA, BOTH = "coefficients", "current token alone", "LoRA", "LoRA and coefficients"

@@ -6,7 +6,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.colors import colors_of, marker_of
@@ -27,10 +30,6 @@ from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import study as depth
 from kvshift.recipes.language_models.settings import LARGE
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _LAPTOP = replace(
     depth.LAPTOP,
@@ -301,5 +300,5 @@ def scaling_recipe(
         plot=plot,
         claims=claims,
         tuned_by=least_loss(),
-        notes=read_notes(__file__),
+        notes=read_notes(Path(__file__).parent),
     )

@@ -6,14 +6,15 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, Direction
 from kvshift.lab.study.jobs import Computation
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.theory.checks import (
     COEFFICIENTS,
@@ -23,9 +24,6 @@ from kvshift.lab.theory.checks import (
     check_places,
 )
 from kvshift.recipes.tab03 import ENTRY
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LIMIT, DRAWS = "orthonormal embeddings", "Gaussian embeddings"
 
@@ -257,5 +255,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     paper={tokens: printed for tokens, printed, _ in PAPER.values()},
-    notes=read_notes(__file__),
 )

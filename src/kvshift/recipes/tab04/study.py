@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
 from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares
@@ -19,7 +20,6 @@ from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent, points
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import sized
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import IGSMConfig
@@ -29,9 +29,6 @@ from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.tab04 import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 MODELS = {arm.label: arm for arm in pair()}
 INSIDE = "inside.json"
@@ -248,5 +245,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=least_loss(),
     paper={**PAPER_SHARES, "Tr12-Te15, learning rate 2e-3": {"vanilla": 0.5, "KV-shift": 0.7}},
-    notes=read_notes(__file__),
 )
