@@ -169,6 +169,18 @@ def accuracy_curve(record: Record, name: str) -> tuple[list[float], list[float]]
     return [step for step, _ in points], [value for _, value in points]
 
 
+def last_loss(record: Record) -> float:
+    """The validation loss after the last step."""
+    return accuracy_curve(record, "loss")[1][-1]
+
+
+def paired_losses(ours: Mapping[int, Record], theirs: Mapping[int, Record]) -> list[tuple[float, float]] | None:
+    """The last losses of two arms, a pair for each seed; None where a run diverged: then there is no interval."""
+    if any(map(diverged, (*ours.values(), *theirs.values()))):
+        return None
+    return [(last_loss(ours[seed]), last_loss(theirs[seed])) for seed in ours]
+
+
 def last_mean(record: Record, name: str, evaluations: int) -> float:
     """The mean of a curve over its last evaluations, which a spike at the last step moves little.
 

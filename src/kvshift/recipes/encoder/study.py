@@ -11,9 +11,8 @@ from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
-from kvshift.lab.core.statistics import verdict
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim, higher
+from kvshift.lab.study.claims import Claim, lower_loss
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label, last_mean
 from kvshift.lab.study.tuning import least_loss
@@ -99,17 +98,13 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     pairs += [(both, min((previous, following), key=lambda arm: statistics.fmean(losses[arm])))]
     steps = records[0].options["steps"]
     return [
-        Claim(
-            statement=f"After {steps:,} steps, {arm}: a lower loss than with {other}",
-            paper="not asked",
-            ours=verdict(
-                [one - two for one, two in zip(losses[arm], losses[other], strict=True)],
-                names=(arm.label, other.label),
-            ).text,
-            direction=higher(losses[other], losses[arm]),
+        lower_loss(
+            f"After {steps:,} steps, {arm}: a lower loss than with {other}",
+            losses[arm],
+            losses[other],
+            names=(arm.label, other.label),
             size=f"nats per masked token: {statistics.fmean(losses[arm]):.4f} against "
             f"{statistics.fmean(losses[other]):.4f}, each at its best learning rate",
-            own=True,
         )
         for arm, other in pairs
     ]

@@ -19,7 +19,7 @@ from kvshift.lab.core.atomic import read_json, write_json
 from kvshift.lab.core.statistics import t_interval
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study.arm import Arm, pair
-from kvshift.lab.study.claims import Claim, Direction, higher, percent, points
+from kvshift.lab.study.claims import Claim, Direction, higher, percent, points, question
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.study.tuning import least_loss
@@ -317,13 +317,11 @@ def _worth_a_layer(models: dict[Arm, dict[int, Record]], fewer: int, more: int) 
     """Whether the shift does what the next depth does; asked after the laptop's runs had been seen."""
     ours = _means(models[Arm(variant="kv-shift", layers=fewer)])
     theirs = _means(models[Arm(variant="vanilla", layers=more)])
-    return Claim(
+    return question(
         statement=f"{fewer} layers with KV shift make fewer errors than {more} without",
-        paper="not asked",
         ours=_against(ours, theirs),
         direction=higher(theirs, ours),
         size="mean over all k; asked after the laptop's runs had been seen",
-        own=True,
     )
 
 

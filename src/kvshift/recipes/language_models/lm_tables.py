@@ -14,11 +14,11 @@ from kvshift.lab.analysis.accuracy import draw_groups
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import rank_correlation
-from kvshift.lab.study.claims import Claim, higher
+from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, diverged, reported
+from kvshift.lab.study.recipe import Recipe, Record, by_arm, diverged, last_loss, paired_losses, reported
 from kvshift.lab.study.tuning import by_tuned_arm, least_loss
 from kvshift.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift.recipes.language_models.settings import (
@@ -43,7 +43,7 @@ def by_cell(records: Sequence[Record], variant: str) -> Cells:
     """The losses of the runs that a learning rate was chosen by: one run in each cell, as in the paper."""
     runs = by_tuned_arm([record for record in records if record.tunes is not None])
     return {
-        (place, rate): None if diverged(found[0]) else accuracy_curve(found[0], "loss")[1][-1]
+        (place, rate): None if diverged(found[0]) else last_loss(found[0])
         for place in places_of(records)
         for rate, found in runs.get(arm_at(place, variant), {}).items()
     }
@@ -154,18 +154,15 @@ def _paper(better: str, worse: str, place: Place, scale: int) -> str:
 
 def _longer(records: Sequence[Record]) -> list[Claim]:
     """Whether vanilla's loss falls with longer contexts, from each length to the next of one depth."""
-    scale = _scale(records)
+    scale, models = _scale(records), by_arm(records)
     claims = []
     for short, long in pairwise(places_of(records)):
         if short.layers != long.layers:
             continue
-        losses = {place: last_losses(records, "vanilla", place) for place in (short, long)}
-        whole = None not in (*losses[short].values(), *losses[long].values())
         claims.append(
             claim_of(
-                [(losses[long][seed] or 0.0, losses[short][seed] or 0.0) for seed in losses[long]] if whole else None,
+                paired_losses(*(models[arm_at(place, "vanilla")] for place in (long, short))),
                 (f"{long.length} tokens", f"{short.length} tokens"),
-                lambda ours, theirs: higher(theirs, ours),
                 statement=f"{long.layers} layers, vanilla, after {_millions(records[0])} tokens of training: "
                 f"{long.length} tokens have a lower loss than {short.length}",
                 paper=f"{_best('vanilla', long, scale)} against {_best('vanilla', short, scale)} at "

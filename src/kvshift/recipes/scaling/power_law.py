@@ -18,7 +18,7 @@ from kvshift.lab.analysis.scaling import Interval, PowerLaw, fit_power_law
 from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.study.arm import Arm, layers_text
-from kvshift.lab.study.claims import Claim, Direction, higher
+from kvshift.lab.study.claims import Claim, Direction, higher, lower_loss
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.models import llama_of
@@ -130,11 +130,11 @@ def _at_each_size(records: Sequence[Record]) -> list[Claim]:
     for runs in _by_size(records):
         ours, theirs = runs.losses()
         claims.append(
-            Claim(
-                statement=f"{runs.name}: KV-shift has a lower loss than vanilla",
+            lower_loss(
+                f"{runs.name}: KV-shift has a lower loss than vanilla",
+                ours,
+                theirs,
                 paper="lower at 1.5B, 6.7B and 13B",
-                ours=verdict([one - other for one, other in zip(ours, theirs, strict=True)]).text,
-                direction=higher(theirs, ours),
                 size=f"nats per token, of {runs.size:,} parameters without embeddings",
             )
         )
@@ -148,13 +148,11 @@ def over_sizes(records: Sequence[Record]) -> list[Claim]:
         return _at_each_size(records)
     by_size = [[one - other for one, other in zip(ours, theirs, strict=True)] for ours, theirs in both]
     means = [statistics.fmean(of_seed) for of_seed in zip(*by_size, strict=True)]
-    mean = Claim(
-        statement=f"Mean over {len(both)} sizes, by seed: KV-shift has a lower loss than vanilla",
-        paper="not asked",
-        ours=verdict(means).text,
-        direction=higher([0.0] * len(means), means),
+    mean = lower_loss(
+        f"Mean over {len(both)} sizes, by seed: KV-shift has a lower loss than vanilla",
+        means,
+        [0.0] * len(means),
         size="nats per token; chosen after the data had been seen",
-        own=True,
     )
     return [*_at_each_size(records), mean]
 
