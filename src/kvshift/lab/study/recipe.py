@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from kvshift.lab.study.arm import Arm
@@ -167,6 +168,11 @@ def accuracy_curve(record: Record, name: str) -> tuple[list[float], list[float]]
     pairs = zip(record.curve["step"], record.curve[name], strict=True)
     points = [(float(step), float(value)) for step, value in pairs if step is not None and value is not None]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def value_at(record: Record, name: str, step: float) -> float:
+    """A curve after so many steps, by a straight line between evaluations; beyond its ends, the value there."""
+    return float(np.interp(step, *accuracy_curve(record, name)))
 
 
 def last_loss(record: Record) -> float:

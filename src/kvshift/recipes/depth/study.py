@@ -20,7 +20,7 @@ from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, higher, lower_loss, question
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
 from kvshift.lab.study.models import llama_of
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, last_loss
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, last_loss, value_at
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import PAIR
@@ -120,12 +120,7 @@ def at_compute(record: Record, compute: float) -> float:
         record: of the run.
         compute: FLOPs for each token of a step, summed over the steps; one past the last step counts as that.
     """
-    steps, losses = accuracy_curve(record, "loss")
-    at = min(compute / _flops(record), steps[-1])
-    for (before, high), (after, low) in pairwise(zip(steps, losses, strict=True)):
-        if before <= at <= after:
-            return high + (low - high) * (at - before) / (after - before)
-    return losses[0]  # before the first evaluation
+    return value_at(record, "loss", compute / _flops(record))
 
 
 def _flops(record: Record) -> float:

@@ -16,7 +16,7 @@ from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import t_interval
 from kvshift.lab.study.arm import Arm, layers_text, pair
 from kvshift.lab.study.claims import Claim, higher, lower_loss, question, sooner
-from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm
+from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, value_at
 from kvshift.lab.training.probes import KINDS
 from kvshift.recipes.phase.phase_search import LEVEL, millions, tokens_per_step
 
@@ -56,7 +56,7 @@ class Changes:
             steps: by seed.
         """
         ours, theirs = (self.models[arm] for arm in pair(layers=layers))
-        return [loss_at(theirs[seed], name, step) - loss_at(ours[seed], name, step) for seed, step in steps.items()]
+        return [value_at(theirs[seed], name, step) - value_at(ours[seed], name, step) for seed, step in steps.items()]
 
     def moments(self, layers: int) -> dict[str, dict[int, float]]:
         """By name, the steps by seed; a moment that not all seeds have is left out, as the table says."""
@@ -143,16 +143,6 @@ KIND_NAMES = {
     "token_seen": "first token seen, with others after it",
     "neither": "first token new in the row",
 }
-
-
-def loss_at(record: Record, name: str, step: float) -> float:
-    """A curve of a run after so many steps, by a straight line between evaluations; before the first, that."""
-    steps, values = accuracy_curve(record, name)
-    for at in range(1, len(steps)):
-        if steps[at - 1] <= step <= steps[at]:
-            part = (step - steps[at - 1]) / (steps[at] - steps[at - 1])
-            return values[at - 1] + part * (values[at] - values[at - 1])
-    return values[0] if step < steps[0] else values[-1]
 
 
 def mean_text(gains: Sequence[float]) -> str:
