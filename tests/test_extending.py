@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from kvshift import KVShift, ShiftOptions, cli
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.runs.run import read_run
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, percent
 from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.jobs import TrainingJob
@@ -26,9 +27,10 @@ from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 from kvshift.lab.tasks.registry import TASKS
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
 from kvshift.lab.variants.by_name import VARIANTS, VariantEntry
+from kvshift.lab.variants.model_classes import prepend_class
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
-from kvshift.lab.variants.uncached import UncachedConfig, UncachedGeneration, UncachedLlamaModel, become
+from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder, UncachedGeneration
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.recipes.catalogue import CATALOGUE
@@ -78,7 +80,7 @@ class CopyTask:
 def jobs(preset, seeds):
     return [
         TrainingJob(
-            label=f"window {window}",
+            arm=Arm(case=f"window {window}"),
             config=TaskTrainConfig(
                 seed=seed,
                 task=CopyConfig(),
@@ -155,7 +157,7 @@ def test_a_recipe_is_a_module_and_an_entry(tmp_path: Path, capsys: pytest.Captur
     command = ["reproduce", "toy", "--preset", "smoke", "--jobs", "1"]
     assert cli.main([*command, "--out", str(tmp_path), "--results", str(tmp_path / "kept")]) == 0
     records = read_records(tmp_path / "kept" / "toy" / "smoke.jsonl")
-    assert [record.label for record in records] == ["window 2", "window 3"]
+    assert [record.arm.label for record in records] == ["window 2", "window 3"]
     (claim,) = claims(records)
     assert (
         f"| Copies | nothing | {claim.ours} | a toy | **not shown** |" in (tmp_path / "toy/smoke/report.md").read_text()
@@ -183,7 +185,7 @@ class ReversedLlama(UncachedGeneration, KVShiftLlamaForCausalLM):
 
     def __init__(self, config: ReversedConfig) -> None:
         super().__init__(config)
-        become(self.model, UncachedLlamaModel)
+        prepend_class(self.model, UncachedDecoder)
         for layer in self.model.layers:
             layer.self_attn.shift = Reversed(config.num_key_value_heads)
 

@@ -12,7 +12,6 @@ docs/figures/induction.svg                     what both answer, drawn from what
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
 import string
@@ -26,7 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvshift.lab.core.messages import say
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
-from kvshift.lab.study.models import model_label
+from kvshift.lab.study.arm import Arm
+from kvshift.lab.study.records import read_records
 from kvshift.lab.training.callbacks import coefficients
 from kvshift.lab.training.head_scores import RepeatConfig, measure_heads, shares
 from kvshift.lab.training.task_training import train_task
@@ -72,20 +72,19 @@ def letters(lowest_id: int, vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
 
 
-def best_rate(label: str) -> float:
+def best_rate(arm: Arm) -> float:
     """The learning rate of the recorded runs of a model, which the recipe chose."""
-    records = map(json.loads, RECORDS.read_text(encoding="utf-8").splitlines())
-    return next(r["options"]["optimizer"]["learning_rate"] for r in records if r["label"] == label)
+    return next(r.options["optimizer"]["learning_rate"] for r in read_records(RECORDS) if r.arm == arm)
 
 
 def train(variant: str) -> None:
     """Train one model and put it where the page finds it."""
-    label = model_label(1, variant)
-    (job,) = (job for job in study.jobs("laptop", [0]) if job.label == label)
-    optimizer = dataclasses.replace(job.config.optimizer, learning_rate=best_rate(label))
+    arm = Arm(variant=variant, layers=1)
+    (job,) = (job for job in study.jobs("laptop", [0]) if job.arm == arm)
+    optimizer = dataclasses.replace(job.config.optimizer, learning_rate=best_rate(arm))
     out = Path("build/induction") / FOLDERS[variant]
     result = train_task(dataclasses.replace(job.config, out=out, optimizer=optimizer))
-    say(f"{label}: {result['evaluation']['accuracy']}")
+    say(f"{arm}: {result['evaluation']['accuracy']}")
     folder = HERE / FOLDERS[variant]
     shutil.rmtree(folder, ignore_errors=True)
     load_weights(out / "model").save_pretrained(folder)

@@ -1,12 +1,19 @@
-"""Fixtures of the tests of generation, loading and prompts."""
+"""A model to load and continue texts with, and tiny runs of `kvshift train`."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
+import datasets.config
 import pytest
 
+from kvshift.lab.training.train import train
+
 from .generation_cases import save_model, tokenizer
+from .run_cases import tiny, write_corpus
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +21,44 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_model(tmp_path_factory.mktemp("models") / "model")
     tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def cache_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of packed text of these tests' own, for this process and those that it starts."""
+    folder = str(tmp_path_factory.mktemp("datasets"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", Path(folder))
+        patch.setitem(os.environ, "HF_DATASETS_CACHE", folder)
+        datasets.disable_progress_bars()
+        yield
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture(scope="session")
+def corpus(cache_of_tests: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "words.jsonl")
+
+
+@pytest.fixture(scope="session")
+def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny run that nobody interrupted; tests look at it and change nothing."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    train(tiny(corpus, out))
+    return out
+
+
+@pytest.fixture(scope="session")
+def vanilla(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its twin without a shift."""
+    out = tmp_path_factory.mktemp("vanilla") / "run"
+    train(tiny(corpus, out, model={"shift_targets": ()}))
+    return out
+
+
+@pytest.fixture(scope="session")
+def vanilla_documents(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of documents kept apart."""
+    out = tmp_path_factory.mktemp("vanilla") / "run"
+    train(tiny(corpus, out, model={"shift_targets": ()}, data={"packing": "documents"}))
+    return out

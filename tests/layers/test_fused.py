@@ -1,4 +1,4 @@
-"""Shift, QK-norm and RoPE in one launch, as layers ask for them: the results of the reference."""
+"""Shift, QK-norm and RoPE in one launch, as layers ask for them; for the operator see tests/ops."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from kvshift import KVShift, ShiftOptions, ShiftState
+from kvshift import KVShift, ShiftOptions
 from kvshift.layers import recompute
 from kvshift.layers.attention import HeadNorm
 from kvshift.layers.positions import half_tables
 from kvshift.ops import attention_inputs, dispatch
 from kvshift.ops.triton.call import triton_refusal
-from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, tokens
+from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, outcome, same_bits, tokens
 
 pytestmark = pytest.mark.interpreted
 
@@ -23,24 +22,6 @@ B, T, H, G, D, DV = 2, 5, 5, 3, 6, 7
 LONG = pytest.mark.slow
 HOLES = torch.tensor([[False, True, False, True, True], [True, True, True, False, False]])
 NUMBERS = torch.tensor([[0, 0, 1, 1, 1], [7, -1, -1, -1, 7]])
-BOUNDS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-WHERE: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "mask": {"mask": HOLES},
-    "seq_idx": {"seq_idx": NUMBERS},
-    "seq_idx, mask": {"seq_idx": NUMBERS, "mask": HOLES},
-    "cu_seqlens": {"cu_seqlens": BOUNDS},
-}
-LAYERS: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "window 3": {"window": 3},
-    "gate": {"constraint": "gate"},
-    "clamp": {"constraint": "clamp", "window": 4},
-    "keys": {"targets": ("k",)},
-    "values": {"targets": ("v",), "window": 3},
-    "none": {"targets": ()},
-    "queries too": {"targets": ("q", "k", "v")},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -85,46 +66,37 @@ def norms_of(dtype: torch.dtype = torch.float64, eps: float | None = 0.25) -> tu
     return norms[0], norms[1]
 
 
-def table_of(
-    width: int, rows: int = 1, positions: int = T, dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, Tensor]:
-    cos, sin = (normal(rows, positions, D // 2, seed=seed).to(dtype) for seed in (300, 301))
+def table_of(width: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    cos, sin = (normal(1, T, D // 2, seed=seed, dtype=dtype) for seed in (300, 301))
     if width == D // 2:
         return cos.unsqueeze(2), sin.unsqueeze(2)
     return half_tables(cos.repeat(1, 1, 2), sin.repeat(1, 1, 2))
 
 
-def inputs_of(batch: int = B, positions: int = T, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    heads = ((H, D), (G, D), (G, DV))
-    return [normal(batch, positions, *head, seed=400 + i).to(dtype) for i, head in enumerate(heads)]
+def inputs_of(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [normal(B, T, *head, seed=400 + i, dtype=dtype) for i, head in enumerate(((H, D), (G, D), (G, DV)))]
 
 
-def outcome(layer: KVShift, inputs: list[Tensor], backend: Any, **options: Any) -> dict[str, Tensor]:
-    """Results, new state, and the gradients of all that is trained, through the state too."""
+def outcome_of(layer: KVShift, inputs: list[Tensor], backend: Any, **options: Any) -> dict[str, Tensor]:
+    """Results, new state, and the gradients of all that is trained."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     modules = [layer, *(options.get("norms") or ())]
-    rows: list[Tensor] = []
-    state = options.get("state")
-    if state is not None and torch.is_grad_enabled():
-        rows = [x.detach().clone().requires_grad_() for x in (state.k, state.v)]
-        options["state"] = ShiftState(rows[0], rows[1], state.max_rows)
-    leaves = [*inputs, *rows, *(p for module in modules for p in module.parameters() if p.requires_grad)]
+    leaves = [*inputs, *(p for module in modules for p in module.parameters() if p.requires_grad)]
     q, k, v, new = layer(*inputs, backend=backend, **options)
     results = {"q": q, "k": k, "v": v}
     if new is not None:
         results |= {"new.k": new.k, "new.v": new.v} | ({} if new.q is None else {"new.q": new.q})
-    if torch.is_grad_enabled():
-        upstream = [normal(*x.shape, seed=500 + i).to(x.dtype) for i, x in enumerate(results.values())]
-        pairs = [(x, grad) for x, grad in zip(results.values(), upstream, strict=True) if x.requires_grad]
-        ys, grads = zip(*pairs, strict=True)
-        given = torch.autograd.grad(ys, leaves, grads, allow_unused=True, materialize_grads=True)
-        results |= {f"gradient {i}": grad for i, grad in enumerate(given)}
+    upstream = [normal(*x.shape, seed=500 + i).to(x.dtype) for i, x in enumerate(results.values())]
+    pairs = [(x, grad) for x, grad in zip(results.values(), upstream, strict=True) if x.requires_grad]
+    ys, grads = zip(*pairs, strict=True)
+    given = torch.autograd.grad(ys, leaves, grads, allow_unused=True, materialize_grads=True)
+    results |= {f"gradient {i}": grad for i, grad in enumerate(given)}
     return {name: x.detach() for name, x in results.items()}
 
 
 def assert_equal(layer: KVShift, inputs: list[Tensor], **options: Any) -> None:
     """In fp64 up to 1e-12; the gradients of the coefficients, float32 numbers, up to their rounding."""
-    own, expected = outcome(layer, inputs, "triton", **options), outcome(layer, inputs, "reference", **options)
+    own, expected = outcome_of(layer, inputs, "triton", **options), outcome_of(layer, inputs, "reference", **options)
     assert own.keys() == expected.keys()
     for name, x in own.items():
         rtol = 2.0**-23 if x.dtype == torch.float32 else 1e-12
@@ -134,66 +106,14 @@ def assert_equal(layer: KVShift, inputs: list[Tensor], **options: Any) -> None:
 # KVShift
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("options", LAYERS)
-def test_results_state_and_gradients(options, where, launches):
-    rows, number = 1 if "cu_seqlens" in where else B, list(LAYERS).index(options) + list(WHERE).index(where)
-    norms, width = (None, norms_of())[number % 2], (D, D // 2)[number % 3 % 2]
-    finish = {"rotary": table_of(width, rows if "mask" in where else 1), "norms": norms}
-    assert_equal(layer_of(LAYERS[options]), inputs_of(rows), **WHERE[where], **finish)
-    assert launches[0] == ("q" not in LAYERS[options].get("targets", ()))
-
-
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", [{}, {"mask": HOLES, "seq_idx": NUMBERS}], ids=["plain", "documents, padding"])
 @pytest.mark.parametrize(
-    "options", ["window 3", *(pytest.param(x, marks=LONG) for x in ("paper", "keys", "values", "queries too"))]
+    "options", [{"constraint": "gate"}, {"constraint": "clamp", "window": 4}, {"targets": ("q", "k", "v")}], ids=str
 )
-def test_a_state_continues_without_gradients_in_one_launch(options, where, launches):
-    layer, rows = layer_of(LAYERS[options]), 1 if "cu_seqlens" in where else B
-    sequences = len(BOUNDS) - 1 if "cu_seqlens" in where else rows
-    held = [normal(sequences, 4, heads, size, seed=600) for heads, size in ((G, D), (G, DV), (H, D))]
-    state = ShiftState(held[0], held[1], 4, held[2] if options == "queries too" else None)
-    finish = {"rotary": table_of(D), "norms": norms_of()}
-    with torch.no_grad():
-        assert_equal(layer, inputs_of(rows), state=state, **WHERE[where], **finish)
-    assert launches[0] == (options != "queries too")
-
-
-def test_gradients_flow_through_a_state(launches):
-    state = ShiftState(normal(B, 2, G, D, seed=600), normal(B, 2, G, DV, seed=601), 2)
-    assert_equal(layer_of({}), inputs_of(), state=state, rotary=table_of(D), norms=norms_of())
-    assert launches[0] == 0
-
-
-@pytest.mark.parametrize("positions", [0, 1])
-def test_no_token_and_one(positions, launches):
-    finish = {"rotary": table_of(D, positions=positions), "norms": norms_of()}
-    assert_equal(layer_of({"window": 3}), inputs_of(positions=positions), **finish)
-    assert launches[0] == 1
-
-
-@pytest.mark.parametrize("width", [D, D // 2])
-@pytest.mark.parametrize("normed", [False, True], ids=["raw", "normed"])
-def test_smaller_dtypes_err_no_more(normed, width):
-    """In bf16 by the mean square of the error; in fp32 both round every operation, and are equal up to that."""
-    layer = layer_of({"window": 3})
-    for dtype in (torch.bfloat16, torch.float32):
-        inputs, rotary = inputs_of(dtype=dtype), table_of(width, dtype=dtype)
-        norms = norms_of(dtype) if normed else None
-        wide: dict[str, Any] = {"rotary": tuple(x.double() for x in rotary)}
-        if norms is not None:
-            exact_norms = norms_of()
-            for norm, exact_norm in zip(norms, exact_norms, strict=True):
-                exact_norm.load_state_dict(norm.state_dict())
-            wide["norms"] = exact_norms
-        exact = outcome(layer, [x.double() for x in inputs], "reference", **wide)
-        own, other = (outcome(layer, inputs, backend, rotary=rotary, norms=norms) for backend in ("triton", "eager"))
-        for name, x in own.items():
-            if dtype == torch.float32:
-                torch.testing.assert_close(x, other[name], rtol=1e-5, atol=1e-5)
-                continue
-            errors = [float((y.double() - exact[name]).square().mean()) for y in (x, other[name])]
-            assert errors[0] <= errors[1], name
+def test_results_state_and_gradients(options, where, launches):
+    width = D // 2 if where else D
+    assert_equal(layer_of(options), inputs_of(), **where, rotary=table_of(width), norms=norms_of())
+    assert launches[0] == ("targets" not in options)
 
 
 # Norms that are not fused
@@ -211,13 +131,9 @@ def replaced() -> nn.Module:
     return norm
 
 
-def weightless() -> nn.Module:
-    return nn.RMSNorm(D, eps=0.25, elementwise_affine=False)
-
-
 OTHER_NORMS = {
     "another eps": lambda: norms_of(eps=0.5)[0],
-    "no gain": weightless,
+    "no gain": lambda: nn.RMSNorm(D, eps=0.25, elementwise_affine=False),
     "layer norm": lambda: nn.LayerNorm(D, eps=0.25, dtype=torch.float64),
     "no parameters": lambda: nn.Identity(),
     "hook": hooked,
@@ -245,7 +161,7 @@ def test_norms_in_float32_of_smaller_heads(launches):
     norms = tuple(HeadNorm(D, eps=0.25) for _ in range(2))
     finish = {"rotary": table_of(D, dtype=torch.bfloat16), "norms": norms}
     inputs = inputs_of(dtype=torch.bfloat16)
-    own, expected = (outcome(layer_of({}), inputs, backend, **finish) for backend in ("triton", "reference"))
+    own, expected = (outcome_of(layer_of({}), inputs, backend, **finish) for backend in ("triton", "reference"))
     assert launches[0] == 1
     for name, x in own.items():
         assert x.dtype == expected[name].dtype
@@ -257,23 +173,6 @@ def test_tables_that_are_trained_get_their_gradients(launches):
     q, k, *_ = layer_of({})(*inputs_of(), rotary=table, backend="triton")
     assert all(grad.any() for grad in torch.autograd.grad(q.sum() + k.sum(), table))
     assert launches[0] == 0
-
-
-@torch.no_grad()
-def test_a_compiled_layer_has_the_launch_in_its_graph():
-    layer, norms, table = layer_of({}), norms_of(), table_of(D)
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple:
-        return layer(q, k, v, rotary=table, norms=norms, backend="triton")
-
-    torch._dynamo.reset()
-    results = torch.compile(run, backend=counter, fullgraph=True)(*inputs_of())
-    torch._dynamo.reset()
-    for x, expected in zip(results[:3], run(*inputs_of())[:3], strict=True):
-        assert torch.equal(x, expected)
-    (graph,) = counter.graphs
-    assert "kvshift.shift" in graph.code
 
 
 # KVShiftAttention
@@ -318,19 +217,12 @@ def test_what_backward_recomputes_has_the_same_bits(heads, dtype, where, launche
     layer = make(heads, dtype=dtype, qk_norm=True)
     x = tokens(1 if where == "cu_seqlens" else 2, 11, dtype=dtype)
 
-    def gradients() -> list[Tensor]:
-        leaf = x.clone().requires_grad_()
-        out, _ = layer(leaf, **ATTENTION[where])
-        return [out, *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])]
-
-    recomputed = gradients()
+    recomputed = outcome(layer, x, **ATTENTION[where])
     assert launches[0] == 2  # forward's, and the one that backward will make
     with monkeypatch.context() as patch:
         patch.setattr(recompute, "may_recompute", lambda *modules: False)
-        kept = gradients()
+        same_bits(recomputed, outcome(layer, x, **ATTENTION[where]))
     assert launches[0] == 3
-    for own, expected in zip(recomputed, kept, strict=True):
-        assert torch.equal(own, expected)
 
 
 @pytest.mark.parametrize("frozen", ["alpha", "beta", "k_norm"])
@@ -339,11 +231,9 @@ def test_what_is_frozen_is_left_out_of_it(frozen, launches, monkeypatch):
     layer, x = make(GQA, qk_norm=True), tokens(2, 5)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(frozen not in name)
-    wanted = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     results = []
     for limit in (0, 2**20):
         monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": limit})
-        results.append(torch.autograd.grad(layer(x)[0].square().sum(), wanted))
+        results.append(outcome(layer, x))
     assert launches[0] == 3
-    for own, expected in zip(*results, strict=True):
-        assert torch.equal(own, expected)
+    same_bits(*results)

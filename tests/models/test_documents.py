@@ -83,7 +83,7 @@ def test_what_cannot_be_told_is_refused(kind: str, mask: Any, message: str):
 )
 def test_where_each_token_sees_the_one_before_it_the_row_is_one_document(mask: Tensor):
     masks = create_masks(tiny_model().config, torch.zeros(2, 6, 48), mask, None, torch.tensor([[0, 1, 2, 0, 1, 2]]))
-    assert masks["padding"] is masks["documents"] is masks["starts"] is None
+    assert masks["padding"] is masks["documents"] is masks["offsets"] is None
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -10,10 +10,6 @@ from .llama.checks import (
     assert_greedy,
     assert_next,
     check_beams,
-    check_chunked_prefill,
-    check_decoding,
-    check_left_padding,
-    check_right_padding,
     logits_of,
     new_tokens_of,
 )
@@ -46,14 +42,6 @@ def test_prompts_of_every_length_decode_as_the_reference(attention: str):
         torch.testing.assert_close(new_tokens_of(model, prompt, max_new_tokens=4, use_cache=False), cached)
 
 
-@every_variant
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_greedy_decoding(options: dict, use_cache: bool):
-    model = tiny_model(torch.float64, **options)
-    check_decoding(model, use_cache=use_cache)
-    check_left_padding(model, use_cache=use_cache)
-
-
 def test_greedy_tokens_depend_on_the_coefficients(model):
     """Otherwise the tests of this file would see nothing."""
     prompt = random_tokens(11)
@@ -62,19 +50,6 @@ def test_greedy_tokens_depend_on_the_coefficients(model):
     assert reference_greedy(weights, model.config, prompt.tolist(), 7) != reference_greedy(
         without, model.config, prompt.tolist(), 7
     )
-
-
-@every_variant
-@pytest.mark.parametrize("implementation", [None, "static"])
-def test_prefill_in_chunks(options: dict, implementation: str | None):
-    check_chunked_prefill(tiny_model(torch.float64, **options), cache_implementation=implementation)
-
-
-@every_variant
-def test_beam_search(options: dict):
-    model = tiny_model(torch.float64, **options)
-    check_beams(model)
-    check_beams(model, cache_implementation="static")
 
 
 def test_beams_are_reordered_in_the_test_above(model, monkeypatch):
@@ -130,20 +105,6 @@ def test_embeddings_as_prompt(model):
     embeds = model.get_input_embeddings()(prompt).detach()
     generated = model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=5)
     assert_greedy(model, prompt, generated)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"shift_window": 4, "shift_targets": ["q", "k", "v"]},
-        {"sliding_window": 5},
-        {"sliding_window": 5, "shift_targets": []},
-    ],
-    ids=["paper", "window 4", "sliding", "sliding without shift"],
-)
-def test_right_padded_sequences_continue_from_their_last_token(options: dict):
-    check_right_padding(tiny_model(torch.float64, **options))
 
 
 def test_padding_behind_tokens_is_not_cropped_from_a_window():

@@ -180,6 +180,11 @@ BAD_STATE: dict[str, tuple[Callable, type[Exception], str]] = {
     "unknown row": (lambda: STATE.select([3]), IndexError, r"out of range"),
     "few beams": (lambda: STATE.reorder([0, 1]), ValueError, r"beam_indices must be 3 integers, .* of shape \(2,\)"),
     "boolean beams": (lambda: STATE.reorder([True] * 3), ValueError, r"beam_indices must be 3 integers, .*torch.bool"),
+    "real beams": (
+        lambda: STATE.reorder(torch.ones(3)),
+        ValueError,
+        r"beam_indices must be 3 integers, .*torch.float32",
+    ),
     "negative crop": (lambda: STATE.crop(-1), ValueError, r"tokens must be 0 or more, got -1"),
     "no window": (lambda: STATE.crop(0, window=1), ValueError, r"window must be 2 or more, got 1"),
     "negative window": (lambda: STATE.crop(3, window=-5), ValueError, r"window must be 2 or more, got -5"),

@@ -26,7 +26,7 @@ def records(ratios: dict[str, list[float]]) -> list[Record]:
             for model in MODELS:
                 at = (200 + 7 * seed) * (ratio if model[1] == "kv-shift" else 1)
                 curve = {"step": [1, at, 400], "first_repeat": [0.1, 0.9, 1.0], "loss": [3.0, 1.0, 0.5]}
-                found.append(made_up(alternatives._label(model, reading), seed, curve=curve, options=OPTIONS))
+                found.append(made_up(alternatives._arm(model, reading), seed, curve=curve, options=OPTIONS))
     return found
 
 
@@ -36,14 +36,14 @@ def verdicts(ratios: dict[str, list[float]]) -> dict[str, str]:
 
 @pytest.mark.parametrize("preset", RECIPE.presets)
 def test_readings_differ_from_ours_in_one_thing(preset: str):
-    jobs = {job.label: job.config for job in RECIPE.jobs(preset, [7])}
+    jobs = {job.arm: job.config for job in RECIPE.jobs(preset, [7])}
     assert len(jobs) == 8
-    figure = {job.label: job.config for job in fig01a.RECIPE.jobs(preset, [7])}  # one study: the same runs
+    figure = {job.arm: job.config for job in fig01a.RECIPE.jobs(preset, [7])}  # one study: the same runs
     config, width, _ = fig01a.SIZES[preset]
     for model in MODELS:
-        ours = jobs[alternatives._label(model, OURS)]
-        assert ours == figure[alternatives._label(model, OURS)]
-        loss, latest, mlp = (jobs[alternatives._label(model, reading)] for reading in READINGS[1:])
+        ours = jobs[alternatives._arm(model, OURS)]
+        assert ours == figure[alternatives._arm(model, OURS)]
+        loss, latest, mlp = (jobs[alternatives._arm(model, reading)] for reading in READINGS[1:])
         assert loss == replace(ours, task=replace(config.task, loss="repeats"))
         assert latest == replace(ours, task=replace(config.task, mode="latest"))
         assert mlp == replace(ours, model=replace(ours.model, intermediate_size=5 * width))
@@ -71,9 +71,9 @@ def test_each_reading_has_its_verdict_and_whether_it_matters(ratios: list[float]
 @pytest.mark.parametrize("reading", READINGS[:2], ids=["ours", "other"])
 def test_a_reading_by_which_some_run_does_not_learn_leaves_open_whether_it_matters(reading: alternatives.Reading):
     given = records({})
-    slow = alternatives._label((2, "vanilla"), reading)
+    slow = alternatives._arm((2, "vanilla"), reading)
     curve = {"step": [1, 400], "first_repeat": [0.1, 0.5]}
-    given = [replace(one, curve=curve) if one.label == slow else one for one in given]
+    given = [replace(one, curve=curve) if one.arm == slow else one for one in given]
     claims = RECIPE.claims(given)
     assert len(claims) == 7
     half, *_ = (claim for claim in claims if claim.statement.startswith(alternatives._said(reading)))

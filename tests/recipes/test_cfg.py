@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvshift.lab.study.arm import Arm, arm_of_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import CFG3F, CFG3S, CFGTask
 from kvshift.lab.tasks.streams import evaluation_batches
@@ -124,8 +125,8 @@ def test_a_run_of_smoke(tmp_path: Path):
     assert record["curve"]["step"][-1] == cfg.SMOKE.steps
     answers = record["result"]["answers"]
     assert {name: answers[name]["questions"] for name in answers} == {"from_prefix": 4, "from_start": 4}
-    given = Record(label="KV-shift", seed=3, **record)
-    other = replace(given, label="vanilla")
+    given = Record(arm=Arm(variant="kv-shift"), seed=3, **record)
+    other = replace(given, arm=arm_of_label("vanilla"))
     assert [claim.direction for claim in RECIPE.claims([given, other])] == ["not shown"] * 5
     assert task_of(given.options).config == cfg.SMOKE.task
 
@@ -143,5 +144,5 @@ def test_the_floor_is_that_of_the_sequences_a_run_is_evaluated_on(tmp_path: Path
         name: sum(int((batch.slices == at).sum()) for batch in batches) for at, name in enumerate(task.slice_names)
     }
     assert record["result"]["evaluation"]["answers"] == counts
-    floor = cfg._floor([Record(label="KV-shift", seed=3, **record)])
+    floor = cfg._floor([Record(arm=Arm(variant="kv-shift"), seed=3, **record)])
     assert floor == pytest.approx(-float(task.grammar.window_log_probability(ids)[:, 1:].mean()), rel=1e-12)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvshift.lab.core.options import to_json
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim
-from kvshift.lab.study.models import model_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.training.probes import KINDS
 from kvshift.recipes.decide import study as decide
@@ -33,7 +33,7 @@ def records(gains: dict[int, list[float]], *, on_new: float = 0.0) -> list[Recor
                 losses["loss_neither"] = on_new if lower else 0.0
                 curve = {name: [*plain[:3], plain[3] - less] for name, less in losses.items()}
                 curve |= {"step": STEPS, "prefix_matching": [0.01, 0.01, 0.3 if lower else 0.01, 0.4]}
-                found.append(made_up(model_label(layers, variant), seed, curve=curve, options=options))
+                found.append(made_up(Arm(variant=variant, layers=layers), seed, curve=curve, options=options))
     return found
 
 

@@ -11,10 +11,9 @@ import pytest
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.options import to_json
 from kvshift.lab.data.config import SHARED
+from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.jobs import on_text_at_hand
-from kvshift.lab.study.models import model_label
 from kvshift.lab.study.recipe import Record
-from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.depth import study as depth
 
@@ -28,11 +27,11 @@ def record(layers: int, variant: str, losses: list[float], seed: int = 0) -> Rec
     (job,) = [
         replace(job, config=replace(job.config, model=replace(job.config.model, num_hidden_layers=layers)))
         for job in depth.jobs("laptop", [seed])
-        if job.label == model_label(2, variant)
+        if job.arm == Arm(variant=variant, layers=2)
     ]
     options = to_json(job.config) | {"steps": 100 * len(losses), "data_facts": {"tokens": 1024}}
     curve = {"step": [100 * (at + 1) for at in range(len(losses))], "loss": losses}
-    return made_up(model_label(layers, variant), seed, curve=curve, options=options)
+    return made_up(Arm(variant=variant, layers=layers).label, seed, curve=curve, options=options)
 
 
 def records(gains: dict[int, list[float]], *, base: float = 4.0) -> list[Record]:
@@ -80,8 +79,8 @@ def test_at_equal_compute_a_deep_model_has_taken_fewer_steps():
     gains = {2: [0.1, 0.11, 0.12], 8: [0.1, 0.11, 0.12]}
     given = records(gains)
     for at, one in enumerate(given):
-        if one.label == "KV-shift, 8 layers":
-            vanilla = next(o for o in given if (o.label, o.seed) == ("vanilla, 8 layers", one.seed))
+        if one.arm.label == "KV-shift, 8 layers":
+            vanilla = next(o for o in given if (o.arm.label, o.seed) == ("vanilla, 8 layers", one.seed))
             curve = {**one.curve, "loss": [*one.curve["loss"][:-1], vanilla.curve["loss"][-1] + 0.001 * one.seed]}
             given[at] = replace(one, curve=curve)
     found = directions(given)
@@ -114,7 +113,7 @@ def test_all_questions_are_ours():
 
 def test_the_figure_shows_losses_over_compute_and_gains_over_depth():
     left, right = RECIPE.plot(records({2: [0.1, 0.2], 4: [0.1, 0.2]})).axes
-    labels = [model_label(layers, variant) for layers in (2, 4) for variant in PAIR]
+    labels = [arm.label for layers in (2, 4) for arm in pair(layers=layers)]
     assert left.get_legend_handles_labels()[1] == labels
     assert right.get_legend_handles_labels()[1] == [f"equal {what}, 95 % interval" for what in ("steps", "compute")]
     assert [tick.get_text() for tick in right.get_xticklabels()] == ["2", "4"]
@@ -160,13 +159,13 @@ def test_a_text_that_is_not_there_is_asked_for(
 @pytest.mark.slow
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
-    assert job.label == "vanilla, 1 layer"
+    assert job.arm.label == "vanilla, 1 layer"
     assert not job.is_finished(tmp_path / "run")
     job.run(tmp_path / "run")
     assert job.is_finished(tmp_path / "run")
     with pytest.raises(LabError, match="holds a run with other options"):
         job.at_rate(0.5).is_finished(tmp_path / "run")
-    found = Record(label=job.label, seed=3, **job.record(tmp_path / "run"))
+    found = Record(arm=job.arm, seed=3, **job.record(tmp_path / "run"))
     assert found.curve["step"] == [2, 4]
     assert "eval_losses_per_row" not in found.result
     assert depth._flops(found) > 0

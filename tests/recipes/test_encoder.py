@@ -38,7 +38,7 @@ def records(losses: dict[str, float]) -> list[Record]:
 
 def test_every_model_has_what_it_is_called_for() -> None:
     found = RECIPE.jobs("laptop", [0])
-    assert [job.label for job in found] == LABELS
+    assert [job.arm.label for job in found] == LABELS
     sizes = [describe(job.config.model, vocab_size=20, length=128) for job in found]
     models = [build_model(size, seed=0) for size in sizes]
     assert [count_parameters(model)["shift_parameters"] for model in models] == [0, 2 * 4 * 4, 2 * 4 * 4, 2 * 4 * 6]

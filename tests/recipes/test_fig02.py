@@ -30,7 +30,7 @@ def computed() -> list[Record]:
 
 @pytest.fixture
 def records(computed: list[Record]) -> dict[str, Record]:
-    return {record.label: record for record in copy.deepcopy(computed)}
+    return {record.arm.label: record for record in copy.deepcopy(computed)}
 
 
 def as_kept(result: dict) -> dict:
@@ -114,7 +114,7 @@ def test_what_is_drawn_is_the_field_to_five_digits_on_its_own_grid() -> None:
 
 
 def test_the_presets() -> None:
-    assert [job.label for job in RECIPE.jobs("paper", [0])] == ["exact", "paper", "script", "flow"]
+    assert [job.arm.label for job in RECIPE.jobs("paper", [0])] == ["exact", "paper", "script", "flow"]
     assert {job.config.points for job in RECIPE.jobs("paper", [0])[:3]} == {1000}  # as np.linspace in the paper
     for preset in RECIPE.presets:
         assert [job.seed for job in RECIPE.jobs(preset, [0, 1, 2])] == [0] * 4  # nothing is drawn

@@ -23,7 +23,7 @@ def records(*, parameters: int = 2_888_000_000, share: float = 1.0) -> list[Reco
         shares: dict[str, Any] = {name: share * value for name, value in planned.items()}
         options = to_json(job.config)  # type: ignore[attr-defined]
         options["size"] = "2.9B"
-        found.append(made_up(job.label, options=options, planned=planned, **counted, **shares))
+        found.append(made_up(job.arm.label, options=options, planned=planned, **counted, **shares))
     return found
 
 
@@ -54,7 +54,7 @@ def test_the_papers_devices_and_contexts() -> None:
         ("2.9B", 512, 4096, None),
         ("19B", 240, 12_288, None),
     }
-    trained = {job.label: job.config for job in RECIPE.jobs("paper", [0])}  # type: ignore[attr-defined]
+    trained = {job.arm.label: job.config for job in RECIPE.jobs("paper", [0])}  # type: ignore[attr-defined]
     assert len(trained) == 4
     one = trained["KV-shift, 32 layers, 4096 tokens"]
     assert one.steps * (one.tokens_per_step or 0) == pytest.approx(5e11, rel=1e-4)
@@ -66,13 +66,13 @@ def test_one_pair_of_training_runs_decides_nothing() -> None:
     given = [made_up(f"{variant}, 32 layers, 4096 tokens", curve=curve) for variant in ("KV-shift", "vanilla")]
     (claim,) = RECIPE.claims(given)
     assert claim.direction == "not shown"
-    assert RECIPE.plot(given).axes[0].get_legend_handles_labels()[1] == [one.label for one in given]
+    assert RECIPE.plot(given).axes[0].get_legend_handles_labels()[1] == [one.arm.label for one in given]
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 def test_a_dry_run_of_smoke() -> None:
     job: Any = RECIPE.jobs("smoke", [0])[0]
-    found = made_up(job.label, options=to_json(job.config), **job.function(job.config))
+    found = made_up(job.arm.label, options=to_json(job.config), **job.function(job.config))
     (claim,) = RECIPE.claims([found])
     assert claim.direction == "holds"
     assert "one of 8 processes takes a step on fake tensors" in claim.statement

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.fig04 import study as fig04
@@ -26,16 +27,16 @@ def records(gains: list[float], *, size: str | None = "1.5B") -> list[Record]:
                 end = 3 + 0.1 * seed - (gain if variant == "kv-shift" else 0)
                 curve = {"step": [100, 200, 300], "loss": [5.0, 3.9, end]}
                 options = {"optimizer": {"learning_rate": 4 * rate}, "model": {"size": size}}
-                found.append(made_up(fig04._label(variant, rate), seed, curve=curve, options=options))
+                found.append(made_up(Arm(variant=variant, rate=rate), seed, curve=curve, options=options))
     return found
 
 
 def ended(given: list[Record], variant: str, *losses: float, **result: int) -> list[Record]:
     """The same with every run of a variant at the highest rate ended like this."""
-    label = fig04._label(variant, PAPER_RATES[-1])
+    arm = Arm(variant=variant, rate=PAPER_RATES[-1])
     return [
         replace(one, curve={"step": [100, 200, 300][: len(losses)], "loss": [*losses]}, result=result)
-        if one.label == label
+        if one.arm == arm
         else one
         for one in given
     ]
@@ -103,7 +104,7 @@ def test_whether_the_gain_shrinks_at_low_rates(more: list[float], direction: str
     given = records([0.02, 0.02, 0.02])
     better = [
         replace(one, curve={**one.curve, "loss": [*one.curve["loss"][:2], one.curve["loss"][2] - more[one.seed]]})
-        if one.label == fig04._label("kv-shift", PAPER_RATES[-2])
+        if one.arm == Arm(variant="kv-shift", rate=PAPER_RATES[-2])
         else one
         for one in given
     ]
@@ -111,7 +112,7 @@ def test_whether_the_gain_shrinks_at_low_rates(more: list[float], direction: str
     assert (last.own, last.direction) == (True, direction)
     assert last.statement == "The gain is larger at the paper's rate 0.001 than at 0.0001"
     diverged = [
-        replace(one, result={"diverged_at": 3}) if one.label == fig04._label("vanilla", PAPER_RATES[0]) else one
+        replace(one, result={"diverged_at": 3}) if one.arm == Arm(variant="vanilla", rate=PAPER_RATES[0]) else one
         for one in given
     ]
     assert RECIPE.claims(diverged)[-1].direction == "not shown"

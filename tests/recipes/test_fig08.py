@@ -10,6 +10,7 @@ import torch
 
 from kvshift.lab.core.atomic import read_json
 from kvshift.lab.core.options import to_json
+from kvshift.lab.study.arm import arm_of_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import HopConfig, HopTask, generator_of
 from kvshift.lab.variants.building import build_model, describe
@@ -63,7 +64,7 @@ def test_the_paper_preset_has_the_published_schedule():
         assert rate(fig08.SIX_LAYERS, step) == pytest.approx(1e-4 * (200_001 - step) / 199_001, rel=1e-6)
     for config in (fig08.PAPER, fig08.SIX_LAYERS):
         assert (config.batch_size, config.optimizer.weight_decay, config.optimizer.beta2) == (32, 0.01, 0.999)
-    (job,) = [job for job in RECIPE.jobs("paper", [0]) if job.label == "vanilla, 5 layers"]
+    (job,) = [job for job in RECIPE.jobs("paper", [0]) if job.arm.label == "vanilla, 5 layers"]
     task = HopTask(job.config.task)
     assert (task.length, task.vocab_size) == (100, 23)
     model = build_model(describe(job.config.model, vocab_size=23, length=100), seed=0)
@@ -186,11 +187,11 @@ def test_the_figure_has_a_panel_for_each_depth():
 
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
-    assert job.label == "vanilla, 2 layers"
+    assert job.arm.label == "vanilla, 2 layers"
     assert not job.is_finished(tmp_path)
     job.run(tmp_path)
     assert job.is_finished(tmp_path)
-    record = Record(label=job.label, seed=3, **job.record(tmp_path))
+    record = Record(arm=job.arm, seed=3, **job.record(tmp_path))
     errors = record.result["errors"]
     assert set(errors["off"]) == set(errors["on"]) == {"1", "2"}
     assert errors["rows"] == 10
@@ -203,7 +204,7 @@ def test_a_run_of_smoke(tmp_path: Path):
     job.run(tmp_path)
     assert read_json(tmp_path / "result.json") == before
     assert job.record(tmp_path)["result"]["errors"] == errors
-    claims = RECIPE.claims([record, replace(record, label="KV-shift, 2 layers")])
+    claims = RECIPE.claims([record, replace(record, arm=arm_of_label("KV-shift, 2 layers"))])
     assert [claim.direction for claim in claims] == ["not shown"] * 2
 
 

@@ -20,7 +20,7 @@ from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.language_models import STUDY, lm_figures, lm_tables
 from kvshift.recipes.language_models.lm_paper import LENGTHS, LOSSES, RATES
-from kvshift.recipes.language_models.settings import TABLES, Place, label_at
+from kvshift.recipes.language_models.settings import TABLES, Place, arm_at
 from kvshift.recipes.results_pages import published, results_page
 
 from ..lab.study.cases import made_up
@@ -38,10 +38,10 @@ def made(variant: str, place: Place, loss: float, *, seed: int = 0, rate: float 
         "steps": 200,
         "tokens_per_step": 512,
     }
-    label = label_at(place, variant)
+    arm = arm_at(place, variant)
     curve = {"step": [100, 200], "loss": [loss + 1, loss]}
-    record = made_up(f"{label}, rate {rate:.2g}" if tunes else label, seed, curve=curve, options=options)
-    return replace(record, tunes=label) if tunes else record
+    record = made_up(arm, seed, curve=curve, options=options)
+    return replace(record, arm=replace(arm, rate=rate), tunes=arm) if tunes else record
 
 
 def seeds(losses: Mapping[str, Sequence[float]], places: Sequence[Place] = (Place(2, 128),)) -> list[Record]:
@@ -68,13 +68,13 @@ def test_what_a_recipe_runs_can_be_run(name: str) -> None:
     recipe = find_recipe(name)
     for preset, size in recipe.presets.items():
         jobs = recipe.jobs(preset, range(2))
-        assert len({(job.label, job.seed) for job in jobs}) == len(jobs)
+        assert len({(job.arm, job.seed) for job in jobs}) == len(jobs)
         for job in jobs:
             assert isinstance(job, StudyJob)
             job.config.check()
             variant = variant_of({**vars(job.config.model), "shift_targets": [*(job.config.model.shift_targets or ())]})
             assert variant in VARIANTS
-            assert job.label.startswith(VARIANTS[variant].label)
+            assert job.arm.label.startswith(VARIANTS[variant].label)
         assert preset != "laptop" or size.seeds >= 3
 
 
@@ -90,7 +90,7 @@ def test_equal_runs_of_two_recipes_have_one_name_and_runs_of_one_name_are_equal(
         tuning = [] if grid is None else tuning_jobs(recipe.jobs(preset, grid.seeds), grid)
         for job in [*jobs, *tuning]:
             assert isinstance(job, StudyJob)
-            run, text = (job.label, job.seed, job.tunes), repr(job.config)
+            run, text = (job.arm, job.seed, job.tunes), repr(job.config)
             shared += run in by_name
             assert by_name.setdefault(run, text) == text
             if job.tunes is None:
@@ -135,7 +135,7 @@ def test_the_paper_preset_is_the_setting_of_blagpt() -> None:
         assert (size.num_hidden_layers, size.hidden_size, size.head_dim, size.intermediate_size) == (12, 768, 64, 3072)
         assert (size.num_attention_heads, size.num_key_value_heads) == (12, 4)
         assert (size.attention_bias, size.mlp_bias, size.tie_word_embeddings) == (True, True, True)
-        parameters = 103_937_280 + 38_633_472 + (192 if job.label.startswith("KV-shift") else 0)
+        parameters = 103_937_280 + 38_633_472 + (192 if job.arm.label.startswith("KV-shift") else 0)
         assert count_parameters(size).total == parameters
 
 
@@ -193,7 +193,7 @@ def test_a_cell_that_diverged_says_so_and_is_never_the_best() -> None:
     good = made("vanilla", place, 3.5, seed=1000, rate=4e-3, tunes=True)
     bad = replace(made("vanilla", place, 2.5, seed=1000, rate=8e-3, tunes=True), result={"diverged_at": 7})
     assert diverged(bad)
-    assert best_rates([good, bad], least_loss()) == {"vanilla, 2 layers, 128 tokens": 4e-3}
+    assert best_rates([good, bad], least_loss()) == {arm_at(place, "vanilla"): 4e-3}
     records = [good, bad, *seeds({"vanilla": ALIKE})]
     assert "| 0.008 (0.002) | diverged (3.3605) |" in lm_tables.side_by_side(records, "vanilla")
 
@@ -341,7 +341,7 @@ def test_figures_are_drawn_from_records(name: str) -> None:
     records = []
     for job in jobs:
         assert isinstance(job, StudyJob)
-        model, variant = job.config.model, next(v for v in VARIANTS if job.label.startswith(f"{VARIANTS[v].label}, "))
+        model = job.config.model
         variant = variant_of({**vars(model), "shift_targets": [*(model.shift_targets or ())]})
         place = Place(model.num_hidden_layers or 0, job.config.data.sequence_length)
         records.append(made(variant, place, 3 + 0.01 * len(variant), seed=job.seed))
@@ -362,10 +362,10 @@ def test_figures_are_drawn_from_records(name: str) -> None:
 @pytest.mark.slow
 def test_a_run_of_smoke(tmp_path: Path) -> None:
     job: Any = find_recipe("tab07").jobs("smoke", [3])[-2]
-    assert job.label == "KV-shift, 1 layer, 8 tokens"
+    assert job.arm.label == "KV-shift, 1 layer, 8 tokens"
     job.run(tmp_path / "run")
     assert job.is_finished(tmp_path / "run")
-    found = Record(label=job.label, seed=3, **job.record(tmp_path / "run"))
+    found = Record(arm=job.arm, seed=3, **job.record(tmp_path / "run"))
     assert found.curve["step"] == [2, 4]
     table = [sum(found.curve[f"alpha1 {a} alpha2, beta1 {b} beta2"][-1] or 0 for a in (">", "<=") for b in (">", "<="))]
     assert table == [2]  # KV heads
@@ -380,7 +380,7 @@ def test_a_run_that_diverges_is_finished_and_one_that_fails_otherwise_is_not(
     job.run(tmp_path / "run")
     assert job.is_finished(tmp_path / "run")
     job.run(tmp_path / "run")  # finished: left as it is
-    found = Record(label=job.label, seed=3, **job.record(tmp_path / "run"))
+    found = Record(arm=job.arm, seed=3, **job.record(tmp_path / "run"))
     assert diverged(found)
     assert 1 <= found.result["diverged_at"] <= 4
     assert least_loss()(found) == (-math.inf,)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.core.options import to_json
-from kvshift.lab.study.models import model_label
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.study.tuning import tuning_jobs
 from kvshift.lab.variants.building import build_model, describe
@@ -31,7 +31,7 @@ def record(
         "steps": 400,
     }
     return made_up(
-        f"{model_label(*model)}, width {width}",
+        Arm(variant=variant, layers=layers, length=mqar.LAPTOP.task.length, width=width),
         seed,
         options=options,
         curve={"step": [1, reached, 390, 395, 400], "queries": [0.1, *[accuracy] * 4]},
@@ -50,7 +50,9 @@ def directions(given: list[Record]) -> dict[str, str]:
 
 def test_the_paper_preset_is_figure_2_of_zoology():
     grid = RECIPE.presets["paper"].grid
-    jobs = [job for job in tuning_jobs(RECIPE.jobs("paper", [0]), grid) if job.label.startswith("vanilla, 2 layers")]
+    jobs = [
+        job for job in tuning_jobs(RECIPE.jobs("paper", [0]), grid) if job.arm.label.startswith("vanilla, 2 layers")
+    ]
     settings = {(job.config.task.length, job.config.task.pairs, job.config.batch_size) for job in jobs}
     assert settings == {(64, 4, 512), (128, 8, 512), (256, 16, 256)}
     assert {job.config.model.width for job in jobs} == {64, 128, 256, 512}
@@ -82,7 +84,7 @@ def test_three_of_three_decide_nothing():
 
 @pytest.mark.parametrize("missed", [1, 4, 5])
 def test_a_claim_about_all_seeds_fails_only_where_all_of_them_do_otherwise(missed: int):
-    given = [one for one in records() if not one.label.startswith("KV-shift, 1 layer")]
+    given = [one for one in records() if not one.arm.label.startswith("KV-shift, 1 layer")]
     given += [record((1, "kv-shift"), 0.5 if seed < missed else 1.0, seed=seed) for seed in range(5)]
     expected = "fails" if missed == 5 else "not shown"
     assert directions(given)["KV-shift, 1 layer, answers within 400 steps"] == expected
@@ -91,7 +93,7 @@ def test_a_claim_about_all_seeds_fails_only_where_all_of_them_do_otherwise(misse
 @pytest.mark.parametrize(("slow", "expected"), [(2, "not shown"), (5, "fails")])
 def test_of_a_vanilla_model_that_is_only_slow_it_is_said_that_it_does_not_within_the_steps(slow: int, expected: str):
     """And how often, however high it came."""
-    given = [one for one in records() if not one.label.startswith("vanilla, 2 layers")]
+    given = [one for one in records() if not one.arm.label.startswith("vanilla, 2 layers")]
     given += [record((2, "vanilla"), 0.98 if seed < slow else 1.0, seed=seed) for seed in range(5)]
     claim = next(claim for claim in RECIPE.claims(given) if "vanilla, 2 layers, answers" in claim.statement)
     assert (claim.statement[-16:], claim.direction) == ("within 400 steps", expected)
@@ -99,7 +101,7 @@ def test_of_a_vanilla_model_that_is_only_slow_it_is_said_that_it_does_not_within
 
 
 def test_a_spike_at_the_last_step_is_a_third_of_what_is_scored():
-    given = [one for one in records() if not one.label.startswith("vanilla, 1 layer")]
+    given = [one for one in records() if not one.arm.label.startswith("vanilla, 1 layer")]
     for seed in range(5):
         one = record((1, "vanilla"), 0.3, seed=seed)
         given.append(replace(one, curve={**one.curve, "queries": [0.1, 0.3, 0.3, 0.3, 0.6]}))
@@ -120,16 +122,15 @@ def test_each_width_is_a_panel_and_has_its_claims():
     assert len(RECIPE.claims(given)) == 10
     panels = RECIPE.plot(given).axes
     assert [axes.get_title() for axes in panels] == [f"32 tokens, 4 pairs, width {width}" for width in (64, 128)]
-    labels = [model_label(*model) for model in mqar.MODELS]
+    labels = [Arm(variant=variant, layers=layers).label for layers, variant in mqar.MODELS]
     assert panels[0].get_legend_handles_labels()[1] == [*labels, "chance"]
 
 
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
-    assert job.label == "KV-shift, 1 layer, 16 tokens, width 8"
+    assert job.arm.label == "KV-shift, 1 layer, 16 tokens, width 8"
     job.run(tmp_path)
-    found = Record(label=job.label, seed=3, **job.record(tmp_path))
+    found = Record(arm=job.arm, seed=3, **job.record(tmp_path))
     assert found.curve["step"] == [2, 4]
     assert found.result["evaluation"]["rows"] == 9
-    assert mqar._cells([found]) == [(16, 8)]
-    assert mqar._runs([found], 16, 8, (1, "kv-shift")) == {3: found}
+    assert mqar._cells([found]) == [Arm(length=16, width=8)]

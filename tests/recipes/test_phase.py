@@ -12,11 +12,10 @@ import pytest
 from transformers import TrainerControl
 
 from kvshift.lab.core.options import to_json
-from kvshift.lab.study.models import model_label
+from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import TrainConfig
-from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.phase import phase_search
 from kvshift.recipes.phase import study as phase
 from kvshift.recipes.phase.changes import Changes
@@ -29,10 +28,12 @@ STEPS = [100 * at for at in range(1, 11)]
 LOSSES = ("loss", *(f"loss_{kind}" for kind in KINDS))
 
 
-def record(label: str, seed: int, matching: list[float], losses: dict[str, list[float]], config: TrainConfig) -> Record:
+def record(
+    arm: Arm | str, seed: int, matching: list[float], losses: dict[str, list[float]], config: TrainConfig
+) -> Record:
     options = to_json(replace(config, seed=seed)) | {"data_facts": {"tokens": 1024}}
     curve = {"step": STEPS, "prefix_matching": matching, **losses}
-    return made_up(label, seed, curve=curve, options=options, tokens=STEPS[-1] * 4096)
+    return made_up(arm, seed, curve=curve, options=options, tokens=STEPS[-1] * 4096)
 
 
 def rising(at: float) -> list[float]:
@@ -59,7 +60,7 @@ def records(
             ours_too = {name: [loss - parts[name] * gain for loss in slope] for name in LOSSES}
             args = ((one, "kv-shift", ours_too), (other, "vanilla", plain))
             for at, variant, losses in args:
-                found.append(record(model_label(number, variant), seed, rising(at), losses, config))
+                found.append(record(Arm(variant=variant, layers=number), seed, rising(at), losses, config))
     return found
 
 
@@ -89,7 +90,7 @@ def test_nothing_is_read_twice():
 
 def test_the_search_tries_each_setting_once_and_vanilla_alone():
     jobs = RECIPE.jobs("search", [0])
-    assert len({job.label for job in jobs}) == len(jobs) == len(SEARCH)
+    assert len({job.arm.label for job in jobs}) == len(jobs) == len(SEARCH)
     for job, setting in zip(jobs, SEARCH, strict=True):
         assert isinstance(job, phase_search.SearchJob)
         job.config.check()
@@ -109,7 +110,7 @@ def test_a_run_of_the_search_ends_at_the_second_evaluation_at_the_level():
 def test_a_job_of_the_search_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(phase_search, "LEVEL", 0.0)
     config = replace(phase.SMOKE, steps=9, eval_every=2, eval_rows=2)
-    job = phase_search.SearchJob(label="a setting", config=config)
+    job = phase_search.SearchJob(arm=Arm(case="a setting"), config=config)
     job.run(tmp_path / "run")
     found = job.record(tmp_path / "run")
     assert found["curve"]["step"] == [2, 4]
@@ -208,4 +209,4 @@ def test_the_figure_marks_each_change():
     for axes in figure.axes:
         upright = [line for line in axes.get_lines() if len({*line.get_xdata()}) == 1 and line.get_linestyle() == ":"]
         assert len(upright) == 2  # of both depths, where all seeds have changed: with the shift
-        assert {line.get_label() for line in axes.get_lines()} >= {model_label(n, v) for n in (1, 2) for v in PAIR}
+        assert {line.get_label() for line in axes.get_lines()} >= {arm.label for n in (1, 2) for arm in pair(layers=n)}

@@ -32,7 +32,7 @@ def records(
     jobs: Any = FIG06.jobs("laptop", range(seeds))
     for number, job in enumerate(jobs):
         options = to_json(job.config) | {"data_facts": {"tokens": 1024}}
-        one = made_up(job.label, job.seed, options=options)
+        one = made_up(job.arm.label, job.seed, options=options)
         size, steps = parameters_of(one), job.config.steps
         loss = (1e14 / size) ** 0.07 * (1 + noise * ((number * 7) % 5 - 2)) + 0.01 * job.seed
         shifts = bool(job.config.model.shift_targets)
@@ -53,8 +53,8 @@ def test_figure_6_has_all_runs_of_figure_5(preset: str) -> None:
     jobs: Any = FIG06.jobs(preset, [0, 7])
     assert len(jobs) == 4 * (len(SIZES[preset][0]) + 1)
     some: Any = FIG05.jobs(preset, [0, 7])
-    shared = {(job.label, repr(job.config)) for job in some}
-    assert shared < {(job.label, repr(job.config)) for job in jobs}
+    shared = {(job.arm.label, repr(job.config)) for job in some}
+    assert shared < {(job.arm.label, repr(job.config)) for job in jobs}
 
 
 def test_at_least_five_sizes_are_fitted_on_the_same_tokens() -> None:
@@ -69,7 +69,7 @@ def test_at_least_five_sizes_are_fitted_on_the_same_tokens() -> None:
 
 
 def test_embeddings_and_coefficients_are_no_part_of_the_size() -> None:
-    sizes = {one.label: parameters_of(one) for one in records()}
+    sizes = {one.arm.label: parameters_of(one) for one in records()}
     # per layer 4 E^2 + 3 E F + 2 E, F = 8/3 E up to a multiple of 32, and the last norm
     assert sizes["vanilla, 2 layers of width 32"] == 2 * (4 * 32**2 + 3 * 32 * 96 + 64) + 32
     assert sizes["KV-shift, 2 layers of width 32"] == sizes["vanilla, 2 layers of width 32"]
@@ -123,8 +123,8 @@ def test_the_figures_show_sizes_the_law_and_the_long_run() -> None:
 
 def test_a_run_of_smoke(tmp_path: Path) -> None:
     job: Any = FIG06.jobs("smoke", [3])[-1]
-    assert job.label == "vanilla, 1 layer of width 8"
+    assert job.arm.label == "vanilla, 1 layer of width 8"
     job.run(tmp_path / "run")
-    found = Record(label=job.label, seed=3, **job.record(tmp_path / "run"))
+    found = Record(arm=job.arm, seed=3, **job.record(tmp_path / "run"))
     assert parameters_of(found) > 0
     assert power_law._loss(found, 1.0) == found.curve["loss"][-1]

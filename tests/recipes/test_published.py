@@ -32,6 +32,6 @@ def test_published_runs_are_those_of_the_preset(name: str, preset: str) -> None:
         tuning = [record for record in records if record.tunes is not None]
         tunes = tuning_jobs(recipe.jobs(preset, grid.seeds), grid)
         jobs = [*tunes, *at_best_rates(jobs, best_rates(tuning, recipe.tuned_by))]
-    by_run = {(record.label, record.seed): record for record in records}
-    assert {(job.label, job.seed) for job in jobs} == set(by_run)
-    assert {job.label: lines for job in jobs if (lines := job.other_options(by_run[job.label, job.seed].options))} == {}
+    by_run = {(record.arm, record.seed): record for record in records}
+    assert {(job.arm, job.seed) for job in jobs} == set(by_run)
+    assert {job.arm: lines for job in jobs if (lines := job.other_options(by_run[job.arm, job.seed].options))} == {}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.study.arm import arm_of_label
 from kvshift.lab.study.claims import not_testable
 from kvshift.lab.study.preset_report import report
 from kvshift.lab.study.records import kept_records, read_records, write_records
@@ -97,7 +98,9 @@ def test_each_variants_own_rate_is_said_and_the_ends_of_the_grid(results: Path) 
         for label, best in (("vanilla, 2 layers", 4e-3), ("KV-shift, 1 layer", 2e-3)):
             options = {**OPTIONS, "optimizer": {"learning_rate": rate}}
             final = 0.99 if rate == best else 0.5
-            records.append(replace(made_up(label, 1000, curve=curve(0.1, final), options=options), tunes=label))
+            records.append(
+                replace(made_up(label, 1000, curve=curve(0.1, final), options=options), tunes=arm_of_label(label))
+            )
     write_records(path, records)
     text = results_pages.results_page(results_pages.published(results))
     assert "| own best of 3 | **" in text
@@ -120,7 +123,7 @@ def test_where_rates_are_the_question_each_model_has_several(results: Path) -> N
 def test_rates_that_follow_from_the_size_are_one_for_each(results: Path) -> None:
     path = results / "fig01a" / "laptop.jsonl"
     smaller = {**OPTIONS, "model": {"family": "llama", "hidden_size": 12}, "optimizer": {"learning_rate": 0.004}}
-    records = [replace(r, options=smaller) if r.label == "vanilla, 1 layer" else r for r in read_records(path)]
+    records = [replace(r, options=smaller) if r.arm.label == "vanilla, 1 layer" else r for r in read_records(path)]
     write_records(path, records)
     assert "| one for each size | **" in results_pages.results_page(results_pages.published(results))
 

@@ -76,10 +76,10 @@ def test_all_parts_see_the_same_and_differ_in_what_is_trained():
     assert len(jobs) == 3 * 4
     for job in jobs:
         job.config.check()
-        twin = next(one for one in jobs if (one.seed, one.label) == (job.seed, ALL))
+        twin = next(one for one in jobs if (one.seed, one.arm.label) == (job.seed, ALL))
         assert replace(job.config, tune="shift") == twin.config
         assert job.held_out == twin.held_out
-        assert job.config.tune == PARTS[job.label]
+        assert job.config.tune == PARTS[job.arm.label]
 
 
 def test_rates_are_chosen_on_other_sequences_by_shorter_runs():
@@ -96,7 +96,7 @@ def test_rates_are_chosen_on_other_sequences_by_shorter_runs():
 
 def test_the_longer_runs_go_on_where_those_of_the_laptop_end():
     laptop, longer = (
-        {(job.label, job.seed): job for job in RECIPE.jobs(preset, [0, 1, 2])} for preset in ("laptop", "longer")
+        {(job.arm.label, job.seed): job for job in RECIPE.jobs(preset, [0, 1, 2])} for preset in ("laptop", "longer")
     )
     assert set(longer) < set(laptop)
     for run, job in longer.items():
@@ -216,7 +216,7 @@ def test_the_same_command_resumes_and_measures_what_was_not(tmp_path: Path):
     assert main(command) == 0
     folder = tmp_path / "retrofit" / "smoke"
     before = reported(read_records(folder / "records.jsonl"))
-    assert {record.label for record in before} == {NOTHING, *PARTS}
+    assert {record.arm.label for record in before} == {NOTHING, *PARTS}
     run = folder / "lora" / "seed-0"
     assert not (run / "model").exists()
     shutil.rmtree(run / "checkpoint-8")
@@ -225,5 +225,5 @@ def test_the_same_command_resumes_and_measures_what_was_not(tmp_path: Path):
     assert main(command) == 0
     after = reported(read_records(folder / "records.jsonl"))
     for one, other in zip(before, after, strict=True):
-        assert (one.label, one.curve) == (other.label, other.curve)
+        assert (one.arm.label, one.curve) == (other.arm.label, other.curve)
         assert one.result["losses"] == other.result["losses"]

@@ -41,12 +41,12 @@ def test_what_two_recipes_share_is_run_once_and_kept_together(tmp_path: Path, mo
         for seed in (0, 1):
             assert runs(folder_of(out / "counting/smoke", Counting(label=f"Beads, {label}", seed=seed))) == 1
     whole = read_records(kept / "counting/smoke.jsonl")
-    assert [record.label[-1] for record in whole] == ["a", "a", "b", "b", "c", "c"]
+    assert [record.arm.label[-1] for record in whole] == ["a", "a", "b", "b", "c", "c"]
     assert not (kept / "counting/smoke.partial.jsonl").exists()
     for name, labels in (("abacus", "aabb"), ("rosary", "bbcc")):
         found = kept_records(kept, recipes[name], "smoke")
         assert found is not None
-        assert [record.label[-1] for record in found] == [*labels]
+        assert [record.arm.label[-1] for record in found] == [*labels]
         assert read_records(out / name / "smoke/records.jsonl") == found
         assert (out / name / "smoke/report.md").exists()
 
@@ -57,6 +57,6 @@ def test_of_a_study_seeds_count_that_all_labels_have(tmp_path: Path) -> None:
     write_records(tmp_path / "counting/smoke.jsonl", records[:-1])  # the last seed of b is missing
     found = kept_records(tmp_path, recipe, "smoke")
     assert found is not None
-    assert [(record.label[-1], record.seed) for record in found] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert [(record.arm.label[-1], record.seed) for record in found] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     write_records(tmp_path / "counting/smoke.jsonl", records[:4])  # of b there is one
     assert kept_records(tmp_path, recipe, "smoke") is None

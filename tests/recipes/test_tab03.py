@@ -109,5 +109,5 @@ def test_the_figure_shows_every_setting(records: list[Record]) -> None:
 
 def test_only_draws_have_seeds() -> None:
     jobs = RECIPE.jobs("laptop", [0, 3])
-    assert [(job.label, job.seed) for job in jobs] == [(DRAWS, 0), (DRAWS, 3), (LIMIT, 0)]
+    assert [(job.arm.label, job.seed) for job in jobs] == [(DRAWS, 0), (DRAWS, 3), (LIMIT, 0)]
     assert [job.config.seed for job in jobs[:2]] == [0, 3]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvshift.lab.study.arm import arm_of_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.tasks import IGSMConfig
 from kvshift.lab.tasks.igsm import IGSMTask
@@ -50,7 +51,7 @@ def test_letters_are_random(preset: str):
 
 
 def test_the_paper_settings_are_those_stated():
-    jobs = {job.label: job.config for job in tab04.jobs("paper", [0])}
+    jobs = {job.arm.label: job.config for job in tab04.jobs("paper", [0])}
     assert list(jobs) == ["KV-shift, Tr21-Te24", "vanilla, Tr21-Te24", "KV-shift, Tr12-Te15", "vanilla, Tr12-Te15"]
     for setting, rows, steps, decay in (("Tr12-Te15", 512, 100_000, 0.05), ("Tr21-Te24", 256, 200_000, 0.03)):
         config = jobs[f"KV-shift, {setting}"]
@@ -153,17 +154,17 @@ def test_the_figure_has_both_models_and_what_is_in_print():
 
 def test_a_run_of_smoke(tmp_path: Path):
     job = tab04.jobs("smoke", [3])[0]
-    assert job.label == "KV-shift, Tr2-Te3"
+    assert job.arm.label == "KV-shift, Tr2-Te3"
     job.run(tmp_path)
-    record = Record(label=job.label, seed=3, **job.record(tmp_path))
+    record = Record(arm=job.arm, seed=3, **job.record(tmp_path))
     assert record.curve["step"] == [2, 4]
     assert record.result["answers"]["paper"]["questions"] == 8
     assert record.result["inside"]["paper"]["questions"] == 8
-    claims = RECIPE.claims([record, replace(record, label="vanilla, Tr2-Te3")])
+    claims = RECIPE.claims([record, replace(record, arm=arm_of_label("vanilla, Tr2-Te3"))])
     assert [claim.direction for claim in claims] == ["not testable here", "not shown"]
 
-    (tmp_path / tab04.INSIDE).unlink()  # killed between training and asking
+    (tmp_path / "inside.json").unlink()  # killed between training and asking
     assert not job.is_finished(tmp_path)
     job.run(tmp_path)
     assert job.record(tmp_path)["result"]["inside"] == record.result["inside"]
-    RECIPE.plot([record, replace(record, label="vanilla, Tr2-Te3")])
+    RECIPE.plot([record, replace(record, arm=arm_of_label("vanilla, Tr2-Te3"))])

@@ -9,7 +9,7 @@ import pytest
 from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.study.recipe import Record
 from kvshift.recipes.catalogue import find_recipe
-from kvshift.recipes.language_models.settings import Place, label_at
+from kvshift.recipes.language_models.settings import Place, arm_at
 from kvshift.recipes.tab05.study import CELLS
 
 from ..lab.study.cases import made_up
@@ -31,7 +31,7 @@ def record(alike: int, seed: int, *, size: str | None = "2.9B") -> Record:
     model = {"size": size, "num_hidden_layers": place.layers}
     options = {"model": model, "data": {"sequence_length": place.length}, "steps": 200}
     curve = {"step": [100, 200], "loss": [4.0, 3.0], **{name: [start[name], end[name]] for name in start}}
-    return made_up(label_at(place, "kv-shift"), seed, curve=curve, options=options, coefficients=layers(alike))
+    return made_up(arm_at(place, "kv-shift"), seed, curve=curve, options=options, coefficients=layers(alike))
 
 
 @pytest.mark.parametrize(

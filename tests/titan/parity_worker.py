@@ -18,6 +18,7 @@ import torch
 import torch._dynamo  # once, for all that are forked
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kvshift import ShiftOptions
@@ -144,20 +145,20 @@ def difference(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> tup
 
 @contextmanager
 def counted() -> Iterator[dict[str, list[int]]]:
-    """Bytes of each message of the shift, forward and backward, and of keys and values that attention gathers."""
+    """Bytes that the shift sends to each rank in forward, and of keys and values that attention gathers."""
     traffic: dict[str, list[int]] = {"sent": [], "gathered": []}
-    send, gather = dist.batch_isend_irecv, context_parallel.flex_cp_allgather
+    exchange, gather = functional.all_to_all_single_autograd, context_parallel.flex_cp_allgather
 
-    def count_sent(operations: list[Any]) -> Any:
-        traffic["sent"] += [each.tensor.nbytes for each in operations if each.op is dist.isend]
-        return send(operations)
+    def count_sent(tokens: Tensor, received: list[int], sent: list[int], group: Any) -> Tensor:
+        traffic["sent"] += [number * tokens[0].nbytes for number in sent if number]
+        return exchange(tokens, received, sent, group)
 
     def count_gathered(k: Tensor, v: Tensor, *where: Any) -> Any:
         gathered = gather(k, v, *where)
         traffic["gathered"].append(sum(x.nbytes for x in gathered) - k.nbytes - v.nbytes)
         return gathered
 
-    sending = patch.object(dist, "batch_isend_irecv", count_sent)
+    sending = patch.object(functional, "all_to_all_single_autograd", count_sent)
     with sending, patch.object(context_parallel, "flex_cp_allgather", count_gathered):
         yield traffic
 
@@ -231,8 +232,8 @@ def documents_ignored(shifts: list[TitanShift]) -> list[Any]:
 
 
 def wrong_neighbour(shifts: list[TitanShift]) -> list[Any]:
-    stock = halo._Division.chunks
-    return [patch.object(halo._Division, "chunks", lambda self, rank: stock(self, self.size - 1 - rank))]
+    stock = halo._held_chunks
+    return [patch.object(halo, "_held_chunks", lambda rank, size, layout: stock(size - 1 - rank, size, layout))]
 
 
 def nothing(shifts: list[TitanShift]) -> list[Any]:

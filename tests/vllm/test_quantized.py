@@ -1,8 +1,8 @@
-"""Weights of 8 bits: those of the projections. Coefficients and raw keys and values stay as they are.
+"""Quantized weights of the projections, and keys and values of 8 bits in the cache.
 
-The model beside it is transformers'. With integers its projections call vLLM's kernel, and do not compute with the
-numbers that the weights stand for: on a processor without VNNI oneDNN's sums of products overflow, in vLLM's own models
-too.
+Coefficients and raw keys and values stay as they are. The model beside it is transformers'. With integers of 8 bits its
+projections call vLLM's kernel, and do not compute with the numbers that the weights stand for: on a processor without
+VNNI oneDNN's sums of products overflow, in vLLM's own models too.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from vllm import _custom_ops as ops
+from vllm.outputs import RequestOutput
 
 from kvshift.models.retrofit import load_kv_shift
 
@@ -27,9 +31,15 @@ from .engines import compared, count, drawn, engine
 Checkpoint = Callable[[str], Path]
 
 KINDS = {"int": torch.int8, "float": torch.float8_e4m3fn}
+GROUP = 32
+"""Weights of 4 bits that share a scale, along the input."""
+
+with_avx512 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="vLLM's kernel for CPUs needs AVX-512"
+)
 
 
-def config_of(kind: str) -> dict[str, Any]:
+def _of_8_bits(kind: str) -> dict[str, Any]:
     """As llm-compressor writes it: a scale for each output, and for the input of each token."""
     numbers = {"num_bits": 8, "type": kind, "symmetric": True}
     group = {
@@ -37,13 +47,20 @@ def config_of(kind: str) -> dict[str, Any]:
         "weights": numbers | {"strategy": "channel", "dynamic": False},
         "input_activations": numbers | {"strategy": "token", "dynamic": True},
     }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+    return _COMPRESSED | {"format": f"{kind}-quantized", "config_groups": {"group_0": group}}
+
+
+_COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
+_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "int": _of_8_bits("int"),
+    "float": _of_8_bits("float"),
+    "compressed": _COMPRESSED
+    | {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS}}},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+}
+"""What config.json says of the quantization."""
 
 
 def quantize(folder: Path, out: Path, kind: str) -> Any:
@@ -51,14 +68,20 @@ def quantize(folder: Path, out: Path, kind: str) -> Any:
     shutil.copytree(folder, out)
     model, weights = load_kv_shift(folder).eval(), load_file(folder / "model.safetensors")
     for name, module in model.named_modules():
-        if name.endswith("_proj"):
-            weight, scale = eight_bits(module.weight.detach(), kind)
-            weights |= {f"{name}.weight": weight, f"{name}.weight_scale": scale}
+        if not name.endswith("_proj"):
+            continue
+        weight = weights.pop(f"{name}.weight")
+        if kind in KINDS:
+            weight, scale = eight_bits(weight, kind)
+            tensors = {"weight": weight, "weight_scale": scale}
             project = {"int": by_the_kernel, "float": by_the_numbers}[kind]
             module.forward = project(weight, scale, module.bias)
+        else:
+            module.weight.data, tensors = four_bits(weight, kind)
+        weights |= {f"{name}.{key}": value for key, value in tensors.items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     fields = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(fields | {"quantization_config": config_of(kind)}))
+    (out / "config.json").write_text(json.dumps(fields | {"quantization_config": CONFIGS[kind]}))
     return model
 
 
@@ -67,6 +90,42 @@ def eight_bits(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(-1, keepdim=True) / (127 if kind == "int" else torch.finfo(KINDS[kind]).max)
     numbers = x / scale
     return (numbers.round() if kind == "int" else numbers).to(KINDS[kind]), scale
+
+
+def four_bits(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The numbers that a weight (out, in) of 4 bits stands for, and the tensors of it that a checkpoint has."""
+    groups = weight.unflatten(-1, (-1, GROUP))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    if kind == "awq":  # of 0 to 15, one stands for zero
+        scale = ((high - low) / 15).half().float()
+        zero = (-low / scale).round().clamp(0, 15)
+    else:
+        scale = (groups.abs().amax(-1, keepdim=True) / 7).half().float()
+        zero = torch.full_like(scale, 8)
+    integers = ((groups / scale).round() + zero).clamp(0, 15)
+    numbers = ((integers - zero) * scale).flatten(1)
+    integers, scale, zero = integers.flatten(1), scale[..., 0].half(), zero[..., 0]
+    if kind == "compressed":
+        shape = torch.tensor(weight.shape)
+        return numbers, {"weight_packed": packed(integers, 1), "weight_scale": scale, "weight_shape": shape}
+    scales = scale.t().contiguous()
+    if kind == "gptq":  # its files say one less of what stands for zero
+        groups_of_inputs = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
+        zeros = packed(zero.t() - 1, 1)
+        return numbers, {
+            "qweight": packed(integers.t(), 0),
+            "qzeros": zeros,
+            "scales": scales,
+            "g_idx": groups_of_inputs,
+        }
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # AWQ's, of eight outputs
+    qweight, qzeros = (x.t().unflatten(1, (-1, 8))[..., order].flatten(1) for x in (integers, zero))
+    return numbers, {"qweight": packed(qweight, 1), "qzeros": packed(qzeros, 1), "scales": scales}
+
+
+def packed(integers: Tensor, dim: int) -> Tensor:
+    """Eight numbers of 0 to 15 along a dimension as one of 32 bits, the first lowest."""
+    return pack_to_int32((integers - 8).to(torch.int8).contiguous(), 4, packed_dim=dim).contiguous()
 
 
 def by_the_numbers(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -92,21 +151,78 @@ def by_the_kernel(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Callabl
     return project
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama-retrofit", "int"), ("qwen3", "int"), ("qwen3", "float")])
-def test_weights_of_8_bits(name: str, kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """In chunks and with hits in the prefix cache.
-
-    Now and then an input lies so near the middle between two numbers of 8 bits that its last bit decides which it
-    becomes. So some probabilities are further off than in a model that is not quantized; the tokens are the same.
-    """
-    model = quantize(checkpoint(name), tmp_path / "quantized", kind)
+def answers(folder: Path, **options: Any) -> list[RequestOutput]:
+    """Of prompts that are computed in chunks and, the second time, with hits in the prefix cache."""
     start, *ends = drawn(70, *range(1, 40, 3), seed=13)
-    with engine(tmp_path / "quantized", max_num_batched_tokens=48) as running:
+    with engine(folder, max_num_batched_tokens=48, **options) as running:
         outputs = [output for _ in range(2) for output in running.generate([[*start, *end] for end in ends], tokens=24)]
         assert max(running.chunks(output) for output in outputs) > 1
     assert max(count(outputs)) >= 64
-    found = [compared(model, output) for output in outputs]
-    likeliest, errors = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return outputs
+
+
+def compare(model: PreTrainedModel, outputs: list[RequestOutput]) -> tuple[Tensor, Tensor]:
+    """Of all tokens: see `compared`."""
+    likeliest, errors = zip(*[compared(model, output) for output in outputs], strict=True)
+    return torch.cat(likeliest), torch.cat(errors)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama-retrofit", "int"), ("qwen3", "int"), ("qwen3", "float")])
+def test_weights_of_8_bits(name: str, kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Now and then an input lies so near the middle between two numbers of 8 bits that its last bit decides which it
+    becomes. So some probabilities are further off than in a model that is not quantized; the tokens are the same.
+    """
+    model = quantize(checkpoint(name), tmp_path / "quantized", kind)
+    likeliest, errors = compare(model, answers(tmp_path / "quantized"))
     assert likeliest.all()
     assert errors.median() < 1e-5
     assert errors.max() < 0.1
+
+
+@with_avx512
+@pytest.mark.parametrize("kind", ["compressed", "gptq", "awq"])
+def test_weights_of_4_bits(kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Inputs have 16 bits, as vLLM has no others for them: errors are those of that dtype, see test_half_precision."""
+    model = quantize(checkpoint("qwen3-of-4-bits"), tmp_path / "quantized", kind).half()
+    _, errors = compare(model, answers(tmp_path / "quantized", dtype="float16"))
+    assert errors.mean() < 12 * torch.finfo(torch.float16).eps
+    assert errors.max() < 0.1
+
+
+@with_avx512
+@pytest.mark.parametrize(
+    ("name", "cache_dtype", "options"),
+    [
+        ("llama-retrofit", "fp8", {}),
+        ("qwen3-sliding", "fp8_e5m2", {}),
+        ("llama-window-3-linear", "fp8", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    ],
+)
+def test_keys_and_values_of_8_bits(
+    name: str, cache_dtype: str, options: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shifted is rounded, as vLLM's kernel for CPUs does it, and nothing before the shift is.
+
+    Where a number lies next to one of 8 bits, its last bit decides to which it is rounded; in the prompts' common start
+    that shows in all answers.
+    """
+    dtype = torch.float8_e5m2 if cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
+
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
+        return sdpa_attention_forward(module, q, towards_zero(k, dtype), towards_zero(v, dtype), *args, **options)
+
+    model = load_kv_shift(checkpoint(name)).eval()
+    outputs = answers(checkpoint(name), kv_cache_dtype=cache_dtype, **options)
+    assert compare(model, outputs)[1].mean() > 0.01
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", attend)
+    likeliest, errors = compare(model, outputs)
+    assert likeliest.all()
+    assert errors.median() < 1e-4
+    assert errors.max() < 0.01
+
+
+def towards_zero(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of 8 bits nearest to x among those that are not larger."""
+    nearest = x.to(dtype)
+    bits = nearest.view(torch.uint8) - (nearest.to(x.dtype).abs() > x.abs()).to(torch.uint8)
+    return bits.view(dtype).to(x.dtype)

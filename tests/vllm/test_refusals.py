@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvshift.models.retrofit import add_kv_shift
 
-from .test_quantized import config_of
+from .test_quantized import CONFIGS
 
 Checkpoint = Callable[[str], Path]
 
@@ -27,7 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pipeline_parallel_size": {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
     "kv_transfer_config": {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
     "kv_offloading_size": {"kv_offloading_size": 1.0},
-    "kv_cache_dtype": {"kv_cache_dtype": "fp8"},
+    "kv_cache_dtype": {"kv_cache_dtype": "fp8_inc"},
+    "kv_cache_dtype_skip_layers": {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]},
     "quantization": {"quantization": "fp8"},
     "enable_prompt_embeds": {"enable_prompt_embeds": True},
     "runner": {"runner": "pooling"},
@@ -49,10 +50,16 @@ def test_options(name: str, checkpoint: Checkpoint) -> None:
         EngineArgs(str(checkpoint("llama")), **options).create_engine_config()
 
 
-_FOUR_BITS = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
-_OF_FOUR_BITS = config_of("int") | {"format": "pack-quantized", "config_groups": {"group_0": _FOUR_BITS}}
+def _quantized(**changes: Any) -> tuple[str, dict[str, Any]]:
+    return "llama", {"quantization_config": CONFIGS["int"] | changes}
+
+
+_WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel"}
+_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "quantization must be compressed-tensors": ("llama", {"quantization_config": _OF_FOUR_BITS}),
+    "quantization must be of 8 bits": _quantized(config_groups={"0": {"targets": ["Linear"], "weights": _WEIGHTS}}),
+    "quantization must .* got 'compressed-tensors'": _quantized(kv_cache_scheme=_CACHE),
+    "quantization must .* got 'auto_gptq'": ("llama", {"quantization_config": CONFIGS["gptq"] | {"bits": 8}}),
     "sliding_window": ("llama", {"shift_window": 3, "sliding_window": 2}),
     "rope_parameters": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "architectures": ("llama", {"architectures": ["KVShiftLlamaForSequenceClassification"]}),

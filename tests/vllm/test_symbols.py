@@ -117,7 +117,9 @@ ATTRIBUTES = {
         "cache_config compilation_config kv_transfer_config lora_config model_config "
         "num_speculative_tokens offload_config parallel_config scheduler_config speculative_config"
     ),
-    "vllm.config:CacheConfig": ("block_size cache_dtype kv_offloading_size kv_sharing_fast_prefill"),
+    "vllm.config:CacheConfig": (
+        "block_size cache_dtype kv_cache_dtype_skip_layers kv_offloading_size kv_sharing_fast_prefill"
+    ),
     "vllm.config:CompilationConfig": "mode splitting_ops static_forward_context use_inductor_graph_partition",
     "vllm.config:ModelConfig": ("dtype enable_prompt_embeds hf_config quantization runner_type"),
     "vllm.config:ParallelConfig": (

@@ -105,6 +105,7 @@ TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral": _retrofitted(MistralForCausalLM, MistralConfig, sliding_window=None),
     "qwen2": _retrofitted(Qwen2ForCausalLM, Qwen2Config, hidden_size=128, tie_word_embeddings=True),
     "qwen3": _retrofitted(Qwen3ForCausalLM, Qwen3Config, attention_bias=True),
+    "qwen3-of-4-bits": _retrofitted(Qwen3ForCausalLM, Qwen3Config, attention_bias=True, intermediate_size=96),
     "mistral-sliding": _retrofitted(MistralForCausalLM, MistralConfig, sliding_window=40),
     "qwen2-sliding": _retrofitted(
         Qwen2ForCausalLM, Qwen2Config, hidden_size=128, use_sliding_window=True, sliding_window=40, max_window_layers=1

@@ -5,18 +5,18 @@ Shapes: S sequences, N cached keys of each (the newest last), G KV heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvshift.ops import ShiftState
-from kvshift.ops.state import index_of, same_parts
+from kvshift.ops.state import SequenceState
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionState:
+class AttentionState(SequenceState):
     """The cache of one `KVShiftAttention` layer for S sequences.
 
     Sequences are flushed right: the newest keys stand last, and columns from before a sequence began are padding. So
@@ -42,9 +42,6 @@ class AttentionState:
     max_rollback: int
     packed: Tensor | None = None
 
-    __eq__ = same_parts
-    __hash__ = None  # type: ignore[assignment]  # as `ShiftState`
-
     @property
     def sequences(self) -> int:
         """S, the number of sequences."""
@@ -61,26 +58,6 @@ class AttentionState:
         longest = int(member_SN.sum(1).amax()) if member_SN.numel() else 0
         k, v = flush_right(self.k, self.v, member_SN, longest)
         return replace(self, k=k, v=v, packed=None)
-
-    def select(self, indices: Tensor | Sequence[int]) -> AttentionState:
-        """Keep the given sequences, in that order; an index may come more than once.
-
-        Args:
-            indices: (n,) integers, or (S,) booleans. None of them gives the state of no sequence.
-        """
-        index = index_of(indices, self.seen)
-        return self._map(lambda x: x.index_select(0, index), lambda shift: shift.select(index))
-
-    def reorder(self, beam_indices: Tensor | Sequence[int]) -> AttentionState:
-        """Row i continues row `beam_indices[i]`, as in beam search; (S,) integers."""
-        order = torch.as_tensor(beam_indices, device=self.seen.device)
-        is_integer = order.dtype != torch.bool and not (order.is_floating_point() and order.numel())  # as in `index_of`
-        if order.shape != (self.sequences,) or not is_integer:
-            raise ValueError(
-                f"beam_indices must be {self.sequences} integers, one for each sequence, "
-                f"got {order.dtype} of {tuple(order.shape)}"
-            )
-        return self.select(order)
 
     def crop(self, tokens: int) -> AttentionState:
         """Forget the last `tokens` tokens of every sequence, as after rejected drafts.
@@ -124,27 +101,8 @@ class AttentionState:
             packed=None,
         )
 
-    def to(self, *args, **kwargs) -> AttentionState:
-        """Move or cast; takes what `Tensor.to` takes. Counts stay integers."""
-        moved = self._map(
-            lambda x: x.to(*args, **kwargs) if x.is_floating_point() else x,
-            lambda shift: shift.to(*args, **kwargs),
-        )
-        return replace(moved, seen=moved.seen.to(moved.k.device))
-
-    def detach(self) -> AttentionState:
-        """Cut the gradient, as between two chunks of truncated back-propagation through time."""
-        return self._map(torch.detach, ShiftState.detach)
-
-    def _map(self, tensor: Callable[[Tensor], Tensor], shift: Callable[[ShiftState], ShiftState]) -> AttentionState:
-        whole = self.unpack()
-        return replace(
-            whole,
-            k=tensor(whole.k),
-            v=tensor(whole.v),
-            seen=tensor(whole.seen),
-            shift=None if whole.shift is None else shift(whole.shift),
-        )
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> AttentionState:
+        return super()._map(fn) if self.packed is None else self.unpack()._map(fn)
 
 
 # A pytree, so that an exported program can take and return it.

@@ -12,12 +12,13 @@ Shapes: B batch, L tokens of a shard, N chunks of a shard, C = L / N, H query he
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kvshift.layers.shift import COEFFICIENT_NAMES
 from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.shift import check_coefficients, check_input, check_tensor
 from kvshift.ops.state import ShiftState
@@ -68,19 +69,17 @@ def shift_shard(
     Source:
         Equation 5 of the paper, for sharded sequences.
     """
-    shifted: dict[str, Tensor] = {}
-    windows = set()
-    for name, x, letter, mix in (("q", q, "gamma", gamma), ("k", k, "alpha", alpha), ("v", v, "beta", beta)):
-        if mix is not None:
-            check_input(name, x)  # type: ignore[arg-type]  # no queries: a TypeError that says so
-            check_coefficients(letter, mix, x)  # type: ignore[arg-type]
-            shifted[name] = x  # type: ignore[assignment]
-            windows.add(mix.shape[1])
+    given, mixes = {"q": q, "k": k, "v": v}, {"q": gamma, "k": alpha, "v": beta}
+    shifted: Any = {name: given[name] for name, mix in mixes.items() if mix is not None}
+    for name, x in shifted.items():
+        check_input(name, x)
+        check_coefficients(COEFFICIENT_NAMES[name], cast(Tensor, mixes[name]), x)
     if not shifted:
         return q, k, v
+    windows = sorted({mix.shape[1] for mix in mixes.values() if mix is not None})
     if len(windows) > 1:
-        raise ValueError(f"alpha, beta and gamma must have the same window, got {sorted(windows)}")
-    chunks, rows = _chunks_of_shard(layout), windows.pop() - 1
+        raise ValueError(f"alpha, beta and gamma must have the same window, got {windows}")
+    chunks, rows = _chunks_of_shard(layout), windows[0] - 1
     documents = same_document = None
     if positions is not None:
         _check_positions(positions, k)
@@ -88,20 +87,17 @@ def shift_shard(
         documents = (positions == 0).cumsum(1)
         lags = torch.arange(rows, 0, -1, device=k.device)  # of the rows of a halo, seen from the chunk's first token
         same_document = (positions[:, :1] >= lags)[..., None, None]
+
     halos = exchange_halo([*shifted.values()], rows, group=group, layout=layout)
-    halo = dict(zip(shifted, halos, strict=True))
-
-    def state(name: str, x: Tensor) -> Tensor:
-        if name not in halo:
-            return x.new_zeros(x.shape[0] * chunks, rows, *x.shape[2:])
-        before = halo[name].flatten(0, 1)
-        return before if same_document is None else torch.where(same_document, before, 0)
-
-    states = ShiftState(state("k", k), state("v", v), rows, None if gamma is None or q is None else state("q", q))
-    by_chunk: Any = [None if x is None else _by_chunk(x, chunks) for x in (q, k, v)]
-    where: dict[str, Any] = {"state": states, "seq_idx": documents, "keep_state": False, "backend": backend}
-    shifts: Any = shift_norm_rope(by_chunk[0], by_chunk[1], by_chunk[2], alpha, beta, gamma, **where)
-    q_hat, k_hat, v_hat = (None if x is None else x.unflatten(0, (-1, chunks)).flatten(1, 2) for x in shifts[:3])
+    by_chunk: Any = {name: None if x is None else _by_chunk(x, chunks) for name, x in given.items()}
+    states = {name: x.new_zeros(x.shape[0], rows, *x.shape[2:]) for name, x in by_chunk.items() if x is not None}
+    for name, halo in zip(shifted, halos, strict=True):
+        before = halo.flatten(0, 1)
+        states[name] = before if same_document is None else torch.where(same_document, before, 0)
+    where: dict[str, Any] = {"seq_idx": documents, "keep_state": False, "backend": backend}
+    where["state"] = ShiftState(states["k"], states["v"], rows, states.get("q"))
+    *results, _ = shift_norm_rope(by_chunk["q"], by_chunk["k"], by_chunk["v"], alpha, beta, gamma, **where)
+    q_hat, k_hat, v_hat = (None if x is None else x.unflatten(0, (-1, chunks)).flatten(1, 2) for x in results)
     return q_hat, k_hat, v_hat  # type: ignore[return-value]
 
 
@@ -119,10 +115,9 @@ def exchange_halo(
     Before the first token of the sequence stand zeros. Documents do not matter here: whoever reads a halo, reads only
     as much of it as belongs to the document of the reading token.
 
-    With C >= rows, a rank sends one message in the contiguous layout, to the next rank, and two in the head-tail
-    layout, one to each neighbour; in backward, the gradients travel the other way. With shorter chunks, messages come
-    from ranks further away too. Eager code sends point to point; under torch.compile it is one all-to-all, which can be
-    traced.
+    It is one all-to-all, in which a rank with C >= rows sends tokens to the next rank alone in the contiguous layout,
+    and to each neighbour in the head-tail layout; in backward, the gradients travel the other way. With shorter chunks,
+    tokens come from ranks further away too.
 
     Every rank of the group must call this with tensors of the same shapes. If one rank differentiates the result, all
     must: a rank whose loss does not depend on its halo would keep its neighbours waiting.
@@ -139,138 +134,67 @@ def exchange_halo(
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype or shape; the message names it.
     """
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
     chunks = _chunks_of_shard(layout)
     length = _check_tensors(tensors, chunks)
     if rows < 1:
         raise ValueError(f"rows must be at least 1 (the window less one), got {rows}")
-    rank, division = dist.get_rank(group), _Division(layout, dist.get_world_size(group), length // chunks, rows)
-    peers = division.peers(rank)
-    outgoing = {peer: division.routes(rank, peer) for peer in peers}
-    incoming = {peer: division.routes(peer, rank) for peer in peers}
-    within = division.routes(rank, rank)
-    features = [x.shape[2:].numel() for x in tensors]
-
-    def pack(routes: Sequence[_Route]) -> Tensor:
-        """The tokens of these routes with all features of all tensors, (tokens, B, F)."""
-        stacked = [
-            torch.stack([x[:, r.token] for r in routes]) if routes else x[:, :0].transpose(0, 1) for x in tensors
-        ]
-        shapes = [(len(routes), x.shape[0], width) for x, width in zip(tensors, features, strict=True)]
-        return torch.cat([x.reshape(shape) for x, shape in zip(stacked, shapes, strict=True)], dim=2)
-
-    received = _exchange(
-        pack([route for routes in outgoing.values() for route in routes]),
-        {peer: len(routes) for peer, routes in outgoing.items()},
-        {peer: len(routes) for peer, routes in incoming.items()},
-        group,
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    leaving, arriving = _routes(rank, size, layout, length // chunks, rows)
+    sent = [token for tokens in leaving for token in tokens]
+    batch, features = tensors[0].shape[0], [x.shape[2:].numel() for x in tensors]
+    picked = [torch.cat([x[:, :0], *(x[:, token : token + 1] for token in sent)], dim=1) for x in tensors]
+    packed = [x.reshape(batch, len(sent), width) for x, width in zip(picked, features, strict=True)]
+    received = all_to_all_single_autograd(
+        torch.cat(packed, dim=2).transpose(0, 1).contiguous(),
+        [len(places) for places in arriving],
+        [len(tokens) for tokens in leaving],
+        group or dist.group.WORLD,  # type: ignore[arg-type]
     )
-    arrived = [route for routes in incoming.values() for route in routes]
-    # Where nothing arrives, a sum over nothing: backward must come to the exchange all the same, as others wait for it.
-    zero = torch.zeros_like(received[0]) if arrived else received.sum(0)
-    halo = [zero] * (chunks * rows)
-    for route, token in (
-        *zip(arrived, received.unbind(0), strict=True),
-        *zip(within, pack(within).unbind(0), strict=True),
-    ):
-        halo[route.row] = token
-    parts = torch.stack(halo, dim=1).unflatten(1, (chunks, rows)).split(features, dim=3)
+    if received.requires_grad and not torch.compiler.is_compiling():
+        received.register_hook(_refuse_second_derivative)
+
+    # Where nothing arrives, it is still a part of the graph: backward must come to the exchange, as others wait for it.
+    found = torch.cat([received, received.new_zeros(1, *received.shape[1:])])
+    index_of = {row: i for i, row in enumerate(place for places in arriving for place in places)}
+    halo = torch.stack([found[index_of.get(row, -1)] for row in range(chunks * rows)], dim=1)
+    parts = halo.unflatten(1, (chunks, rows)).split(features, dim=3)
     return [part.reshape(*part.shape[:3], *x.shape[2:]) for part, x in zip(parts, tensors, strict=True)]
 
 
-class _Route(NamedTuple):
-    """A token on its way: its index in the shard that holds it, and the row of the halo where it is read."""
-
-    token: int
-    row: int
+def _held_chunks(rank: int, size: int, layout: Layout) -> tuple[int, ...]:
+    """The chunks that one of `size` ranks holds, in their order in its shard."""
+    return (rank,) if layout == "contiguous" else (rank, 2 * size - 1 - rank)
 
 
-class _Division(NamedTuple):
-    """Which rank holds which tokens, and who needs them.
+def _routes(rank: int, size: int, layout: Layout, length: int, rows: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Which tokens of its shard a rank sends to each rank, and into which rows of its halo go those from each.
 
-    Attributes:
-        layout: see the head of the module.
-        size: R, the number of ranks.
+    Args:
         length: C.
         rows: W - 1.
     """
-
-    layout: Layout
-    size: int
-    length: int
-    rows: int
-
-    def chunks(self, rank: int) -> tuple[int, ...]:
-        """The chunks that a rank holds, in their order in its shard."""
-        return (rank,) if self.layout == "contiguous" else (rank, 2 * self.size - 1 - rank)
-
-    def peers(self, rank: int) -> list[int]:
-        """The other ranks with which this one may exchange tokens."""
-        reach = -(-self.rows // self.length)
-        near = {chunk + step for chunk in self.chunks(rank) for step in range(-reach, reach + 1)}
-        return [peer for peer in range(self.size) if peer != rank and not near.isdisjoint(self.chunks(peer))]
-
-    def routes(self, source: int, target: int) -> list[_Route]:
-        """The tokens that `target` needs of `source`, in the order of their rows."""
-        held, routes = self.chunks(source), []
-        for row in range(len(held) * self.rows):
-            number, behind = divmod(row, self.rows)
-            token = self.chunks(target)[number] * self.length - self.rows + behind
-            if token >= 0 and token // self.length in held:
-                index = held.index(token // self.length) * self.length + token % self.length
-                routes.append(_Route(index, row))
-        return routes
+    held = [_held_chunks(holder, size, layout) for holder in range(size)]
+    places = {chunk: (holder, i * length) for holder, chunks in enumerate(held) for i, chunk in enumerate(chunks)}
+    leaving: list[list[int]] = [[] for _ in range(size)]
+    arriving: list[list[int]] = [[] for _ in range(size)]
+    for target, chunks in enumerate(held):
+        needed = [chunk * length + behind for chunk in chunks for behind in range(-rows, 0)]
+        for row, token in enumerate(needed):
+            if token < 0:
+                continue
+            holder, start = places[token // length]
+            if holder == rank:
+                leaving[target].append(start + token % length)
+            if target == rank:
+                arriving[holder].append(row)
+    return leaving, arriving
 
 
-def _exchange(
-    sent: Tensor, outgoing: dict[int, int], incoming: dict[int, int], group: dist.ProcessGroup | None
-) -> Tensor:
-    """Send tokens and receive others, sorted by rank.
-
-    Args:
-        sent: (tokens, B, F), those for each rank of `outgoing` one after another.
-        outgoing, incoming: how many tokens go to a rank or come from it.
-
-    Returns:
-        (tokens, B, F), those of each rank of `incoming` one after another.
-    """
-    if not torch.compiler.is_compiling():
-        return _PointToPoint.apply(sent, outgoing, incoming, group)
-    from torch.distributed._functional_collectives import all_to_all_single_autograd
-
-    ranks = range(dist.get_world_size(group))
-    received, sizes = ([counts.get(rank, 0) for rank in ranks] for counts in (incoming, outgoing))
-    return all_to_all_single_autograd(sent, received, sizes, group or dist.group.WORLD)  # type: ignore[arg-type]
-
-
-class _PointToPoint(torch.autograd.Function):
-    """`_exchange` by a message for each rank that gets tokens."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, sent: Tensor, outgoing: dict[int, int], incoming: dict[int, int], group: dist.ProcessGroup | None
-    ) -> Tensor:
-        ctx.outgoing, ctx.incoming, ctx.group = outgoing, incoming, group
-        return _send_and_receive(sent, outgoing, incoming, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError("a halo has no second derivatives: leave out create_graph=True")
-        return _send_and_receive(gradient.contiguous(), ctx.incoming, ctx.outgoing, ctx.group), None, None, None
-
-
-def _send_and_receive(
-    sent: Tensor, outgoing: dict[int, int], incoming: dict[int, int], group: dist.ProcessGroup | None
-) -> Tensor:
-    received = sent.new_empty(sum(incoming.values()), *sent.shape[1:])
-    messages = []
-    for operation, tokens, counts in ((dist.isend, sent, outgoing), (dist.irecv, received, incoming)):
-        for peer, part in zip(counts, tokens.split(list(counts.values())), strict=True):
-            if len(part) > 0:
-                messages.append(dist.P2POp(operation, part, group=group, group_peer=peer))
-    for work in dist.batch_isend_irecv(messages) if messages else []:
-        work.wait()
-    return received
+def _refuse_second_derivative(_: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise NotImplementedError("a halo has no second derivatives: leave out create_graph=True")
 
 
 def _by_chunk(x: Tensor, chunks: int) -> Tensor:

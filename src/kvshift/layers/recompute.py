@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,12 +43,9 @@ def recomputing(
     shifted: tuple[Tensor, Tensor],
     *,
     state: ShiftState | None = None,
-    cu_seqlens: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    mask: Tensor | None = None,
     rotary: Rotary | None = None,
     norms: Norms | None = None,
-    backend: str = "auto",
+    **where: Any,
 ) -> AbstractContextManager[None]:
     """While it is open, attention keeps the raw k and v for backward in place of the shifted ones.
 
@@ -59,7 +57,7 @@ def recomputing(
         shift: the layer that shifted.
         raw: k and v as `KVShift.forward` got them.
         shifted: what it made of them and attention is about to be given, in any view.
-        state, cu_seqlens, seq_idx, mask, rotary, norms, backend: as `KVShift.forward` got them.
+        state, rotary, norms, where: all else that `KVShift.forward` got.
     """
     if not (is_worth_recomputing(raw[0]) and may_recompute(shift, *(norms or ()))):
         return KEEP_ALL
@@ -69,16 +67,14 @@ def recomputing(
     trained = [parameter is not None and parameter.requires_grad for parameter in parameters]
     if not any(trained) or any(type(tensor) is not Tensor for tensor in (*raw, *shifted)):
         return KEEP_ALL
-    k, v = raw[0].detach(), raw[1].detach()
     with torch.no_grad():
         coefficients = shift.coefficients()
     alpha, beta = (
         coefficients[target] if is_trained else None for target, is_trained in zip("kv", trained, strict=True)
     )
     call = Call(
-        None, k, v, alpha, beta, *((None, None) if state is None else (state.k, state.v)), *(rotary or (None, None)),
-        cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask, norms=norms, gamma=coefficients.get("q"), max_rows=0,
-        backend=backend,
+        None, raw[0].detach(), raw[1].detach(), alpha, beta, *((None, None) if state is None else (state.k, state.v)),
+        *(rotary or (None, None)), norms=norms, gamma=coefficients.get("q"), max_rows=0, **where,
     )  # fmt: skip
     path = fused_path(call)
     call = call._replace(gamma=None)  # keys and values alone
@@ -86,8 +82,7 @@ def recomputing(
         call = with_plan(call)
     if path == "unfused" and alpha is None:  # keys are kept
         call = call._replace(cos=None, sin=None, norms=None)
-    k_norm = None if norms is None else norms[1]
-    read = [] if k_norm is None else [*k_norm.parameters(), *k_norm.buffers()]
+    read = [] if norms is None else [*norms[1].parameters(), *norms[1].buffers()]
     inputs = (*call[:TENSORS], *call.boundaries(), *read)
     outputs = [tensor if is_trained else None for tensor, is_trained in zip(shifted, trained, strict=True)]
     return recomputed(
@@ -148,130 +143,109 @@ def recomputed(
         RuntimeError: in backward, as autograd does, when an input or a tensor that was kept has been changed in place.
     """
     recomputation = _Recomputation(outputs, function, inputs)
-    with saved_tensors_hooks(recomputation.pack, _unpack):
+    with saved_tensors_hooks(recomputation.pack, lambda unpack: unpack()):
         yield
     recomputation.outputs.clear()  # they are free to go
 
 
-class _Kept:
-    """A tensor with the version that it had: autograd does not look at versions where there are hooks."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x.detach()  # a node that held its own output would never be freed
-        self.version = None if x.is_inference() else x._version
-
-    def get(self) -> Tensor:
-        if self.version is not None and self.x._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.x.type()} {list(self.x.shape)}] is at version {self.x._version}; expected version "
-                f"{self.version} instead"
-            )
-        return self.x
-
-
-class _Output:
-    """One of the outputs, while attention runs."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.address = x.untyped_storage().data_ptr()
-        self.node = x.grad_fn
-        self.view = _View(x)
-
-
-class _View:
-    """Which elements of its memory a tensor consists of."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.bytes, self.dtype = x.untyped_storage().nbytes(), x.dtype
-        self.place = x.size(), x.stride(), x.storage_offset()
-
-    def of(self, x: Tensor) -> Tensor:
-        if x.untyped_storage().nbytes() != self.bytes or x.dtype != self.dtype:
-            raise RuntimeError(
-                f"what was recomputed for backward has {x.untyped_storage().nbytes()} bytes of {x.dtype}, "
-                f"expected {self.bytes} of {self.dtype}"
-            )
-        return x.as_strided(*self.place)
-
-
-class _DroppedTensor:
-    """One tensor that was left out, in place of which autograd keeps this."""
-
-    def __init__(self, source: _Recomputation, index: int, x: Tensor, repeats: int = 1) -> None:
-        self.source, self.index, self.repeats, self.view = source, index, repeats, _View(x)
-
-    def get(self) -> Tensor:
-        with torch.no_grad():
-            x = self.source.take(self.index)
-            if self.repeats > 1:
-                x = x.repeat_interleave(self.repeats, dim=1)
-            return self.view.of(x.to(self.view.dtype))
-
-
 class _Recomputation:
-    """What is common to all tensors that were left out of one call."""
+    """What is common to all tensors that were left out of one call.
+
+    In place of each tensor that autograd keeps, it keeps a function that returns it.
+
+    Attributes:
+        outputs: by their index, while attention runs.
+        layouts: of each output: bytes of its memory, dtype, and its place there.
+        uses: how often each output was left out.
+        made: each output as often as it will still be asked for in this backward pass.
+    """
 
     def __init__(
         self, outputs: Sequence[Tensor | None], function: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]
     ) -> None:
-        self.outputs = {i: _Output(x) for i, x in enumerate(outputs) if x is not None and x.numel()}
-        self.views = {i: output.view for i, output in self.outputs.items()}
+        self.outputs = {i: x for i, x in enumerate(outputs) if x is not None and x.numel()}
+        self.layouts = {i: (x.untyped_storage().nbytes(), x.dtype, _place(x)) for i, x in self.outputs.items()}
         self.function = function
-        self.inputs = [_Kept(x) for x in inputs]
+        self.inputs = [_kept(x) for x in inputs]
         self.uses = dict.fromkeys(self.outputs, 0)
-        self.left: dict[int, int] = {}  # how often each output will still be asked for in this backward pass
-        self.made: dict[int, Tensor] = {}
+        self.made: dict[int, list[Tensor]] = {i: [] for i in self.outputs}
 
-    def pack(self, x: Tensor) -> _Kept | _DroppedTensor:
+    def pack(self, x: Tensor) -> Callable[[], Tensor]:
         if type(x) in PLAIN and x.layout == torch.strided:
             address = x.untyped_storage().data_ptr()
             for i, output in self.outputs.items():
-                repeats = 1 if address == output.address else _repeats(x, output)
+                is_view = address == output.untyped_storage().data_ptr()
+                repeats = 1 if is_view else _repeats(x, output)
                 if repeats:
                     self.uses[i] += 1
-                    return _DroppedTensor(self, i, x, repeats)
-        return _Kept(x)
+                    return partial(self.remake, i, repeats, x.dtype, _place(x))
+        return _kept(x)
 
-    def take(self, index: int) -> Tensor:
-        """An output, made with the others when the first of them is asked for."""
-        for kept in self.inputs:
-            kept.get()
-        if index not in self.made:
+    @torch.no_grad()
+    def remake(self, i: int, repeats: int, dtype: torch.dtype, place: tuple[Any, ...]) -> Tensor:
+        """A tensor that was left out; all outputs are recomputed when the first of them is asked for."""
+        for unchanged in self.inputs:
+            unchanged()
+        if not self.made[i]:
             outputs = self.function()
-            self.made = {i: self.views[i].of(outputs[i]) for i, uses in self.uses.items() if uses}
-            self.left = dict(self.uses)
-        self.left[index] -= 1
-        return self.made[index] if self.left[index] else self.made.pop(index)
+            self.made = {i: [self.in_layout(i, outputs[i])] * uses for i, uses in self.uses.items() if uses}
+        x = self.made[i].pop()
+        if repeats > 1:
+            x = x.repeat_interleave(repeats, dim=1)
+        return x.to(dtype).as_strided(*place)
+
+    def in_layout(self, i: int, x: Tensor) -> Tensor:
+        """x in the view that the output was."""
+        nbytes, dtype, place = self.layouts[i]
+        if x.untyped_storage().nbytes() != nbytes or x.dtype != dtype:
+            raise RuntimeError(
+                f"what was recomputed for backward has {x.untyped_storage().nbytes()} bytes of {x.dtype}, "
+                f"expected {nbytes} of {dtype}"
+            )
+        return x.as_strided(*place)
 
 
-def _unpack(packed: _Kept | _DroppedTensor) -> Tensor:
-    return packed.get()
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """Which elements of its memory a tensor consists of, as `Tensor.as_strided` takes them."""
+    return x.size(), x.stride(), x.storage_offset()
 
 
-def _repeats(x: Tensor, output: _Output) -> int:
+def _kept(x: Tensor) -> Callable[[], Tensor]:
+    """A function that returns x as it is now: autograd does not look at versions where there are hooks."""
+    version = None if x.is_inference() else x._version
+    x = x.detach()  # a node that held its own output would never be freed
+
+    def unchanged() -> Tensor:
+        if version is not None and x._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{x.type()} {list(x.shape)}] is at version {x._version}; expected version {version} instead"
+            )
+        return x
+
+    return unchanged
+
+
+def _repeats(x: Tensor, output: Tensor) -> int:
     """How often each head of the output, (B, G, T, D), stands in x, a copy of it; 0 where x is no such copy.
 
     Only what the graph says counts, not the values:  cast(output),  repeat(output)  or  cast(repeat(output))  with
         repeat = view (B, G * n, T, D)  of  clone  of  expand (B, G, n, T, D)  of  unsqueeze 2
     """
     nodes: list[Any] = []
-    names: list[str] = []
     node: Any = x.grad_fn
-    while node is not output.node:
-        name = "" if node is None else node.name().replace("UnsafeView", "View")
-        if name not in (_CAST, *_REPEAT) or len(nodes) == len(_REPEAT) + 1:
-            return 0
+    while node is not None and node is not output.grad_fn and len(nodes) <= len(_REPEAT):
         nodes.append(node)
-        names.append(name)
-        node = nodes[-1].next_functions[0][0]
-    size, stride, _ = output.view.place
+        node = node.next_functions[0][0] if node.next_functions else None
+    if node is None or node is not output.grad_fn:
+        return 0
+    names = [node.name().replace("UnsafeView", "View") for node in nodes]
     if names == [_CAST]:
-        return int(x.size() == size and x.stride() == stride)
+        return int(x.size() == output.size() and x.stride() == output.stride())
     if names[:1] == [_CAST]:
         del nodes[0], names[0]
     if names != _REPEAT or nodes[-1]._saved_dim != 2 or not x.is_contiguous():
         return 0
     batch, groups, repeats, *rest = nodes[0]._saved_self_sym_sizes
-    is_repeat = (batch, groups, *rest) == tuple(size) and x.shape == (batch, groups * repeats, *rest)
+    is_repeat = output.size() == (batch, groups, *rest) and x.shape == (batch, groups * repeats, *rest)
     return repeats if is_repeat else 0

@@ -21,7 +21,7 @@ from kvshift.ops.decode import CoefficientCache
 from kvshift.ops.rope import Rotary
 
 # The paper's letters: alpha mixes keys, beta values; queries are the variant of its appendix G.
-_COEFFICIENT = {"q": "gamma", "k": "alpha", "v": "beta"}
+COEFFICIENT_NAMES: dict[str, str] = {"q": "gamma", "k": "alpha", "v": "beta"}
 
 
 class KVShift(nn.Module):
@@ -71,7 +71,7 @@ class KVShift(nn.Module):
         self.options = options
         self.targets = options.targets  # beside them, as every token asks for it
         self._kept = CoefficientCache()
-        for target, name in _COEFFICIENT.items():
+        for target, name in COEFFICIENT_NAMES.items():
             heads = num_heads if target == "q" else num_kv_heads
             width = 1 if options.constraint == "gate" else options.window
             parameter = None
@@ -139,7 +139,7 @@ class KVShift(nn.Module):
 
     def _mix(self, target: Target) -> Tensor | None:
         """The coefficients in force for one target, (heads, W)."""
-        name = _COEFFICIENT[target]
+        name = COEFFICIENT_NAMES[target]
         # Module.__getattr__ takes long, at every token; a parametrized one is an attribute alone.
         parameter: Any = self._parameters[name] if name in self._parameters else getattr(self, name)
         if parameter is None:

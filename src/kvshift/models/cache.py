@@ -7,7 +7,6 @@ them in place of transformers' own in an empty cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -40,13 +39,13 @@ class ShiftCacheLayer:
 
     Attributes:
         shift_state: the raw rows after the last token cached; None before the first.
-        document_start: (B,), which token of each row began the document that is last in it; None for the first.
+        document_offset: (B,), which token of each row began the document that is last in it; None for the first.
         window: the W of the shift; 1 without a shift.
         record_past: keep the raw rows of all tokens until `crop` is called, as assisted generation asks for.
     """
 
     shift_state: ShiftState | None = None
-    document_start: Tensor | None = None
+    document_offset: Tensor | None = None
     window: int
     record_past: bool = False
 
@@ -54,27 +53,13 @@ class ShiftCacheLayer:
         super().__init__(**sizes)
         self.window = window
 
-    def shift_into(
-        self,
-        shift: KVShift,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        mask: Tensor | None,
-        seq_idx: Tensor | None,
-        finish: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
-        **after: Any,
+    def shift_tokens(
+        self, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, **where: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Shift the next tokens, continuing from the state, and put them behind those that are here.
+        """Shift the next tokens, continuing from the state, which is then that after them.
 
         Args:
-            q, k, v, mask, seq_idx: as in `KVShift.forward`.
-            finish: a family's own function of shifted q and k, or None.
-            after: rotary and norms, as in `KVShift.forward`.
-
-        Returns:
-            q (B, H, T, D), and k and v (B, G, length, D) with those of the tokens before.
+            q, k, v, mask, where: as in `KVShift.forward`.
         """
         state = self.shift_state
         if self.record_past:
@@ -84,11 +69,9 @@ class ShiftCacheLayer:
                 q, k, v = q.masked_fill(padding, 0), k.masked_fill(padding, 0), v.masked_fill(padding, 0)
                 mask = None
             state = self._with_space(q, k, v, with_queries="q" in shift.targets)
-        q, k, v, state = shift(q, k, v, state=state, seq_idx=seq_idx, mask=mask, **after)
+        q, k, v, state = shift(q, k, v, state=state, mask=mask, **where)
         self.write_shift(state)
-        if finish is not None:
-            q, k = finish(q, k)
-        return q.transpose(1, 2), *self.update(k.transpose(1, 2), v.transpose(1, 2))  # type: ignore[attr-defined]
+        return q, k, v
 
     def _with_space(self, q: Tensor, k: Tensor, v: Tensor, *, with_queries: bool) -> ShiftState:
         """The rows before the tokens of k and v, (B, T, G, D), and space for these too."""
@@ -107,7 +90,7 @@ class ShiftCacheLayer:
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
-        self.shift_state = self.document_start = None
+        self.shift_state = self.document_offset = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -135,7 +118,7 @@ class ShiftCacheLayer:
         state, tokens, length = self.shift_state, -tokens_to_remove, int(self.get_seq_length())  # type: ignore[attr-defined]
         if tokens > length:
             raise ValueError(f"cannot crop {tokens} tokens from a cache of {length}")
-        if self.document_start is not None and tokens < length < tokens + int(self.document_start.max()):
+        if self.document_offset is not None and tokens < length < tokens + int(self.document_offset.max()):
             raise RuntimeError(
                 f"cannot crop {tokens} tokens: the last document of a row is shorter, and where the one before it "
                 "began is not known"
@@ -154,13 +137,13 @@ class ShiftCacheLayer:
             state = ShiftState(state.k[:, keep], state.v[:, keep], self.window - 1, q)
         super().crop(tokens_to_remove)  # type: ignore[misc]
         self.shift_state = state if tokens < length else None
-        self.document_start = self.document_start if tokens < length else None
+        self.document_offset = self.document_offset if tokens < length else None
 
     def _select_shift(self, indices: Tensor) -> None:
         if self.shift_state is not None:
             self.write_shift(self.shift_state.select(indices))
-        if self.document_start is not None:
-            self.document_start = self.document_start.index_select(0, indices.to(self.document_start.device))
+        if self.document_offset is not None:
+            self.document_offset = self.document_offset.index_select(0, indices.to(self.document_offset.device))
 
 
 class _DynamicShiftCacheLayer(ShiftCacheLayer):
@@ -362,7 +345,9 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
     if getattr(cache, "offloading", False):
         return "is offloaded to the CPU, which is not supported: raw keys and values stay"
     for layer in cache.layers:
-        if layer.is_initialized:
+        # `generate` makes the buffers of a static cache before the first token where it prefills in chunks. They serve a
+        # model without a shift as they are.
+        if layer.is_initialized and (not config.shift_targets or int(layer.get_seq_length()) > 0):
             return (
                 "already holds tokens, but not their raw keys and values, which cannot be recovered; start with an "
                 "empty cache, such as DynamicCache(config=model.config)"
@@ -449,12 +434,12 @@ def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None
     return mask
 
 
-def kept_document_start(cache: Cache) -> Tensor | None:
-    """What `keep_document_start` kept, (B,); None where each row holds one document."""
-    return getattr(cache.layers[0], "document_start", None) if cache.layers else None
+def kept_document_offset(cache: Cache) -> Tensor | None:
+    """What `keep_document_offset` kept, (B,); None where each row holds one document."""
+    return getattr(cache.layers[0], "document_offset", None) if cache.layers else None
 
 
-def keep_document_start(cache: Cache, start: Tensor) -> None:
+def keep_document_offset(cache: Cache, offset: Tensor) -> None:
     """Keep where the last document of each row began, (B,), for the tokens that come next."""
     if not _carries_shift(cache):
         raise ValueError(
@@ -462,7 +447,7 @@ def keep_document_start(cache: Cache, start: Tensor) -> None:
             "next: give a DynamicCache or StaticCache, neither quantized nor offloaded, that was empty at first"
         )
     for layer in cache.layers:
-        layer.document_start = start  # type: ignore[attr-defined]
+        layer.document_offset = offset  # type: ignore[attr-defined]
 
 
 def check_recording(

@@ -28,7 +28,7 @@ from kvshift.layers.positions import half_tables
 from kvshift.layers.recompute import KEEP_ALL, recomputing
 from kvshift.layers.sequence_sharding import refuse_sharded_sequence
 from kvshift.layers.shift import shift_type_error
-from kvshift.models.cache import check_recording, ensure_shift_cache, keep_document_start, require_growth, token_count
+from kvshift.models.cache import check_recording, ensure_shift_cache, keep_document_offset, require_growth, token_count
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.documents import create_masks
 from kvshift.models.versions import CACHE, given_cache, refuse_unknown, warn_if_untested
@@ -206,11 +206,12 @@ def shift_into(
     if layer_idx == 0 and shift.targets:  # once in a call of the model
         refuse_sharded_sequence()
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
-    if cache is not None and shift.targets:
-        layer: Any = cache.layers[layer_idx]
-        return *layer.shift_into(shift, q, k, v, finish=finish, **where), KEEP_ALL
     raw = k, v
-    q, k, v, _ = shift(q, k, v, keep_state=False, **where)
+    if cache is None or not shift.targets:
+        q, k, v, _ = shift(q, k, v, keep_state=False, **where)
+    else:
+        layer: Any = cache.layers[layer_idx]
+        q, k, v = layer.shift_tokens(shift, q, k, v, **where)
     if finish is not None:
         q, k = finish(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -310,20 +311,20 @@ class ShiftedDecoder:
         self._refuse_unknown_attention()
         if cache is not None:
             ensure_shift_cache(cache, self.config)
-        if isinstance(attention_mask, dict) and "starts" in attention_mask:
+        if isinstance(attention_mask, dict) and "offsets" in attention_mask:
             masks = attention_mask
         else:
             masks = create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, **named)
         if cache is not None and not (masks["padding"] is masks["documents"] is None):
             check_recording(cache, masks["padding"], attention_mask, masks["documents"])
-        starts = masks["starts"]
+        offsets = masks["offsets"]
         if position_ids is None:
             positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
             position_ids = (positions + (0 if cache is None else cache.get_seq_length())).unsqueeze(0)
-            if starts is not None:
-                position_ids = position_ids - starts
-        if cache is not None and starts is not None:
-            keep_document_start(cache, starts[:, -1])
+            if offsets is not None:
+                position_ids = position_ids - offsets
+        if cache is not None and offsets is not None:
+            keep_document_offset(cache, offsets[:, -1])
         return masks, position_ids
 
     def _refuse_unknown_attention(self) -> None:

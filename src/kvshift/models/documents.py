@@ -16,11 +16,14 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils import is_torchdynamo_compiling
 
-from kvshift.models.cache import compact_padding, kept_document_start
+from kvshift.models.cache import compact_padding, kept_document_offset
 from kvshift.models.configuration import ShiftConfig
 from kvshift.models.versions import CACHE
 from kvshift.ops.boundaries import document_starts, sequence_of_positions
 from kvshift.ops.torch_ops import is_exporting
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of transformers: whether a query sees a key, from the numbers of batch entry, head, query and key."""
 
 _UNSEEN = -1000.0  # e to the power of less is 0 in every dtype
 
@@ -43,26 +46,15 @@ def create_masks(
 
     Returns:
         "attention": the mask of its scores; where `config.layer_types` has several types, each has one under its name
-        instead. "padding": (B, T), False on padding, and "documents": (B, T), their numbers, for the shift. "starts":
+        instead. "padding": (B, T), False on padding, and "documents": (B, T), their numbers, for the shift. "offsets":
         (B, T), where each position's document begins: positions count from there, but not by a mask of pairs, with
         which they count on as in the model without a shift. None where there is none.
     """
     check_mask(attention_mask, str(config._attn_implementation))
     batch, positions = inputs_embeds.shape[:2]
-    of_pairs = attention_mask is not None and attention_mask.ndim == 4
-    if attention_mask is not None and of_pairs:
+    if attention_mask is not None and attention_mask.ndim == 4:
         padding, documents = pair_structure(attention_mask, batch, positions, _tokens_in(past_key_values))
-        for i in range(0 if past_key_values is None else len(past_key_values.layers)):
-            held, _ = past_key_values.get_mask_sizes(positions, i)  # type: ignore[union-attr]
-            if held != attention_mask.shape[3]:
-                raise ValueError(
-                    f"attention_mask of four dimensions must have {held} keys, as many as layer {i} gives its queries "
-                    f"with this cache, got {attention_mask.shape[3]}; a layer of a sliding window holds no others"
-                )
-        if attention_mask.dtype == torch.bool and config._attn_implementation != "sdpa":
-            # Eager attention adds a mask to the scores: it would add 1 where it is True.
-            scores = inputs_embeds.new_zeros(attention_mask.shape)
-            attention_mask = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
+        _require_keys_of_cache(attention_mask, past_key_values)
         named = document_index(batch, positions, padding, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens)
         if seq_idx is not None or cu_seq_lens is not None:
             _require(
@@ -70,54 +62,77 @@ def create_masks(
                 "attention_mask of four dimensions must keep apart the documents that seq_idx or cu_seq_lens_q names, "
                 "and no others",
             )
+        if attention_mask.dtype == torch.bool and config._attn_implementation != "sdpa":
+            # Eager attention adds a mask to the scores: it would add 1 where it is True.
+            scores = inputs_embeds.new_zeros(attention_mask.shape)
+            attention_mask = scores.masked_fill(attention_mask.logical_not(), torch.finfo(scores.dtype).min)
     else:
         padding = padding_mask(attention_mask, positions)
         documents = named = document_index(
             batch, positions, padding, seq_idx=seq_idx, cu_seq_lens=cu_seq_lens, position_ids=position_ids
         )
-    begun = None if past_key_values is None else kept_document_start(past_key_values)
-    starts, of_own_document = None, None
-    seen: int | Tensor = 0
+    begun = None if past_key_values is None else kept_document_offset(past_key_values)
+    offsets, seen = None, 0
     if named is not None or begun is not None:
         seen = _tokens_in(past_key_values)
-        starts = document_start(_numbers(named, inputs_embeds), seen, begun)
-        of_own_document = same_document(starts, seen)
+        offsets = document_offsets(_numbers(named, inputs_embeds), seen, begun)
     if str(config._attn_implementation).startswith("flash_attention"):
         check_flash_documents(
             documents, batch=batch, continues=begun is not None, real_BT=padding, position_ids=position_ids
         )
     layer_types = sorted(set(config.layer_types))
-    all_tokens: dict[str, Any] = {"attention_mask": attention_mask, "and_mask_function": of_own_document}
-    windows = all_tokens
-    if any("sliding" in layer_type for layer_type in layer_types) and attention_mask is not None and not of_pairs:
-        if past_key_values is None:
-            real, moved = tokens_with_gaps(attention_mask), starts
-        else:
-            real, moved = compact_padding(past_key_values, attention_mask, padding), starts
-            if real is not None and starts is not None:
-                moved = starts_without_gaps(starts, attention_mask, seen)
-        if real is not None:
-            windows = {
-                "attention_mask": real,
-                "and_mask_function": None if moved is None else same_document(moved, seen),
-                "or_mask_function": within_window(real, config.sliding_window),  # type: ignore[attr-defined]
-            }
+    tokens: dict[str, Any] = {"attention_mask": attention_mask, "and_mask_function": same_document(offsets, seen)}
+    windows = tokens
+    if any("sliding" in layer_type for layer_type in layer_types):
+        windows = _tokens_of_windows(config, attention_mask, past_key_values, padding, offsets, seen) or tokens
     by_type = {
         layer_type: (create_sliding_window_causal_mask if "sliding" in layer_type else create_causal_mask)(
             config=config,
             inputs_embeds=inputs_embeds,
             position_ids=None,  # from which transformers would take documents, but not beside a cache or a mask
             **{CACHE: past_key_values},
-            **(windows if "sliding" in layer_type else all_tokens),
+            **(windows if "sliding" in layer_type else tokens),
         )
         for layer_type in layer_types
     }
     of_scores = by_type if len(by_type) > 1 else {"attention": next(iter(by_type.values()), None)}
+    return {**of_scores, "padding": padding, "documents": documents, "offsets": offsets}
+
+
+def _require_keys_of_cache(attention_mask: Tensor, cache: Cache | None) -> None:
+    """Raise a ValueError where a mask of pairs has other keys than a layer of the cache gives its queries."""
+    for i in range(0 if cache is None else len(cache.layers)):
+        held, _ = cache.get_mask_sizes(attention_mask.shape[2], i)  # type: ignore[union-attr]
+        if held != attention_mask.shape[3]:
+            raise ValueError(
+                f"attention_mask of four dimensions must have {held} keys, as many as layer {i} gives its queries "
+                f"with this cache, got {attention_mask.shape[3]}; a layer of a sliding window holds no others"
+            )
+
+
+def _tokens_of_windows(
+    config: Any,
+    attention_mask: Tensor | None,
+    cache: Cache | None,
+    padding: Tensor | None,
+    offsets: Tensor | None,
+    seen: int | Tensor,
+) -> dict[str, Any] | None:
+    """What the masks of sliding windows are made of where padding follows a token; None: what all others are.
+
+    A window counts tokens, not the padding between them.
+    """
+    if attention_mask is None or attention_mask.ndim == 4:
+        return None
+    real = tokens_with_gaps(attention_mask) if cache is None else compact_padding(cache, attention_mask, padding)
+    if real is None:
+        return None
+    if cache is not None and offsets is not None:
+        offsets = offsets_without_gaps(offsets, attention_mask, seen)
     return {
-        **of_scores,
-        "padding": padding,
-        "documents": documents,
-        "starts": starts,
+        "attention_mask": real,
+        "and_mask_function": same_document(offsets, seen),
+        "or_mask_function": within_window(real, config.sliding_window),
     }
 
 
@@ -274,7 +289,7 @@ def document_index(
     return None if _statically_true(~starts_BT.any()) else starts_BT.cumsum(1)
 
 
-def document_start(documents: Tensor, seen: int | Tensor, begun: Tensor | None) -> Tensor:
+def document_offsets(documents: Tensor, seen: int | Tensor, begun: Tensor | None) -> Tensor:
     """Where each position's document begins, (B, T), in tokens of the whole row, those before this call included.
 
     Args:
@@ -296,11 +311,11 @@ def tokens_with_gaps(attention_mask: Tensor) -> Tensor | None:
     return None if _statically_true(~(ended & ~real[:, :-1] & real[:, 1:]).any()) else real
 
 
-def starts_without_gaps(starts: Tensor, attention_mask: Tensor, seen: int | Tensor) -> Tensor:
-    """`starts` (B, T), as `document_start` gives them, once padding stands in front of the `seen` tokens."""
-    padding = (attention_mask == 0) & (torch.arange(attention_mask.shape[1], device=starts.device) < seen)
+def offsets_without_gaps(offsets: Tensor, attention_mask: Tensor, seen: int | Tensor) -> Tensor:
+    """`offsets` (B, T), as `document_offsets` gives them, once padding stands in front of the `seen` tokens."""
+    padding = (attention_mask == 0) & (torch.arange(attention_mask.shape[1], device=offsets.device) < seen)
     after = padding.flip(1).cumsum(1).flip(1)  # how much of it stands at or behind each token
-    return starts + after.gather(1, starts)
+    return offsets + after.gather(1, offsets)
 
 
 def check_flash_documents(
@@ -337,35 +352,27 @@ def check_flash_documents(
         )
 
 
-def same_document(start: Tensor, seen: int | Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """A mask function of transformers (batch, head, query, key -> bool): keys of the query's own document.
+def same_document(offsets: Tensor | None, seen: int | Tensor) -> MaskFunction | None:
+    """Keys of the query's own document; None where each row holds one.
 
-    Causality is another mask: of the keys up to the query, those of its document are those from its start on.
+    Causality is another mask: of the keys up to the query, those of its document are those from its first on.
 
     Args:
-        start: (B, T), of `document_start`.
+        offsets: (B, T), of `document_offsets`.
         seen: tokens of each row before this call; queries are counted from the start of the row.
     """
-
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return key >= start[batch, query - seen]
-
-    return sees
+    return None if offsets is None else lambda batch, head, query, key: key >= offsets[batch, query - seen]
 
 
-def within_window(real: Tensor, window: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """A mask function of transformers: keys up to the query that are less than `window` real tokens before it.
+def within_window(real: Tensor, window: int) -> MaskFunction:
+    """Keys up to the query that are less than `window` real tokens before it.
 
     Args:
         real: (B, length), which tokens of the row are real.
         window: tokens that each attends to, itself included.
     """
     rank = real.cumsum(1)
-
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (rank[batch, query] - rank[batch, key] < window)
-
-    return sees
+    return lambda batch, head, query, key: (key <= query) & (rank[batch, query] - rank[batch, key] < window)
 
 
 def _check(

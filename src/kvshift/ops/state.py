@@ -6,18 +6,84 @@ Shapes: S sequences, R rows of state (newest last), G KV heads, H query heads, D
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 
-def same_parts(self: Any, other: object) -> bool:
-    """`==` of dataclasses that hold tensors."""
-    if type(other) is not type(self):
-        return NotImplemented
-    return all(_is_same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+@dataclass(frozen=True, eq=False)
+class SequenceState:
+    """What is remembered of S sequences between two calls, in tensors with one row for each.
+
+    Every method returns a new state; none edits its tensors. Two states are equal if all their numbers are, of one
+    dtype and on one device.
+    """
+
+    k: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(_is_same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]  # what is equal by its numbers, which may change, has no hash
+
+    @property
+    def sequences(self) -> int:
+        """S, the number of sequences."""
+        return self.k.shape[0]
+
+    def select(self, indices: Tensor | Sequence[int]) -> Self:
+        """Keep the given sequences, in that order; an index may come more than once.
+
+        Args:
+            indices: (n,) integers, or (S,) booleans. None of them gives the state of no sequence.
+        """
+        index = torch.as_tensor(indices, device=self.k.device)
+        if index.ndim != 1:
+            raise ValueError(f"indices must have one dimension, got shape {tuple(index.shape)}")
+        if index.dtype == torch.bool and index.shape[0] != self.sequences:
+            raise ValueError(f"boolean indices must have length {self.sequences}, got {index.shape[0]}")
+        if index.is_floating_point() and index.numel():  # an empty list has no dtype of its own
+            raise TypeError(f"indices must be integers or booleans, got {index.dtype}")
+        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.long()
+        return self._map(lambda x: x.index_select(0, index))
+
+    def reorder(self, beam_indices: Tensor | Sequence[int]) -> Self:
+        """Row i continues row `beam_indices[i]`, as in beam search; (S,) integers."""
+        order = torch.as_tensor(beam_indices, device=self.k.device)
+        is_integer = order.dtype != torch.bool and not (order.is_floating_point() and order.numel())
+        if order.shape != (self.sequences,) or not is_integer:
+            raise ValueError(
+                f"beam_indices must be {self.sequences} integers, one for each sequence, "
+                f"got {order.dtype} of shape {tuple(order.shape)}"
+            )
+        return self.select(order)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move or cast; takes what `Tensor.to` takes. Counts are moved, and stay integers."""
+
+        def moved(x: Tensor) -> Tensor:
+            y = x.to(*args, **kwargs)
+            return y if x.is_floating_point() else x.to(y.device)
+
+        return self._map(moved)
+
+    def clone(self) -> Self:
+        return self._map(torch.clone)
+
+    def detach(self) -> Self:
+        """Cut the gradient, as between two chunks of truncated back-propagation through time."""
+        return self._map(torch.detach)
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """The state of what `fn` makes of each tensor, those of a state within included."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        mapped = {name: fn(part) for name, part in parts.items() if isinstance(part, Tensor)}
+        mapped |= {name: part._map(fn) for name, part in parts.items() if isinstance(part, SequenceState)}
+        return replace(self, **mapped)
 
 
 def _is_same(part: Any, other: Any) -> bool:
@@ -26,31 +92,12 @@ def _is_same(part: Any, other: Any) -> bool:
     return part.dtype == other.dtype and part.device == other.device and torch.equal(part, other)
 
 
-def index_of(indices: Tensor | Sequence[int], part: Tensor) -> Tensor:
-    """Which sequences of a state to keep, (n,) int64, on the device of `part`, a tensor of S rows.
-
-    Args:
-        indices: (n,) integers, or (S,) booleans; a list may be empty.
-    """
-    index, sequences = torch.as_tensor(indices, device=part.device), part.shape[0]
-    if index.ndim != 1:
-        raise ValueError(f"indices must have one dimension, got shape {tuple(index.shape)}")
-    if index.dtype == torch.bool:
-        if index.shape[0] != sequences:
-            raise ValueError(f"boolean indices must have length {sequences}, got {index.shape[0]}")
-        return index.nonzero().squeeze(1)
-    if index.is_floating_point() and index.numel():  # an empty list has no dtype of its own
-        raise TypeError(f"indices must be integers or booleans, got {index.dtype}")
-    return index.long()
-
-
 @dataclass(frozen=True, eq=False)
-class ShiftState:
+class ShiftState(SequenceState):
     """The last raw (unshifted, unrotated) keys and values of S sequences.
 
     They cannot be recovered from a cache that holds shifted and rotated keys, so whoever reorders, selects, crops
-    or resets such a cache does the same to this state. Every method returns a new state; none edits its tensors.
-    Two states are equal if all their numbers are, of one dtype and on one device.
+    or resets such a cache does the same to this state.
 
     Attributes:
         k: raw keys, (S, R, G, Dk), the newest row last. Rows from before a sequence began are zero.
@@ -88,37 +135,10 @@ class ShiftState:
         v = torch.zeros(sequences, rows, heads, k_dim if v_dim is None else v_dim, dtype=dtype, device=device)
         return cls(k, v, rows)
 
-    __eq__ = same_parts
-    __hash__ = None  # type: ignore[assignment]  # what is equal by its numbers, which may change, has no hash
-
-    @property
-    def sequences(self) -> int:
-        """S, the number of sequences."""
-        return self.k.shape[0]
-
     @property
     def rows(self) -> int:
         """R, the rows of state held now; at most `max_rows`."""
         return self.k.shape[1]
-
-    def select(self, indices: Tensor | Sequence[int]) -> ShiftState:
-        """Keep the given sequences, in that order; an index may come more than once.
-
-        Args:
-            indices: (n,) integers, or (S,) booleans. None of them gives the state of no sequence.
-        """
-        index = index_of(indices, self.k)
-        return self._map(lambda x: x.index_select(0, index))
-
-    def reorder(self, beam_indices: Tensor | Sequence[int]) -> ShiftState:
-        """Row i continues row `beam_indices[i]`, as in beam search; (S,) integers."""
-        order = torch.as_tensor(beam_indices, device=self.k.device)
-        if order.shape != (self.sequences,) or order.dtype == torch.bool:
-            raise ValueError(
-                f"beam_indices must be {self.sequences} integers, one for each sequence, "
-                f"got {order.dtype} of shape {tuple(order.shape)}"
-            )
-        return self.select(order)
 
     def crop(self, tokens: int, *, window: int = 2) -> ShiftState:
         """Forget the last `tokens` tokens of every sequence, as after rejected drafts.
@@ -148,17 +168,6 @@ class ShiftState:
         """The same S sequences, not begun."""
         return self._map(lambda x: x.new_zeros(x.shape[0], self.max_rows, *x.shape[2:]))
 
-    def to(self, *args, **kwargs) -> ShiftState:
-        """Move or cast; takes what `Tensor.to` takes."""
-        return self._map(lambda x: x.to(*args, **kwargs))
-
-    def clone(self) -> ShiftState:
-        return self._map(torch.clone)
-
-    def detach(self) -> ShiftState:
-        """Cut the gradient, as between two chunks of truncated back-propagation through time."""
-        return self._map(torch.detach)
-
     def split(self, sizes: int | Sequence[int] = 1) -> list[ShiftState]:
         """Part the sequences into states of `sizes` sequences; the inverse of `stack`."""
         rows = torch.arange(self.sequences, device=self.k.device)
@@ -185,9 +194,6 @@ class ShiftState:
         q = None if first.q is None else torch.cat([state.q for state in states if state.q is not None])
         k, v = torch.cat([state.k for state in states]), torch.cat([state.v for state in states])
         return ShiftState(k, v, first.max_rows, q)
-
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> ShiftState:
-        return ShiftState(fn(self.k), fn(self.v), self.max_rows, None if self.q is None else fn(self.q))
 
 
 # A pytree, so that an exported program can take and return it.

@@ -9,7 +9,7 @@ import pytest
 from kvshift.lab.core.errors import RunFailedError
 from kvshift.lab.evaluate.kept_answers import kept_in
 
-from ..training.cases import disk_of
+from ..run_cases import disk_of
 
 LINE = '{"key": "0", "answer": "to be"}\n'
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvshift.lab.core.errors import LabError
+from kvshift.lab.study.arm import Arm, arm_of_label
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.study.watching import last_step
 from kvshift.lab.training.callbacks import InterruptedRunError
@@ -37,6 +38,10 @@ class Counting:
     seed: int = 0
     ends: str = "well"
     beads: int = 7
+
+    @property
+    def arm(self) -> Arm:
+        return Arm(case=self.label)
 
     def is_finished(self, out: Path) -> bool:
         return (out / "result.json").exists()
@@ -83,7 +88,7 @@ def runs(out: Path) -> int:
 
 
 def made_up(
-    label: str,
+    arm: Arm | str,
     seed: int = 0,
     *,
     curve: Mapping[str, Sequence[float | None]] = {},
@@ -91,7 +96,7 @@ def made_up(
     **result: Any,
 ) -> Record:
     return Record(
-        label=label,
+        arm=arm_of_label(arm) if isinstance(arm, str) else arm,
         seed=seed,
         config_hash="0123456789abcdef",
         options=options,

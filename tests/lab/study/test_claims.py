@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from kvshift.lab.analysis.learning import Reach
+from kvshift.lab.analysis.learning import Reach, compare_reach
 from kvshift.lab.core.statistics import verdict
-from kvshift.lab.study.claims import higher, percent, points, reached, times, within
+from kvshift.lab.study.claims import higher, percent, points, reached, sign_test, sooner, times, within
 
 pytestmark = pytest.mark.no_models
 
@@ -70,6 +70,42 @@ def test_within_a_margin_is_what_an_interval_inside_it_shows(ours, theirs, found
 def test_a_level_is_reached_within_the_steps_that_there_were(steps: list, found: str):
     reach = Reach(level=0.99, steps=dict(enumerate(steps)), within=dict.fromkeys(range(len(steps)), 400.0))
     assert reached(reach, 400) == found
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "found"),
+    [
+        (0, 0, "not shown"),
+        (3, 0, "not shown"),  # by chance once in 8 times
+        (4, 0, "not shown"),  # 16
+        (5, 0, "holds"),  # 32
+        (0, 5, "fails"),
+        (7, 1, "holds"),  # 9 in 256
+        (1, 7, "fails"),
+        (8, 2, "not shown"),  # 56 in 1024
+        (9, 1, "holds"),  # 11 in 1024
+        (5, 5, "not shown"),
+    ],
+)
+def test_the_sign_test(right: int, wrong: int, found: str):
+    assert sign_test(right, wrong) == found
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "found"),
+    [
+        ([10, 20, 30, 40, 50, None], [None] * 6, "holds"),  # of one pair nothing is known
+        ([10, 20, 30, None, None, None], [None] * 6, "not shown"),
+        ([None] * 6, [10, 20, 30, 40, 50, None], "fails"),
+        ([10, 20, 30, 40, 50, 60, 70, 80], [None] * 7 + [5], "holds"),
+        ([10, 20, 30, 40, 50, 60], [None] * 5 + [5], "not shown"),
+    ],
+)
+def test_sooner_without_an_interval_counts_the_pairs_whose_order_is_known(ours: list, theirs: list, found: str):
+    seeds = range(len(ours))
+    within = dict.fromkeys(seeds, 100.0)
+    reaches = (Reach(level=0.2, steps=dict(zip(seeds, steps, strict=True)), within=within) for steps in (ours, theirs))
+    assert sooner(compare_reach(*reaches)) == found
 
 
 def test_percent():

@@ -16,6 +16,7 @@ from kvshift.lab.core.errors import FolderInUseError, LabError
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study import jobs as kinds
 from kvshift.lab.study import run_study
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.entry import Entry, Preset
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.recipe import Recipe, Record
@@ -121,7 +122,7 @@ def _numbers(record: Record) -> dict[str, Any]:
 
 def test_what_is_kept_is_not_run_again(beads: list[Counting], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     kept = stop_after(beads, 2, tmp_path)
-    assert [(record.label, record.seed) for record in kept] == [("Beads, a", 0), ("Beads, a", 1)]
+    assert [(record.arm.label, record.seed) for record in kept] == [("Beads, a", 0), ("Beads, a", 1)]
     shutil.rmtree(tmp_path / "out")
     reproduce(config(tmp_path))
     assert [runs(folder_of(tmp_path / "out/abacus/smoke", job)) for job in beads] == [0, 0, 1, 1]
@@ -151,7 +152,7 @@ def test_a_partial_record_of_other_options_is_refused(beads: list[Counting], tmp
 
 def test_records_of_an_older_setting_stay_until_all_are_new(beads: list[Counting], tmp_path: Path) -> None:
     """Those of other runs, which are never asked for again, and those of the same runs with other options."""
-    old = [replace(made_up(f"Beads, {kind}", 0, options={"beads": 6}), tunes="Beads") for kind in "ab"]
+    old = [replace(made_up(f"Beads, {kind}", 0, options={"beads": 6}), tunes=Arm(case="Beads")) for kind in "ab"]
     for records in (old, [replace(record, tunes=None) for record in old]):
         write_records(store(tmp_path).whole, records)
         before = store(tmp_path).whole.read_bytes()
@@ -195,7 +196,7 @@ def test_two_processes_add_to_one_file(tmp_path: Path) -> None:
     first.add([made_up("a")])
     second.add([made_up("b")])
     first.add([made_up("a"), made_up("c")])
-    assert [record.label for record in read_records(first.partial)] == ["a", "b", "c"]
+    assert [record.arm.label for record in read_records(first.partial)] == ["a", "b", "c"]
 
 
 def test_a_process_killed_while_it_writes_leaves_the_file_whole(
@@ -216,7 +217,7 @@ def test_a_process_killed_while_it_writes_leaves_the_file_whole(
     assert store(tmp_path).partial.with_name(".smoke.partial.jsonl.part").exists()
     assert store(tmp_path).partial.read_bytes() == before
     store(tmp_path).add([made_up("c")])
-    assert [record.label for record in read_records(store(tmp_path).partial)] == ["a", "c"]
+    assert [record.arm.label for record in read_records(store(tmp_path).partial)] == ["a", "c"]
 
 
 def test_what_a_run_filled_in_does_not_differ() -> None:

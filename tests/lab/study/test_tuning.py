@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvshift import cli
+from kvshift.lab.study.arm import Arm, arm_of_label
 from kvshift.lab.study.entry import Grid
 from kvshift.lab.study.jobs import Computation, TrainingJob
 from kvshift.lab.study.recipe import Recipe, Record, reported
@@ -36,29 +37,29 @@ def run(variant: str, rate: float, final: float, *, reached: int = 200, seed: in
     """A tuning run at 10 % until just before step `reached`, at `final` from there on."""
     options = {"optimizer": {"learning_rate": rate}, "steps": 400}
     curve = {"step": [1, reached - 1, reached, 400], "queries": [0.1, 0.1, final, final], "loss": [3.0, 3.0, 1.0, 1.0]}
-    return replace(made_up(f"{variant}, rate {rate}", seed, curve=curve, options=options), tunes=variant)
+    return replace(made_up(f"{variant}, rate {rate}", seed, curve=curve, options=options), tunes=arm_of_label(variant))
 
 
 def test_every_variant_gets_the_same_grid_and_its_own_best_rate():
     found = [run("fast", rate, final) for rate, final in ((1e-3, 0.5), (1e-2, 1.0))]
     found += [run("slow", rate, final) for rate, final in ((1e-3, 0.98), (1e-2, 0.2))]
-    assert best_rates(found, SCORE) == {"fast": 1e-2, "slow": 1e-3}
+    assert best_rates(found, SCORE) == {Arm(case="fast"): 1e-2, Arm(case="slow"): 1e-3}
 
 
 def test_of_rates_that_reach_the_level_the_one_that_does_so_soonest():
     found = [run("a", rate, final, reached=step) for rate, final, step in ((1e-3, 1.0, 300), (1e-2, 0.992, 50))]
-    assert best_rates(found, SCORE) == {"a": 1e-2}
+    assert best_rates(found, SCORE) == {Arm(case="a"): 1e-2}
 
 
 def test_of_equals_the_lowest_rate_whatever_the_order():
     found = [run("a", rate, 1.0) for rate in (1e-2, 1e-3, 5e-3)]
-    assert best_rates(found, SCORE) == {"a": 1e-3}
+    assert best_rates(found, SCORE) == {Arm(case="a"): 1e-3}
 
 
 def test_the_mean_over_seeds_decides():
     found = [run("a", 1e-3, 0.6, seed=seed) for seed in (1000, 1001)]
     found += [run("a", 1e-2, final, seed=seed) for final, seed in ((0.9, 1000), (0.1, 1001))]
-    assert best_rates(found, SCORE) == {"a": 1e-3}
+    assert best_rates(found, SCORE) == {Arm(case="a"): 1e-3}
 
 
 def test_a_run_that_ends_before_it_reaches_the_level_counts_as_later_than_any():
@@ -70,14 +71,14 @@ def test_a_spike_at_the_last_step_costs_no_variant_its_rate():
     good, bad = run("a", 1e-3, 1.0), run("a", 1e-2, 0.95)
     curve = {**good.curve, "step": [1, 199, 200, 380, 390, 400], "queries": [0.1, 0.1, 1.0, 1.0, 1.0, 0.9]}
     spiked = replace(good, curve=curve)
-    assert best_rates([spiked, bad], SCORE) == {"a": 1e-2}
-    assert best_rates([spiked, bad], reached_soonest("queries", 0.99, last=3)) == {"a": 1e-3}
+    assert best_rates([spiked, bad], SCORE) == {Arm(case="a"): 1e-2}
+    assert best_rates([spiked, bad], reached_soonest("queries", 0.99, last=3)) == {Arm(case="a"): 1e-3}
 
 
 def test_a_score_by_loss():
     one, other = run("a", 1e-3, 0.9), run("a", 1e-2, 0.8)
     other = replace(other, curve={**other.curve, "loss": [3.0, 3.0, 1.0, 0.5]})
-    assert best_rates([one, other], least_loss()) == {"a": 1e-2}
+    assert best_rates([one, other], least_loss()) == {Arm(case="a"): 1e-2}
     assert least_loss(last=2)(other) == (-0.75,)
 
 
@@ -85,24 +86,24 @@ def test_tuning_runs_differ_in_the_rate_alone_and_share_no_seed_with_the_reporte
     preset = mqar.RECIPE.presets["laptop"]
     assert preset.grid is not None
     jobs = tuning_jobs(mqar.RECIPE.jobs("laptop", preset.grid.seeds), preset.grid)
-    variants = {job.label for job in mqar.RECIPE.jobs("laptop", range(preset.seeds))}
+    variants = {job.arm for job in mqar.RECIPE.jobs("laptop", range(preset.seeds))}
     asked = {(job.tunes, job.config.optimizer.learning_rate, job.seed) for job in jobs}
     assert asked == {
         (variant, rate, seed) for variant in variants for rate in preset.grid.rates for seed in preset.grid.seeds
     }
     assert not {job.seed for job in jobs} & set(range(preset.seeds))
     for job in jobs:
-        twin = next(one for one in mqar.RECIPE.jobs("laptop", [job.seed]) if one.label == job.tunes)
+        twin = next(one for one in mqar.RECIPE.jobs("laptop", [job.seed]) if one.arm == job.tunes)
         optimizer = replace(twin.config.optimizer, learning_rate=job.config.optimizer.learning_rate)
         assert job.config == replace(twin.config, optimizer=optimizer)
 
 
 def test_reported_runs_are_at_the_chosen_rate():
     jobs = at_best_rates(
-        mqar.RECIPE.jobs("smoke", [0]), dict.fromkeys((job.label for job in mqar.RECIPE.jobs("smoke", [0])), 0.125)
+        mqar.RECIPE.jobs("smoke", [0]), dict.fromkeys((job.arm for job in mqar.RECIPE.jobs("smoke", [0])), 0.125)
     )
     assert {job.config.optimizer.learning_rate for job in jobs} == {0.125}
-    assert [job.label for job in jobs] == [job.label for job in mqar.RECIPE.jobs("smoke", [0])]
+    assert [job.arm.label for job in jobs] == [job.arm.label for job in mqar.RECIPE.jobs("smoke", [0])]
     assert all(job.tunes is None for job in jobs)
 
 
@@ -113,7 +114,7 @@ def test_grids_that_are_none(rates: tuple[float, ...], seeds: tuple[int, ...]):
 
 
 def test_what_does_not_train_is_not_tuned_and_stays_as_it_is():
-    job = Computation(label="a sum", config=None, function=lambda config: {})
+    job = Computation(arm=Arm(case="a sum"), config=None, function=lambda config: {})
     assert tuning_jobs([job], Grid(rates=(1e-3,), seeds=(1000,))) == []
     assert at_best_rates([job], {}) == [job]
 
@@ -137,19 +138,24 @@ def test_the_command_tunes_first_and_reports_what_it_chose(two_variants: Recipe,
     assert len(records) == 4 + 2
     chosen = best_rates([record for record in records if record.tunes is not None], mqar.RECIPE.tuned_by)
     shown = reported(records)
-    assert {record.label: record.options["optimizer"]["learning_rate"] for record in shown} == chosen
+    assert {record.arm: record.options["optimizer"]["learning_rate"] for record in shown} == chosen
     assert {record.seed for record in shown} == {0}
     page = (folder / "report.md").read_text()
     assert "by the accuracy at the end (mean of 3) up to 99 %, and of those that reach it by how soon, in runs" in page
     assert f"({records[0].options['steps']} steps, seeds 1000)" in page
-    assert json.loads((folder / "records.jsonl").read_text().splitlines()[0])["tunes"] == records[0].tunes
+    assert json.loads((folder / "records.jsonl").read_text().splitlines()[0])["tunes"] == {
+        "variant": "vanilla",
+        "layers": 1,
+        "length": 16,
+        "width": 8,
+    }
 
 
 def test_runs_that_choose_may_be_the_beginnings_of_longer_ones() -> None:
     (job, *_) = fig01a.RECIPE.jobs("laptop", [1000])
     assert isinstance(job, TrainingJob)
     tuning = tuning_jobs([job], Grid(rates=(1e-3, 2e-3), seeds=(1000,), steps=1500))
-    assert [one.label for one in tuning] == [f"{job.label}, rate {rate}" for rate in (0.001, 0.002)]
+    assert [one.arm.label for one in tuning] == [f"{job.arm.label}, rate {rate}" for rate in (0.001, 0.002)]
     for one, rate in zip(tuning, (1e-3, 2e-3), strict=True):
         assert one.config == replace(job.at_rate(rate).config, steps=1500)
 

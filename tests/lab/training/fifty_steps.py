@@ -17,7 +17,7 @@ from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import OptimizerConfig
 from tests.titan.start_weights import start_weights
 
-from .cases import losses, tiny, write_corpus
+from ..run_cases import losses, tiny, write_corpus
 
 RECORDED = Path(__file__).parents[2] / "titan" / "fifty_steps.json"
 STEPS, ROWS, LENGTH = 50, 2, 32

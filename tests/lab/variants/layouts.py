@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvshift.lab.variants.mixing import Heads
+
+HEADS = Heads(kv_heads=3, size=20, width=17, initializer_range=0.7)
+
 # By sequence: the document of each position, None on padding.
 ROWS = [
     [0, 0, 0, 0, 0, 0, 0],
@@ -28,3 +32,10 @@ def before(row: list[int | None], t: int) -> int | None:
         return None
     earlier = [s for s in range(t) if row[s] is not None]
     return earlier[-1] if earlier and row[earlier[-1]] == row[t] else None
+
+
+def heads(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Keys and values of `HEADS`, as many as each of `LAYOUTS` has positions."""
+    chance = torch.Generator().manual_seed(5)
+    k, v = (torch.randn(5, 7, HEADS.kv_heads, HEADS.size, generator=chance).to(dtype) for _ in "kv")
+    return k, v

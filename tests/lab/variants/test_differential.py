@@ -14,9 +14,10 @@ from torch import Tensor
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.lab.variants.by_name import find_variant, with_variant
-from kvshift.lab.variants.differential import Differential, DifferentialLlamaForCausalLM, PairNorm
+from kvshift.lab.variants.differential import Differential, PairNorm
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
+from kvshift.models.llama import KVShiftLlamaConfig
 
 from ...models.llama import checks
 from ...models.llama.reference import reference_logits
@@ -70,7 +71,7 @@ for each in NAMES:
 
 def tiny(name: str, qk_norm: bool, *, seed: int = 0, attention: str = "sdpa") -> Any:
     variant: Any = find_variant(name)
-    (model_class,) = [made for made in variant.models.values() if issubclass(made, DifferentialLlamaForCausalLM)]
+    model_class = variant.models[KVShiftLlamaConfig]
     targets = ("k", "v") if "shift" in name else ()
     sizes = {**SIZES, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12}
     config = model_class.config_class(**sizes, qk_norm=qk_norm, shift_targets=targets)

@@ -1,18 +1,148 @@
-"""Variants that decode with a cache: cached = uncached = each sequence alone, however it is fed."""
+"""What stands where an attention has its shift, against the slow loop of its formula: alone, in pieces, in a model.
+
+Then of all variants that decode with a cache: cached = uncached = each sequence alone, however it is fed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvshift import ShiftState
+from kvshift.lab.variants.building import build_model, describe
+from kvshift.lab.variants.by_name import with_variant
+from kvshift.lab.variants.mixing import TokenMixing
+from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.uncached import decodes_with_cache
 from kvshift.models.versions import CACHE
 
 from ...covering import covering
-from .test_variant import TOKENS, documents, shaken
+from . import test_convolution as convolution
+from . import test_fox_shift as fox
+from . import test_key_offset as key_offset
+from .layouts import HEADS, LAYOUTS, given, heads
+from .test_variant import TOKENS, documents, padded, shaken
+
+# Of each form what makes one, and the loop: of it, "k" or "v", such heads, sequences, and what the projections read.
+FORMS: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
+    **{name: (partial(convolution.made, form), convolution.by_loop) for name, form in convolution.FORMS.items()},
+    **{name: (form, key_offset.by_loop) for name, form in key_offset.FORMS.items()},
+    "fox": (fox.made, fox.by_loop),
+}
+ROUNDED = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float64: 1e-12}  # bfloat16: half a unit of its 8 bits
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def reading(mixer: TokenMixing, hidden: Tensor) -> AbstractContextManager[None]:
+    return mixer.reading(hidden) if isinstance(mixer, fox.FoXShift) else nullcontext()
+
+
+def hidden_states(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(5, 7, HEADS.width, generator=torch.Generator().manual_seed(6)).to(dtype)
+
+
+@covering(form=list(FORMS), rows=LAYOUTS, dtype=list(ROUNDED), cast=[False, True])
+def test_by_the_loop(form: str, rows: list[list[int | None]], dtype: torch.dtype, cast: bool) -> None:
+    """Also when the module is cast, like a model that holds it."""
+    make, by_loop = FORMS[form]
+    mixer, (k, v), hidden, real = make(), heads(dtype), hidden_states(dtype), given(rows)["mask"]
+    mixer = mixer.to(dtype) if cast else mixer
+    kept = k.clone()
+    with reading(mixer, hidden):
+        *mixed, _ = mixer.mix(k, v, None, **given(rows))
+    for which, x, got in zip("kv", (k, v), mixed, strict=True):
+        assert got.dtype == dtype
+        expected = by_loop(mixer, which, x, rows, hidden)
+        rtol = 0 if by_loop is key_offset.by_loop else ROUNDED[dtype]
+        torch.testing.assert_close(got[real].double(), expected[real], rtol=rtol, atol=min(rtol, 1e-5))
+    assert torch.equal(k, kept)
+
+
+@every_form
+def test_gradients(form: str) -> None:
+    class Called(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = FORMS[form][0]().double()
+
+        def forward(self, hidden: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            with reading(self.mixer, hidden):
+                return self.mixer.mix(k, v, None, **given([row[:5] for row in LAYOUTS["padding"][:3]]))[:2]
+
+    called = Called()
+    names, weights = zip(*called.named_parameters(), strict=True) if form not in key_offset.FORMS else ((), ())
+    inputs = [x[:3, :5].double().requires_grad_() for x in (hidden_states(), *heads())]
+
+    def mixed(*tensors: Tensor) -> Any:
+        return torch.func.functional_call(called, dict(zip(names, tensors[3:], strict=True)), tensors[:3])
+
+    assert torch.autograd.gradcheck(mixed, (*inputs, *weights), fast_mode=True)
+
+
+@every_form
+@pytest.mark.parametrize("rows", LAYOUTS.values(), ids=LAYOUTS)
+def test_in_any_two_pieces(form: str, rows: list[list[int | None]]) -> None:
+    """The state holds the last real tokens; the second piece continues the document that is last in it."""
+    mixer, (k, v), hidden, where = FORMS[form][0](), heads(), hidden_states(), given(rows)
+    with reading(mixer, hidden):
+        whole = mixer.mix(k, v, None, **where)
+    real, numbers = where["mask"], where["seq_idx"].clone()
+    for b, row in enumerate(rows):  # where padding stands, the number of the document before it
+        for t in range(1, len(row)):
+            if row[t] is None:
+                numbers[b, t] = numbers[b, t - 1]
+    for cut in range(8):
+        state: ShiftState | None = None
+        found: list[list[Tensor]] = [[], []]
+        for piece in (slice(0, cut), slice(cut, 7)):
+            if state is not None and 0 < cut < 7:  # the caller resets the state of another document
+                keep = (numbers[:, cut] == numbers[:, cut - 1]).view(5, 1, 1, 1)
+                state = ShiftState(state.k * keep, state.v * keep, state.max_rows)
+            with reading(mixer, hidden[:, piece]):
+                *mixed, state = mixer.mix(k[:, piece], v[:, piece], state, **{n: x[:, piece] for n, x in where.items()})
+            for parts, x in zip(found, mixed, strict=True):
+                parts.append(x)
+        for parts, expected in zip(found, whole, strict=False):
+            atol = 1e-6 if form == "fox" else 0  # whose gates are a product of matrices
+            torch.testing.assert_close(torch.cat(parts, dim=1)[real], expected[real], rtol=0, atol=atol)
+
+
+BY_LOOP = dict.fromkeys(("canon", "inkling", "conv-2"), convolution.by_loop) | {"fox-shift": fox.by_loop}
+BY_LOOP |= dict.fromkeys(("key-offset", "key-offset-whole"), key_offset.by_loop)
+
+
+@pytest.mark.parametrize("name", BY_LOOP)
+def test_where_it_stands(name: str) -> None:
+    """Before norm and rotary embedding of the keys, Canon between them; values have neither. It reads documents."""
+    options = with_variant(ModelConfig(hidden_size=24, num_attention_heads=2, num_hidden_layers=1, qk_norm=True), name)
+    model = build_model(describe(options, vocab_size=31, length=9), seed=0, variant=name).double()
+    layer: Any = model.model.layers[0]
+    attention, seen = layer.self_attn, {}
+    layer.input_layernorm.register_forward_hook(lambda module, inputs, output: seen.update(hidden=output))
+    attention.shift.register_forward_hook(lambda module, inputs, outputs: seen.update(after=outputs[1:3]))
+    with torch.no_grad():
+        attention.k_norm.weight.copy_(torch.rand(12, dtype=torch.float64) + 0.5)
+        for parameter in attention.shift.parameters():
+            parameter.add_(0.3)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    model(torch.arange(7).unsqueeze(0), position_ids=positions)
+    k, v = (project(seen["hidden"]).view(1, 7, 2, 12) for project in (attention.k_proj, attention.v_proj))
+    rows, loop = [[0, 0, 0, 0, 1, 1, 1]], partial(BY_LOOP[name], attention.shift)
+    k = attention.k_norm(k) if name == "canon" else k
+    k = loop("k", k, rows, seen["hidden"])
+    k = k if name == "canon" else attention.k_norm(k)
+    cos, sin = (x.unsqueeze(2) for x in model.model.rotary_emb(k, positions))
+    rotated = k * cos + torch.cat([-k[..., 6:], k[..., :6]], dim=-1) * sin
+    torch.testing.assert_close(seen["after"][0], rotated, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(seen["after"][1], loop("v", v, rows, seen["hidden"]))
+    assert getattr(attention.shift, "_gates", None) is None
+
 
 # What stands in the place of the shift or before the layers; KV shift has its own tests in tests/models/llama.
 CACHED = ("canon", "inkling", "conv-2", "key-offset", "key-offset-whole", "fox-shift", "smear")
@@ -63,11 +193,8 @@ def test_in_any_pieces(name: str, family: str) -> None:
 @covering(name=CACHED, side=["left", "right"], family=["llama", "gpt2"])
 def test_padded_prompts_go_on_each_as_alone(name: str, side: str, family: str) -> None:
     body, texts = decoder(name, family), documents()
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids = pad(texts, batch_first=True, padding_value=7, padding_side=side)
-    mask = pad([torch.ones_like(text) for text in texts], batch_first=True, padding_side=side)
+    ids, mask, positions = padded(texts, side)
     more = torch.randint(TOKENS, (len(texts), 3), generator=torch.Generator().manual_seed(4))
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
     output = body(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
     states = [output.last_hidden_state]
     for t in range(more.shape[1]):
@@ -88,10 +215,8 @@ def test_padded_prompts_go_on_each_as_alone(name: str, side: str, family: str) -
 def test_a_padded_prompt_in_chunks(name: str, chunk: int, family: str) -> None:
     """The first chunks of the shorter prompts are padding alone."""
     body, texts = decoder(name, family), documents()
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids = pad(texts, batch_first=True, padding_value=7, padding_side="left")
-    mask = pad([torch.ones_like(text) for text in texts], batch_first=True, padding_side="left")
-    positions, cache, states = (mask.cumsum(1) - 1).clamp(min=0), None, []
+    ids, mask, positions = padded(texts, "left")
+    cache, states = None, []
     for start in range(0, ids.shape[1], chunk):
         end = start + chunk
         output = body(
@@ -176,9 +301,7 @@ def test_generate(name: str, how: dict[str, Any]) -> None:
 @every_cached
 def test_generate_of_padded_prompts(name: str) -> None:
     model, texts = shaken(name, "llama").double(), documents()
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids = pad(texts, batch_first=True, padding_value=0, padding_side="left")
-    mask = pad([torch.ones_like(text) for text in texts], batch_first=True, padding_side="left")
+    ids, mask, _ = padded(texts, "left", 0)
     asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     together = model.generate(ids, attention_mask=mask, **asked)[:, ids.shape[1] :]
     for text, got in zip(texts, together, strict=True):

@@ -7,28 +7,14 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from kvshift.models.cache import ShiftCacheLayer
-from kvshift.models.check import PROPERTIES, check_model
 from kvshift.models.versions import CACHE
 
 from ..llama.checks import (
     ATOL,
-    assert_greedy,
-    check_beams,
-    check_chunked_prefill,
-    check_crop,
-    check_decoding,
-    check_documents,
-    check_left_padding,
-    check_padding_without_positions,
-    check_right_padding,
-    check_selection,
-    check_splits,
-    check_static_cache_in_pieces,
     logits_of,
-    new_tokens_of,
     reference_of,
 )
-from ..llama.tiny import PAD, left_padded, random_tokens, right_padded
+from ..llama.tiny import left_padded, random_tokens, right_padded
 from .tiny import CONFIG, config_with, load, write
 
 OTHER = config_with(sliding_window_layers=[0, 1], num_swa_attention_heads=2, num_swa_key_value_heads=1)
@@ -39,25 +25,6 @@ both = pytest.mark.parametrize("model", [CONFIG, OTHER], ids=["middle", "first t
 @pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
     return load(write(tmp_path_factory.mktemp("model"), config=getattr(request, "param", CONFIG)))
-
-
-def test_greedy(model):
-    check_decoding(model)
-
-
-@pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])
-def test_batches_of_different_lengths(model, options):
-    check_left_padding(model, **options)
-
-
-@both
-def test_padding_without_position_ids(model):
-    check_padding_without_positions(model)
-
-
-@both
-def test_right_padding(model):
-    check_right_padding(model)
 
 
 @both
@@ -130,76 +97,6 @@ def test_a_static_cache_refuses_padding_behind_tokens(model):
         logits_of(model, ids, attention_mask=mask, **{CACHE: cache})
 
 
-def test_beams(model):
-    check_beams(model)
-
-
-def test_chunked_prefill(model):
-    check_chunked_prefill(model)
-
-
-@both
-def test_every_split(model):
-    check_splits(model)
-
-
-@both
-def test_every_split_of_a_static_cache(model):
-    check_static_cache_in_pieces(model)
-
-
-@both
-def test_crop(model):
-    check_crop(model)
-
-
-def test_selection(model):
-    check_selection(model)
-
-
-@both
-def test_documents(model):
-    check_documents(model)
-
-
-@pytest.mark.parametrize("names", ["seq_idx", "cu_seq_lens_q"])
-def test_documents_named(model, names):
-    documents = [random_tokens(length, seed=length) for length in (7, 1, 9, 2)]
-    lengths = torch.tensor([0, 7, 8, 17, 19], dtype=torch.int32)
-    where = {"cu_seq_lens_q": lengths}
-    if names == "seq_idx":
-        where = {"seq_idx": torch.repeat_interleave(torch.arange(4), lengths.diff().long()).unsqueeze(0)}
-    for use_cache in (False, True):
-        packed = logits_of(model, torch.cat(documents).unsqueeze(0), use_cache=use_cache, **where)[0]
-        for document, got in zip(documents, packed.split([7, 1, 9, 2]), strict=True):
-            torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
-
-
-def test_assisted_with_rejected_drafts(model):
-    """Another model of the same kind drafts; the window is passed while drafts are rejected."""
-    from ..baichuan_m1.tiny import checkpoint
-
-    assistant = type(model)(model.config).double().eval()
-    states = {name: tensor.double() for name, tensor in checkpoint(model.config.to_dict(), seed=1).items()}
-    assistant.load_state_dict(states)
-    assistant.generation_config.pad_token_id = PAD
-    assistant.generation_config.num_assistant_tokens = 4
-    calls = []
-    handle = model.register_forward_pre_hook(lambda _, args, inputs: calls.append(inputs), with_kwargs=True)
-    row = random_tokens(1, 9)
-    generated = new_tokens_of(model, row, assistant_model=assistant, max_new_tokens=12)
-    handle.remove()
-    assert_greedy(model, row, generated)
-    # A right draft of n tokens gives n + 1 tokens in one call; so many calls mean that drafts were rejected.
-    assert 3 < len(calls) <= 12
-    assert max(call["input_ids"].shape[1] for call in calls[1:]) > 1
-
-
-def test_prompt_lookup(model):
-    row = random_tokens(5).repeat(3).unsqueeze(0)
-    assert_greedy(model, row, new_tokens_of(model, row, prompt_lookup_num_tokens=3, max_new_tokens=12))
-
-
 def test_the_state_of_the_released_shape():
     """One raw key and value per layer: 122,880 bytes per sequence in bfloat16 for the 14B model."""
     from kvshift.models.baichuan_m1 import BaichuanM1Config, BaichuanM1Model
@@ -226,15 +123,3 @@ def test_the_state_of_the_released_shape():
     states = [layer.shift_state for layer in cache.layers if isinstance(layer, ShiftCacheLayer)]
     assert len(states) == 40
     assert sum(rows.numel() * rows.itemsize for state in states for rows in (state.k, state.v)) == batch * 122_880
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    model = load(write(tmp_path_factory.mktemp("checked")), dtype=torch.float32)
-    return check_model(model, length=16)
-
-
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_kvshift_check_says_right(report, name):
-    (verdict,) = [verdict for verdict in report.verdicts if verdict.property == name]
-    assert verdict.verdict == "right", verdict.detail

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvshift import ShiftState
 from kvshift.models import documents as module
-from kvshift.models.cache import ShiftCacheLayer
+
+from .mutants import in_state
 
 Patch = pytest.MonkeyPatch
 Mutate = Callable[[PreTrainedModel, Patch], None]
@@ -96,22 +96,6 @@ def embeds_without(name: str) -> Mutate:
             return None if named.get("inputs_embeds") is None else (given, {**named, name: None})
 
         model.base_model.register_forward_pre_hook(before, with_kwargs=True)
-
-    return mutate
-
-
-def in_state(change: Callable[[ShiftState, Tensor, Tensor | None], ShiftState | None]) -> Mutate:
-    """The state that a call with a cache continues from is changed, given its keys (B, T, G, D) and its mask."""
-
-    def mutate(model: PreTrainedModel, patch: Patch) -> None:
-        whole = ShiftCacheLayer.shift_into
-
-        def shift_into(self: Any, shift: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-            if self.shift_state is not None:
-                self.shift_state = change(self.shift_state, k, options.get("mask"))
-            return whole(self, shift, q, k, v, **options)
-
-        patch.setattr(ShiftCacheLayer, "shift_into", shift_into)
 
     return mutate
 
@@ -220,7 +204,7 @@ FAULTS: dict[str, tuple[Mutate, dict[str, tuple[str, int] | None]]] = {
         {"inputs_embeds: documents": ("", 3), "inputs_embeds: cache": None, "generate: inputs_embeds": None},
     ),
     "state lost by every chunk": (
-        in_state(lambda state, k, mask: state if k.shape[1] == 1 else None),
+        lambda model, patch: in_state(lambda state, k, mask: state if k.shape[1] == 1 else None)(patch),
         dict.fromkeys([*CHUNKS, *DRAFTS])
         | {
             "documents: chunked prefill": ("document 0", 2),

@@ -22,15 +22,28 @@ Patch = pytest.MonkeyPatch
 write_shift = ShiftCacheLayer.write_shift
 
 
-def state_never_read(patch: Patch) -> None:
-    """Every call begins a sequence."""
-    whole = ShiftCacheLayer.shift_into
+def in_state(change: Callable[[ShiftState, Tensor, Tensor | None], ShiftState | None]) -> Callable[[Patch], None]:
+    """The state that a call with a cache continues from is changed, given its keys (B, T, G, D) and its mask."""
 
-    def shift_into(self: ShiftCacheLayer, shift: KVShift, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        self.shift_state = None
-        return whole(self, shift, q, k, v, **options)
+    def mutant(patch: Patch) -> None:
+        whole = ShiftCacheLayer.shift_tokens
 
-    patch.setattr(ShiftCacheLayer, "shift_into", shift_into)
+        def shift_tokens(self: Any, shift: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+            if self.shift_state is not None:
+                self.shift_state = change(self.shift_state, k, options.get("mask"))
+            return whole(self, shift, q, k, v, **options)
+
+        patch.setattr(ShiftCacheLayer, "shift_tokens", shift_tokens)
+
+    return mutant
+
+
+def zeros_of(state: ShiftState) -> ShiftState:
+    q = None if state.q is None else torch.zeros_like(state.q)
+    return ShiftState(torch.zeros_like(state.k), torch.zeros_like(state.v), state.max_rows, q)
+
+
+state_never_read = in_state(lambda state, k, mask: zeros_of(state))  # every call begins a sequence
 
 
 def state_of_another_sequence(patch: Patch) -> None:
@@ -55,8 +68,14 @@ def state_at_the_padded_end(patch: Patch) -> None:
 
 def beams_without_state(patch: Patch) -> None:
     """Keys and values of a beam go to another place, its state does not."""
-    patch.setattr(ShiftCacheLayer, "_select_shift", lambda self, indices: None)
-    patch.setattr(StaticShiftCacheLayer, "_select_shift", lambda self, indices: None)
+
+    def stay(self: ShiftCacheLayer, indices: Tensor) -> None:
+        state, n = self.shift_state, len(indices)
+        if state is not None and n != state.sequences:
+            self.shift_state = state.select([i % state.sequences for i in range(n)])
+
+    patch.setattr(ShiftCacheLayer, "_select_shift", stay)
+    patch.setattr(StaticShiftCacheLayer, "_select_shift", stay)
 
 
 def rollback_keeps_the_newest_state(patch: Patch) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
@@ -13,6 +17,7 @@ from kvshift.models.versions import CACHE
 
 from ..baichuan_m1.reference import logits_of_state_dict
 from ..retrofit.reference import gpt2_logits
+from ..retrofit.tiny_families import truth_of
 from .reference import reference_logits
 from .tiny import left_padded, random_tokens, right_padded
 
@@ -32,9 +37,23 @@ def logits_of(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
 
 
 def reference_of(model: PreTrainedModel, row: Tensor) -> Tensor:
-    """Logits (T, V) of one sequence by the reference."""
+    """Logits (T, V) of one sequence by the formulas; of a family without formulas here, by `truth_of`."""
+    formulas = REFERENCES.get(model.config.model_type)
+    if formulas is None:
+        return logits_of(truth_about(model), row.unsqueeze(0), use_cache=False)[0]
     with torch.no_grad():
-        return REFERENCES[model.config.model_type](model.state_dict(), model.config, row.tolist())
+        return formulas(model.state_dict(), model.config, row.tolist())
+
+
+_TRUTHS: WeakKeyDictionary[PreTrainedModel, tuple[list[int], PreTrainedModel]] = WeakKeyDictionary()
+
+
+def truth_about(model: PreTrainedModel) -> PreTrainedModel:
+    """`truth_of`, once for the same weights."""
+    versions = [parameter._version for parameter in model.parameters()]
+    if model not in _TRUTHS or _TRUTHS[model][0] != versions:
+        _TRUTHS[model] = versions, truth_of(model)
+    return _TRUTHS[model][1]
 
 
 def new_tokens_of(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
@@ -173,12 +192,79 @@ def check_selection(model: PreTrainedModel) -> None:
 
 
 def check_documents(model: PreTrainedModel, atol: float = ATOL) -> None:
-    """Documents packed into one sequence give what each gives alone."""
-    documents = [random_tokens(length, seed=length) for length in (5, 1, 7, 2)]
-    ids = torch.cat(documents).unsqueeze(0)
-    positions = torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0)
+    """Documents packed into one sequence give what each gives alone, by whichever argument they are named."""
+    lengths = (5, 1, 7, 2)
+    documents = [random_tokens(length, seed=length) for length in lengths]
     expected = [reference_of(model, document) for document in documents]
-    for use_cache in (False, True):
-        packed = logits_of(model, ids, position_ids=positions, use_cache=use_cache)[0]
-        for alone, got in zip(expected, packed.split([len(document) for document in documents]), strict=True):
-            torch.testing.assert_close(got, alone, rtol=0, atol=atol)
+    for name, value in names_of(lengths).items():
+        for use_cache in (False, True):
+            packed = logits_of(model, torch.cat(documents).unsqueeze(0), use_cache=use_cache, **{name: value})[0]
+            for alone, got in zip(expected, packed.split(lengths), strict=True):
+                torch.testing.assert_close(got, alone, rtol=0, atol=atol)
+
+
+def names_of(lengths: Sequence[int]) -> dict[str, Tensor]:
+    """What says where the documents of one sequence begin, each of which is enough."""
+    return {
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
+        "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).unsqueeze(0),
+        "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+    }
+
+
+def check_documents_continued(model: PreTrainedModel) -> None:
+    """After a pack in a cache its last document continues, with position_ids and without."""
+    documents = [random_tokens(length, seed=length) for length in (5, 7)]
+    for name, value in names_of((5, 7)).items():
+        cache = DynamicCache(config=model.config)
+        logits_of(model, torch.cat(documents).unsqueeze(0), **{CACHE: cache, name: value})
+        token = random_tokens(1, 1, seed=3)
+        assert_next(model, documents[1:], cache, token, position_ids=torch.tensor([[7]]))
+        assert_next(model, [torch.cat([documents[1], token[0]])], cache, random_tokens(1, 1, seed=4))
+
+
+@contextmanager
+def crops() -> Iterator[list[int]]:
+    """How many tokens each `crop` of a cache took back."""
+    taken: list[int] = []
+    original = DynamicCache.crop
+
+    def crop(self: DynamicCache, tokens_to_remove: int) -> None:
+        taken.append(-int(tokens_to_remove))
+        original(self, tokens_to_remove)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DynamicCache, "crop", crop)
+        yield taken
+
+
+def assert_greedy_with_drafts(model: PreTrainedModel, prompt: Tensor, **options: Any) -> list[int]:
+    """The tokens are those without drafts, of which several were rejected; how many tokens each took back."""
+    with crops() as taken:
+        generated = new_tokens_of(model, prompt, **{"max_new_tokens": 20, **options})
+    assert_greedy(model, prompt, generated)
+    assert sum(n > 0 for n in taken) >= 3, f"drafts were to be rejected, tokens taken back: {taken}"
+    return taken
+
+
+def check_prompt_lookup(model: PreTrainedModel, **options: Any) -> None:
+    """Five tokens four times over: a look-up finds drafts, of which the model accepts few."""
+    assert_greedy_with_drafts(model, random_tokens(1, 5).repeat(1, 4), prompt_lookup_num_tokens=4, **options)
+
+
+def assistant_of(model: PreTrainedModel, assistant: PreTrainedModel | None = None, noise: float = 0.2) -> Any:
+    """A copy, or another model, whose head is a little off, so that some of its drafts are right, and some are not."""
+    assistant = copy.deepcopy(model) if assistant is None else assistant
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        head = dict(assistant.named_parameters()).get("lm_head.weight", assistant.get_output_embeddings().weight)
+        head += noise * torch.randn(head.shape, generator=generator, dtype=head.dtype)
+    settings = assistant.generation_config
+    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 4, "constant"
+    settings.assistant_confidence_threshold = 0.0
+    return assistant
+
+
+def check_assistant(model: PreTrainedModel) -> None:
+    taken = assert_greedy_with_drafts(model, random_tokens(1, 9), assistant_model=assistant_of(model))
+    assert len(set(taken)) > 2, f"some drafts were to be accepted, tokens taken back: {taken}"

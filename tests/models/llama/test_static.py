@@ -1,21 +1,19 @@
 """Static caches, and decoding compiled over them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, LlamaConfig, StaticCache
+from transformers import CompileConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 from kvshift.models.versions import CACHE
 
+from ..registry import MODELS
 from .checks import (
     assert_greedy,
     assert_next,
-    check_beams,
-    check_decoding,
-    check_left_padding,
     check_right_padding,
-    check_static_cache_in_pieces,
     logits_of,
     new_tokens_of,
 )
@@ -30,26 +28,9 @@ VARIANTS = {
 every_variant = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
 
-@every_variant
-def test_greedy_decoding(options: dict):
-    model = tiny_model(torch.float64, **options)
-    check_decoding(model, cache_implementation="static")
-    check_left_padding(model, cache_implementation="static")
-
-
-@every_variant
-def test_beam_search_in_a_left_padded_batch(options: dict):
-    check_beams(tiny_model(torch.float64, **options), cache_implementation="static")
-
-
 def test_right_padding():
     model = tiny_model(torch.float64, shift_window=3)
     check_right_padding(model, StaticCache(config=model.config, max_cache_len=32))
-
-
-@every_variant
-def test_a_cache_passed_by_hand_in_pieces(options: dict):
-    check_static_cache_in_pieces(tiny_model(torch.float64, **options))
 
 
 @every_variant
@@ -75,11 +56,13 @@ def test_a_static_cache_for_stock_llama_is_taken_too():
     assert_next(model, row, cache, random_tokens(1, 1, seed=9))
 
 
-def graphs_of_compiled_decoding(prefill_chunk_size: int | None = None, **options: Any) -> int:
+def graphs_of_compiled_decoding(
+    build: Callable[..., PreTrainedModel] = tiny_model, prefill_chunk_size: int | None = None, **options: Any
+) -> int:
     """Generate twice, check the tokens, and count the graphs that decoding was compiled into; a break is an error."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = tiny_model(torch.float64, **options)
+    model = build(torch.float64, **options)
     compile_config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
     compile_config._compile_all_devices = True  # otherwise generate compiles on accelerators alone
     inputs = {"cache_implementation": "static", "compile_config": compile_config, "max_new_tokens": 6}
@@ -97,6 +80,11 @@ def graphs_of_compiled_decoding(prefill_chunk_size: int | None = None, **options
 )
 def test_generate_compiles_all_steps_of_all_calls_into_one_graph(options: dict):
     assert graphs_of_compiled_decoding(**options) == 1
+
+
+@pytest.mark.slow
+def test_baichuan_compiles_without_a_break():
+    assert graphs_of_compiled_decoding(MODELS["Baichuan-M1"])
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,21 +27,21 @@ from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.models.retrofit import add_kv_shift, load_kv_shift
 from kvshift.models.versions import CACHE
 
+from ..llama import checks as shared
 from ..llama.checks import logits_of, new_tokens_of
 from ..llama.tiny import draw_adapter, left_padded, random_tokens
-from .test_training import CHECKPOINTING
+from ..registry import CHECKPOINTING
 from .tiny_families import FAMILIES, shifted, stock, truth_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "retrofit.md"
 ATOL = 3e-5  # rotary tables and norms are float32 in a float64 model too; logits are of size 3 to 17
-LENGTHS = (3, 11, 1, 8)
 
 
 @cache
 def model_of(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A model with shift, and the truth about it."""
     model = shifted(family)
-    return model, truth_of(model)
+    return model, shared.truth_about(model)
 
 
 def prompts_of(lengths: Sequence[int]) -> list[Tensor]:
@@ -79,12 +78,6 @@ def check_identity(family: str) -> None:
         assert all(torch.equal(new, old) for new, old in zip(after.logits, before.logits, strict=True))
 
 
-def check_greedy(family: str, **options: Any) -> None:
-    model, truth = model_of(family)
-    for prompt in prompts_of((1, 5, 13)):
-        assert_alone(truth, [prompt], new_tokens_of(model, prompt.unsqueeze(0), max_new_tokens=9, **options))
-
-
 def check_beam(family: str) -> None:
     model, truth = model_of(family)
     prompts = prompts_of((3, 9))
@@ -104,66 +97,6 @@ def check_sampled(family: str) -> None:
     assert not torch.equal(drawn[0], drawn[1])
 
 
-def check_left_padded(family: str, **options: Any) -> None:
-    model, truth = model_of(family)
-    prompts = prompts_of(LENGTHS)
-    ids, mask = left_padded(prompts)
-    assert_alone(truth, prompts, new_tokens_of(model, ids, mask, **options))
-
-
-def check_chunked_prefill(family: str) -> None:
-    for size in (1, 4):
-        check_left_padded(family, prefill_chunk_size=size)
-
-
-def check_static_cache(family: str) -> None:
-    check_left_padded(family, cache_implementation="static")
-    model, truth = model_of(family)
-    ids = random_tokens(1, 12)
-    store = StaticCache(config=model.config, max_cache_len=32)
-    pieces = [logits_of(model, piece, **{CACHE: store}) for piece in ids.split([5, 1, 6], dim=1)]
-    assert_close(torch.cat(pieces, dim=1), logits_of(truth, ids))
-
-
-@contextmanager
-def crops() -> Iterator[list[int]]:
-    """How many tokens each `crop` of a cache took back."""
-    taken: list[int] = []
-    original = DynamicCache.crop
-
-    def crop(self: DynamicCache, tokens_to_remove: int) -> None:
-        taken.append(-tokens_to_remove)
-        original(self, tokens_to_remove)
-
-    DynamicCache.crop = crop  # type: ignore[method-assign]
-    try:
-        yield taken
-    finally:
-        DynamicCache.crop = original  # type: ignore[method-assign]
-
-
-def check_assisted(family: str) -> None:
-    """By prompt lookup, and by an assistant much like the model, so that some drafts are right, and some not."""
-    model, truth = model_of(family)
-    assistant = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        head = assistant.get_output_embeddings().weight
-        head += 0.2 * torch.randn(head.shape, generator=generator, dtype=head.dtype)
-    settings = assistant.generation_config
-    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = 4, "constant"
-    settings.assistant_confidence_threshold = 0.0
-    ways = [
-        (random_tokens(1, 5).repeat(1, 4), {"prompt_lookup_num_tokens": 4}),
-        (random_tokens(1, 9), {"assistant_model": assistant}),
-    ]
-    for prompt, options in ways:
-        with crops() as taken:
-            generated = new_tokens_of(model, prompt, max_new_tokens=16, **options)
-        assert_alone(truth, prompt, generated)
-        assert sum(n > 0 for n in taken) >= 3, f"drafts were to be rejected, tokens taken back: {taken}"
-
-
 def check_compiled(family: str) -> None:
     """Whole sequences, packed ones, and decoding on a static cache, each one graph."""
     torch._dynamo.reset()
@@ -181,26 +114,6 @@ def check_compiled(family: str) -> None:
     for t in range(6, 9):
         got = logits_of(compiled, ids[:, t : t + 1], **{CACHE: store})
         assert_close(got[:, -1], logits_of(truth, ids[:, : t + 1])[:, -1])
-
-
-def check_packed(family: str) -> None:
-    model, truth = model_of(family)
-    lengths = (5, 1, 7, 2)
-    documents = prompts_of(lengths)
-    ids, expected = torch.cat(documents).unsqueeze(0), [logits_of(truth, one.unsqueeze(0))[0] for one in documents]
-    names: dict[str, Tensor] = {
-        "position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0),
-        "seq_idx": torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).unsqueeze(0),
-        "cu_seq_lens_q": torch.tensor([0, 5, 6, 13, 15], dtype=torch.int32),
-    }
-    for name, value in names.items():
-        for use_cache in (False, True):
-            result = model(ids, use_cache=use_cache, **{name: value})
-            for got, alone in zip(result.logits[0].split(lengths), expected, strict=True):
-                assert_close(got.detach(), alone)
-        token = random_tokens(1, 1, seed=9)  # continues the last document
-        got = logits_of(model, token, **{CACHE: result.past_key_values}, position_ids=torch.tensor([[2]]))
-        assert_close(got[0, -1], logits_of(truth, torch.cat([documents[-1], token[0]]).unsqueeze(0))[0, -1])
 
 
 def check_pairs(family: str) -> None:
@@ -377,20 +290,36 @@ def check_saved(family: str) -> None:
     assert_alone(truth, prompts, new_tokens_of(loaded, ids, mask))
 
 
+def on_model(*checks: Callable[[PreTrainedModel], None]) -> Callable[[str], None]:
+    """The checks of all models, with the truth for a reference."""
+
+    def check(family: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared, "REFERENCES", {})
+            for one in checks:
+                one(model_of(family)[0])
+
+    return check
+
+
 CELLS: dict[str, Callable[[str], None]] = {
     "identity": check_identity,
-    "greedy": check_greedy,
+    "greedy": on_model(shared.check_decoding),
     "beam": check_beam,
     "sampled": check_sampled,
-    "left-padded": check_left_padded,
-    "assisted": check_assisted,
-    "static cache": check_static_cache,
+    "left-padded": on_model(shared.check_left_padding),
+    "assisted": on_model(shared.check_prompt_lookup, shared.check_assistant),
+    "static cache": on_model(
+        partial(shared.check_left_padding, cache_implementation="static"), shared.check_static_cache_in_pieces
+    ),
     "compiled": check_compiled,
-    "packed": check_packed,
+    "packed": on_model(shared.check_documents, shared.check_documents_continued),
     "4-D mask": check_pairs,
     "padding inside": partial(check_gaps, use_cache=False),
     "padding inside, cached": partial(check_gaps, use_cache=True),
-    "chunked prefill": check_chunked_prefill,
+    "chunked prefill": on_model(
+        shared.check_chunked_prefill, partial(shared.check_chunked_prefill, cache_implementation="static")
+    ),
     "LoRA": check_lora,
     "save, load": check_saved,
     "post_init": check_post_init,

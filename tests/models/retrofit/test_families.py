@@ -1,55 +1,23 @@
 """Every family: the identity at first, the truth of the shift, sequence classification, saving, and who is refused."""
 
-import pickle
-
 import pytest
 import torch
-from accelerate import cpu_offload
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedModel,
 )
 
 from kvshift import KVShift
-from kvshift.models.retrofit import add_kv_shift, load_kv_shift
+from kvshift.models.retrofit import add_kv_shift
 
 from ...covering import covering
 from ..llama.checks import logits_of
 from ..llama.tiny import PAD, left_padded, random_tokens
-from .test_training import CHECKPOINTING
 from .tiny_families import FAMILIES, shifted, stock, tiny_config, truth_of
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 ATOL = 3e-5  # rotary tables and norms are float32 in a float64 model too; logits are of size 3 to 17
-
-
-@covering(
-    family=list(FAMILIES),
-    attention=["eager", "sdpa"],
-    dtype=[torch.float32, torch.bfloat16],
-    classifies=[False, True],
-)
-def test_the_identity_changes_no_bit(family: str, attention: str, dtype: torch.dtype, classifies: bool):
-    pad = {"pad_token_id": PAD} if classifies else {}
-    model = stock(family, dtype, attention, classifies=classifies, **pad)
-    ids, mask = left_padded([random_tokens(4), random_tokens(11)])
-    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-
-    def outputs() -> list[torch.Tensor]:
-        with torch.no_grad():
-            result = model(ids, **given, output_hidden_states=True)
-        hidden = [x[mask.bool()] for x in result.hidden_states]
-        assert len(hidden) == 3
-        return [result.logits if classifies else result.logits[mask.bool()], *hidden]
-
-    before = outputs()
-    add_kv_shift(model)
-    for new, old in zip(outputs(), before, strict=True):
-        torch.testing.assert_close(new, old, rtol=0, atol=0)
 
 
 @covering(
@@ -78,52 +46,6 @@ def test_classification(family: str):
 
 
 @every_family
-@pytest.mark.parametrize("classifies", [False, True])
-def test_saved_and_loaded(family: str, classifies: bool, tmp_path):
-    shift = {"targets": ("q", "k", "v"), "window": 3, "constraint": "clamp"}
-    model, ids = shifted(family, torch.float32, classifies=classifies, shift=shift), random_tokens(1, 7)
-    plain = type(stock(family, classifies=classifies))
-    model.save_pretrained(tmp_path)
-    auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
-    for load in (load_kv_shift, auto.from_pretrained, type(model).from_pretrained):
-        loaded, report = load(tmp_path, output_loading_info=True)
-        assert type(loaded) is type(model)
-        assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        assert loaded.state_dict().keys() == model.state_dict().keys()
-        torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids), rtol=0, atol=0)
-        names = ("shift_targets", "shift_window", "shift_constraint", "layer_types", "num_labels")
-        assert [getattr(loaded.config, name) for name in names] == [getattr(model.config, name) for name in names]
-    # Transformers' own class would leave the shift out.
-    with pytest.raises(StrictDataclassFieldValidationError, match="kv_shift: load it with"):
-        plain.from_pretrained(tmp_path)
-
-
-@every_family
-def test_a_decoder_without_a_head(family: str, tmp_path):
-    model, ids = shifted(family, torch.float32).base_model, random_tokens(1, 7)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert type(loaded) is type(model)
-    assert torch.equal(loaded(ids).last_hidden_state, model(ids).last_hidden_state)
-    assert AutoConfig.from_pretrained(tmp_path).model_type == model.config.model_type
-
-
-@every_family
-def test_a_model_is_changed_where_it_stands(family: str):
-    model = stock(family)
-    config, parameters = model.config, dict(model.named_parameters())
-    fields = config.to_dict()
-    assert add_kv_shift(model) is model
-    assert model.config is not config
-    assert config.to_dict() == fields
-    after = dict(model.named_parameters())
-    assert all(after[name] is parameter for name, parameter in parameters.items())
-    assert {name.rpartition(".")[2] for name in after.keys() - parameters.keys()} == {"alpha", "beta"}
-    heads = 4 if family in ("GPT-2", "GPT-NeoX") else 2
-    assert {tuple(x.shape) for name, x in after.items() if ".shift." in name} == {(heads, 2)}
-
-
-@every_family
 @pytest.mark.parametrize("attention_bias", [False, True])
 def test_the_fields_of_a_family_say_what_its_attention_has(family: str, attention_bias: bool):
     """Heeded is `attention_bias` by some families only."""
@@ -137,26 +59,6 @@ def test_the_fields_of_a_family_say_what_its_attention_has(family: str, attentio
             assert bool(outputs) == (attention_bias if fields.output_bias is None else fields.output_bias)
             assert bool(biases - outputs) == (attention_bias if fields.bias is None else fields.bias)
             assert ("q_norm.weight" in names) == fields.qk_norm == getattr(module, "qk_norm", False)
-
-
-@every_family
-def test_attention_weights_and_pickles(family: str):
-    model, ids = shifted(family, attention="eager"), random_tokens(1, 7)
-    again = pickle.loads(pickle.dumps(model))  # noqa: S301
-    weights = model(ids, output_attentions=True).attentions
-    assert [tuple(x.shape) for x in weights] == [(1, 4, 7, 7)] * 2
-    assert torch.equal(logits_of(again, ids), logits_of(model, ids))
-
-
-@every_family
-def test_a_new_model_from_a_configuration(family: str):
-    config = add_kv_shift(stock(family)).config
-    config.shift_init = "uniform"
-    model = AutoModelForCausalLM.from_config(config)
-    shifts = [module for module in model.modules() if isinstance(module, KVShift)]
-    assert len(shifts) == 2
-    for shift in shifts:
-        torch.testing.assert_close(shift.alpha.sum(1), torch.ones(len(shift.alpha)))
 
 
 def gradients_of(model: PreTrainedModel, of: PreTrainedModel, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -176,40 +78,6 @@ def test_gradients_of_the_coefficients(family: str):
     assert all(".shift." in name for name in expected)
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@every_family
-@pytest.mark.parametrize("packed", [False, True])
-def test_gradient_checkpointing_changes_no_bit(family: str, packed: bool):
-    model, batch = shifted(family, torch.float32).train(), {"input_ids": random_tokens(2, 9)}
-    if packed:
-        batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(2, -1)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    expected = gradients_of(model, model, **batch)
-    getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": False})
-    calls = []
-    next(module for module in model.modules() if isinstance(module, KVShift)).register_forward_hook(
-        lambda *_: calls.append(1)
-    )
-    got = gradients_of(model, model, **batch)
-    assert len(calls) == 2  # once forward, once again backward
-    assert got.keys() == expected.keys() == dict(model.named_parameters()).keys()
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])
-def test_a_model_spread_over_devices(family: str):
-    """As a device_map leaves it: accelerate's hooks would keep calling the forward of the class before."""
-    model = stock(family)
-    kind = type(model)
-    cpu_offload(model, execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"a hook in the place of .*add the shift before the model is spread"):
-        add_kv_shift(model)
-    assert type(model) is kind
-    assert not any(isinstance(module, KVShift) for module in model.modules())
 
 
 # Models close to those of the list, which the same body would take and compute something else, or could not take.

@@ -5,8 +5,6 @@ import torch
 from transformers import (
     BertConfig,
     BertModel,
-    DynamicCache,
-    EncoderDecoderCache,
     GPT2Config,
     GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
@@ -14,10 +12,8 @@ from transformers import (
 
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2LMHeadModel, add_kv_shift
-from kvshift.models.versions import CACHE
 
-from ..llama.checks import logits_of, new_tokens_of
-from ..llama.tiny import random_tokens, tiny_config
+from ..llama.tiny import tiny_config
 from .tiny import SIZES, shifted_gpt2, tiny_gpt2
 
 
@@ -57,23 +53,6 @@ def test_a_subclass_may_compute_something_else():
         add_kv_shift(MyGPT2(GPT2Config(**SIZES)))
 
 
-def test_cross_attention_is_named():
-    model = GPT2LMHeadModel(GPT2Config(**SIZES, add_cross_attention=True))
-    with pytest.raises(ValueError, match=r"add_cross_attention is True .* crossattention layers"):
-        add_kv_shift(model)
-    assert type(model) is GPT2LMHeadModel
-    with pytest.raises(ValueError, match=r"add_cross_attention is True"):
-        KVShiftGPT2LMHeadModel(KVShiftGPT2Config(**SIZES, add_cross_attention=True))
-
-
-def test_an_encoder_beside_it():
-    model, ids = shifted_gpt2(), random_tokens(1, 5)
-    with pytest.raises(ValueError, match="encoder_hidden_states must be None"):
-        model(ids, encoder_hidden_states=torch.zeros(1, 5, 36))
-    with pytest.raises(ValueError, match=f"{CACHE} is an EncoderDecoderCache"):
-        model(ids, **{CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())})
-
-
 def test_options():
     model = tiny_gpt2()
     with pytest.raises(TypeError, match="options must be ShiftOptions, got tuple"):
@@ -90,26 +69,6 @@ def test_a_forward_that_a_hook_has_replaced():
     with pytest.raises(ValueError, match=r"a hook in the place of transformer\.h\.0\.attn\.forward"):
         add_kv_shift(model)
     assert type(model) is GPT2LMHeadModel
-
-
-def test_a_cache_that_holds_tokens_of_plain_gpt2():
-    cache = tiny_gpt2()(random_tokens(1, 5)).past_key_values
-    with pytest.raises(ValueError, match="already holds tokens, but not their raw keys and values"):
-        shifted_gpt2()(random_tokens(1, 1), **{CACHE: cache})
-
-
-def test_continuous_batching():
-    with pytest.raises(NotImplementedError, match="continuous batching"):
-        shifted_gpt2().generate_batch([[3, 4, 5]])
-    with pytest.raises(NotImplementedError, match="continuous batching"):
-        new_tokens_of(shifted_gpt2(), random_tokens(1, 5), cache_implementation="paged")
-
-
-def test_attention_of_servers():
-    model = shifted_gpt2()
-    model.config._attn_implementation_internal = "vllm"
-    with pytest.raises(ValueError, match="attn_implementation must be one of eager, sdpa"):
-        logits_of(model, random_tokens(1, 5))
 
 
 def test_configuration_fields():

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from kvshift.lab.data.tokenizers import train_bpe
 
 from ..llama.checks import logits_of
-from .test_training import CHECKPOINTING
+from ..registry import CHECKPOINTING
 from .tiny_families import FAMILIES, SIZES, shifted, truth_of
 
 trl = pytest.importorskip("trl")

@@ -56,7 +56,7 @@ class AttentionWithRawRows(Attention):
                 "may not take pages with raw keys and values"
             )
         config = get_current_vllm_config()
-        self.lags = shift_window - 1
+        self.lags, self.raw_dtype = shift_window - 1, config.model_config.dtype
         self.num_raw_rows = self.lags + config.num_speculative_tokens + _drafts_by_a_model(config)
         self.attn_backend = with_raw_rows(self.attn_backend)
 
@@ -83,7 +83,8 @@ class AttentionWithRawRows(Attention):
                     "the draft model keeps over what the model keeps"
                 )
             of_one_size = [*specs.values()]
-        page, rows = max(spec.page_size_bytes for spec in of_one_size), {_row_bytes(spec) for spec in of_one_size}
+        page = max(spec.page_size_bytes for spec in of_one_size)
+        rows = {_row_bytes(spec, self.raw_dtype) for spec in of_one_size}
         padded = round_up(page + self.num_raw_rows * max(rows), math.lcm(*rows))
         block_size = page // own.page_size_bytes * own.block_size
         spec = replace(own, block_size=block_size, page_size_padded=padded)
@@ -99,24 +100,27 @@ class AttentionWithRawRows(Attention):
         """Take the cache from vLLM: (pages, G, tokens, 2 D), in one of its layouts, with the room asked for."""
         super().bind_kv_cache(kv_cache)
         _, heads, tokens, numbers = kv_cache.shape
-        stride, rest = divmod(kv_cache.stride(0), heads * numbers)
-        if rest or stride < tokens + self.num_raw_rows:
+        row, before = heads * numbers * self.raw_dtype.itemsize, tokens * heads * numbers * kv_cache.itemsize
+        page = kv_cache.stride(0) * kv_cache.itemsize
+        if page % row or page < before + self.num_raw_rows * row:
             raise ValueError(
-                f"pages of {self.layer_name} must be whole rows of {heads * numbers} numbers, with room for "
-                f"{self.num_raw_rows} of raw keys and values behind those of their tokens; vLLM has made them as "
-                f"{tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
+                f"pages of {self.layer_name} must be whole rows of {heads * numbers} numbers of {self.raw_dtype}, with "
+                f"room for {self.num_raw_rows} of raw keys and values behind those of their tokens; vLLM has made them "
+                f"as {tuple(kv_cache.shape)} of {kv_cache.dtype} with strides {kv_cache.stride()}"
             )
-        self.pages = Pages(tokens=tokens, rows=self.num_raw_rows, stride=stride)
+        self.pages = Pages(tokens=tokens, rows=self.num_raw_rows, stride=page // row)
 
     def raw_rows(self) -> Tensor:
         """(rows, 2 G D) from the first of the first page, those of all other pages at `pages.stride`.
 
-        Made for each batch: vLLM frees the cache, and nothing may hold it.
+        They have the dtype of the model, also beside shifted keys and values of 8 bits. Made for each batch: vLLM frees
+        the cache, and nothing may hold it.
         """
-        cache, pages = self.kv_cache, self.pages
-        numbers = cache.shape[1] * cache.shape[3]
+        cache, pages = self.kv_cache.view(self.raw_dtype), self.pages
+        shifted = cache.shape[1:].numel()  # as many numbers of the model's dtype as they take
+        numbers = self.kv_cache.shape[1] * self.kv_cache.shape[3]
         rows = (cache.shape[0] - 1) * pages.stride + pages.rows
-        return cache.as_strided((rows, numbers), (numbers, 1), cache.storage_offset() + pages.tokens * numbers)
+        return cache.as_strided((rows, numbers), (numbers, 1), cache.storage_offset() + shifted)
 
 
 def takes_whole(backend: type[AttentionBackend], block_size: int, spec: AttentionSpec | None = None) -> bool:
@@ -133,9 +137,9 @@ def _drafts_by_a_model(config: VllmConfig) -> bool:
     return config.speculative_config is not None and config.speculative_config.method == "draft_model"
 
 
-def _row_bytes(spec: AttentionSpec) -> int:
-    """Bytes of the keys and values of one token."""
-    return spec.unpadded_page_size_bytes // spec.block_size
+def _row_bytes(spec: AttentionSpec, raw_dtype: torch.dtype) -> int:
+    """Bytes of the raw keys and values of one token."""
+    return spec.unpadded_page_size_bytes // spec.block_size // spec.dtype.itemsize * raw_dtype.itemsize
 
 
 def _takes_uniform(layers: Mapping[str, Any]) -> bool:

@@ -12,6 +12,9 @@ from kvshift.integrations.vllm_plugin import SERVED_MODEL_TYPES
 
 _ROTARY = ("default", "linear", "llama3", "yarn")  # "dynamic" has other angles in vLLM than in transformers
 _DRAFTS = ("ngram", "draft_model")
+_EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+_TESTED = ((("int", 8), ("int", 8)), (("float", 8), ("float", 8)), (("int", 4), None))
+"""Numbers of weights and of inputs, of compressed-tensors."""
 
 
 class ShiftChecks(VerifyAndUpdateConfig):
@@ -52,13 +55,18 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     drafts, compilation = vllm_config.speculative_config, vllm_config.compilation_config
     if model.runner_type not in ("generate", "draft"):
         yield f"runner must be generate, got {model.runner_type!r}"
-    if model.quantization is not None and not _has_eight_bits(model):
-        yield f"quantization must be compressed-tensors with 8 bits for weights and inputs, got {model.quantization!r}"
+    if model.quantization is not None and not _is_tested(model):
+        yield (
+            "quantization must be of 8 bits for weights and inputs by compressed-tensors, or of 4 bits for weights by "
+            f"compressed-tensors, AWQ or GPTQ, as the checkpoint says; got {model.quantization!r}"
+        )
     if model.enable_prompt_embeds:
         yield "enable_prompt_embeds is not tested"
-    own = {"auto", str(model.dtype).removeprefix("torch.")}
-    if cache.cache_dtype not in own:
-        yield f"kv_cache_dtype must be one of {', '.join(sorted(own))}, got {cache.cache_dtype!r}"
+    dtypes = (*_EIGHT_BIT_CACHES, "auto", str(model.dtype).removeprefix("torch."))
+    if cache.cache_dtype not in dtypes:
+        yield f"kv_cache_dtype must be one of {', '.join(dtypes)}, got {cache.cache_dtype!r}"
+    if cache.kv_cache_dtype_skip_layers:
+        yield "kv_cache_dtype_skip_layers must be left out: pages of two dtypes are not tested"
     if cache.kv_sharing_fast_prefill:
         yield "kv_sharing_fast_prefill must be off: raw keys and values of every token are needed"
     if vllm_config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
@@ -89,12 +97,18 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
         yield "splitting_ops must be left out, or have vllm::kv_shift"
 
 
-def _has_eight_bits(model: Any) -> bool:
-    """Whether all quantized weights and their inputs have 8 bits, int8 or fp8, by compressed-tensors."""
-    if model.quantization != "compressed-tensors":
+def _is_tested(model: Any) -> bool:
+    """Whether all quantized weights, and their inputs, are of a kind that is tested: see docs/serving.md."""
+    described = getattr(model.hf_config, "quantization_config", None) or {}
+    if model.quantization in ("auto_awq", "auto_gptq", "awq", "gptq"):
+        return (described.get("bits") or described.get("w_bit")) == 4
+    if model.quantization != "compressed-tensors" or described.get("kv_cache_scheme"):
         return False
-    described = model.hf_config.quantization_config
     groups = described.get("config_groups", {}).values()
-    kinds = [group.get(numbers) or {} for group in groups for numbers in ("weights", "input_activations")]
-    of_eight_bits = all(kind.get("type") in ("int", "float") and kind.get("num_bits") == 8 for kind in kinds)
-    return of_eight_bits and not described.get("kv_cache_scheme")
+    return all(_numbers(group, "weights", "input_activations") in _TESTED for group in groups)
+
+
+def _numbers(group: dict[str, Any], *names: str) -> tuple[Any, ...]:
+    """Type and bits of each of them in a group of compressed-tensors; None for what is not quantized."""
+    kinds = [group.get(name) for name in names]
+    return tuple(kind and (kind.get("type"), kind.get("num_bits")) for kind in kinds)

@@ -140,6 +140,8 @@ class ReachComparison:
         at_least, at_most: every seed's own ratio lies between these; a run that did not reach the level is known to
             need more than its last step, which gives a bound on one side. None where there is none.
         seeds: number of pairs.
+        seeds_sooner, seeds_later: in how many ours is known to have been sooner, or later.
+        is_censored: whether a run of either is missing.
     """
 
     outcome: Literal[
@@ -152,6 +154,9 @@ class ReachComparison:
     at_least: float | None
     at_most: float | None
     seeds: int
+    seeds_sooner: int
+    seeds_later: int
+    is_censored: bool
 
 
 def compare_reach(
@@ -178,8 +183,11 @@ def compare_reach(
         at_least=at_least,
         at_most=at_most,
         seeds=len(ours.steps),
+        seeds_sooner=sum(value is not None and value < 1 for value in most),
+        seeds_later=sum(value is not None and value > 1 for value in least),
+        is_censored=bool(ours.missing or theirs.missing),
     )
-    if ours.missing or theirs.missing:
+    if found.is_censored:
         return _censored(found, ours, theirs, names)
     return _complete(found, [value for value in most if value is not None], names, confidence)
 
@@ -196,7 +204,8 @@ def _censored(found: ReachComparison, ours: Reach, theirs: Reach, names: tuple[s
     if found.at_least is not None and found.at_least > 1:
         bound = f"{names[0]} needs at least {found.at_least:.3g} times the steps in each of {_seeds(found.seeds)}"
         return replace(found, outcome="later in every seed", text=f"{bound}, no interval ({both})")
-    return replace(found, text=f"undecided ({both})")
+    counts = f"known to be sooner in {found.seeds_sooner} of {_seeds(found.seeds)}, later in {found.seeds_later}"
+    return replace(found, text=f"{counts}, no interval ({both})")
 
 
 def _complete(

@@ -37,7 +37,8 @@ DROPPED = {
     "KVShift": ("coefficients", "extra_repr"),
     "ShiftOptions": ("as_fields",),
     "ShiftStaticLayer": ("update",),
-    "ShiftState": ("zeros", "__eq__", "__hash__", "sequences", "reorder", "to", "detach", "split", "stack"),
+    "SequenceState": ("__eq__", "__hash__", "reorder", "to", "detach"),
+    "ShiftState": ("zeros", "split", "stack"),
 }
 """Members that are left out, by class: models do not call them, or compute the same without them."""
 
@@ -120,10 +121,11 @@ def shift_into(
     (B, G, length, D) with those of the tokens before, and a context for attention.
     """
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
-    if cache is not None and shift.targets:
+    if cache is None or not shift.targets:
+        q, k, v, _ = shift(q, k, v, keep_state=False, **where)
+    else:
         layer: Any = cache.layers[layer_idx]
-        return *layer.shift_into(shift, q, k, v, finish=finish, **where), KEEP_ALL
-    q, k, v, _ = shift(q, k, v, keep_state=False, **where)
+        q, k, v = layer.shift_tokens(shift, q, k, v, **where)
     if finish is not None:
         q, k = finish(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from kvshift.lab.analysis.learning import Reach, ReachComparison
@@ -41,6 +42,43 @@ class Claim:
     by: str = ""
 
 
+question = partial(Claim, paper="not asked", own=True)
+"""A claim that is ours to ask: the paper has none."""
+
+
+def lower_loss(
+    statement: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    *,
+    names: tuple[str, str] = ("KV-shift", "vanilla"),
+    paper: str = "",
+    size: str = "",
+) -> Claim:
+    """Whether our losses are lower than theirs, paired by seed.
+
+    Args:
+        statement: the claim.
+        ours, theirs: losses in nats per token; where only differences are known, these, and zeros.
+        names: of both.
+        paper: what it has; empty: the question is ours.
+        size: empty: the means of both.
+    """
+    return Claim(
+        statement=statement,
+        paper=paper or "not asked",
+        ours=verdict(_differences(ours, theirs), names=names).text,
+        direction=lower(ours, theirs),
+        size=size or f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}",
+        own=not paper,
+    )
+
+
+def decided(holds: bool) -> Direction:
+    """Of what no seed changes."""
+    return "holds" if holds else "fails"
+
+
 def not_testable(claim: Claim, why: str) -> Claim:
     """The claim with its numbers, which do not decide it, whatever they are.
 
@@ -56,6 +94,11 @@ def higher(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
     return _OF_OUTCOME.get(verdict(_differences(ours, theirs)).outcome, "not shown")
 
 
+def lower(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
+    """Whether ours are lower; see `higher`."""
+    return higher(theirs, ours)
+
+
 def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> Direction:
     """Whether the two differ by less than `margin`: the 95 % interval of the differences must lie inside it.
 
@@ -64,7 +107,7 @@ def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> 
     """
     differences = _differences(ours, theirs)
     if not any(differences):
-        return in_every_seed(len(differences), len(differences))
+        return sign_test(len(differences), 0)
     interval = difference_interval(differences)
     if interval is None:
         return "not shown"
@@ -73,25 +116,30 @@ def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> 
     return "fails" if interval[0] >= margin or interval[1] <= -margin else "not shown"
 
 
-def in_every_seed(right: int, seeds: int) -> Direction:
-    """Whether seeds do what a claim says, by the exact sign test at 5 %: five of five decide it, three of three do not.
+def sign_test(right: int, wrong: int) -> Direction:
+    """Whether seeds do what a claim says, by the exact sign test at 5 % in each direction.
+
+    Five of five decide it, three of three do not; of ten, nine do.
 
     Args:
         right: seeds in which the claim is right.
-        seeds: all of them.
+        wrong: seeds in which it is not; those in which it is not known are in neither.
     """
-    if 0.5**seeds > 0.05 or right not in (0, seeds):
+    seeds, most = right + wrong, max(right, wrong)
+    by_chance = sum(math.comb(seeds, count) for count in range(most, seeds + 1)) / 2**seeds
+    if right == wrong or by_chance > 0.05:
         return "not shown"
-    return "holds" if right else "fails"
+    return "holds" if right > wrong else "fails"
 
 
 def sooner(found: ReachComparison) -> Direction:
     """Whether ours reached the level sooner: by the interval of the ratio of steps.
 
-    Where a run has not reached the level there is no interval: then by the sign test, `in_every_seed`.
+    Where a run has not reached the level there is no interval: then by the sign test of the seeds whose
+    order is known.
     """
-    if found.outcome in ("sooner in every seed", "later in every seed"):
-        return in_every_seed(found.seeds if found.outcome == "sooner in every seed" else 0, found.seeds)
+    if found.is_censored:
+        return sign_test(found.seeds_sooner, found.seeds_later)
     return _OF_OUTCOME.get(found.outcome, "not shown")
 
 
@@ -100,20 +148,20 @@ def at_most(found: ReachComparison, ratio: float) -> Direction:
     if found.high is not None and found.low is not None:
         return "holds" if found.high <= ratio else "fails" if found.low > ratio else "not shown"
     if found.at_most is not None and found.at_most <= ratio:
-        return in_every_seed(found.seeds, found.seeds)
+        return sign_test(found.seeds, 0)
     if found.at_least is not None and found.at_least > ratio:
-        return in_every_seed(0, found.seeds)
+        return sign_test(0, found.seeds)
     return "not shown"
 
 
 def reached(found: Reach, within: float) -> Direction:
     """Whether a model reaches its level within so many steps: by the interval of the mean steps.
 
-    Where some seed has not come so far, or there is no interval, by the sign test, `in_every_seed`.
+    Where some seed has not come so far, or there is no interval, by the sign test.
     """
     interval = found.interval()
     if interval is None:
-        return in_every_seed(len(found.reached), len(found.steps))
+        return sign_test(len(found.reached), len(found.missing))
     return "holds" if interval[1] < within else "not shown"
 
 

@@ -59,7 +59,7 @@ class Entry:
         name: as typed, and that of its folder: "fig01a".
         title: one line.
         presets: by name: "smoke" (seconds), "laptop" (minutes or hours on two cores), "paper" (a GPU), and others.
-        study: whose runs it shares: runs of one label are the same runs in all recipes of a study, and are run once;
+        study: whose runs it shares: runs of one arm are the same runs in all recipes of a study, and are run once;
             None: its runs are its own.
     """
 

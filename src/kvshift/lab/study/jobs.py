@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.core.atomic import read_json, write_json
@@ -21,7 +21,7 @@ from kvshift.lab.data.config import SHARED, DataConfig, find_shared
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.resume import check_folder, other_options, refuse_other_options
 from kvshift.lab.runs.run import is_finished, read_run
-from kvshift.lab.study.models import model_label
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.recipe import Job
 from kvshift.lab.study.watching import last_step
 from kvshift.lab.tasks import MaskedTextConfig
@@ -36,14 +36,14 @@ class RunJob(ABC):
     """Train one model.
 
     Attributes:
-        label: which variant.
+        arm: which arm of the study.
         config: of the run.
-        tunes: the label of the reported runs whose learning rate this run helps to choose; None: it is reported.
+        tunes: the arm whose learning rate this run helps to choose; None: it is reported.
     """
 
-    label: str
+    arm: Arm
     config: RunConfig
-    tunes: str | None = None
+    tunes: Arm | None = None
 
     @property
     def seed(self) -> int:
@@ -65,7 +65,7 @@ class RunJob(ABC):
         if steps is not None:
             assert self.config.optimizer.schedule == "constant", "fewer steps would be another schedule"
             job = replace(job, config=replace(job.config, steps=steps))
-        return replace(job, label=f"{self.label}, rate {rate:.2g}", tunes=self.label)
+        return replace(job, arm=replace(self.arm, rate=rate), tunes=self.arm)
 
     @abstractmethod
     def is_finished(self, out: Path) -> bool:
@@ -132,6 +132,41 @@ class TrainingJob(RunJob):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredJob(TrainingJob):
+    """Train one model, then measure it; what was found is in a file beside the run, and among the results.
+
+    Attributes:
+        measured: the name of the result and of its file.
+    """
+
+    measured: ClassVar[str]
+
+    @abstractmethod
+    def measure(self, model: Any) -> dict[str, Any]:
+        """What is found of the trained model, on the device that it is on, as JSON."""
+
+    def is_finished(self, out: Path) -> bool:
+        return super().is_finished(out) and self._file(out).exists()
+
+    def run(self, out: Path) -> None:
+        super().run(out)
+        with RunFolder(out).locked():
+            if not self.is_finished(out):
+                model: Any = AutoModelForCausalLM.from_pretrained(out / "model")
+                device = "cuda" if self.config.device != "cpu" and torch.cuda.is_available() else "cpu"
+                write_json(self._file(out), self.measure(model.to(device)))
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """With what was measured among the results."""
+        found = super().record(out)
+        found["result"][self.measured] = read_json(self._file(out))
+        return found
+
+    def _file(self, out: Path) -> Path:
+        return out / f"{self.measured}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextJob(RunJob):
     """Train one language model on text; see `kvshift.lab.training.train`.
 
@@ -185,7 +220,7 @@ def pairs_of_depths(config: TrainConfig, depths: Sequence[int], seeds: Sequence[
     """For each depth and seed, the model of `config` with that many layers, with KV shift and without."""
     return [
         TextJob(
-            label=model_label(layers, variant),
+            arm=Arm(variant=variant, layers=layers),
             config=replace(
                 config, seed=seed, model=with_variant(replace(config.model, num_hidden_layers=layers), variant)
             ),
@@ -249,13 +284,13 @@ class Computation:
     """Work out numbers that need no training.
 
     Attributes:
-        label: which variant.
+        arm: which arm of the study.
         config: a frozen dataclass, the options.
         function: from `config` to JSON, on the top level of a module.
         seed: of what is drawn, if anything is.
     """
 
-    label: str
+    arm: Arm
     config: Any
     function: Callable[[Any], dict[str, Any]]
     seed: int = 0

@@ -1,23 +1,13 @@
-"""The models that recipes compare: their sizes and their names."""
+"""The models that recipes compare: their sizes."""
 
 from __future__ import annotations
 
 from kvshift.lab.core.options import from_json
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.variants.building import llama_config
-from kvshift.lab.variants.by_name import VARIANTS, with_variant
+from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaConfig
-
-
-def layers_text(count: int) -> str:
-    """In words."""
-    return f"{count} layer{'s' if count > 1 else ''}"
-
-
-def model_label(layers: int, variant: str) -> str:
-    """What figures and tables call the model."""
-    return f"{VARIANTS[variant].label}, {layers_text(layers)}"
 
 
 def sized(width: int, layers: int, variant: str, *, heads: int) -> ModelConfig:

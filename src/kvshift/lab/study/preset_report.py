@@ -9,8 +9,8 @@ from typing import Any
 from kvshift.lab.analysis.learning import reach_of
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.study.claims import Claim
-from kvshift.lab.study.recipe import Recipe, Record, Score, accuracy_curves, by_label, diverged, reported
-from kvshift.lab.study.tuning import best_rates, by_variant
+from kvshift.lab.study.recipe import Recipe, Record, Score, curves_by_label, diverged, reported
+from kvshift.lab.study.tuning import best_rates, by_tuned_arm
 
 SMOKE = "The preset smoke only shows that everything runs: its verdicts mean nothing"
 
@@ -66,8 +66,7 @@ def section(recipe: Recipe, preset: str, records: Sequence[Record], claims: Sequ
 def _learning(records: Sequence[Record], name: str) -> str:
     """The steps to 90 % and 99 % of each model, with their intervals over seeds."""
     rows = [("model", *(f"steps to {100 * level:g} %" for level in LEVELS))]
-    for label, seeds in by_label(records).items():
-        curves = accuracy_curves(seeds, name)
+    for label, curves in curves_by_label(records, name).items():
         rows.append((label, *(reach_of(curves, level).text for level in LEVELS)))
     return as_markdown(rows, left=None)
 
@@ -76,7 +75,7 @@ def rates_of(records: Sequence[Record]) -> str:
     """Which learning rates the variants of a preset had, for the overview."""
     chose = [record for record in records if record.tunes is not None]
     if chose:
-        grid = {rate for by_rate in by_variant(chose).values() for rate in by_rate}
+        grid = {rate for by_rate in by_tuned_arm(chose).values() for rate in by_rate}
         return f"own best of {len(grid)}"
     by_model: dict[str, set[float]] = {}
     for record in records:
@@ -92,7 +91,7 @@ def rates_of(records: Sequence[Record]) -> str:
 def _rates(records: Sequence[Record], score: Score | None) -> str:
     """The grid of learning rates: what the runs of each variant reached, in bold where its own rate was chosen."""
     assert score is not None, "a recipe with a grid says by what it is tuned"
-    variants, best = by_variant(records), best_rates(records, score)
+    variants, best = by_tuned_arm(records), best_rates(records, score)
     rates = sorted({rate for by_rate in variants.values() for rate in by_rate})
     rows = [("learning rate", *(f"{rate:.2g}" for rate in rates))]
     for variant, by_rate in variants.items():
@@ -100,7 +99,7 @@ def _rates(records: Sequence[Record], score: Score | None) -> str:
         for rate in rates:
             losses = ", ".join(_last_loss(record) for record in by_rate.get(rate, []))
             cells.append(f"**{losses}**" if rate == best[variant] else losses)
-        rows.append((variant, *cells))
+        rows.append((str(variant), *cells))
     steps = " or ".join(f"{number:,}" for number in sorted({record.options["steps"] for record in records}))
     seeds = ", ".join(str(seed) for seed in sorted({record.seed for record in records}))
     ends = [f"{variant} ({best[variant]:.2g})" for variant in variants if best[variant] in (rates[0], rates[-1])]

@@ -6,21 +6,22 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import numpy as np
+from matplotlib.figure import Figure
+
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.entry import Entry, Preset
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 
 class Job(Protocol):
     """One unit of work, which leaves what it found in a folder of its own. Jobs travel to other processes."""
 
     @property
-    def label(self) -> str:
-        """Which variant: "KV-shift, 1 layer"; with the seed it names the job."""
+    def arm(self) -> Arm:
+        """Which arm of the study; with the seed it names the job."""
         ...
 
     @property
@@ -54,24 +55,24 @@ class Record:
     """What is kept of one job: a line of `results/RECIPE/PRESET.jsonl`.
 
     Attributes:
-        label: which variant.
+        arm: which arm of the study.
         seed: of the job.
         config_hash: of all options that decide numbers.
         options: the options themselves.
         environment: commit, versions, hardware, start.
         curve: by name, values over training; "step" is their place. May be empty.
         result: final numbers.
-        tunes: the label of the reported records whose learning rate this run helped to choose; None: it is reported.
+        tunes: the arm whose learning rate this run helped to choose; None: it is reported.
     """
 
-    label: str
+    arm: Arm
     seed: int
     config_hash: str
     options: Mapping[str, Any]
     environment: Mapping[str, Any]
     curve: Mapping[str, Sequence[float | None]]
     result: Mapping[str, Any]
-    tunes: str | None = None
+    tunes: Arm | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Recipe:
         tuned_by: by what a variant's best learning rate is chosen, where a preset has a grid.
         tables: in Markdown, from all records, those that chose a learning rate too; None: the report has none.
         scored: the accuracy whose steps to 90 % and 99 % the report lists by model, over seeds; None: it has no such.
-        notes: what the paper leaves open or has wrong, and what was chosen.
+        notes: what the paper leaves open or has wrong, and what was chosen; `find_recipe` adds those in its folder.
     """
 
     entry: Entry
@@ -144,12 +145,17 @@ def diverged(record: Record) -> bool:
     return "diverged_at" in record.result
 
 
-def by_label(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
-    """The records of each variant, in the order in which these come; of each by seed, lowest first: seeds are pairs."""
-    found: dict[str, dict[int, Record]] = {}
+def by_arm(records: Sequence[Record]) -> dict[Arm, dict[int, Record]]:
+    """The records of each arm, in the order in which these come; of each by seed, lowest first: seeds are pairs."""
+    found: dict[Arm, dict[int, Record]] = {}
     for record in records:
-        found.setdefault(record.label, {})[record.seed] = record
-    return {label: dict(sorted(seeds.items())) for label, seeds in found.items()}
+        found.setdefault(record.arm, {})[record.seed] = record
+    return {arm: dict(sorted(seeds.items())) for arm, seeds in found.items()}
+
+
+def curves_by_label(records: Sequence[Record], name: str) -> dict[str, dict[int, tuple[list[float], list[float]]]]:
+    """The curves of that name, for a figure: by the label of the arm, then by seed."""
+    return {arm.label: accuracy_curves(seeds, name) for arm, seeds in by_arm(records).items()}
 
 
 def accuracy_curves(seeds: Mapping[int, Record], name: str) -> dict[int, tuple[list[float], list[float]]]:
@@ -162,6 +168,23 @@ def accuracy_curve(record: Record, name: str) -> tuple[list[float], list[float]]
     pairs = zip(record.curve["step"], record.curve[name], strict=True)
     points = [(float(step), float(value)) for step, value in pairs if step is not None and value is not None]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def value_at(record: Record, name: str, step: float) -> float:
+    """A curve after so many steps, by a straight line between evaluations; beyond its ends, the value there."""
+    return float(np.interp(step, *accuracy_curve(record, name)))
+
+
+def last_loss(record: Record) -> float:
+    """The validation loss after the last step."""
+    return accuracy_curve(record, "loss")[1][-1]
+
+
+def paired_losses(ours: Mapping[int, Record], theirs: Mapping[int, Record]) -> list[tuple[float, float]] | None:
+    """The last losses of two arms, a pair for each seed; None where a run diverged: then there is no interval."""
+    if any(map(diverged, (*ours.values(), *theirs.values()))):
+        return None
+    return [(last_loss(ours[seed]), last_loss(theirs[seed])) for seed in ours]
 
 
 def last_mean(record: Record, name: str, evaluations: int) -> float:

@@ -8,12 +8,15 @@ RESULTS/STUDY/PRESET.jsonl            of all recipes of a study that are finishe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.json_lines import read_lines, write_lines
+from kvshift.lab.study.arm import Arm, arm_of_label
 from kvshift.lab.study.jobs import RunJob
 from kvshift.lab.study.recipe import Job, Recipe, Record
 
@@ -28,12 +31,12 @@ def record_of(job: Job, out: Path) -> Record:
         environment["continued"] = [
             {name: part.get(name) for name in ("step", *_KEPT)} for part in found["environment"]["continued"]
         ]
-    return Record(label=job.label, seed=job.seed, tunes=_tunes(job), **{**found, "environment": environment})
+    return Record(arm=job.arm, seed=job.seed, tunes=_tunes(job), **{**found, "environment": environment})
 
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
     """Write all lines again; the file is whole or as it was."""
-    write_lines(path, map(vars, records))
+    write_lines(path, map(_line_of, records))
 
 
 def read_records(path: Path) -> list[Record]:
@@ -41,16 +44,34 @@ def read_records(path: Path) -> list[Record]:
     records = []
     for number, line in enumerate(read_lines(path), start=1):
         try:
-            records.append(Record(**line))
-        except TypeError as error:
+            records.append(_record_of(line))
+        except (TypeError, KeyError) as error:
             raise LabError(f"{path}:{number}: not a record of a recipe: {error}") from error
     return records
+
+
+def _line_of(record: Record) -> dict[str, Any]:
+    arms = {"arm": record.arm.to_json(), "tunes": record.tunes and record.tunes.to_json()}
+    return {**vars(record), **arms}
+
+
+def _record_of(line: dict[str, Any]) -> Record:
+    """The record in a line; one from before there were arms says its own, and the one that it tunes, by a label."""
+    tunes = line.get("tunes")
+    if "label" not in line:
+        return Record(**{**line, "arm": Arm(**line["arm"]), "tunes": tunes and Arm(**tunes)})
+    label = line.pop("label")
+    if tunes is None:
+        return Record(arm=arm_of_label(label), **line)
+    tuned = arm_of_label(tunes)
+    rate = line["options"]["optimizer"]["learning_rate"]
+    return Record(**{**line, "arm": replace(tuned, rate=rate), "tunes": tuned})
 
 
 def kept_records(results: Path, recipe: Recipe, preset: str) -> list[Record] | None:
     """All records of a preset; None where they are not kept, or where runs of it are missing from those of its study.
 
-    Of a study those count that the recipe asks for: its labels, with the seeds that all of them have.
+    Of a study those count that the recipe asks for: its arms, with the seeds that all of them have.
     """
     path = results / recipe.entry.runs / f"{preset}.jsonl"
     if not path.exists():
@@ -59,14 +80,12 @@ def kept_records(results: Path, recipe: Recipe, preset: str) -> list[Record] | N
     if recipe.entry.study is None:
         return records
     size = recipe.presets[preset]
-    labels = {job.label for job in recipe.jobs(preset, [0])}
-    ours = [record for record in records if (record.tunes or record.label) in labels]
-    seeds = {
-        label: {record.seed for record in ours if record.tunes is None and record.label == label} for label in labels
-    }
-    shared = set.intersection(*seeds.values())
+    arms = {job.arm for job in recipe.jobs(preset, [0])}
+    ours = [record for record in records if (record.tunes or record.arm) in arms]
+    seeds = [{record.seed for record in ours if record.tunes is None and record.arm == arm} for arm in arms]
+    shared = set.intersection(*seeds)
     tuned = {record.tunes for record in ours if record.tunes is not None}
-    if not shared >= set(range(size.seeds)) or (size.grid is not None and tuned != labels):
+    if not shared >= set(range(size.seeds)) or (size.grid is not None and tuned != arms):
         return None
     return [record for record in ours if record.tunes is not None or record.seed in shared]
 
@@ -88,7 +107,7 @@ class KeptRecords:
     def find(self, job: Job) -> tuple[Record, Path] | None:
         """The record of a job, and its file; a LabError where a partial one has other options."""
         for path in (self.partial, self.whole):
-            record = _by_run(path).get((job.label, job.seed, _tunes(job)))
+            record = _by_run(path).get((job.arm, job.seed, _tunes(job)))
             if record is None:
                 continue
             lines = job.other_options(record.options)
@@ -97,7 +116,7 @@ class KeptRecords:
             if path == self.partial:
                 listed = "\n  ".join(lines)
                 raise LabError(
-                    f"results: {path} holds {job.label}, seed {job.seed}, with other options:\n  {listed}\n"
+                    f"results: {path} holds {job.arm}, seed {job.seed}, with other options:\n  {listed}\n"
                     "put these options back to resume that study, or take the file away to begin another"
                 )
         return None
@@ -135,23 +154,23 @@ class KeptRecords:
         """
         if self.shared:
             return
-        asked = {(job.label, job.seed, _tunes(job)) for job in jobs}
+        asked = {(job.arm, job.seed, _tunes(job)) for job in jobs}
         for path in (self.partial, self.whole):
             runs = _by_run(path)
             lost = [run for run in runs if run not in asked]
             if lost and (path == self.partial or len(lost) < len(runs)):
-                label, seed, _ = lost[0]
+                arm, seed, _ = lost[0]
                 raise LabError(
-                    f"results: {path} keeps {len(lost)} runs that this call does not make ({label}, seed {seed} ...); "
+                    f"results: {path} keeps {len(lost)} runs that this call does not make ({arm}, seed {seed} ...); "
                     "ask for at least as many seeds, or take that file away"
                 )
 
 
-_Run = tuple[str, int, str | None]
+_Run = tuple[Arm, int, Arm | None]
 
 
 def _run_of(record: Record) -> _Run:
-    return record.label, record.seed, record.tunes
+    return record.arm, record.seed, record.tunes
 
 
 def _by_run(path: Path) -> dict[_Run, Record]:
@@ -159,5 +178,5 @@ def _by_run(path: Path) -> dict[_Run, Record]:
     return {_run_of(record): record for record in read_records(path)} if path.exists() else {}
 
 
-def _tunes(job: Job) -> str | None:
+def _tunes(job: Job) -> Arm | None:
     return job.tunes if isinstance(job, RunJob) else None

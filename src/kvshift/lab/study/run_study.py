@@ -75,8 +75,8 @@ def run_study(recipe: Recipe, preset: str, seeds: Sequence[int], places: Places)
 
 def folder_of(folder: Path, job: Job) -> Path:
     """Where a job of a preset does its work."""
-    label = re.sub(r"[^a-z0-9.]+", "-", job.label.lower()).strip("-")
-    return folder / label / f"seed-{job.seed}"
+    name = re.sub(r"[^a-z0-9.]+", "-", job.arm.label.lower()).strip("-")
+    return folder / name / f"seed-{job.seed}"
 
 
 def _run(jobs: Sequence[Job], places: Places, *, earlier: Sequence[Record]) -> list[Record]:
@@ -107,7 +107,7 @@ def _run(jobs: Sequence[Job], places: Places, *, earlier: Sequence[Record]) -> l
                     job, out = work[number]
                     what = "finished" if problem is None else f"FAILED: {problem}"
                     place = f"[{len(ended)} of {len(work)}, {time.monotonic() - start:.0f} s]"
-                    tqdm.write(f"{place} {job.label}, seed {job.seed}: {what}", file=sys.stderr)
+                    tqdm.write(f"{place} {job.arm}, seed {job.seed}: {what}", file=sys.stderr)
                     if store is not None and problem is None:
                         store.add([record_of(job, out)])
 

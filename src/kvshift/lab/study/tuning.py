@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvshift.lab.analysis.learning import steps_to
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.entry import Grid
 from kvshift.lab.study.jobs import RunJob
 from kvshift.lab.study.recipe import Job, Record, Score, accuracy_curve, diverged, last_mean
@@ -17,13 +18,13 @@ def tuning_jobs(jobs: Sequence[Job], grid: Grid) -> list[RunJob]:
     return [job.tuning(rate, steps=grid.steps) for job in jobs if isinstance(job, RunJob) for rate in grid.rates]
 
 
-def at_best_rates(jobs: Sequence[Job], best: dict[str, float]) -> list[Job]:
-    """Each of `jobs`, which are reported, at the best rate of its variant; what trains nothing as it is."""
-    return [job.at_rate(best[job.label]) if isinstance(job, RunJob) else job for job in jobs]
+def at_best_rates(jobs: Sequence[Job], best: Mapping[Arm, float]) -> list[Job]:
+    """Each of `jobs`, which are reported, at the best rate of its arm; what trains nothing as it is."""
+    return [job.at_rate(best[job.arm]) if isinstance(job, RunJob) else job for job in jobs]
 
 
-def best_rates(records: Sequence[Record], score: Score | None) -> dict[str, float]:
-    """Of each variant, the rate with the highest mean score over the tuning seeds; of equals the lowest.
+def best_rates(records: Sequence[Record], score: Score | None) -> dict[Arm, float]:
+    """Of each arm, the rate with the highest mean score over the tuning seeds; of equals the lowest.
 
     Args:
         records: of the tuning runs alone.
@@ -35,14 +36,14 @@ def best_rates(records: Sequence[Record], score: Score | None) -> dict[str, floa
         return tuple(statistics.fmean(numbers) for numbers in zip(*map(score, runs), strict=True))
 
     return {
-        variant: max(sorted(by_rate), key=lambda rate: mean(by_rate[rate]))  # called at once
-        for variant, by_rate in by_variant(records).items()
+        arm: max(sorted(by_rate), key=lambda rate: mean(by_rate[rate]))  # called at once
+        for arm, by_rate in by_tuned_arm(records).items()
     }
 
 
-def by_variant(records: Sequence[Record]) -> dict[str, dict[float, list[Record]]]:
-    """Tuning runs by variant and learning rate."""
-    found: dict[str, dict[float, list[Record]]] = {}
+def by_tuned_arm(records: Sequence[Record]) -> dict[Arm, dict[float, list[Record]]]:
+    """Tuning runs by arm and learning rate."""
+    found: dict[Arm, dict[float, list[Record]]] = {}
     for record in records:
         assert record.tunes is not None
         rate = record.options["optimizer"]["learning_rate"]

@@ -42,7 +42,7 @@ def watching(jobs: Sequence[tuple[Job, Path]], *, seconds: float | None = None) 
         found = []
         for number, (job, out) in enumerate(jobs):
             done, total = job.progress(out)
-            text = f"{job.label}, seed {job.seed}: step {done:,} of {total:,}" if done and number not in ended else ""
+            text = f"{job.arm}, seed {job.seed}: step {done:,} of {total:,}" if done and number not in ended else ""
             found.append((text, 1.0 if number in ended else done / total))
         return found
 

@@ -1,7 +1,7 @@
 """For variants that change what attention does with finished queries, keys and values: one body for both families.
 
-A variant stands `attend` before one of the classes and makes the attention of each layer one of the class of both, by
-`become`; projections, shift, QK-norm, rotary embedding and cache stay those of the family.
+A variant's subclass of `Attending` says by `attend` what it does, and stands before the attention of each layer (see
+`prepend_class`); projections, shift, QK-norm, rotary embedding and cache stay those of the family.
 
 Shapes: B batch, T positions of this call, K keys, H query heads, G KV heads, D head size.
 """
@@ -17,8 +17,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from kvshift.models.decoder import ShiftedAttention, shift_into
-from kvshift.models.llama.modeling import KVShiftLlamaAttention
-from kvshift.models.retrofit.gpt2 import KVShiftGPT2Attention
 
 
 def require_token_mask(attention_mask: Any, variant: str) -> None:
@@ -28,7 +26,9 @@ def require_token_mask(attention_mask: Any, variant: str) -> None:
         raise ValueError(f"attention_mask must be (batch, positions) or None for {variant}, got {what}")
 
 
-class _Attending(ShiftedAttention):
+class Attending(ShiftedAttention):
+    """Stands before the attention of the Llamas, or of the lab's GPT-2, which has no cache."""
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -81,11 +81,3 @@ class _Attending(ShiftedAttention):
             sliding_window=self.sliding_window,
             **where,
         )
-
-
-class AttendingLlama(_Attending, KVShiftLlamaAttention):
-    """The attention of the Llamas."""
-
-
-class AttendingGPT2(_Attending, KVShiftGPT2Attention):
-    """The attention of the lab's GPT-2, which has no cache."""

@@ -18,8 +18,7 @@ from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.errors import LabError, nearest, require
 from kvshift.lab.variants.bidirectional import EncoderOptions, encoder_config
 from kvshift.lab.variants.by_name import find_variant
-from kvshift.lab.variants.model_config import ModelConfig
-from kvshift.lab.variants.model_fields import given_fields, size_fields
+from kvshift.lab.variants.model_config import ModelConfig, given_fields, size_fields
 from kvshift.lab.variants.small_gpt2 import GPT2Options, gpt2_config
 from kvshift.lab.variants.variant import Size, shift_layers
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM

@@ -24,17 +24,16 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kvshift.lab.variants.attending import AttendingGPT2, AttendingLlama
+from kvshift.lab.variants.attending import Attending
+from kvshift.lab.variants.model_classes import prepend_class, variant_class
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
-from kvshift.lab.variants.uncached import NamedConfig, become
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
@@ -108,105 +107,60 @@ class PairRotaryEmbedding(LlamaRotaryEmbedding):
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
 
-class _DifferentialAttention:
+class _DifferentialAttention(Attending):
     differential: Differential
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> tuple[Tensor, Tensor | None]:
-        heads, weights = self.softmax_attention(split_pair(query), key, value, **where)  # type: ignore[attr-defined]
+        heads, weights = self.softmax_attention(split_pair(query), key, value, **where)
         return self.differential(heads), weights
 
 
-class _DifferentialLlamaAttention(_DifferentialAttention, AttendingLlama):
-    pass
+def _differ(model: Any) -> None:
+    """Of the Llamas. A shift mixes both keys of a head by the same numbers."""
+    config = model.config
+    kv_heads, merged = config.num_key_value_heads, 2 if config.halve_heads else 1
+    if kv_heads % merged:
+        raise ValueError(f"half of the KV heads needs an even number of them, got {kv_heads}")
+    size = merged * config.head_dim
+    if size % 4:
+        raise ValueError(f"two rotated halves need heads whose size is a multiple of 4, got {size}")
+    of_half = deepcopy(config)
+    of_half.head_dim = size // 2
+    model.model.rotary_emb = PairRotaryEmbedding(of_half)
+    options = ShiftOptions.of(config)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        _make_differential(attention, size, groups=config.num_attention_heads // kv_heads)
+        shift = KVShift(kv_heads // merged, options, num_heads=config.num_attention_heads // merged)
+        add_child(attention, "shift", shift)
+        if config.qk_norm:
+            attention.q_norm, attention.k_norm = (PairNorm(size, config.rms_norm_eps) for _ in range(2))
 
 
-class _DifferentialGPT2Attention(_DifferentialAttention, AttendingGPT2):
-    pass
+def _differ_gpt2(model: Any) -> None:
+    size = model.config.n_embd // model.config.n_head
+    if size % 4:
+        raise ValueError(f"two halves of two parts need heads whose size is a multiple of 4, got {size}")
+    for block in model.transformer.h:
+        _make_differential(block.attn, size, groups=1)
 
 
-@strict
-class DifferentialLlamaConfig(NamedConfig, KVShiftLlamaConfig):
-    """What `DifferentialLlamaForCausalLM` is built from.
-
-    Besides the fields of `KVShiftLlamaConfig`, whose heads are those of vanilla:
-
-    Args:
-        halve_heads: half as many query and KV heads, each twice as large: the paper's choice (6 x 64 at 0.2B).
-    """
-
-    model_type = "kvshift_differential_llama"
-    loaded_by: ClassVar[str] = "kvshift.lab.variants.differential.DifferentialLlamaForCausalLM"
-
-    halve_heads: bool = False
-
-
-class DifferentialLlamaForCausalLM(KVShiftLlamaForCausalLM):
-    """`KVShiftLlamaForCausalLM` with differential attention. A shift mixes both keys of a head by the same numbers."""
-
-    config: DifferentialLlamaConfig
-    config_class = DifferentialLlamaConfig
-
-    def __init__(self, config: DifferentialLlamaConfig) -> None:
-        super().__init__(config)
-        kv_heads, head_dim = config.num_key_value_heads, config.head_dim
-        assert kv_heads is not None  # in transformers' annotation alone
-        assert head_dim is not None
-        merged = 2 if config.halve_heads else 1
-        if kv_heads % merged:
-            raise ValueError(f"half of the KV heads needs an even number of them, got {kv_heads}")
-        size = merged * head_dim
-        if size % 4:
-            raise ValueError(f"two rotated halves need heads whose size is a multiple of 4, got {size}")
-        of_half = deepcopy(config)
-        of_half.head_dim = size // 2
-        self.model.rotary_emb = PairRotaryEmbedding(of_half)
-        options = ShiftOptions.of(config)
-        for layer in self.model.layers:
-            attention: Any = layer.self_attn
-            become(attention, _DifferentialLlamaAttention)
-            _differ(attention, size, groups=config.num_attention_heads // kv_heads)
-            shift = KVShift(kv_heads // merged, options, num_heads=config.num_attention_heads // merged)
-            add_child(attention, "shift", shift)
-            if config.qk_norm:
-                attention.q_norm, attention.k_norm = (PairNorm(size, config.rms_norm_eps) for _ in range(2))
-
-
-@strict
-class DifferentialGPT2Config(NamedConfig, LabGPT2Config):
-    """The fields of `LabGPT2Config`."""
-
-    model_type = "kvshift_differential_lab_gpt2"
-    loaded_by: ClassVar[str] = "kvshift.lab.variants.differential.DifferentialGPT2"
-
-
-class DifferentialGPT2(LabGPT2):
-    """`LabGPT2` with differential attention."""
-
-    config: DifferentialGPT2Config
-    config_class = DifferentialGPT2Config
-
-    def __init__(self, config: DifferentialGPT2Config) -> None:
-        super().__init__(config)
-        size = config.n_embd // config.n_head
-        if size % 4:
-            raise ValueError(f"two halves of two parts need heads whose size is a multiple of 4, got {size}")
-        for block in self.transformer.h:
-            become(block.attn, _DifferentialGPT2Attention)
-            _differ(block.attn, size, groups=1)
-
-
-def _differ(attention: Any, head_size: int, *, groups: int) -> None:
+def _make_differential(attention: Any, head_size: int, *, groups: int) -> None:
+    prepend_class(attention, _DifferentialAttention)
     attention.head_dim = head_size
     attention.scaling = (head_size // 2) ** -0.5
     attention.num_key_value_groups = 2 * groups
     add_child(attention, "differential", Differential(head_size, attention.layer_idx))
 
 
-_OF_TEXT = {KVShiftLlamaConfig: DifferentialLlamaForCausalLM}
+# The field `halve_heads`: half as many query and KV heads, each twice as large: the source's choice (6 x 64 at 0.2B).
+_LLAMA = variant_class(KVShiftLlamaForCausalLM, "Differential", _differ, fields={"halve_heads": (bool, False)})
+_OF_TEXT = {KVShiftLlamaConfig: _LLAMA}
 
 MODEL_VARIANTS = (
-    ModelVariant(name="differential", models={**_OF_TEXT, LabGPT2Config: DifferentialGPT2}),
-    # Half as many heads as vanilla, each twice as large: the source's own choice.
+    ModelVariant(
+        name="differential", models={**_OF_TEXT, LabGPT2Config: variant_class(LabGPT2, "Differential", _differ_gpt2)}
+    ),
     ModelVariant(name="differential-wide", models=_OF_TEXT, fields={"halve_heads": True}),
     # alpha mixes both keys of a KV head, beta its value.
     ModelVariant(name="differential-kv-shift", models=_OF_TEXT, fields={"shift_targets": ["k", "v"]}),

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from kvshift.lab.variants.mixing import Heads, MixingVariant, TokenMixing, tokens_before
-from kvshift.models.llama.modeling import KVShiftLlamaAttention
-from kvshift.models.retrofit.gpt2 import KVShiftGPT2Attention
 from kvshift.ops import ShiftState
 
 
@@ -83,19 +81,11 @@ class _ReadByShift:
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
 
-class _LlamaAttention(_ReadByShift, KVShiftLlamaAttention):
-    pass
-
-
-class _GPT2Attention(_ReadByShift, KVShiftGPT2Attention):
-    pass
-
-
 MODEL_VARIANTS = (
     MixingVariant(
         name="fox-shift",
         make=FoXShift,
-        attention={KVShiftLlamaAttention: _LlamaAttention, KVShiftGPT2Attention: _GPT2Attention},
+        attention=_ReadByShift,
         fields={"shift_targets": ["k", "v"], "shift_window": 2},
     ),
 )

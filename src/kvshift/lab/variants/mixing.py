@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvshift.lab.variants.by_name import find_variant
-from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
+from kvshift.lab.variants.model_classes import prepend_class, variant_class
+from kvshift.lab.variants.small_gpt2 import LabGPT2
 from kvshift.lab.variants.variant import ModelVariant, Size
 from kvshift.layers import KVShift
 from kvshift.layers.recompute import KEEP_ALL
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.retrofit.family import add_child
 from kvshift.ops import ShiftState, shift_tokens
 from kvshift.ops.arguments import Norms
@@ -77,60 +77,30 @@ class TokenMixing(nn.Module):
         q, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms, keep_state=False)  # type: ignore[assignment]  # queries were given
         return q, k, v, state if keep_state else None
 
-    def step(self, *_: Any, **__: Any) -> None:
-        """As `KVShift.step`: there is no launch that does all of it."""
-
     def recomputing(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         """As `KVShift.recomputing`: backward keeps what attention was given."""
         return KEEP_ALL
 
 
-@strict
-class MixingLlamaConfig(KVShiftLlamaConfig):
-    """The fields of `KVShiftLlamaConfig`, of which `shift_targets` and `shift_window` say what its caches keep.
-
-    Args:
-        mixing: the name of the variant.
-    """
-
-    model_type = "kvshift_mixing_llama"
-    loaded_by: ClassVar[str] = "kvshift.lab.variants.mixing.MixingLlamaForCausalLM"
-
-    mixing: str = ""
-
-
-class MixingLlamaForCausalLM(KVShiftLlamaForCausalLM):
-    """`KVShiftLlamaForCausalLM` with something else in the place of the shift."""
-
-    config: MixingLlamaConfig
-    config_class = MixingLlamaConfig
-
-    def __init__(self, config: MixingLlamaConfig) -> None:
-        super().__init__(config)
-        heads, size = config.num_key_value_heads, config.head_dim
-        _place(self, config.mixing, Heads(heads, size, config.hidden_size, config.initializer_range))
+def _place(model: Any) -> None:
+    """Put the variant that the configuration names where each attention has its shift."""
+    config = model.config
+    variant: Any = find_variant(config.mixing, "mixing")
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    heads = Heads(kv_heads, size, config.hidden_size, config.initializer_range)
+    for module in list(model.modules()):
+        if isinstance(getattr(module, "shift", None), KVShift):
+            add_child(module, "shift", variant.make(heads))
+            if variant.attention is not None:
+                prepend_class(module, variant.attention)
 
 
-@strict
-class MixingGPT2Config(LabGPT2Config):
-    """The fields of `LabGPT2Config`; `mixing`, `shift_targets` and `shift_window` as in `MixingLlamaConfig`."""
-
-    model_type = "kvshift_mixing_lab_gpt2"
-    loaded_by: ClassVar[str] = "kvshift.lab.variants.mixing.MixingGPT2"
-
-    mixing: str = ""
-
-
-class MixingGPT2(LabGPT2):
-    """`LabGPT2` with something else in the place of the shift."""
-
-    config: MixingGPT2Config
-    config_class = MixingGPT2Config
-
-    def __init__(self, config: MixingGPT2Config) -> None:
-        super().__init__(config)
-        size = config.n_embd // config.n_head
-        _place(self, config.mixing, Heads(config.n_head, size, config.n_embd, config.initializer_range))
+# Their configurations name the variant by `mixing`; `shift_targets` and `shift_window` say what caches keep.
+_MODELS: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = {
+    base.config_class: variant_class(base, "Mixing", _place, fields={"mixing": (str, "")})
+    for base in (KVShiftLlamaForCausalLM, LabGPT2)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +109,12 @@ class MixingVariant(ModelVariant):
 
     Attributes:
         make: one of them, for attention with such heads.
-        attention: by the class of an attention, the one that it becomes.
+        attention: what stands before the class of an attention (see `prepend_class`).
     """
 
     make: Callable[[Heads], TokenMixing]
-    attention: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
-    models: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = field(
-        default_factory=lambda: {KVShiftLlamaConfig: MixingLlamaForCausalLM, LabGPT2Config: MixingGPT2}
-    )
+    attention: type | None = None
+    models: Mapping[type[PreTrainedConfig], type[PreTrainedModel]] = field(default_factory=lambda: _MODELS)
 
     def _described(self, size: Size) -> tuple[Any, Any]:
         model_class, config = super()._described(size)
@@ -158,11 +126,3 @@ def tokens_before(x: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
     """x[t-1] of (B, T, G, D), 0 where a document begins, and the rows after the last token; by `shift_tokens`."""
     only_before_G2 = torch.tensor([[0.0, 1.0]], device=x.device).expand(x.shape[2], 2)
     return shift_tokens(x, only_before_G2, **where)
-
-
-def _place(model: nn.Module, name: str, heads: Heads) -> None:
-    variant: Any = find_variant(name, "mixing")
-    for module in list(model.modules()):
-        if isinstance(getattr(module, "shift", None), KVShift):
-            add_child(module, "shift", variant.make(heads))
-            module.__class__ = variant.attention.get(type(module), type(module))

@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from kvshift import ShiftState, kv_shift
-from kvshift.lab.variants.uncached import NamedConfig
+from kvshift.lab.variants.model_classes import NamedConfig
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.models.decoder import shift_into
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM

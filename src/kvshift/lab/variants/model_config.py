@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.options import LATE, Meaning, means, option_names
 from kvshift.lab.variants.by_name import VARIANTS
+from kvshift.models.paper_sizes import SIZES
 
 VARIES = means(Meaning.OF_THE_VARIANT)
 BESIDE = means(Meaning.BESIDE_THE_MODEL)
@@ -74,3 +76,23 @@ def model_fields() -> list[str]:
     """The options that are fields of the model's own configuration, by the same names."""
     beside = option_names(ModelConfig, Meaning.BESIDE_THE_MODEL)
     return [item.name for item in fields(ModelConfig) if item.name not in beside]
+
+
+def given_fields(options: ModelConfig) -> dict[str, Any]:
+    """What the options say of the model themselves; `rope_theta`, which has no field of that name, is left out."""
+    return {name: value for name in model_fields() if (value := getattr(options, name)) is not None}
+
+
+def size_fields(options: ModelConfig) -> dict[str, Any]:
+    """What the size says, or else the default shape, of the width that the options ask for."""
+    if options.size is not None:
+        if options.size not in SIZES:
+            raise LabError(f"model.size must be one of {', '.join(SIZES)}, got {options.size!r}")
+        return dict(SIZES[options.size])
+    width = options.hidden_size or 128
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": -(-width * 8 // (3 * 32)) * 32,
+    }

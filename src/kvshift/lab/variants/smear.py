@@ -12,20 +12,18 @@ Shapes: B batch, T positions, E model width, R rows of state.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
 from kvshift.lab.variants.attending import require_token_mask
 from kvshift.lab.variants.mixing import tokens_before
-from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
-from kvshift.lab.variants.uncached import become
+from kvshift.lab.variants.model_classes import prepend_class, variant_class
+from kvshift.lab.variants.small_gpt2 import LabGPT2
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.layers import KVShift, ShiftOptions
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel
-from kvshift.models.retrofit import KVShiftGPT2Model
+from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.versions import CACHE
 from kvshift.ops import ShiftState
 
@@ -90,56 +88,11 @@ class _SmearedDecoder:
         return super().run_layers(smeared, masks, **kwargs)  # type: ignore[misc]
 
 
-class _SmearedLlamaModel(_SmearedDecoder, KVShiftLlamaModel):
-    pass
-
-
-class _SmearedGPT2Model(_SmearedDecoder, KVShiftGPT2Model):
-    pass
-
-
-@strict
-class SmearLlamaConfig(KVShiftLlamaConfig):
-    """The fields of `KVShiftLlamaConfig`, of which `shift_targets` and `shift_window` say what its caches keep."""
-
-    model_type = "kvshift_smear_llama"
-    loaded_by: ClassVar[str] = "kvshift.lab.variants.smear.SmearLlamaForCausalLM"
-
-
-class SmearLlamaForCausalLM(KVShiftLlamaForCausalLM):
-    """`KVShiftLlamaForCausalLM` with smeared embeddings."""
-
-    config: SmearLlamaConfig
-    config_class = SmearLlamaConfig
-
-    def __init__(self, config: SmearLlamaConfig) -> None:
-        super().__init__(config)
-        _smear(self, self.model, _SmearedLlamaModel, config.hidden_size)
-
-
-@strict
-class SmearGPT2Config(LabGPT2Config):
-    """The fields of `LabGPT2Config`, as above."""
-
-    model_type = "kvshift_smear_lab_gpt2"
-    loaded_by: ClassVar[str] = "kvshift.lab.variants.smear.SmearGPT2"
-
-
-class SmearGPT2(LabGPT2):
-    """`LabGPT2` with smeared embeddings."""
-
-    config: SmearGPT2Config
-    config_class = SmearGPT2Config
-
-    def __init__(self, config: SmearGPT2Config) -> None:
-        super().__init__(config)
-        _smear(self, self.transformer, _SmearedGPT2Model, config.n_embd)
-
-
-def _smear(model: nn.Module, decoder: Any, smeared: type[nn.Module], width: int) -> None:
+def _smear(model: Any) -> None:
     """Nothing shifts keys or values, though the configuration has a target, for caches to keep a row."""
-    become(decoder, smeared)
-    decoder.smear = Smear(width)
+    decoder = model.base_model
+    prepend_class(decoder, _SmearedDecoder)
+    decoder.smear = Smear(model.get_input_embeddings().embedding_dim)
     for module in list(model.modules()):
         if isinstance(getattr(module, "shift", None), KVShift):
             module.shift = KVShift(1, ShiftOptions(targets=()))
@@ -148,7 +101,7 @@ def _smear(model: nn.Module, decoder: Any, smeared: type[nn.Module], width: int)
 MODEL_VARIANTS = (
     ModelVariant(
         name="smear",
-        models={KVShiftLlamaConfig: SmearLlamaForCausalLM, LabGPT2Config: SmearGPT2},
+        models={base.config_class: variant_class(base, "Smear", _smear) for base in (KVShiftLlamaForCausalLM, LabGPT2)},
         fields={"shift_targets": ["k"], "shift_window": 2},
     ),
 )

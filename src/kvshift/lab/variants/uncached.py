@@ -2,31 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from torch import nn
-from transformers import PreTrainedModel
-
-from kvshift.models.llama import KVShiftLlamaModel
-from kvshift.models.retrofit import KVShiftGPT2Model
-from kvshift.models.retrofit.family import note_class
+from kvshift.lab.variants.model_classes import NamedConfig
 from kvshift.models.versions import CACHE, given_cache
-
-
-class NamedConfig:
-    """Stands before the configuration of a family; what it saves is refused by the classes of other models.
-
-    `use_cache` of what is saved is of a type that they do not take, and names `loaded_by`.
-    """
-
-    loaded_by: ClassVar[str]
-    use_cache: bool | dict[str, bool]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Of transformers; what is saved."""
-        saved = super().to_dict()  # type: ignore[misc]
-        saved["use_cache"] = {f"kv_shift: load it with {self.loaded_by}": self.use_cache}
-        return saved
 
 
 class UncachedConfig(NamedConfig):
@@ -38,7 +17,7 @@ class UncachedConfig(NamedConfig):
 
 
 class UncachedDecoder:
-    """Stands before the decoder of a family."""
+    """Stands before the decoder of a family, such as `KVShiftLlamaModel`."""
 
     config: UncachedConfig
 
@@ -48,14 +27,6 @@ class UncachedDecoder:
         if use_cache or given_cache(past_key_values, cache) is not None:
             raise ValueError(f"use_cache must be False and {CACHE} None: {_no_cache(self)}")
         return super().forward(*args, use_cache=False, **kwargs)  # type: ignore[misc]
-
-
-class UncachedLlamaModel(UncachedDecoder, KVShiftLlamaModel):
-    """The decoder of the Llamas."""
-
-
-class UncachedGPT2Model(UncachedDecoder, KVShiftGPT2Model):
-    """The decoder of the lab's GPT-2."""
 
 
 class UncachedGeneration:
@@ -73,13 +44,6 @@ class UncachedGeneration:
 def decodes_with_cache(model: Any) -> bool:
     """Whether a model, or a class of models, computes a token from a cache of those before it; most do not say so."""
     return getattr(model, "decodes_with_cache", True)
-
-
-def become(module: nn.Module, subclass: type[nn.Module]) -> None:
-    """Make a module one of a subclass of its own class, in place: weights, names and hooks stay."""
-    module.__class__ = subclass
-    if isinstance(module, PreTrainedModel):
-        note_class(module)
 
 
 def _no_cache(model: Any) -> str:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
 from kvshift.lab.analysis.panels import legend_below, new_figure
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, at_most, times, within
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import model_label, sized
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label
+from kvshift.lab.study.models import sized
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.recipes.alternatives import ENTRY
 from kvshift.recipes.fig01a import study as fig01a
 from kvshift.recipes.induction.first_repeat import LAST, SCORED
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 LEVEL = 0.9
 FACTOR = 2.0
@@ -59,7 +58,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     """One layer with and two without, by each reading, with each seed."""
     config, width, heads = fig01a.SIZES[preset]
     return [
-        TrainingJob(label=_label(model, reading), config=_config(config, width, heads, model, reading, seed))
+        TrainingJob(arm=_arm(model, reading), config=_config(config, width, heads, model, reading, seed))
         for model in MODELS
         for reading in READINGS
         for seed in seeds
@@ -116,21 +115,21 @@ def _change(reading: Reading, theirs: list[float] | None, ours: list[float] | No
 
 def plot(records: Sequence[Record]) -> Figure:
     """Accuracy at the first repeat over steps, a panel for each reading."""
-    models = by_label(records)
+    models = by_arm(records)
     figure, panels = new_figure([reading.words for reading in READINGS], ylabels=["accuracy at the first repeat"])
     for axes, reading in zip(panels, READINGS, strict=True):
-        runs = {model_label(*model): models[_label(model, reading)] for model in MODELS}
+        runs = {_arm(model, OURS).label: models[_arm(model, reading)] for model in MODELS}
         curves = {label: accuracy_curves(seeds, SCORED) for label, seeds in runs.items()}
-        chance = task_of(next(iter(runs["KV-shift, 1 layer"].values())).options).chance[SCORED]
-        draw_accuracy(axes, curves, chance=chance)
+        (record, *_) = runs["KV-shift, 1 layer"].values()
+        draw_accuracy(axes, curves, chance=task_of(record.options).chance[SCORED])
     legend_below(figure)
     return figure
 
 
-def _label(model: tuple[int, str], reading: Reading) -> str:
+def _arm(model: tuple[int, str], reading: Reading) -> Arm:
     """By our reading that of Figure 1a, whose runs these are."""
-    name = model_label(*model)
-    return name if reading is OURS else f"{name}, {reading.words}"
+    layers, variant = model
+    return Arm(variant=variant, layers=layers, case=None if reading is OURS else reading.words)
 
 
 def _said(reading: Reading) -> str:
@@ -139,8 +138,8 @@ def _said(reading: Reading) -> str:
 
 def _reach(records: Sequence[Record], reading: Reading) -> list[Reach]:
     """When one layer with KV shift was there, and two without."""
-    models = by_label(records)
-    return [reach_of(accuracy_curves(models[_label(model, reading)], SCORED), LEVEL) for model in MODELS[::-1]]
+    models = by_arm(records)
+    return [reach_of(accuracy_curves(models[_arm(model, reading)], SCORED), LEVEL) for model in MODELS[::-1]]
 
 
 def _ratios(records: Sequence[Record], reading: Reading) -> list[float] | None:
@@ -159,5 +158,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
-    notes=read_notes(__file__),
 )

@@ -7,26 +7,24 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_chance, draw_means, draw_shares
 from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift.lab.core.statistics import t_interval, verdict
-from kvshift.lab.study.claims import Claim, higher, percent, points, within
+from kvshift.lab.study.arm import Arm, pair
+from kvshift.lab.study.claims import Claim, higher, percent, points, question, within
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import sized
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label
+from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import CFG3S, CFGConfig, CFGTask
 from kvshift.lab.training.task_training import TaskTrainConfig, evaluation_of, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
+from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.cfg import ENTRY
 
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
-
-MODELS = {"KV-shift": "kv-shift", "vanilla": "vanilla"}  # variants by label
 MEASURES = {"from_start": "from nothing", "from_prefix": "from the beginning of a sentence"}
 SHARE_MARGIN = 0.05
 """Shares of sentences count as the same within this."""
@@ -86,9 +84,12 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     """Both models with each seed."""
     config, width, layers, heads = SIZES[preset]
     return [
-        TrainingJob(label=label, config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)))
+        TrainingJob(
+            arm=Arm(variant=variant),
+            config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)),
+        )
         for seed in seeds
-        for label, variant in MODELS.items()
+        for variant in PAIR
     ]
 
 
@@ -97,7 +98,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
     In the end, or, of a run that ends long before, on the way: how soon a model learns.
     """
-    ours, theirs = (by_label(records)[label] for label in MODELS)
+    ours, theirs = (by_arm(records)[arm] for arm in pair())
     steps = records[0].options["steps"]
     after = f"After {steps:,} steps"
     words_of_paper = "does not improve; final performance almost the same"
@@ -133,7 +134,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     )
     return [
         *found,
-        *(_near(after, label, losses, floor) for label, losses in zip(MODELS, (shifted, vanilla), strict=True)),
+        *(_near(after, arm.label, losses, floor) for arm, losses in zip(pair(), (shifted, vanilla), strict=True)),
     ]
 
 
@@ -142,29 +143,26 @@ def _near(after: str, label: str, losses: Sequence[float], floor: float) -> Clai
     excess = [loss - floor for loss in losses]
     interval = t_interval(excess) if len(excess) > 1 else None
     ends = f" (95 % interval {interval[0]:.4f} to {interval[1]:.4f}, {len(excess)} seeds)" if interval else " (1 seed)"
-    return Claim(
+    return question(
         statement=f"{after}, the loss of {label} is within {NEAR:g} nats per token of the least possible",
-        paper="not asked",
         ours=f"{statistics.fmean(excess):.4f} above it{ends}",
         direction=higher([NEAR] * len(excess), excess),
         size=f"the least possible is {floor:.4f}: that of a model which knows the grammar, on the same sequences",
-        own=True,
     )
 
 
 def plot(records: Sequence[Record]) -> Figure:
     """Loss over steps down to the least possible, and the share of sentences among what each run writes."""
-    models = by_label(records)
     titles = ["Validation loss, down to the least possible", "Grammatical sentences written"]
     figure, (left, right) = new_figure(titles, ylabels=[LOSS, "share of sentences"], height=3.4)
-    draw_means(left, {label: accuracy_curves(seeds, "loss") for label, seeds in models.items()})
+    draw_means(left, curves_by_label(records, "loss"))
     draw_chance(left, _floor(records), "least possible")
     draw_shares(
         right,
         [textwrap.fill(words, 18) for words in MEASURES.values()],
         {
-            label: [[record.result["answers"][measure] for record in seeds.values()] for measure in MEASURES]
-            for label, seeds in models.items()
+            arm.label: [[record.result["answers"][measure] for record in seeds.values()] for measure in MEASURES]
+            for arm, seeds in by_arm(records).items()
         },
     )
     legend_below(figure, INTERVALS)
@@ -185,5 +183,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    notes=read_notes(__file__),
 )

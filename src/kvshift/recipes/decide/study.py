@@ -5,28 +5,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.data.config import DataConfig
+from kvshift.lab.study.arm import layers_text, pair
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.models import layers_text, model_label
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.probes import KINDS
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
-from kvshift.lab.variants.by_name import PAIR
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.decide import ENTRY
 from kvshift.recipes.phase.changes import KIND_NAMES, Changes, mean_text
 from kvshift.recipes.phase.phase_search import BASE, tokens_per_step
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 MARGIN = 0.01
 """Nats per token: a smaller gain would be of little use. The paper's tables have gains of 0.01 to 0.03."""
@@ -100,11 +96,11 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     found = _lower(f"Mean over {depths} layers", mean, "the claim that decides; a mean over depths for each seed")
     for layers, gains in at_end.items():
         losses = [
-            statistics.fmean(accuracy_curve(run, "loss")[1][-1] for run in changes.models[label].values())
-            for label in (model_label(layers, variant) for variant in PAIR)
+            statistics.fmean(accuracy_curve(run, "loss")[1][-1] for run in changes.models[arm].values())
+            for arm in pair(layers=layers)
         ]
         found += _lower(layers_text(layers), gains, f"nats per token: {losses[0]:.4f} against {losses[1]:.4f}")
-    found += [changes.sooner(*(model_label(layers, variant) for variant in PAIR)) for layers in changes.depths]
+    found += [changes.sooner(*pair(layers=layers)) for layers in changes.depths]
     for layers in changes.depths:
         found += changes.where(layers)
         found += [_kind(changes, layers, kind) for kind in KINDS]
@@ -152,13 +148,13 @@ def plot(records: Sequence[Record]) -> Figure:
     figure, (losses, matching, gains) = new_figure(
         titles, ylabels=[LOSS, "attention", "difference (nats per token)"], height=3.8
     )
-    labels = [model_label(layers, variant) for layers in changes.depths for variant in PAIR]
+    arms = [arm for layers in changes.depths for arm in pair(layers=layers)]
     for axes, name in ((losses, "loss"), (matching, "prefix_matching")):
         draw_means(
             axes,
             {
-                label: {seed: _over_tokens(record, name) for seed, record in changes.models[label].items()}
-                for label in labels
+                arm.label: {seed: _over_tokens(record, name) for seed, record in changes.models[arm].items()}
+                for arm in arms
             },
         )
         axes.set_xlabel("million training tokens")
@@ -190,5 +186,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=least_loss(),
     tables=lambda records: Changes([record for record in records if record.tunes is None]).table(),
-    notes=read_notes(__file__),
 )

@@ -6,15 +6,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
-from kvshift.lab.core.statistics import verdict
-from kvshift.lab.study.claims import Claim, higher
+from kvshift.lab.study.arm import Arm
+from kvshift.lab.study.claims import Claim, lower_loss
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label, last_mean
+from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label, last_mean
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import MaskedTextConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
@@ -22,9 +22,6 @@ from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.bidirectional import EncoderOptions
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.recipes.encoder import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 SCORED = "masked"
 VANILLA = "no shift"
@@ -85,7 +82,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     config = SIZES[preset]
     assert isinstance(config.model, EncoderOptions)
     return [
-        TrainingJob(label=label, config=replace(config, seed=seed, model=model))
+        TrainingJob(arm=Arm(case=label), config=replace(config, seed=seed, model=model))
         for seed in seeds
         for label, model in _models(config.model).items()
     ]
@@ -94,35 +91,31 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Each shift against none, and both ways against the better one way, by the losses of paired seeds."""
     losses = {
-        label: [last_mean(record, "loss", 1) for record in seeds.values()] for label, seeds in by_label(records).items()
+        arm: [last_mean(record, "loss", 1) for record in seeds.values()] for arm, seeds in by_arm(records).items()
     }
     vanilla, previous, following, both = losses
-    pairs = [(label, vanilla) for label in (previous, following, both)]
-    pairs += [(both, min((previous, following), key=lambda label: statistics.fmean(losses[label])))]
+    pairs = [(arm, vanilla) for arm in (previous, following, both)]
+    pairs += [(both, min((previous, following), key=lambda arm: statistics.fmean(losses[arm])))]
     steps = records[0].options["steps"]
     return [
-        Claim(
-            statement=f"After {steps:,} steps, {label}: a lower loss than with {other}",
-            paper="not asked",
-            ours=verdict(
-                [one - two for one, two in zip(losses[label], losses[other], strict=True)], names=(label, other)
-            ).text,
-            direction=higher(losses[other], losses[label]),
-            size=f"nats per masked token: {statistics.fmean(losses[label]):.4f} against "
+        lower_loss(
+            f"After {steps:,} steps, {arm}: a lower loss than with {other}",
+            losses[arm],
+            losses[other],
+            names=(arm.label, other.label),
+            size=f"nats per masked token: {statistics.fmean(losses[arm]):.4f} against "
             f"{statistics.fmean(losses[other]):.4f}, each at its best learning rate",
-            own=True,
         )
-        for label, other in pairs
+        for arm, other in pairs
     ]
 
 
 def plot(records: Sequence[Record]) -> Figure:
     """The loss at masked tokens of the validation text, and the accuracy there, by step."""
-    models = by_label(records)
     shown = {"loss": "validation loss\n(nats per masked token)", SCORED: "accuracy at masked tokens"}
     figure, panels = new_figure(["Loss", "Accuracy"], ylabels=[*shown.values()], height=3.4)
     for axes, name in zip(panels, shown, strict=True):
-        draw_means(axes, {label: accuracy_curves(seeds, name) for label, seeds in models.items()})
+        draw_means(axes, curves_by_label(records, name))
     legend_below(figure, INTERVALS)
     return figure
 
@@ -134,5 +127,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    notes=read_notes(__file__),
 )

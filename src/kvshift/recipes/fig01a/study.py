@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from kvshift.lab.analysis.learning import compare_reach
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, at_most, higher, percent, reached, sooner
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import model_label, sized
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, by_label
+from kvshift.lab.study.models import sized
+from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
@@ -24,7 +24,7 @@ from kvshift.recipes.induction.first_repeat import (
     chance,
     final_accuracy,
     plot_induction,
-    reach_by_label,
+    reach_by_arm,
 )
 
 MODELS = ((4, "vanilla"), (2, "vanilla"), (1, "vanilla"), (1, "kv-shift"))  # the longest run first
@@ -68,7 +68,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     config, width, heads = SIZES[preset]
     return [
         TrainingJob(
-            label=model_label(layers, variant),
+            arm=Arm(variant=variant, layers=layers),
             config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)),
         )
         for layers, variant in MODELS
@@ -78,14 +78,15 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """The four that the paper draws from the figure; how soon is judged at an accuracy of 90 %."""
-    models = by_label(records)
+    models = by_arm(records)
     ours, one, two, four = (
-        model_label(*model) for model in ((1, "kv-shift"), (1, "vanilla"), (2, "vanilla"), (4, "vanilla"))
+        Arm(variant=variant, layers=layers)
+        for layers, variant in ((1, "kv-shift"), (1, "vanilla"), (2, "vanilla"), (4, "vanilla"))
     )
-    reach, at_90 = reach_by_label(records, 0.99), reach_by_label(records, 0.9)
+    reach, at_90 = reach_by_arm(records, 0.99), reach_by_arm(records, 0.9)
     alone = final_accuracy(models[one])
-    against_two = compare_reach(at_90[ours], at_90[two], names=(ours, two))
-    deeper = compare_reach(at_90[four], at_90[two], names=(four, two))
+    against_two = compare_reach(at_90[ours], at_90[two], names=(ours.label, two.label))
+    deeper = compare_reach(at_90[four], at_90[two], names=(four.label, two.label))
     steps = max(record.options["steps"] for record in records)
     return [
         Claim(
@@ -128,5 +129,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=reached_soonest(SCORED, 0.9, last=LAST),
     scored=SCORED,
-    notes=read_notes(__file__),
 )

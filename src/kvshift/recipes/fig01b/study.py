@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, higher, percent, points
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import model_label, sized
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, by_label
+from kvshift.lab.study.models import sized
+from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.recipes.fig01a import study as fig01a
 from kvshift.recipes.fig01b import ENTRY
-from kvshift.recipes.induction.first_repeat import LAST, SCORED, chance, final_accuracy, plot_induction, reach_by_label
+from kvshift.recipes.induction.first_repeat import LAST, SCORED, chance, final_accuracy, plot_induction, reach_by_arm
 
 MODELS = ((2, "vanilla"), (1, "kv-shift"))  # layers, variant
 WIDTH = 8
@@ -35,7 +35,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     """Each model with each seed."""
     return [
         TrainingJob(
-            label=model_label(layers, variant),
+            arm=Arm(variant=variant, layers=layers),
             config=replace(SIZES[preset], seed=seed, model=sized(WIDTH, layers, variant, heads=1)),
         )
         for layers, variant in MODELS
@@ -45,10 +45,10 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """KV shift is ahead, and two layers without stay poor."""
-    models = by_label(records)
-    shifted, vanilla = (model_label(*model) for model in MODELS[::-1])
-    ours, theirs = (final_accuracy(models[label]) for label in (shifted, vanilla))
-    reach = reach_by_label(records, 0.9)
+    models = by_arm(records)
+    shifted, vanilla = (Arm(variant=variant, layers=layers) for layers, variant in MODELS[::-1])
+    ours, theirs = (final_accuracy(models[arm]) for arm in (shifted, vanilla))
+    reach = reach_by_arm(records, 0.9)
     steps = max(record.options["steps"] for record in records)
     return [
         Claim(
@@ -70,5 +70,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=reached_soonest(SCORED, 0.9, last=LAST),
     scored=SCORED,
-    notes=read_notes(__file__),
 )

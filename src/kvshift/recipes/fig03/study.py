@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.plan.cost import count_parameters, training_flops, training_memory
 from kvshift.lab.plan.dry_run import dry_run
-from kvshift.lab.study.claims import Claim
+from kvshift.lab.study.arm import Arm
+from kvshift.lab.study.claims import Claim, decided
 from kvshift.lab.study.jobs import Computation, StudyJob
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_label, diverged
+from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label, paired_losses
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.fig03 import ENTRY
 from kvshift.recipes.language_models.settings import LARGE, claim_of, job
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 GIB = 2**30
 
@@ -89,7 +88,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[Computation | StudyJob]:
         ]
     return [
         Computation(
-            label=f"{VARIANTS[variant].label}, {size}",
+            arm=Arm(variant=variant, case=size),
             config=Sharded(size=size, variant=variant, devices=devices, length=length, layers=layers),
             function=try_step,
             seed=seed,
@@ -112,21 +111,21 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             total = result["parameters"]
             found.append(
                 Claim(
-                    statement=f"{record.label}: the configuration of Table 16 has the parameters of its name",
+                    statement=f"{record.arm}: the configuration of Table 16 has the parameters of its name",
                     paper=f"{options['size']}",
                     ours=f"{total:,}",
-                    direction="holds" if abs(total / 1e9 / _NAMED[options["size"]] - 1) < 0.01 else "fails",
+                    direction=decided(abs(total / 1e9 / _NAMED[options["size"]] - 1) < 0.01),
                     size=f"as counted by formula: {result['counted']:,}",
                     by="arithmetic",
                 )
             )
         found.append(
             Claim(
-                statement=f"{record.label}: one of {options['devices']} processes takes a step on fake tensors, in "
+                statement=f"{record.arm}: one of {options['devices']} processes takes a step on fake tensors, in "
                 "the weights, gradients and AdamW of the plan to within 5 %",
                 paper="trained there",
                 ours=f"{share / GIB:.3f} GiB on the first process; activations are not compared",
-                direction="holds" if 0.99 < share / planned < 1.05 else "fails",
+                direction=decided(0.99 < share / planned < 1.05),
                 size=f"{planned / GIB:.3f} GiB planned; {result['gathered'] / GIB:.2f} GiB of weights gathered; "
                 f"{result['flops_per_token'] / 1e9:.1f} GFLOP for each token",
                 own=True,
@@ -152,21 +151,17 @@ def _benchmarks(size: str) -> Claim:
 
 
 def _trained(records: Sequence[Record]) -> list[Claim]:
-    models, found = by_label(records), []
+    models, found = by_arm(records), []
     ours, theirs = (VARIANTS[variant].label for variant in PAIR)
-    for label in models:
-        if not label.startswith(f"{ours}, "):
+    for arm in models:
+        if arm.variant == "vanilla":
             continue
-        size = label.removeprefix(f"{ours}, ")
-        runs = models[label], models[f"{theirs}, {size}"]
-        whole = not any(diverged(record) for each in runs for record in each.values())
-        pairs = [(_last(runs[0][seed]), _last(runs[1][seed])) for seed in runs[0]] if whole else None
         found.append(
             claim_of(
-                pairs,
+                paired_losses(models[arm], models[replace(arm, variant="vanilla")]),
                 (ours, theirs),
                 lambda ours, theirs: "not shown",
-                statement=f"{size}: {ours} has a lower loss than {theirs}",
+                statement=f"{replace(arm, variant=None)}: {ours} has a lower loss than {theirs}",
                 paper="lower throughout, without numbers",
                 size="one pair of runs decides nothing",
             )
@@ -174,15 +169,11 @@ def _trained(records: Sequence[Record]) -> list[Claim]:
     return found
 
 
-def _last(record: Record) -> float:
-    return accuracy_curve(record, "loss")[1][-1]
-
-
 def plot(records: Sequence[Record]) -> Figure:
     """Of dry runs, the bytes of a device beside the plan; of training, the losses."""
     if any(record.curve for record in records):
         figure, (axes,) = new_figure(["Training"], ylabels=[LOSS], height=4)
-        draw_curves(axes, {label: accuracy_curves(seeds, "loss") for label, seeds in by_label(records).items()})
+        draw_curves(axes, curves_by_label(records, "loss"))
         legend_below(figure)
         return figure
     figure, (axes,) = new_figure(["A sharded step"], ylabels=["GiB of one device"], height=3.6)
@@ -192,7 +183,7 @@ def plot(records: Sequence[Record]) -> Figure:
             places = [number + 0.13 * (2 * at + shift - 2.5) for number in range(len(records))]
             how = {"label": f"{kind}, {name}", "color": color, "alpha": 1 - 0.5 * shift, "hatch": hatch}
             axes.bar(places, [each / GIB for each in bytes_of], 0.12, **how)
-    axes.set_xticks(range(len(records)), [record.label for record in records])
+    axes.set_xticks(range(len(records)), [record.arm.label for record in records])
     legend_below(figure)
     return figure
 
@@ -203,5 +194,4 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
-    notes=read_notes(__file__),
 )

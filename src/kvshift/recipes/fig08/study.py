@@ -8,31 +8,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.panels import legend_below, new_figure
-from kvshift.lab.core.atomic import read_json, write_json
 from kvshift.lab.core.statistics import t_interval
-from kvshift.lab.runs.folder import RunFolder
-from kvshift.lab.study.claims import Claim, Direction, higher, percent, points
-from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import model_label
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, by_label
+from kvshift.lab.study.arm import Arm, pair
+from kvshift.lab.study.claims import Claim, Direction, higher, percent, points, question
+from kvshift.lab.study.jobs import MeasuredJob
+from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import HopConfig, HopTask, evaluation_batches
 from kvshift.lab.training.task_trainer import score
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
-from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2
+from kvshift.lab.variants.by_name import PAIR, with_variant
+from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.recipes.fig08 import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 HOPS = (1, 2, 4, 8, 10, 12, 16)
 PUBLISHED = {
@@ -107,32 +102,19 @@ _LEAST = 5e-4  # what reads 0.0 % with one digit
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopJob(TrainingJob):
+class HopJob(MeasuredJob):
     """Train one model, then measure its error at every k, with dropout off and on.
 
     Attributes:
         rows: how many sequences for each k.
     """
 
+    measured = "errors"
     rows: int
 
-    def is_finished(self, out: Path) -> bool:
-        return super().is_finished(out) and (out / "errors.json").exists()
-
-    def run(self, out: Path) -> None:
-        super().run(out)
-        with RunFolder(out).locked():
-            if not self.is_finished(out):
-                device = torch.device("cuda" if self.config.device != "cpu" and torch.cuda.is_available() else "cpu")
-                model: Any = LabGPT2.from_pretrained(out / "model")
-                assert isinstance(self.config.task, HopConfig)
-                write_json(out / "errors.json", errors_by_hops(model.to(device), self.config.task, self.rows, device))
-
-    def record(self, out: Path) -> dict[str, Any]:
-        """With the errors among the results."""
-        found = super().record(out)
-        found["result"]["errors"] = read_json(out / "errors.json")
-        return found
+    def measure(self, model: Any) -> dict[str, Any]:
+        assert isinstance(self.config.task, HopConfig)
+        return errors_by_hops(model, self.config.task, self.rows, model.device)
 
 
 def errors_by_hops(model: Any, config: HopConfig, rows: int, device: torch.device) -> dict[str, Any]:
@@ -176,7 +158,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[HopJob]:
     configs, width, dropout, rows = SIZES[preset]
     return [
         HopJob(
-            label=model_label(layers, variant),
+            arm=Arm(variant=variant, layers=layers),
             config=replace(
                 config,
                 seed=seed,
@@ -199,10 +181,10 @@ _CAVEATS = {
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """KV shift follows more hops at each depth, most of all at the largest k; more layers follow more."""
-    models, depths, largest = by_label(records), _depths(records), _largest(records)
+    models, depths, largest = by_arm(records), _depths(records), _largest(records)
     found = []
     for layers in depths:
-        ours, theirs = (_means(models[model_label(layers, variant)]) for variant in PAIR)
+        ours, theirs = (_means(models[arm]) for arm in pair(layers=layers))
         found.append(
             Claim(
                 statement=f"With {layers} layers, KV shift makes fewer errors over k = 1 ... {largest}",
@@ -213,7 +195,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             )
         )
     layers = 5 if 5 in depths else depths[-1]
-    ours, theirs = (_errors(models[model_label(layers, variant)], largest) for variant in PAIR)
+    ours, theirs = (_errors(models[arm], largest) for arm in pair(layers=layers))
     found += [
         Claim(
             statement=f"With {layers} layers and k = {largest}, KV shift makes fewer errors",
@@ -232,9 +214,9 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Error by k, a panel for each depth: a line for each seed, and what was published."""
-    models, depths, largest = by_label(records), _depths(records), _largest(records)
+    models, depths, largest = by_arm(records), _depths(records), _largest(records)
     runs = {
-        layers: {VARIANTS[variant].label: models[model_label(layers, variant)].values() for variant in PAIR}
+        layers: {replace(arm, layers=None).label: models[arm].values() for arm in pair(layers=layers)}
         for layers in depths
     }
     worst = {
@@ -298,9 +280,9 @@ def _against(ours: Sequence[float], theirs: Sequence[float]) -> str:
     return both if max(*ours, *theirs) < _LEAST else f"{both}: {points(ours, theirs)}"
 
 
-def _deeper(models: dict[str, dict[int, Record]], depths: Sequence[int], variant: str) -> Claim:
+def _deeper(models: dict[Arm, dict[int, Record]], depths: Sequence[int], variant: str) -> Claim:
     """Whether each greater depth lowers the mean error; the weakest step decides."""
-    means = [_means(models[model_label(layers, variant)]) for layers in depths]
+    means = [_means(models[Arm(variant=variant, layers=layers)]) for layers in depths]
     steps = [higher(less, more) for less, more in pairwise(means)]
     direction: Direction = "fails" if "fails" in steps else "not shown" if "not shown" in steps else "holds"
     return Claim(
@@ -316,17 +298,15 @@ def _deeper(models: dict[str, dict[int, Record]], depths: Sequence[int], variant
     )
 
 
-def _worth_a_layer(models: dict[str, dict[int, Record]], fewer: int, more: int) -> Claim:
+def _worth_a_layer(models: dict[Arm, dict[int, Record]], fewer: int, more: int) -> Claim:
     """Whether the shift does what the next depth does; asked after the laptop's runs had been seen."""
-    ours = _means(models[model_label(fewer, "kv-shift")])
-    theirs = _means(models[model_label(more, "vanilla")])
-    return Claim(
+    ours = _means(models[Arm(variant="kv-shift", layers=fewer)])
+    theirs = _means(models[Arm(variant="vanilla", layers=more)])
+    return question(
         statement=f"{fewer} layers with KV shift make fewer errors than {more} without",
-        paper="not asked",
         ours=_against(ours, theirs),
         direction=higher(theirs, ours),
         size="mean over all k; asked after the laptop's runs had been seen",
-        own=True,
     )
 
 
@@ -342,12 +322,12 @@ def _published(record: Record) -> bool:
     )
 
 
-def _as_published(models: dict[str, dict[int, Record]], layers: int) -> Claim:
+def _as_published(models: dict[Arm, dict[int, Record]], layers: int) -> Claim:
     """Whether the published errors, of one run, could be those of another seed of ours, dropout on as there.
 
     By a 95 % prediction interval for all k together (Bonferroni): mean +- t s sqrt(1 + 1 / n).
     """
-    seeds = models[model_label(layers, "vanilla")]
+    seeds = models[Arm(variant="vanilla", layers=layers)]
     inside = []
     for hops, published in zip(HOPS, PUBLISHED[layers], strict=True):
         values = _errors(seeds, hops, "on")
@@ -377,5 +357,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=least_loss(),
     paper={"hops": HOPS, "vanilla errors by layers": PUBLISHED},
-    notes=read_notes(__file__),
 )

@@ -6,25 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
 from kvshift.lab.analysis.panels import legend_below, new_figure
+from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, Direction, percent, points, within
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import sized
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label, last_mean
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, last_mean
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import NGramConfig
 from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.lab.variants.by_name import PAIR, VARIANTS
+from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.fig09 import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 SCORED = "new"
 """The third token of each pair of the table, asked once."""
@@ -74,7 +72,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     config, sizes = SIZES[preset]
     return [
         TrainingJob(
-            label=_label(size, variant),
+            arm=Arm(variant=variant, case=size),
             config=replace(
                 config,
                 seed=seed,
@@ -90,20 +88,20 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """No difference at any size."""
-    models = by_label(records)
+    models = by_arm(records)
     found = []
     for size in _sizes(records):
-        pair = [models[_label(size, variant)] for variant in PAIR]
-        ours, theirs = map(_final, pair)
-        soon, late = (reach_of(accuracy_curves(seeds, SCORED), LEVEL) for seeds in pair)
-        both = all(share == 1 for share in (*ours, *theirs))
+        both = [models[arm] for arm in pair(case=size)]
+        ours, theirs = map(_final, both)
+        soon, late = (reach_of(accuracy_curves(seeds, SCORED), LEVEL) for seeds in both)
+        perfect = all(share == 1 for share in (*ours, *theirs))
         found += [
             Claim(
                 statement=f"At {size} parameters KV shift changes how much is memorized by less than "
                 f"{100 * MARGIN:g} points",
                 paper="no difference",
                 ours=f"both memorize all, in each of {len(ours)} seeds"
-                if both
+                if perfect
                 else f"{percent(ours)} against {percent(theirs)}: {points(ours, theirs)}",
                 direction=within(ours, theirs, margin=MARGIN),
                 size=f"the mean of the last {LAST} evaluations; the paper has curves without legible axes",
@@ -122,23 +120,19 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Accuracy over the table by step, a panel for each size."""
-    models, sizes = by_label(records), _sizes(records)
+    models, sizes = by_arm(records), _sizes(records)
     chance = task_of(records[0].options).chance[SCORED]
     titles = [f"{size} parameters" for size in sizes]
     figure, panels = new_figure(titles, ylabels=["accuracy over the table"], sharey=True)
     for axes, size in zip(panels, sizes, strict=True):
-        curves = {name: accuracy_curves(models[f"{name}, {size}"], SCORED) for name in ("KV-shift", "vanilla")}
+        curves = {replace(arm, case=None).label: accuracy_curves(models[arm], SCORED) for arm in pair(case=size)}
         draw_accuracy(axes, curves, chance=chance)
     legend_below(figure)
     return figure
 
 
-def _label(size: str, variant: str) -> str:
-    return f"{VARIANTS[variant].label}, {size}"
-
-
 def _sizes(records: Sequence[Record]) -> list[str]:
-    return list(dict.fromkeys(record.label.split(", ")[1] for record in records))
+    return list(dict.fromkeys(record.arm.case or "" for record in records))
 
 
 def _final(seeds: dict[int, Record]) -> list[float]:
@@ -161,5 +155,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
-    notes=read_notes(__file__),
 )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, reach_of
 from kvshift.lab.analysis.panels import legend_below, new_figure
-from kvshift.lab.study.recipe import Record, accuracy_curves, by_label, last_mean
+from kvshift.lab.study.arm import Arm
+from kvshift.lab.study.recipe import Record, accuracy_curves, by_arm, curves_by_label, last_mean
 from kvshift.lab.training.task_training import task_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SCORED = "first_repeat"
 """The paper's metric: the target of the first repeat of each sequence."""
@@ -20,9 +19,9 @@ LAST = 3
 """Evaluations whose mean is the accuracy at the end; a run ends early after as many at `stop_at`."""
 
 
-def reach_by_label(records: Sequence[Record], level: float) -> dict[str, Reach]:
+def reach_by_arm(records: Sequence[Record], level: float) -> dict[Arm, Reach]:
     """When each model reached an accuracy at the first repeat."""
-    return {label: reach_of(accuracy_curves(seeds, SCORED), level) for label, seeds in by_label(records).items()}
+    return {arm: reach_of(accuracy_curves(seeds, SCORED), level) for arm, seeds in by_arm(records).items()}
 
 
 def final_accuracy(seeds: Mapping[int, Record]) -> list[float]:
@@ -33,8 +32,7 @@ def final_accuracy(seeds: Mapping[int, Record]) -> list[float]:
 def plot_induction(records: Sequence[Record], title: str) -> Figure:
     """Accuracy at the first repeat over steps."""
     figure, (axes,) = new_figure([title], ylabels=["accuracy at the first repeat"], height=4)
-    curves = {label: accuracy_curves(seeds, SCORED) for label, seeds in by_label(records).items()}
-    draw_accuracy(axes, curves, chance=chance(records))
+    draw_accuracy(axes, curves_by_label(records, SCORED), chance=chance(records))
     legend_below(figure)
     return figure
 

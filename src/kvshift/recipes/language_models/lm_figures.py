@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_means, minus
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
@@ -13,7 +14,7 @@ from kvshift.lab.core.statistics import difference_interval
 from kvshift.lab.study.claims import Claim, Direction
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.language_models.lm_tables import NOTES
@@ -21,16 +22,13 @@ from kvshift.recipes.language_models.settings import (
     LARGE,
     TABLES,
     Place,
+    arm_at,
     claim_of,
     jobs_of,
-    label_at,
     pairs_of,
     place_label,
     places_of,
 )
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 MARGIN = 0.01
 """Nats per token: losses that differ by less count as alike. The effects of the paper are 0.01 to 0.03."""
@@ -72,11 +70,11 @@ def none_better(keys: Sequence[str], words: str, records: Sequence[Record]) -> l
 
 def plot_differences(methods: Sequence[str], records: Sequence[Record]) -> Figure:
     """At each place, the loss of each method minus vanilla's over the steps: the mean over seeds, and its interval."""
-    places, models = places_of(records), by_label(records)
+    places, models = places_of(records), by_arm(records)
     titles = [place_label(place) for place in places]
     figure, panels = new_figure(titles, ylabels=["loss minus vanilla's\n(nats per token)"], height=3.6, sharey=True)
     for axes, place in zip(panels, places, strict=True):
-        losses = {key: accuracy_curves(models[label_at(place, key)], "loss") for key in methods}
+        losses = {key: accuracy_curves(models[arm_at(place, key)], "loss") for key in methods}
         vanilla = losses.pop("vanilla")
         draw_means(axes, {VARIANTS[key].label: minus(curves, vanilla) for key, curves in losses.items()})
         axes.axhline(0, color="black", linewidth=0.8)
@@ -90,7 +88,6 @@ def figure_recipe(
     methods: Sequence[str],
     claims: Callable[[Sequence[Record]], list[Claim]],
     *,
-    notes: Sequence[str],
     large: str = "1.5B",
 ) -> Recipe:
     """A figure of the losses of some methods minus vanilla's.
@@ -100,7 +97,6 @@ def figure_recipe(
         source: where it stands in the paper.
         methods: all that are trained.
         claims: see `Recipe`.
-        notes: of this figure, before that of the laptop's setting.
         large: the size of the paper's model.
     """
     return Recipe(
@@ -110,5 +106,5 @@ def figure_recipe(
         plot=partial(plot_differences, methods),
         claims=claims,
         tuned_by=least_loss(),
-        notes=(*notes, *NOTES[2:3]),
+        notes=NOTES[2:3],
     )

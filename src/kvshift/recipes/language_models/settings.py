@@ -1,7 +1,7 @@
 """The language models that many tables and figures of the paper share: what is trained, and how recipes read it.
 
 All recipes of the study `language_models` draw on one grid of runs, by learning rate, context length and variant: a run
-that two of them ask for has one label, and is run once.
+that two of them ask for has one arm, and is run once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
-from kvshift.lab.study.claims import Claim, Direction, higher
+from kvshift.lab.study.arm import Arm
+from kvshift.lab.study.claims import Claim, Direction, lower
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.models import layers_text
-from kvshift.lab.study.recipe import Record, accuracy_curve, by_label, diverged
+from kvshift.lab.study.recipe import Record, by_arm, diverged, last_loss, paired_losses
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
-from kvshift.lab.variants.by_name import VARIANTS, with_variant
+from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 
 
@@ -66,15 +66,11 @@ class Setting:
         )
 
 
-# By name: a variant, what figures call it, and options of the model. An RMSNorm makes the heads of differential
+# By name: a variant, and options of the model. An RMSNorm makes the heads of differential
 # attention as large at the first step as at the last, so that it needs the paper's start of the output projections.
-_REFINED: Mapping[str, tuple[str, str, dict[str, bool]]] = {
-    "differential": ("differential", "differential", {"zero_outputs": True}),
-    "differential-no-qk-norm": (
-        "differential",
-        "differential without QK-norm",
-        {"zero_outputs": True, "qk_norm": False},
-    ),
+_REFINED: Mapping[str, tuple[str, dict[str, bool]]] = {
+    "differential": ("differential", {"zero_outputs": True}),
+    "differential-no-qk-norm": ("differential", {"zero_outputs": True, "qk_norm": False}),
 }
 
 WIKI = DataConfig(corpus="wiki2014-en/train-00.jsonl.xz", validation="wiki2014-en/valid.jsonl.xz")
@@ -185,27 +181,27 @@ LARGE: Mapping[str, Setting] = {
 """The paper's larger models, by size, as in its Table 16."""
 
 
+def arm_at(place: Place, variant: str) -> Arm:
+    """The model of that size."""
+    return Arm(variant=variant, layers=place.layers, length=place.length)
+
+
 def place_label(place: Place) -> str:
     """What figures and tables call it."""
-    return f"{layers_text(place.layers)}, {place.length} tokens"
+    return Arm(layers=place.layers, length=place.length).label
 
 
 def called(variant: str) -> str:
     """What figures and tables call a variant, or one of those that are refined here."""
-    return _REFINED[variant][1] if variant in _REFINED else VARIANTS[variant].label
-
-
-def label_at(place: Place, variant: str) -> str:
-    """What figures and tables call a model."""
-    return f"{called(variant)}, {place_label(place)}"
+    return Arm(variant=variant).label
 
 
 def job(setting: Setting, place: Place, variant: str, seed: int) -> StudyJob:
     """One run."""
     config = setting.at(place)
-    name, _, options = _REFINED.get(variant, (variant, "", {}))
+    name, options = _REFINED.get(variant, (variant, {}))
     model = replace(with_variant(config.model, name), **options)
-    return StudyJob(label=label_at(place, variant), config=replace(config, seed=seed, model=model))
+    return StudyJob(arm=arm_at(place, variant), config=replace(config, seed=seed, model=model))
 
 
 def jobs_of(setting: Setting, variants: Sequence[str], seeds: Sequence[int]) -> list[StudyJob]:
@@ -224,21 +220,20 @@ def places_of(records: Sequence[Record]) -> list[Place]:
 
 def last_losses(records: Sequence[Record], variant: str, place: Place) -> dict[int, float | None]:
     """The last validation loss of each seed; None where the run diverged."""
-    runs = by_label(records)[label_at(place, variant)]
-    return {seed: None if diverged(record) else accuracy_curve(record, "loss")[1][-1] for seed, record in runs.items()}
+    runs = by_arm(records)[arm_at(place, variant)]
+    return {seed: None if diverged(record) else last_loss(record) for seed, record in runs.items()}
 
 
 def pairs_of(records: Sequence[Record], one: str, other: str, place: Place) -> list[tuple[float, float]] | None:
     """The last losses of two variants, a pair for each seed; None where a run diverged: then there is no interval."""
-    pairs = zip(*(last_losses(records, variant, place).values() for variant in (one, other)), strict=True)
-    known = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
-    return known if len(known) == len(last_losses(records, one, place)) else None
+    models = by_arm(records)
+    return paired_losses(models[arm_at(place, one)], models[arm_at(place, other)])
 
 
 def claim_of(
     pairs: Sequence[tuple[float, float]] | None,
     names: tuple[str, str],
-    decide: Callable[[Sequence[float], Sequence[float]], Direction],
+    decide: Callable[[Sequence[float], Sequence[float]], Direction] = lower,
     *,
     statement: str,
     paper: str,
@@ -269,7 +264,6 @@ def compared(
     return claim_of(
         pairs_of(records, better, worse, place),
         names,
-        lambda ours, theirs: higher(theirs, ours),
         statement=f"{place_label(place)}: {names[0]} has a lower loss than {names[1]}",
         paper=paper,
         own=own,
@@ -295,7 +289,6 @@ def pooled(records: Sequence[Record], better: str, worse: str) -> list[Claim]:
         claim_of(
             means if len(known) == len(places) else None,
             names,
-            lambda ours, theirs: higher(theirs, ours),
             statement=f"Mean over {len(places)} places, by seed: {names[0]} has a lower loss than {names[1]}",
             paper="not asked",
             size="chosen after the data had been seen",

@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import compare_reach, reach_of
 from kvshift.lab.analysis.panels import legend_below, new_figure
-from kvshift.lab.study.claims import Claim, in_every_seed, percent, sooner
+from kvshift.lab.study.arm import Arm, pair
+from kvshift.lab.study.claims import Claim, percent, sign_test, sooner
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.models import model_label
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, last_mean
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, last_mean
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import MQARConfig
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
-from kvshift.lab.variants.by_name import PAIR, variant_of, with_variant
+from kvshift.lab.variants.by_name import PAIR, with_variant
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.recipes.mqar import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 SCORED = "queries"
 LEVEL = 0.99
@@ -76,7 +73,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
     configs, widths = SIZES[preset]
     return [
         TrainingJob(
-            label=f"{model_label(layers, variant)}, {config.task.length} tokens, width {width}",
+            arm=Arm(variant=variant, layers=layers, length=config.task.length, width=width),
             config=replace(
                 config,
                 seed=seed,
@@ -95,32 +92,33 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Attention of two layers answers every query; of one layer only with KV shift."""
-    found = []
-    for length, width in _cells(records):
-        where = f"{length} tokens, width {width}"
+    models, found = by_arm(records), []
+    for where in _cells(records):
         for model in MODELS[:3:2] + MODELS[1::2]:
-            runs = _runs(records, length, width, model)
+            layers, variant = model
+            name = Arm(variant=variant, layers=layers).label
+            runs = models[replace(where, variant=variant, layers=layers)]
             accuracies = [last_mean(record, SCORED, LAST) for record in runs.values()]
             steps = max(record.options["steps"] for record in runs.values())
             answers = model != (1, "vanilla")
             right = sum((accuracy >= LEVEL) == answers for accuracy in accuracies)
             found.append(
                 Claim(
-                    statement=f"{where}: {model_label(*model)}, {'answers' if answers else 'does not'} within "
-                    f"{steps:,} steps",
+                    statement=f"{where}: {name}, {'answers' if answers else 'does not'} within {steps:,} steps",
                     paper="100 % in Zoology's Figure 2" if model == (2, "vanilla") else "no number in the paper",
                     ours=percent(accuracies),
-                    direction=in_every_seed(right, len(accuracies)),
+                    direction=sign_test(right, len(accuracies) - right),
                     size=f"answers means {100 * LEVEL:g} %, here in {right if answers else len(runs) - right} of "
                     f"{len(runs)} seeds, at the best learning rate",
                     own=True,
                 )
             )
-        names = model_label(2, PAIR[0]), model_label(2, PAIR[1])
+        names = [arm.label for arm in pair(layers=2)]
         reach = [
-            reach_of(accuracy_curves(_runs(records, length, width, (2, variant)), SCORED), LEVEL) for variant in PAIR
+            reach_of(accuracy_curves(models[replace(where, variant=variant, layers=2)], SCORED), LEVEL)
+            for variant in PAIR
         ]
-        compared = compare_reach(*reach, names=names)
+        compared = compare_reach(*reach, names=(names[0], names[1]))
         found.append(
             Claim(
                 statement=f"{where}: of two layers, those with KV shift learn sooner",
@@ -136,37 +134,30 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 def plot(records: Sequence[Record]) -> Figure:
     """Accuracy over steps at the best learning rate: a panel for each length and width."""
-    cells = _cells(records)
+    models, cells = by_arm(records), _cells(records)
     pairs = {record.options["task"]["length"]: record.options["task"]["pairs"] for record in records}
     figure, panels = new_figure(
-        [f"{length} tokens, {pairs[length]} pairs, width {width}" for length, width in cells],
+        [f"{cell.length} tokens, {pairs[cell.length]} pairs, width {cell.width}" for cell in cells],
         ylabels=["accuracy at queries"],
-        columns=min(3, len({width for _, width in cells})),
+        columns=min(3, len({cell.width for cell in cells})),
         height=3.6,
     )
-    for axes, (length, width) in zip(panels, cells, strict=True):
+    for axes, cell in zip(panels, cells, strict=True):
         curves = {
-            model_label(*model): accuracy_curves(_runs(records, length, width, model), SCORED) for model in MODELS
+            Arm(variant=variant, layers=layers).label: accuracy_curves(
+                models[replace(cell, variant=variant, layers=layers)], SCORED
+            )
+            for layers, variant in MODELS
         }
-        draw_accuracy(axes, curves, chance=1 / pairs[length])
+        draw_accuracy(axes, curves, chance=1 / pairs[cell.length])
     legend_below(figure)
     return figure
 
 
-def _cells(records: Sequence[Record]) -> list[tuple[int, int]]:
-    """All lengths and widths."""
-    return sorted({(record.options["task"]["length"], record.options["model"]["width"]) for record in records})
-
-
-def _runs(records: Sequence[Record], length: int, width: int, model: tuple[int, str]) -> dict[int, Record]:
-    """Of one model, by seed."""
-    found = {}
-    for record in records:
-        options = record.options["model"]
-        this = (options["layers"], variant_of(options))
-        if (record.options["task"]["length"], options["width"], this) == (length, width, model):
-            found[record.seed] = record
-    return dict(sorted(found.items()))
+def _cells(records: Sequence[Record]) -> list[Arm]:
+    """All lengths and widths, as what the arms of a cell have in common."""
+    cells = {replace(record.arm, variant=None, layers=None) for record in records}
+    return sorted(cells, key=lambda cell: (cell.length, cell.width))
 
 
 RECIPE = Recipe(
@@ -177,5 +168,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
-    notes=read_notes(__file__),
 )

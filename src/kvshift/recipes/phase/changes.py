@@ -6,22 +6,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_chance, draw_means
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
-from kvshift.lab.core.statistics import t_interval, verdict
-from kvshift.lab.study.claims import Claim, higher, sooner
-from kvshift.lab.study.models import layers_text, model_label
-from kvshift.lab.study.recipe import Record, accuracy_curve, by_label
+from kvshift.lab.core.statistics import t_interval
+from kvshift.lab.study.arm import Arm, layers_text, pair
+from kvshift.lab.study.claims import Claim, higher, lower_loss, question, sooner
+from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, value_at
 from kvshift.lab.training.probes import KINDS
-from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.phase.phase_search import LEVEL, millions, tokens_per_step
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -35,19 +32,19 @@ class Changes:
     records: Sequence[Record]
 
     @cached_property
-    def models(self) -> dict[str, dict[int, Record]]:
-        """By label and seed."""
-        return by_label(self.records)
+    def models(self) -> dict[Arm, dict[int, Record]]:
+        """By arm and seed."""
+        return by_arm(self.records)
 
     @cached_property
     def depths(self) -> list[int]:
         """Least first."""
         return sorted({record.options["model"]["num_hidden_layers"] for record in self.records})
 
-    def reach(self, label: str) -> Reach:
+    def reach(self, arm: Arm) -> Reach:
         """The steps of each seed to `LEVEL`."""
         return reach_of(
-            {seed: accuracy_curve(record, "prefix_matching") for seed, record in self.models[label].items()}, LEVEL
+            {seed: accuracy_curve(record, "prefix_matching") for seed, record in self.models[arm].items()}, LEVEL
         )
 
     def gains(self, layers: int, name: str, steps: Mapping[int, float]) -> list[float]:
@@ -58,12 +55,12 @@ class Changes:
             name: of the loss: "loss", or "loss_" and a kind of target.
             steps: by seed.
         """
-        ours, theirs = (self.models[model_label(layers, variant)] for variant in PAIR)
-        return [loss_at(theirs[seed], name, step) - loss_at(ours[seed], name, step) for seed, step in steps.items()]
+        ours, theirs = (self.models[arm] for arm in pair(layers=layers))
+        return [value_at(theirs[seed], name, step) - value_at(ours[seed], name, step) for seed, step in steps.items()]
 
     def moments(self, layers: int) -> dict[str, dict[int, float]]:
-        """By name, the steps by seed; a moment that not all seeds have is left out."""
-        ours, theirs = (self.reach(model_label(layers, variant)) for variant in PAIR)
+        """By name, the steps by seed; a moment that not all seeds have is left out, as the table says."""
+        ours, theirs = map(self.reach, pair(layers=layers))
         found: dict[str, Mapping[int, float | None]] = {
             "half way to KV-shift's change": {seed: step and step / 2 for seed, step in ours.steps.items()},
             "at KV-shift's change": ours.steps,
@@ -76,33 +73,29 @@ class Changes:
             if None not in steps.values()
         }
 
-    def sooner(self, ours: str, theirs: str) -> Claim:
-        """Whether one model copies after fewer tokens than another, by their labels."""
-        compared = compare_reach(self.reach(ours), self.reach(theirs), names=(ours, theirs))
+    def sooner(self, ours: Arm, theirs: Arm) -> Claim:
+        """Whether one model copies after fewer tokens than another."""
+        compared = compare_reach(self.reach(ours), self.reach(theirs), names=(ours.label, theirs.label))
         tokens = tokens_per_step(self.records[0])
         reached = [statistics.geometric_mean(r) for r in (self.reach(ours).reached, self.reach(theirs).reached) if r]
         means = " and ".join(millions(steps * tokens) for steps in reached)
-        return Claim(
+        return question(
             statement=f"{ours}: a prefix matching of {LEVEL:g} sooner than {theirs}",
-            paper="not asked",
             ours=compared.text.replace("steps", f"steps of {tokens:,} tokens", 1),
             direction=sooner(compared),
-            size=f"of those that reach it, after {means} tokens" if means else "none reaches it",
-            own=True,
+            size=f"of those that reach it, after {means} tokens (geometric mean)" if means else "none reaches it",
         )
 
     def gain(self, layers: int, when: str, steps: Mapping[int, float]) -> Claim:
         """Whether the loss is lower with the shift at a moment, and the gain by kind of target."""
         losses = self.gains(layers, "loss", steps)
         by_kind = {kind: self.gains(layers, f"loss_{kind}", steps) for kind in KINDS}
-        return Claim(
-            statement=f"{layers_text(layers)}, {when}: a lower loss with KV shift",
-            paper="not asked",
-            ours=verdict([-gain for gain in losses]).text,
-            direction=higher(losses, [0.0] * len(losses)),
-            size="gain in nats: "
-            + "; ".join(f"{KIND_NAMES[kind]} {mean_text(gains)}" for kind, gains in by_kind.items()),
-            own=True,
+        kinds = "; ".join(f"{KIND_NAMES[kind]} {mean_text(gains)}" for kind, gains in by_kind.items())
+        return lower_loss(
+            f"{layers_text(layers)}, {when}: a lower loss with KV shift",
+            [-gain for gain in losses],
+            [0.0] * len(losses),
+            size=f"gain in nats: {kinds}",
         )
 
     def where(self, layers: int) -> list[Claim]:
@@ -110,38 +103,39 @@ class Changes:
         ends = self.ends(layers)
         seen, new = (self.gains(layers, f"loss_{kind}", ends) for kind in ("pair_seen", "neither"))
         return [
-            Claim(
+            question(
                 statement=f"{layers_text(layers)}, at the end: the gain is larger on pairs seen in the row before than "
                 "on targets that follow a new token",
-                paper="not asked",
-                ours=f"{mean_text(seen)} against {mean_text(new)}",
+                ours=f"{mean_text(seen)} against {mean_text(new)}, "
+                f"difference {mean_text([one - other for one, other in zip(seen, new, strict=True)])}",
                 direction=higher(seen, new),
                 size="nats per token; positions from 64 on",
-                own=True,
             ),
-            Claim(
+            question(
                 statement=f"{layers_text(layers)}, at the end: plain attention has the lower loss on targets that "
                 "follow a new token",
-                paper="not asked",
                 ours=f"KV shift gains {mean_text(new)}",
                 direction=higher([0.0] * len(new), new),
                 size="nats per token; positions from 64 on",
-                own=True,
             ),
         ]
 
     def ends(self, layers: int) -> dict[int, float]:
         """The last step of each seed."""
-        return dict(self.reach(model_label(layers, "vanilla")).within)
+        return dict(self.reach(Arm(variant="vanilla", layers=layers)).within)
 
     def table(self) -> str:
         """The gains by kind of target at each moment, in Markdown."""
-        rows: list[tuple[str, ...]] = [("model", "moment", "all targets", *KIND_NAMES.values())]
+        kinds = (f"{kind}, positions from 64 on" for kind in KIND_NAMES.values())
+        rows: list[tuple[str, ...]] = [("model", "moment", "all targets, all positions", *kinds)]
         for layers in self.depths:
             for name, steps in self.moments(layers).items():
                 gains = (self.gains(layers, loss, steps) for loss in ("loss", *(f"loss_{kind}" for kind in KINDS)))
                 rows.append((layers_text(layers), name, *map(mean_text, gains)))
-        return f"What KV shift gains, in nats per token (95 % intervals over seeds):\n\n{as_markdown(rows, left=None)}"
+        return (
+            "What KV shift gains, in nats per token (95 % intervals over seeds). Moments to which not all seeds come "
+            f"are left out.\n\n{as_markdown(rows, left=None)}"
+        )
 
 
 KIND_NAMES = {
@@ -149,16 +143,6 @@ KIND_NAMES = {
     "token_seen": "first token seen, with others after it",
     "neither": "first token new in the row",
 }
-
-
-def loss_at(record: Record, name: str, step: float) -> float:
-    """A curve of a run after so many steps, by a straight line between evaluations; before the first, that."""
-    steps, values = accuracy_curve(record, name)
-    for at in range(1, len(steps)):
-        if steps[at - 1] <= step <= steps[at]:
-            part = (step - steps[at - 1]) / (steps[at] - steps[at - 1])
-            return values[at - 1] + part * (values[at] - values[at - 1])
-    return values[0] if step < steps[0] else values[-1]
 
 
 def mean_text(gains: Sequence[float]) -> str:
@@ -179,31 +163,31 @@ def plot_changes(records: Sequence[Record]) -> Figure:
         "loss_token_seen": "Loss where the first token was seen, followed by others",
         "loss_neither": "Loss where the first token is new in the row",
     }
-    labels = [model_label(layers, variant) for layers in changes.depths for variant in PAIR]
+    arms = [arm for layers in changes.depths for arm in pair(layers=layers)]
     figure, panels = new_figure(
         [*titles.values()], ylabels=["prefix matching", *["loss (nats per token)"] * 3], height=3.4
     )
     tokens = tokens_per_step(records[0])
     for axes, name in zip(panels, titles, strict=True):
         curves = {
-            label: {
+            arm.label: {
                 seed: ([step * tokens / 1e6 for step in steps], values)
                 for seed, (steps, values) in (
-                    (seed, accuracy_curve(record, name)) for seed, record in changes.models[label].items()
+                    (seed, accuracy_curve(record, name)) for seed, record in changes.models[arm].items()
                 )
             }
-            for label in labels
-            if any(
-                value is not None for record in changes.models[label].values() for value in record.curve.get(name, [])
-            )
+            for arm in arms
+            if any(value is not None for record in changes.models[arm].values() for value in record.curve.get(name, []))
         }
         draw_means(axes, curves)
         lines = {line.get_label(): line for line in axes.get_lines()}
-        for label in labels:
-            mean = changes.reach(label).mean
-            if mean is not None and label in lines:
-                axes.axvline(mean * tokens / 1e6, color=lines[label].get_color(), linestyle=":", linewidth=1)
+        for arm in arms:
+            mean = changes.reach(arm).mean
+            if mean is not None and arm.label in lines:
+                axes.axvline(mean * tokens / 1e6, color=lines[arm.label].get_color(), linestyle=":", linewidth=1)
         axes.set_xlabel("million training tokens")
-    draw_chance(panels[0], LEVEL, f"{LEVEL:g}, from which a model is said to have changed; upright lines: when")
+    is_drawn = any(changes.reach(arm).mean is not None for arm in arms)
+    when = "; upright lines: when" if is_drawn else ""
+    draw_chance(panels[0], LEVEL, f"{LEVEL:g}, from which a model is said to have changed{when}")
     legend_below(figure, INTERVALS)
     return figure

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.figure import Figure
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from kvshift.lab.analysis.learning import steps_to
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.plan.cost import training_flops
-from kvshift.lab.study.claims import Claim, in_every_seed
+from kvshift.lab.study.arm import Arm
+from kvshift.lab.study.claims import Claim, question, sign_test
 from kvshift.lab.study.jobs import TextJob
 from kvshift.lab.study.models import llama_of
 from kvshift.lab.study.recipe import Record, accuracy_curve
@@ -21,9 +23,6 @@ from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.language_models.settings import WIKI
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 LEVEL = 0.2
 """A model has begun to copy where the prefix matching of its best head is this high."""
@@ -149,7 +148,7 @@ class SearchJob(TextJob):
 def search_jobs(seeds: Sequence[int]) -> list[SearchJob]:
     """Each setting with each seed, in the order of `SEARCH`."""
     return [
-        SearchJob(label=setting.label, config=replace(setting.config(), seed=seed))
+        SearchJob(arm=Arm(case=setting.label), config=replace(setting.config(), seed=seed))
         for setting in SEARCH
         for seed in seeds
     ]
@@ -179,19 +178,17 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def _claim(statement: str, records: Sequence[Record]) -> Claim:
-    reached = {record.label: tokens for record in records if (tokens := tokens_to_level(record)) is not None}
-    costs = {record.label: reached[record.label] * _flops(record) for record in records if record.label in reached}
+    reached = {record.arm: tokens for record in records if (tokens := tokens_to_level(record)) is not None}
+    costs = {record.arm: reached[record.arm] * _flops(record) for record in records if record.arm in reached}
     ours = f"in {len(reached)} of {len(records)} setting{'s' if len(records) > 1 else ''}"
     if costs:
         cheapest = min(costs, key=costs.__getitem__)
         ours += f"; the cheapest is {cheapest}: after {millions(reached[cheapest])} tokens"
-    return Claim(
+    return question(
         statement=statement,
-        paper="not asked",
         ours=ours,
-        direction=in_every_seed(int(bool(reached)), 1),
+        direction=sign_test(int(bool(reached)), int(not reached)),
         size="one seed of each setting, up to 25 million tokens, none of which is read twice",
-        own=True,
     )
 
 
@@ -221,7 +218,7 @@ def plot(records: Sequence[Record]) -> Figure:
             f"not within {millions(read * tokens_per_step(record))}" if tokens is None else f"after {millions(tokens)}"
         )
         axes.text(max(value, LEVEL) + 0.01, at, f"{text} tokens", va="center", fontsize=7)
-    axes.set_yticks(range(len(records)), [record.label for record in records], fontsize=7)
+    axes.set_yticks(range(len(records)), [record.arm.label for record in records], fontsize=7)
     axes.set_xlim(0, 1)
     axes.set_xlabel("attention to the token that followed last time", loc="right")
     axes.set_ylabel("setting")
@@ -237,7 +234,7 @@ def table(records: Sequence[Record]) -> str:
         reached = tokens_to_level(record)
         rows.append(
             (
-                record.label,
+                record.arm.label,
                 millions(record.result["tokens"]),
                 "not reached" if reached is None else millions(reached),
                 f"{max(accuracy_curve(record, 'prefix_matching')[1]):.3f}",

@@ -6,17 +6,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import difference_interval, t_interval, verdict
-from kvshift.lab.study.claims import Claim, Direction, higher
-from kvshift.lab.study.recipe import Record, accuracy_curve, accuracy_curves, by_label
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
+from kvshift.lab.study.claims import Claim, Direction, higher, question
+from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, curves_by_label
 
 NOTHING = "nothing trained"
 ALL, CONTROL, LORA, BOTH = "coefficients", "current token alone", "LoRA", "LoRA and coefficients"
@@ -33,33 +31,33 @@ class Measured:
     records: Sequence[Record]
 
     @cached_property
-    def by_label(self) -> Mapping[str, list[Record]]:
+    def by_part(self) -> Mapping[str, list[Record]]:
         """In the order of seeds."""
-        found = {label: [*seeds.values()] for label, seeds in by_label(self.records).items()}
+        found = {arm.label: [*seeds.values()] for arm, seeds in by_arm(self.records).items()}
         return {**found, NOTHING: found[NOTHING] * len(found[ALL])}
 
     @property
     def parts(self) -> list[str]:
         """Those that were trained."""
-        return [label for label in (ALL, CONTROL, LORA, BOTH) if label in self.by_label]
+        return [label for label in (ALL, CONTROL, LORA, BOTH) if label in self.by_part]
 
     @property
     def texts(self) -> list[str]:
         """The first is of the kind that is trained on."""
-        return [*self.by_label[ALL][0].result["losses"]]
+        return [*self.by_part[ALL][0].result["losses"]]
 
     @property
     def tokens(self) -> int:
         """That each part was trained on."""
-        return int(self.by_label[ALL][0].result["tokens"])
+        return int(self.by_part[ALL][0].result["tokens"])
 
     def losses(self, label: str, text: str) -> list[float]:
         """Of each seed, the mean over sequences."""
-        return [statistics.fmean(record.result["losses"][text]) for record in self.by_label[label]]
+        return [statistics.fmean(record.result["losses"][text]) for record in self.by_part[label]]
 
     def minus_untrained(self, label: str, text: str) -> list[float]:
         """By how much the loss of each seed differs from that of the untrained model; none where nothing was run."""
-        if label not in self.by_label:
+        if label not in self.by_part:
             return []
         pairs = zip(self.losses(label, text), self.losses(NOTHING, text), strict=True)
         return [after - before for after, before in pairs]
@@ -67,16 +65,16 @@ class Measured:
     def by_sequence(self, label: str, text: str) -> list[float]:
         """Of each sequence, the mean over seeds."""
         return [
-            statistics.fmean(one) for one in zip(*(r.result["losses"][text] for r in self.by_label[label]), strict=True)
+            statistics.fmean(one) for one in zip(*(r.result["losses"][text] for r in self.by_part[label]), strict=True)
         ]
 
     def repeated(self, label: str, name: str) -> list[float]:
         """Loss or accuracy in the second half of repeated sequences, by seed."""
-        return [record.result["repeated"][name] for record in self.by_label[label]]
+        return [record.result["repeated"][name] for record in self.by_part[label]]
 
     def induction(self, label: str) -> list[float]:
         """The mean score of the best induction heads, by seed."""
-        return [record.result["induction"] for record in self.by_label[label]]
+        return [record.result["induction"] for record in self.by_part[label]]
 
 
 _LOSSES = ((ALL, NOTHING), (CONTROL, NOTHING), (ALL, CONTROL), (LORA, NOTHING), (BOTH, LORA), (ALL, LORA))
@@ -86,7 +84,7 @@ _COPYING = ((ALL, NOTHING), (ALL, CONTROL), (BOTH, LORA))
 def claims(records: Sequence[Record]) -> list[Claim]:
     """Each part against none, coefficients against the control, both against LoRA; whether it lasts; copying."""
     found = Measured(records)
-    losses, copying = ([pair for pair in pairs if set(pair) <= {*found.by_label}] for pairs in (_LOSSES, _COPYING))
+    losses, copying = ([pair for pair in pairs if set(pair) <= {*found.by_part}] for pairs in (_LOSSES, _COPYING))
     return [
         *(_lower(found, text, *pair) for text in found.texts for pair in losses),
         _lasting(found),
@@ -103,14 +101,12 @@ def _lower(found: Measured, text: str, one: str, other: str) -> Claim:
     low, high = t_interval(differences)
     over_sequences: Direction = "holds" if high < 0 else "fails" if low > 0 else "not shown"
     over_seeds = higher(theirs, ours)
-    return Claim(
+    return question(
         statement=f"After {found.tokens:,} tokens, {one}: a lower loss on {text} than with {other}",
-        paper="not asked",
         ours=_verdict(ours, theirs, (one, other)),
         direction=over_seeds if over_seeds == over_sequences else "not shown",
         size=f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}; over "
         f"{len(differences)} sequences {statistics.fmean(differences):+.4f} (95 % interval {low:+.4f} to {high:+.4f})",
-        own=True,
     )
 
 
@@ -118,33 +114,29 @@ def _lasting(found: Measured) -> Claim:
     """What the lags add, at the first evaluation and at the last."""
     gains = {}
     for at in (0, -1):
-        all_, control = ([accuracy_curve(r, "loss")[1][at] for r in found.by_label[label]] for label in (ALL, CONTROL))
+        all_, control = ([accuracy_curve(r, "loss")[1][at] for r in found.by_part[label]] for label in (ALL, CONTROL))
         gains[at] = [more - less for more, less in zip(control, all_, strict=True)]
-    step = int(accuracy_curve(found.by_label[ALL][0], "loss")[0][0])
-    first = step * found.tokens // int(found.by_label[ALL][0].options["steps"])
+    step = int(accuracy_curve(found.by_part[ALL][0], "loss")[0][0])
+    first = step * found.tokens // int(found.by_part[ALL][0].options["steps"])
     changes = [last - early for last, early in zip(gains[-1], gains[0], strict=True)]
     means = f"{statistics.fmean(gains[-1]):.4f} against {statistics.fmean(gains[0]):.4f} nats per token"
-    return Claim(
+    return question(
         statement=f"The lags add no less to the current token after {found.tokens:,} tokens than after {first:,}",
-        paper="not asked",
         ours=f"{means}; {_verdict(gains[-1], gains[0], ('the gain at the end', 'that before'))}",
         direction=higher(gains[-1], gains[0]) if any(changes) else "not shown",
         size="validation loss of the runs, on sequences that the other claims leave out",
-        own=True,
     )
 
 
 def _repeats(found: Measured, one: str, other: str) -> Claim:
     ours, theirs = found.repeated(one, "loss"), found.repeated(other, "loss")
     accuracy = [statistics.fmean(found.repeated(label, "accuracy")) for label in (one, other)]
-    return Claim(
+    return question(
         statement=f"On repeated random tokens, {one}: a lower loss in the second half than with {other}",
-        paper="not asked",
         ours=_verdict(ours, theirs, (one, other)),
         direction=higher(theirs, ours),
         size=f"{statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f} nats per token; copied "
         f"{100 * accuracy[0]:.1f} % against {100 * accuracy[1]:.1f} %",
-        own=True,
     )
 
 
@@ -153,14 +145,12 @@ def _induction(found: Measured, one: str, other: str) -> Claim:
     differences = [first - second for first, second in zip(ours, theirs, strict=True)]
     interval = difference_interval(differences)
     over_seeds = f" (95 % interval {interval[0]:+.3f} to {interval[1]:+.3f})" if interval else ""
-    return Claim(
+    return question(
         statement=f"The best induction heads score higher with {one} than with {other}",
-        paper="not asked",
         ours=f"mean of the best five {statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f}: "
         f"{statistics.fmean(differences):+.3f}{over_seeds}, {len(differences)} seeds",
         direction=higher(ours, theirs),
         size="of 1; the scores of `kvshift analyze`",
-        own=True,
     )
 
 
@@ -187,8 +177,8 @@ def plot(records: Sequence[Record]) -> Figure:
     found = Measured(records)
     titles = [f"Validation loss while training on {found.texts[0]}", "Held-out text: trained minus untrained"]
     figure, (left, right) = new_figure(titles, ylabels=[LOSS, "difference (nats per token)"], height=3.6)
-    models, parts = by_label(records), (ALL, CONTROL, LORA, BOTH)
-    draw_means(left, {label: accuracy_curves(models.get(label, {}), "loss") for label in parts})
+    parts, curves = (ALL, CONTROL, LORA, BOTH), curves_by_label([record for record in records if record.curve], "loss")
+    draw_means(left, {label: curves.get(label, {}) for label in parts})
     differences = {label: [found.minus_untrained(label, text) for text in found.texts] for label in parts}
     draw_groups(right, found.texts, differences)
     right.axhline(0, color="black", linewidth=0.8)

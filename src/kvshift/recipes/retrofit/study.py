@@ -15,8 +15,8 @@ from kvshift.lab.data.text import load_text_data
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.smollm2 import find_smollm2
+from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.jobs import Computation, TextJob
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Job, Recipe
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig, config_hash
@@ -184,11 +184,11 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[Job]:
     untrained = Untrained(config=replace(config, seed=seeds[0]), held_out=held_out)
     return [
         *(
-            RetrofitJob(label=label, config=replace(config, seed=seed, tune=PARTS[label]), held_out=held_out)
+            RetrofitJob(arm=Arm(case=label), config=replace(config, seed=seed, tune=PARTS[label]), held_out=held_out)
             for seed in seeds
             for label in size.parts
         ),
-        Computation(label=NOTHING, config=untrained, function=measure_untrained, seed=seeds[0]),
+        Computation(arm=Arm(case=NOTHING), config=untrained, function=measure_untrained, seed=seeds[0]),
     ]
 
 
@@ -200,5 +200,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=least_loss(),
     tables=tables,
-    notes=read_notes(__file__),
 )

@@ -6,7 +6,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.colors import colors_of, marker_of
@@ -14,22 +17,19 @@ from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figur
 from kvshift.lab.analysis.scaling import Interval, PowerLaw, fit_power_law
 from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.plan.cost import count_parameters
-from kvshift.lab.study.claims import Claim, Direction, higher
+from kvshift.lab.study.arm import Arm, layers_text
+from kvshift.lab.study.claims import Claim, Direction, higher, lower_loss
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.models import layers_text, llama_of
+from kvshift.lab.study.models import llama_of
 from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import study as depth
 from kvshift.recipes.language_models.settings import LARGE
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _LAPTOP = replace(
     depth.LAPTOP,
@@ -69,21 +69,20 @@ SIZES: Mapping[str, tuple[dict[str, TrainConfig], int]] = {
 IN_FIGURE_5 = {"paper": ("1.5B", "6.7B", "13B")}
 
 
-def _job(name: str, config: TrainConfig, variant: str, seed: int) -> StudyJob:
+def _job(arm: Arm, config: TrainConfig, variant: str, seed: int) -> StudyJob:
     model = with_variant(config.model, variant)
-    return StudyJob(label=f"{VARIANTS[variant].label}, {name}", config=replace(config, seed=seed, model=model))
-
-
-def _longer(name: str, config: TrainConfig) -> tuple[str, TrainConfig]:
-    return f"{name}, {3 * config.steps} steps", replace(config, steps=3 * config.steps)
+    return StudyJob(arm=replace(arm, variant=variant), config=replace(config, seed=seed, model=model))
 
 
 def _jobs(preset: str, seeds: Sequence[int], *, longer: bool) -> list[StudyJob]:
     """Each size with and without, the largest first; with `longer`, one of them for three times as many steps too."""
     sizes, long = SIZES[preset]
-    runs = [(name, config) for name, config in sizes.items() if longer or name in IN_FIGURE_5.get(preset, sizes)]
+    named = [(name, config) for name, config in sizes.items() if longer or name in IN_FIGURE_5.get(preset, sizes)]
+    runs = [(Arm(case=name), config) for name, config in named]
     if longer:
-        runs.append(_longer(*[*sizes.items()][long]))
+        name, config = named[long]
+        steps = 3 * config.steps
+        runs.append((Arm(case=name, steps=steps), replace(config, steps=steps)))
     return [_job(*run, variant, seed) for run in reversed(runs) for seed in seeds for variant in PAIR]
 
 
@@ -117,16 +116,13 @@ def _loss(record: Record, part: float) -> float:
 
 def _by_size(records: Sequence[Record], *, longer: bool = False) -> list[_Runs]:
     """The smallest first; the runs of three times the steps, or the others."""
-    models = by_label(records)
-    names = dict.fromkeys(label.partition(", ")[2] for label in models)
-    ours, theirs = (VARIANTS[variant].label for variant in PAIR)
-    found = [
-        _Runs(name, [*models[f"{ours}, {name}"].values()], [*models[f"{theirs}, {name}"].values()]) for name in names
-    ]
-    return sorted(
-        (runs for runs in found if ("steps" in runs.name) == longer),
-        key=lambda runs: runs.size,
-    )
+    models = by_arm(records)
+    sizes = dict.fromkeys(replace(arm, variant=None) for arm in models if (arm.steps is not None) == longer)
+    found = []
+    for size in sizes:
+        ours, theirs = ([*models[replace(size, variant=variant)].values()] for variant in PAIR)
+        found.append(_Runs(size.label, ours, theirs))
+    return sorted(found, key=lambda runs: runs.size)
 
 
 def _at_each_size(records: Sequence[Record]) -> list[Claim]:
@@ -134,11 +130,11 @@ def _at_each_size(records: Sequence[Record]) -> list[Claim]:
     for runs in _by_size(records):
         ours, theirs = runs.losses()
         claims.append(
-            Claim(
-                statement=f"{runs.name}: KV-shift has a lower loss than vanilla",
+            lower_loss(
+                f"{runs.name}: KV-shift has a lower loss than vanilla",
+                ours,
+                theirs,
                 paper="lower at 1.5B, 6.7B and 13B",
-                ours=verdict([one - other for one, other in zip(ours, theirs, strict=True)]).text,
-                direction=higher(theirs, ours),
                 size=f"nats per token, of {runs.size:,} parameters without embeddings",
             )
         )
@@ -152,13 +148,11 @@ def over_sizes(records: Sequence[Record]) -> list[Claim]:
         return _at_each_size(records)
     by_size = [[one - other for one, other in zip(ours, theirs, strict=True)] for ours, theirs in both]
     means = [statistics.fmean(of_seed) for of_seed in zip(*by_size, strict=True)]
-    mean = Claim(
-        statement=f"Mean over {len(both)} sizes, by seed: KV-shift has a lower loss than vanilla",
-        paper="not asked",
-        ours=verdict(means).text,
-        direction=higher([0.0] * len(means), means),
+    mean = lower_loss(
+        f"Mean over {len(both)} sizes, by seed: KV-shift has a lower loss than vanilla",
+        means,
+        [0.0] * len(means),
         size="nats per token; chosen after the data had been seen",
-        own=True,
     )
     return [*_at_each_size(records), mean]
 
@@ -304,5 +298,5 @@ def scaling_recipe(
         plot=plot,
         claims=claims,
         tuned_by=least_loss(),
-        notes=read_notes(__file__),
+        notes=read_notes(Path(__file__).parent),
     )

@@ -5,34 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below, new_figure
-from kvshift.lab.core.atomic import read_json, write_json
-from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent, points
-from kvshift.lab.study.jobs import TrainingJob
+from kvshift.lab.study.jobs import MeasuredJob
 from kvshift.lab.study.models import sized
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_label
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import IGSMConfig
 from kvshift.lab.tasks.igsm import IGSMTask
 from kvshift.lab.training.answers import ask
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
+from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.tab04 import ENTRY
 
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
-
-MODELS = {"KV-shift": "kv-shift", "vanilla": "vanilla"}  # variants by label
-INSIDE = "inside.json"
+MODELS = {arm.label: arm for arm in pair()}
 PAPER_SHARES = {
     "Tr12-Te15": {"vanilla": 0.8154, "KV-shift": 0.8909},
     "Tr21-Te24": {"vanilla": 0.8711, "KV-shift": 0.9062},
@@ -105,32 +99,17 @@ SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProblemJob(TrainingJob):
+class ProblemJob(MeasuredJob):
     """Train one model, ask it problems of more operations than it was trained on, then of as many."""
 
-    def is_finished(self, out: Path) -> bool:
-        return super().is_finished(out) and (out / INSIDE).exists()
+    measured = "inside"
 
-    def run(self, out: Path) -> None:
-        super().run(out)
-        with RunFolder(out).locked():
-            if not self.is_finished(out):
-                write_json(out / INSIDE, self._ask_inside(out))
-
-    def record(self, out: Path) -> dict[str, Any]:
-        """With the answers to problems of as many operations as in training among the results."""
-        found = super().record(out)
-        found["result"]["inside"] = read_json(out / INSIDE)
-        return found
-
-    def _ask_inside(self, out: Path) -> dict[str, Any]:
-        """Problems of the most operations of training, none of which occurs there."""
-        task, device = self.config.task, "cuda" if self.config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    def measure(self, model: Any) -> dict[str, Any]:
+        """Its answers to problems of the most operations of training, none of which occurs there."""
+        task, size = self.config.task, self.config.eval_batch_size or self.config.batch_size
         assert isinstance(task, IGSMConfig)
-        model: Any = AutoModelForCausalLM.from_pretrained(out / "model")
-        model.to(device).eval()
-        size = self.config.eval_batch_size or self.config.batch_size
-        return ask(model, IGSMTask(replace(task, test_ops=task.ops)), self.config.questions, seed=0, batch_size=size)
+        inside = IGSMTask(replace(task, test_ops=task.ops))
+        return ask(model.eval(), inside, self.config.questions, seed=0, batch_size=size)
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
@@ -138,12 +117,12 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
     settings, width, layers, heads = SIZES[preset]
     return [
         ProblemJob(
-            label=f"{model}, {_setting(config.task)}",
+            arm=Arm(variant=variant, case=_setting(config.task)),
             config=replace(config, seed=seed, model=sized(width, layers, variant, heads=heads)),
         )
         for config in settings[::-1]  # the longest first
         for seed in seeds
-        for model, variant in MODELS.items()
+        for variant in PAIR
     ]
 
 
@@ -152,10 +131,10 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
     Print says nothing of the second. It tells what does not compute from what does not reach further.
     """
-    models = by_label(records)
+    models = by_arm(records)
     found = []
     for setting in _settings(records):
-        runs = [models[f"{model}, {setting}"] for model in MODELS]
+        runs = [models[arm] for arm in pair(case=setting)]
         printed = PAPER_SHARES.get(setting)
         found.append(
             Claim(
@@ -195,12 +174,12 @@ def _found(runs: Sequence[dict[int, Record]], which: str) -> str:
 
 def plot(records: Sequence[Record]) -> Figure:
     """What share of questions each run answers, and how well it computes in sequences like those of training."""
-    models, settings = by_label(records), _settings(records)
+    models, settings = by_arm(records), _settings(records)
     labels = ["share of questions answered", *["accuracy of computed values"] * len(settings)]
     figure, (left, *right) = new_figure(["Questions answered", *settings], ylabels=labels, height=3.4)
     answers = {
-        model: [[run.result["answers"]["paper"] for run in models[f"{model}, {one}"].values()] for one in settings]
-        for model in MODELS
+        model: [[run.result["answers"]["paper"] for run in models[replace(arm, case=one)].values()] for one in settings]
+        for model, arm in MODELS.items()
     }
     draw_shares(left, settings, answers)
     for group, setting in enumerate(settings):
@@ -210,8 +189,9 @@ def plot(records: Sequence[Record]) -> Figure:
                 left.plot(group + place, share, "x", color=colors_of(MODELS)[model], label=f"{model} in the paper")
     left.set_xlabel("operations in training (Tr) and test (Te)")
     for axes, setting in zip(right, settings, strict=True):
-        curves = {model: accuracy_curves(models[f"{model}, {setting}"], "values") for model in MODELS}
-        record = next(iter(models[f"{next(iter(MODELS))}, {setting}"].values()))
+        runs = {model: models[replace(arm, case=setting)] for model, arm in MODELS.items()}
+        curves = {model: accuracy_curves(seeds, "values") for model, seeds in runs.items()}
+        record = next(record for seeds in runs.values() for record in seeds.values())
         draw_accuracy(axes, curves, chance=1 / record.options["task"]["modulus"])
     legend_below(figure)
     return figure
@@ -224,7 +204,7 @@ def _setting(task: object) -> str:
 
 def _settings(records: Sequence[Record]) -> list[str]:
     """Easiest first, as in the paper."""
-    found = {record.label.split(", ")[1] for record in records}
+    found = {record.arm.case or "" for record in records}
     return sorted(found, key=lambda setting: int(setting.split("-")[0].removeprefix("Tr")))
 
 
@@ -245,5 +225,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=least_loss(),
     paper={**PAPER_SHARES, "Tr12-Te15, learning rate 2e-3": {"vanilla": 0.5, "KV-shift": 0.7}},
-    notes=read_notes(__file__),
 )

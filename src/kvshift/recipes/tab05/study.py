@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_chance, draw_curves
 from kvshift.lab.analysis.maps import coefficient_counts
@@ -13,15 +14,11 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_label, diverged, reported
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, diverged, reported
 from kvshift.lab.study.tuning import least_loss
 from kvshift.recipes.language_models.lm_tables import NOTES
-from kvshift.recipes.language_models.settings import LARGE, TABLES, jobs_of, label_at, place_label, places_of
+from kvshift.recipes.language_models.settings import LARGE, TABLES, arm_at, jobs_of, place_label, places_of
 from kvshift.recipes.tab05 import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 # The cells of Table 5, as `coefficient_counts` names them, and the paper's counts.
 CELLS = {
@@ -66,7 +63,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     """Of each size, whether keys and values lean the same way in more than half of the heads."""
     found = []
     for place in places_of(records):
-        runs = [run for run in by_label(records)[label_at(place, "kv-shift")].values() if not diverged(run)]
+        runs = [run for run in by_arm(records)[arm_at(place, "kv-shift")].values() if not diverged(run)]
         shares = [_on_diagonal(run)[-1] for run in runs]
         found.append(
             Claim(
@@ -87,7 +84,7 @@ def tables(records: Sequence[Record]) -> str:
     """Table 5 of each size, then signs and sums by layer, added up or averaged over seeds."""
     shown, parts = reported(records), []
     for place in places_of(shown):
-        runs = [run for run in by_label(shown)[label_at(place, "kv-shift")].values() if not diverged(run)]
+        runs = [run for run in by_arm(shown)[arm_at(place, "kv-shift")].values() if not diverged(run)]
         rows = [("layer", *CELLS, *_NEGATIVE, *_SUMS)]
         layers = len(runs[0].result["coefficients"]) if runs else 0
         for name, chosen in [*((str(at), slice(at, at + 1)) for at in range(layers)), ("all", slice(None))]:
@@ -114,12 +111,12 @@ def plot(records: Sequence[Record]) -> Figure:
         draw_curves(
             axes,
             {
-                label: {
+                arm.label: {
                     seed: (accuracy_curve(run, "loss")[0], values(run))
                     for seed, run in seeds.items()
                     if not diverged(run)
                 }
-                for label, seeds in by_label(records).items()
+                for arm, seeds in by_arm(records).items()
             },
         )
     for axes in panels[:2]:
@@ -137,5 +134,5 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=least_loss(),
     tables=tables,
-    notes=(*read_notes(__file__), NOTES[2]),
+    notes=NOTES[2:3],
 )

@@ -1,0 +1,63 @@
+"""`python -m kvshift` for a machine without GPU on which processes are to share a run all the same, over gloo.
+
+python -m tests.lab.runs.on_cpu fsdp|deepspeed|tensor_parallel train ...
+
+With KILLED_AT, a process dies by -9 while it writes that checkpoint: all files are there, and it is not declared whole.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvshift.cli import run_and_exit
+from kvshift.lab.training import tensor_parallel, train, trainer
+
+
+def fsdp() -> None:
+    """accelerate heeds ACCELERATE_USE_FSDP on GPUs alone; FSDP2 itself works on a CPU."""
+    import accelerate.state
+
+    init = accelerate.state.AcceleratorState.__init__
+
+    def with_fsdp(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = accelerate.DistributedType.FSDP, fsdp_plugin
+
+    accelerate.state.AcceleratorState.__init__ = with_fsdp
+
+
+def deepspeed() -> None:
+    import deepspeed  # pyright: ignore[reportMissingImports]
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # it would be compiled
+    deepspeed.init_distributed(dist_backend="gloo")
+
+
+def tensor_parallelism() -> None:
+    """accelerate refuses it on a CPU; transformers' own works there. Each process says how many numbers it holds."""
+    from accelerate import ParallelismConfig
+
+    def divide(*args: Any, divide: Any = tensor_parallel.divide) -> Any:
+        model = divide(*args)
+        held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+        print(f"holds {held} of {sum(p.numel() for p in model.parameters())}", file=sys.stderr)
+        return model
+
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+    tensor_parallel.require_gpu = lambda config: None
+    train.divide = divide
+
+
+def kill_or_seal(folder: Path, seal: Any = trainer.seal) -> None:
+    if folder.name == os.environ.get("KILLED_AT"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    seal(folder)
+
+
+if __name__ == "__main__":
+    {"fsdp": fsdp, "deepspeed": deepspeed, "tensor_parallel": tensor_parallelism}[sys.argv.pop(1)]()
+    trainer.seal = kill_or_seal
+    run_and_exit()

@@ -1,0 +1,311 @@
+"""What cannot be right is refused before it is begun, with the reason."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
+from transformers.cache_utils import QuantizedLayer
+from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
+
+from kvshift.models.documents import create_masks
+from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel, ensure_shift_cache
+from kvshift.models.versions import CACHE
+
+from .llama.checks import logits_of, new_tokens_of
+from .llama.tiny import SIZES, left_padded, random_tokens, right_padded, tiny_model
+from .registry import MODELS
+from .retrofit.tiny import tiny_gpt2
+
+
+@pytest.fixture
+def model(request):
+    return MODELS[getattr(request, "param", "Llama")]()
+
+
+both = pytest.mark.parametrize("model", ["Llama", "GPT-2"], indirect=True)
+
+
+@pytest.fixture
+def no_forward(model, monkeypatch):
+    """Fails a test in which the model is run."""
+
+    def forward(*args, **kwargs):
+        raise AssertionError("refused too late: the model ran")
+
+    monkeypatch.setattr(type(model.base_model), "forward", forward)
+
+
+@both
+def test_a_cache_that_holds_tokens_of_the_plain_model(model):
+    plain = tiny_gpt2() if "gpt2" in model.config.model_type else LlamaForCausalLM(LlamaConfig(**SIZES))
+    cache = plain(random_tokens(1, 5)).past_key_values
+    with pytest.raises(ValueError, match=r"already holds tokens, but not their raw keys and values"):
+        model(random_tokens(1, 1), **{CACHE: cache})
+    with pytest.raises(ValueError, match=r"already holds tokens"):
+        new_tokens_of(model, random_tokens(1, 6), **{CACHE: cache})
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_cache_of_the_wrong_number_of_layers(model, layers: int):
+    config = KVShiftLlamaConfig(**{**SIZES, "num_hidden_layers": layers})
+    for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=8)):
+        with pytest.raises(ValueError, match=f"{CACHE} has {layers} layers, this model has 2"):
+            model(random_tokens(1, 5), **{CACHE: cache})
+        ensure_shift_cache(cache, config)
+        with pytest.raises(ValueError, match=f"{CACHE} has {layers} layers, this model has 2"):
+            model(random_tokens(1, 5), **{CACHE: cache})
+
+
+def test_a_cache_of_another_shift(model):
+    cache = DynamicCache()
+    logits_of(tiny_model(shift_window=3), random_tokens(1, 5), **{CACHE: cache})
+    with pytest.raises(ValueError, match=r"made for shift_window=3, this model has shift_window=2"):
+        model(random_tokens(1, 1), **{CACHE: cache})
+    cache = DynamicCache()
+    logits_of(tiny_model(shift_targets=[]), random_tokens(1, 5), **{CACHE: cache})
+    with pytest.raises(ValueError, match=r"made for a model without shift, this model has shift_window=2"):
+        model(random_tokens(1, 1), **{CACHE: cache})
+    cache = DynamicCache()
+    logits_of(model, random_tokens(1, 5), **{CACHE: cache})
+    with pytest.raises(ValueError, match=r"state holds no queries"):
+        tiny_model(shift_targets=["q", "k"])(random_tokens(1, 1), **{CACHE: cache})
+
+
+@both
+@pytest.mark.usefixtures("no_forward")
+def test_offloaded_caches(model):
+    for implementation in ("offloaded", "offloaded_static"):
+        with pytest.raises(ValueError, match=r"offloaded to the CPU"):
+            new_tokens_of(model, random_tokens(1, 5), cache_implementation=implementation)
+    with pytest.raises(ValueError, match=r"offloaded to the CPU"):
+        new_tokens_of(model, random_tokens(1, 5), **{CACHE: DynamicCache(config=model.config, offloading=True)})
+
+
+@both
+@pytest.mark.usefixtures("no_forward")
+def test_quantized_caches(model):
+    with pytest.raises(ValueError, match="'quantized': a QuantizedCache has no place for the raw keys and values of"):
+        new_tokens_of(model, random_tokens(1, 5), cache_implementation="quantized")
+
+
+@both
+def test_quantized_caches_by_hand(model):
+    cache = object.__new__(QuantizedCache)  # a backend for its layers need not be installed
+    Cache.__init__(cache, layers=[])
+    with pytest.raises(ValueError, match=f"{CACHE} is a QuantizedCache"):
+        model(random_tokens(1, 5), **{CACHE: cache})
+
+
+@both
+def test_quantized_layers_by_hand(model):
+    class Quantized(QuantizedLayer):
+        def _quantize(self, tensor, axis):
+            return tensor
+
+        def _dequantize(self, tensor):
+            return tensor
+
+    cache = DynamicCache(config=model.config)
+    cache.layers = [Quantized(), Quantized()]
+    with pytest.raises(ValueError, match=f"{CACHE} has a Quantized, which cannot carry raw keys and values"):
+        model(random_tokens(1, 5), **{CACHE: cache})
+
+
+@both
+@pytest.mark.usefixtures("no_forward")
+def test_continuous_batching(model):
+    prompts = [[3, 4, 5], [6, 7]]
+    for begin in (
+        lambda: model.generate_batch(prompts),
+        lambda: model.init_continuous_batching(),
+        lambda: model.continuous_batching_context_manager(),
+        lambda: model.generate(random_tokens(1, 5), cache_implementation="paged"),
+    ):
+        with pytest.raises(NotImplementedError, match=r"continuous batching .* does not carry the raw keys"):
+            begin()
+
+
+@both
+@pytest.mark.parametrize("name", ["vllm", "paged|sdpa", "paged|eager", "paged|kernels-community/attn", "tgi"])
+def test_attention_of_servers(model, name: str):
+    model.config._attn_implementation_internal = name
+    with pytest.raises(ValueError, match=r"attn_implementation must be one of eager, sdpa, .* got"):
+        model(random_tokens(1, 5))
+
+
+@both
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention", "flash_attention_2", "kernels-community/attn"])
+def test_attention_of_transformers_is_not_refused(model, name: str):
+    model.config._attn_implementation_internal = name
+    model.base_model._refuse_unknown_attention()
+
+
+def recording_cache(model) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    ensure_shift_cache(cache, model.config)
+    cache.activate_past_recording()
+    return cache
+
+
+@both
+def test_a_recording_cache_refuses_padding_behind_a_token(model):
+    """`crop` counts positions, and would take back padding instead of tokens."""
+    ids, mask = right_padded([random_tokens(3), random_tokens(7)])
+    with pytest.raises(ValueError, match=r"attention_mask must be padded on the left .* padding after a token"):
+        model(ids, attention_mask=mask, **{CACHE: recording_cache(model)})
+    cache = recording_cache(model)
+    model(random_tokens(2, 4), **{CACHE: cache})
+    ids, mask = left_padded([random_tokens(3), random_tokens(7)])
+    mask = torch.cat([torch.ones(2, 4, dtype=mask.dtype), mask], dim=1)  # behind tokens of the turn before
+    with pytest.raises(ValueError, match=r"padding after a token"):
+        model(ids, attention_mask=mask, **{CACHE: cache})
+
+
+@both
+def test_a_recording_cache_refuses_packed_documents(model):
+    for inputs in ({"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, {"seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}):
+        with pytest.raises(ValueError, match=r"cannot hold several documents in a row"):
+            model(random_tokens(1, 5), **{CACHE: recording_cache(model)}, **inputs)
+
+
+@both
+def test_malformed_documents(model):
+    with pytest.raises(ValueError, match=r"seq_idx must be \(1, 5\) like input_ids, got \(1, 4\)"):
+        model(random_tokens(1, 5), seq_idx=torch.zeros(1, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q needs all sequences packed into one row, got a batch of 2"):
+        model(random_tokens(2, 5), cu_seq_lens_q=torch.tensor([0, 2, 5]))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"cu_seq_lens_q": [0, 2, 5]}, TypeError, "cu_seq_lens_q must be a tensor or None, got list"),
+        ({"seq_idx": [[0, 0, 1, 1, 1]]}, TypeError, "seq_idx must be a tensor or None, got list"),
+        ({"position_ids": [[0, 1, 0, 1, 2]]}, TypeError, "position_ids must be a tensor or None, got list"),
+        ({"cu_seq_lens_q": torch.tensor([[0, 2, 5]])}, ValueError, r"must be \(sequences \+ 1,\), got \(1, 3\)"),
+        ({"cu_seq_lens_q": torch.tensor([], dtype=torch.long)}, ValueError, r"must be \(sequences \+ 1,\), got \(0,\)"),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 2.0, 5.0])}, TypeError, "cu_seq_lens_q must be of dtype torch.int32 or"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 2, 5])}, ValueError, r"rise from 0 to 5, .* got \[0, 4, 2, 5\]"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 4, 99])},
+            ValueError,
+            r"cu_seq_lens_q must rise from 0 to 5, .* got \[0, 4",
+        ),
+        ({"cu_seq_lens_q": torch.tensor([2, 4, 5])}, ValueError, r"cu_seq_lens_q must rise from 0 to 5, .* got \[2, 4"),
+        ({"seq_idx": torch.zeros(1, 5)}, TypeError, "seq_idx must be of an integer dtype, got torch.float32"),
+        ({"position_ids": torch.arange(4)[None]}, ValueError, r"position_ids must be \(1, 5\) .*, got \(1, 4\)"),
+        ({"position_ids": torch.arange(6)[None]}, ValueError, r"position_ids must be \(1, 5\) .*, got \(1, 6\)"),
+        ({"position_ids": torch.arange(5)}, ValueError, r"position_ids must be \(1, 5\) .*, got \(5,\)"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("targets", [["k", "v"], []], ids=str)
+def test_malformed_boundaries(inputs: dict, error: type[Exception], message: str, targets: list[str]):
+    with pytest.raises(error, match=message):
+        tiny_model(shift_targets=targets)(random_tokens(1, 5), **inputs)
+
+
+def test_boundaries_of_a_batch_may_be_in_one_sequence_of_positions(model):
+    with pytest.raises(ValueError, match=r"position_ids must be \(2, 5\) like input_ids, or \(1, 5\), got \(3, 5\)"):
+        model(random_tokens(2, 5), position_ids=torch.arange(5).expand(3, -1))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "seq_idx"])
+@pytest.mark.usefixtures("no_forward")
+def test_documents_that_generation_would_not_carry_on(model, name: str, options: dict):
+    named = {"cu_seq_lens_q": torch.tensor([0, 2, 5]), "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}
+    with pytest.raises(ValueError, match=f"{name} is an argument of forward.*give position_ids that begin again at 0"):
+        new_tokens_of(model, random_tokens(1, 5), **{name: named[name]}, **options)
+
+
+@pytest.mark.usefixtures("no_forward")
+def test_documents_in_a_prompt_that_is_fed_in_chunks(model):
+    options = {"prefill_chunk_size": 2, "max_new_tokens": 2}
+    with pytest.raises(ValueError, match="prefill_chunk_size cannot be used with position_ids that begin again"):
+        new_tokens_of(model, random_tokens(1, 5), position_ids=RESTART, **options)
+    with pytest.raises(AssertionError, match="the model ran"):  # padding begins no document
+        new_tokens_of(model, *left_padded([random_tokens(5), random_tokens(3)]), **options)
+
+
+@pytest.mark.parametrize("targets", [["k", "v"], []], ids=str)
+def test_a_tuple_as_cache(targets: list[str]):
+    model = tiny_model(shift_targets=targets)
+    for cache in ((), ((torch.zeros(1, 3, 2, 10),) * 2,) * 2):
+        with pytest.raises(TypeError, match=f"{CACHE} must be a Cache of transformers or None, got tuple"):
+            model(random_tokens(1, 5), **{CACHE: cache})
+
+
+def test_documents_in_a_cache_that_cannot_keep_where_the_last_began():
+    model = tiny_model(shift_targets=[])
+    cache = DynamicCache(config=model.config, offloading=True)
+    with pytest.raises(ValueError, match=f"{CACHE} cannot keep where the last of several documents in a row"):
+        model(random_tokens(1, 5), **{CACHE: cache}, position_ids=RESTART)
+    cache = LlamaForCausalLM(LlamaConfig(**SIZES))(random_tokens(1, 5)).past_key_values
+    model(random_tokens(1, 5), **{CACHE: cache})  # without documents, it takes what Llama takes
+    with pytest.raises(ValueError, match=f"{CACHE} cannot keep where the last of several documents in a row"):
+        model(random_tokens(1, 5), **{CACHE: cache}, position_ids=RESTART)
+
+
+@pytest.mark.parametrize("sliding", [None, 4])
+def test_a_static_cache_within_an_exported_program(sliding: int | None):
+    model = tiny_model(sliding_window=sliding)
+    model.generation_config.cache_implementation = "static"
+    module = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=16)
+    inputs = {"input_ids": random_tokens(1, 1), "cache_position": torch.tensor([0])}
+    with pytest.raises(ValueError, match=f"{CACHE} is a static cache in a program that torch.export makes"):
+        torch.export.export(module, (), inputs, strict=False)
+
+
+def test_a_configuration_of_plain_llama():
+    config = LlamaConfig(**SIZES)
+    for kind in (KVShiftLlamaForCausalLM, KVShiftLlamaModel):
+        with pytest.raises(TypeError, match="config must be a KVShiftLlamaConfig, which says what to shift, got Llama"):
+            kind(config)
+
+
+def test_heads_that_are_rotated_in_part():
+    """Stock Llama raises in its first forward pass."""
+    rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0, "partial_rotary_factor": 0.4}
+    with pytest.raises(ValueError, match=r"4 of 10 dimensions would be rotated by .*'partial_rotary_factor': 0.4"):
+        tiny_model(rope_parameters=rope)
+    logits_of(tiny_model(rope_parameters={**rope, "partial_rotary_factor": 1.0}), random_tokens(1, 5))
+
+
+RESTART = torch.tensor([[0, 1, 0, 1, 2]])
+FLASH_CALLS = {
+    "one row, by position_ids": ({"position_ids": RESTART}, True),
+    "one row, by cu_seq_lens": ({"position_ids": None, "cu_seq_lens": torch.tensor([0, 2, 5])}, True),
+    "by seq_idx alone: position_ids are made from it": ({"position_ids": None, "seq_idx": RESTART // 2}, True),
+    "by seq_idx, position_ids continue": (
+        {"position_ids": torch.arange(5).unsqueeze(0), "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])},
+        False,
+    ),
+    "several rows": ({"position_ids": RESTART.expand(2, -1)}, False),
+    "padding": ({"position_ids": RESTART, "attention_mask": torch.tensor([[1, 1, 1, 1, 0]])}, False),
+}
+
+
+@pytest.mark.parametrize(("inputs", "named"), FLASH_CALLS.values(), ids=FLASH_CALLS.keys())
+def test_flash_attention_refuses_documents_that_it_would_not_separate(inputs: dict, named: bool):
+    """Of the masks alone: flash attention itself needs a GPU."""
+    config = tiny_model().config
+    config._attn_implementation = "flash_attention_2"
+    inputs = {"attention_mask": None, **inputs}
+    batch = 1 if inputs["position_ids"] is None else len(inputs["position_ids"])
+    call = partial(create_masks, config, torch.zeros(batch, 5, 48), past_key_values=None, **inputs)
+    if named:
+        assert call()["documents"] is not None
+    else:
+        with pytest.raises(ValueError, match="flash attention separates the documents of one unpadded row"):
+            call()
+
+
+def test_flash_attention_refuses_to_continue_a_pack():
+    model = tiny_model()
+    cache = DynamicCache(config=model.config)
+    model(random_tokens(1, 5), position_ids=RESTART, **{CACHE: cache})
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="or of a cache that continues a pack"):
+        create_masks(model.config, torch.zeros(1, 1, 48), None, cache, torch.tensor([[3]]))

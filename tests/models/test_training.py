@@ -1,0 +1,294 @@
+"""Training: checkpointing, Trainer, bfloat16, the same bits from the same seed, and the compiler."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, set_seed
+
+from kvshift import KVShift, param_groups
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+from kvshift.models.versions import CACHE
+
+from ..covering import covering
+from .baichuan_m1.tiny import CONFIG, shapes
+from .llama.checks import REFERENCES, names_of
+from .llama.tiny import left_padded, random_tokens, tiny_config, tiny_model
+from .registry import CHECKPOINTING, MODELS, RETROFITTED
+
+ALL = MODELS | RETROFITTED
+
+
+def batches() -> dict[str, dict[str, Tensor]]:
+    ids = random_tokens(2, 9)
+    padded, mask = left_padded([random_tokens(9), random_tokens(4)])
+    return {
+        "whole rows": {"input_ids": ids},
+        "padded rows": {"input_ids": padded, "attention_mask": mask},
+        "packed rows": {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])},
+    }
+
+
+def gradients_of(model: torch.nn.Module, batch: dict[str, Tensor], **inputs: Any) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(2)  # of dropout
+    model(**batch, labels=batch["input_ids"], **inputs).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+
+
+ALL_AT_ONCE = {"shift_targets": ["q", "k", "v"], "shift_window": 3, "qk_norm": True, "sliding_window": 7}
+GRADIENTS = {  # in which a float64 model of Llama's float32 norms and angles is not far from the formulas
+    "Llama, all at once": ((11,), partial(tiny_model, **ALL_AT_ONCE)),
+    **{name: ((5, 1, 7, 2), MODELS[name]) for name in MODELS if "Llama" in name and "alone" not in name},
+    **{name: ((11,), MODELS[name]) for name in MODELS if "GPT-2" in name},
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_all_parameters_equal_the_reference(name: str):
+    lengths, build = GRADIENTS[name]
+    model = build(torch.float64)
+    documents = [random_tokens(length, seed=length) for length in lengths]
+    upstream = torch.randn(sum(lengths), 61, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    positions = names_of(lengths)["position_ids"]
+    logits = model(torch.cat(documents).unsqueeze(0), position_ids=positions, use_cache=False).logits[0]
+    (logits * upstream).sum().backward()
+    weights = {name: tensor.clone().requires_grad_() for name, tensor in model.state_dict().items()}
+    for document, weight in zip(documents, upstream.split(lengths), strict=True):
+        formulas = REFERENCES[model.config.model_type](weights, model.config, document.tolist())
+        (formulas * weight).sum().backward()
+    for key, parameter in model.named_parameters():
+        close = 1e-4 if "Llama" in name else 1e-5 if ".shift." in key else 1e-9
+        torch.testing.assert_close(
+            parameter.grad, weights[key].grad, rtol=close, atol=close, msg=lambda m, n=key: f"{n}: {m}"
+        )
+
+
+@covering(name=list(ALL), reentrant=[False, True], batch=batches())
+def test_gradient_checkpointing_changes_no_bit(name: str, reentrant: bool, batch: dict):
+    model = ALL[name](torch.float32).train()
+    expected = gradients_of(model, batch, use_cache=False)
+    getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": reentrant})
+    model.enable_input_require_grads()  # without which reentrant checkpoints have no gradient
+    calls = []
+    next(module for module in model.modules() if isinstance(module, KVShift)).register_forward_hook(
+        lambda *_: calls.append(1)
+    )
+    assert_equal(gradients_of(model, batch), expected, rtol=0, atol=0)
+    assert len(calls) == 2  # once forward, once again backward
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_that_nobody_asked_for_does_not_change_training(name: str):
+    """`use_cache` is on by default in a configuration. (A cache changes the layout of keys: GPT-2's rounding too.)"""
+    model, batch = MODELS[name](torch.float64).train(), batches()["padded rows"]
+    got, expected = gradients_of(model, batch), gradients_of(model, batch, use_cache=False)
+    for parameter, gradient in got.items():
+        tolerance = 1e-6 if ".shift." in parameter else 1e-12  # float32 gradients in a float64 model
+        tolerance = tolerance if "GPT-2" in name else 0
+        torch.testing.assert_close(gradient, expected[parameter], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        ("Llama", "whole rows"),
+        ("Llama, queries too, window 4", "packed rows"),
+        ("Llama, sliding window", "padded rows"),
+        ("GPT-2", "whole rows"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.slow
+def test_a_compiled_step_has_no_graph_break(name: str, batch: str):
+    torch._dynamo.reset()
+    model, inputs = MODELS[name](torch.float32), dict(batches()[batch], use_cache=False)
+    model.train(name != "GPT-2")
+    if name != "GPT-2":  # whose loss writes to a log
+        inputs["labels"] = inputs["input_ids"]
+
+    def gradients(call: Callable) -> dict[str, Tensor]:
+        model.zero_grad(set_to_none=True)
+        outputs = call(**inputs)
+        (outputs.logits.square().mean() if outputs.loss is None else outputs.loss).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    expected = gradients(model)
+    assert_equal(gradients(torch.compile(model, fullgraph=True, backend="aot_eager")), expected, rtol=1e-4, atol=1e-5)
+
+
+TRAINED: dict[str, Callable[[], PreTrainedModel]] = {
+    "Llama": lambda: KVShiftLlamaForCausalLM(tiny_config(shift_window=3)),
+    "Baichuan-M1": MODELS["Baichuan-M1"],
+}
+
+
+def trained(tmp_path, steps: int, *, resume: bool = False, name: str = "Llama", **arguments: Any) -> PreTrainedModel:
+    """A few steps of transformers' Trainer, on always the same random sequences."""
+    set_seed(11)
+    model = TRAINED[name]().train()
+    rows = [{"input_ids": row, "labels": row} for row in random_tokens(16, 12)]
+    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, shift_lr_multiplier=3.0))
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=11,
+        **arguments,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, constant))
+    trainer.train(resume_from_checkpoint=resume)
+    return model
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trainer_moves_the_coefficients_saves_and_resumes(tmp_path, name: str):
+    set_seed(11)
+    start = TRAINED[name]().state_dict()
+    whole = trained(tmp_path / "whole", 4, name=name).state_dict()
+    for key, tensor in whole.items():
+        assert not torch.equal(tensor, start[key]), f"{key} did not move"
+    trained(tmp_path / "parts", 2, name=name)
+    if name == "Baichuan-M1":
+        saved = load_file(tmp_path / "parts" / "checkpoint-2" / "model.safetensors")
+        assert {key: tuple(tensor.shape) for key, tensor in saved.items()} == shapes(CONFIG)  # under released names
+    assert_equal(trained(tmp_path / "parts", 4, resume=True, name=name).state_dict(), whole, rtol=0, atol=0)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "checkpoint-4").state_dict()
+    assert_equal(loaded, whole, rtol=0, atol=0)
+
+
+def test_trainer_with_checkpointing_and_bfloat16(tmp_path):
+    model = trained(tmp_path, 2, bf16=True, **{CHECKPOINTING: True})
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_the_same_seed_gives_the_same_bits():
+    def train() -> dict[str, Tensor]:
+        set_seed(3)
+        model = KVShiftLlamaForCausalLM(tiny_config(shift_targets=["q", "k", "v"])).train()
+        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2))
+        for batch in [*batches().values()] * 2:
+            model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    assert_equal(train(), train(), rtol=0, atol=0)
+
+
+def test_start_values_follow_the_seed_and_the_configuration():
+    def coefficients(seed: int, **options: Any) -> dict[str, Tensor]:
+        set_seed(seed)
+        model = KVShiftLlamaForCausalLM(tiny_config(**options))
+        return {name: tensor for name, tensor in model.state_dict().items() if ".shift." in name}
+
+    assert_equal(coefficients(1), coefficients(1), rtol=0, atol=0)
+    for (name, one), other in zip(coefficients(1).items(), coefficients(2).values(), strict=True):
+        assert not torch.equal(one, other), name
+        torch.testing.assert_close(one.sum(1), torch.ones(3))  # uniform: all but the last drawn, the last 1 - their sum
+        assert one.min() > 0
+    for tensor in coefficients(1, shift_init="identity", shift_window=3).values():
+        assert tensor.tolist() == [[1.0, 0.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_groups_know_the_coefficients(name: str):
+    model = MODELS[name](torch.float32)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = {group["name"]: group for group in param_groups(model, lr=1e-3, weight_decay=0.1, shift_lr_multiplier=2.0)}
+    shift = {names[id(parameter)] for parameter in groups["shift"]["params"]} if "shift" in groups else set()
+    assert shift == {name for name in names.values() if ".shift." in name}
+    assert bool(shift) == ("no shift" not in name)
+    if shift:
+        assert (groups["shift"]["weight_decay"], groups["shift"]["lr"]) == (0.0, 2e-3)
+    assert sum(len(group["params"]) for group in groups.values()) == len(names)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_moves_every_parameter(name: str):
+    model, ids = MODELS[name](torch.float32), random_tokens(2, 9)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2))
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    for key, tensor in model.state_dict().items():
+        assert not torch.equal(tensor, start[key]), f"{key} did not move"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_coefficients_stay_float32_in_bfloat16(name: str):
+    for model in (ALL[name](torch.bfloat16), ALL[name](torch.float32).to(torch.bfloat16)):
+        for parameter, tensor in model.named_parameters():
+            assert tensor.dtype == (torch.float32 if ".shift." in parameter else torch.bfloat16), parameter
+
+
+class TestBfloat16:
+    def model(self) -> KVShiftLlamaForCausalLM:
+        return tiny_model(torch.bfloat16, shift_window=3)
+
+    def assert_dtypes(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == (torch.float32 if ".shift." in name else torch.bfloat16), name
+
+    def test_coefficients_stay_float32(self, tmp_path):
+        model = self.model()
+        self.assert_dtypes(model)
+        self.assert_dtypes(model.to(torch.bfloat16))
+        self.assert_dtypes(model.bfloat16())
+        exact = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.save_pretrained(tmp_path)
+        for dtype in ("bfloat16", torch.bfloat16, "auto"):
+            loaded = KVShiftLlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+            self.assert_dtypes(loaded)
+            assert_equal(loaded.state_dict(), exact, rtol=0, atol=0)
+
+    def test_a_float32_checkpoint_loaded_in_bfloat16_keeps_its_coefficients(self, tmp_path):
+        model = tiny_model()
+        model.save_pretrained(tmp_path)
+        loaded = KVShiftLlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+        self.assert_dtypes(loaded)
+        for name, module in loaded.named_modules():
+            if isinstance(module, KVShift):
+                torch.testing.assert_close(module.alpha, model.get_submodule(name).alpha, rtol=0, atol=0)
+
+    def test_a_hundred_small_steps_move_the_coefficients(self):
+        model = self.model().train()
+        before = {name: tensor.clone() for name, tensor in model.named_parameters() if ".shift." in name}
+        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-6))
+        ids = random_tokens(2, 9)
+        for _ in range(100):
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            if name in before:
+                moved = (parameter - before[name]).abs()
+                assert (moved > 1e-6).all(), name
+                assert (moved < 2e-4).all(), name  # so little that in bfloat16 most would not have moved at all
+
+    def test_pieces_of_a_sequence_are_as_near_to_float32_as_the_sequence(self):
+        model, ids = self.model(), random_tokens(1, 9)
+        with torch.no_grad():
+            exact = tiny_model(shift_window=3)(ids).logits
+            whole = model(ids).logits.float()
+            cache = model(ids[:, :5], use_cache=True).past_key_values
+            rest = model(ids[:, 5:], **{CACHE: cache}).logits.float()
+        rounding = (whole - exact).abs().max()
+        assert rounding < 0.5
+        assert (rest - whole[:, 5:]).abs().max() <= rounding
