@@ -6,7 +6,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -127,40 +126,6 @@ def test_coefficients_gradient_is_as_exact_as_that_of_plain_pytorch(kernel):
         errors["cpu"] = max(errors["cpu"], float((own[:, 0] - exact).abs().max()))
         errors["plain"] = max(errors["plain"], float((other[:, 0] - exact).abs().max()))
     assert errors["cpu"] <= errors["plain"]
-
-
-class Subclass(torch.Tensor):
-    """A tensor that is no plain one; many have no memory of their own: their address is 0."""
-
-
-def refusals() -> dict[str, tuple]:
-    plain = torch.randn(1, 3, 2, 4)
-    return {
-        "it runs on the CPU, the tensors are on meta": (plain.to("meta"), 2),
-        "it knows float32.*, the tensors are torch.float8": (plain.to(torch.float8_e5m2), 2),
-        "its window is 16 at most, got 17": (plain, 17),
-        "it takes plain tensors, got a Subclass": (plain.as_subclass(Subclass), 2),
-    }
-
-
-@pytest.mark.parametrize("message", refusals())
-def test_what_the_kernel_cannot_take_it_refuses_by_name(message, kernel):
-    x, window = refusals()[message]
-    with pytest.raises(ValueError, match=f'backend "cpu" cannot be used here: {message}'):
-        shift_tokens(x, torch.ones(2, window, device=x.device), backend="cpu")
-
-
-@pytest.mark.parametrize("argument", ["v", "alpha", "beta", "mask", "state.k", "state.v"])
-def test_every_tensor_of_a_call_must_be_plain(argument, kernel):
-    case = random_case(13, rows=1, mask=[[1] * 11, [0] + [1] * 10])
-    whole, name = (case.state, argument.removeprefix("state.")) if "." in argument else (case, argument)
-    changed = replace(whole, **{name: getattr(whole, name).as_subclass(Subclass)})
-    odd = changed if whole is case else replace(case, state=changed)
-    with pytest.raises(ValueError, match='backend "cpu" cannot be used here: it takes plain tensors, got a Subclass'):
-        odd.call("cpu")
-    (k_hat, v_hat, _), (k_expected, v_expected, _) = odd.call("auto"), case.call("eager")
-    assert torch.equal(k_hat, k_expected)
-    assert torch.equal(v_hat, v_expected)
 
 
 def test_auto_takes_the_kernel(kernel, monkeypatch):

@@ -202,40 +202,11 @@ def test_an_exported_program_takes_any_number_of_tokens():
         checks.assert_same_state(results[2], expected[2])
 
 
-# Refusals and the choice of a backend
-
-
-class Subclass(torch.Tensor):
-    """A tensor that is no plain one."""
-
-
-def refused() -> dict[str, tuple[Tensor, int]]:
-    plain = torch.randn(1, 3, 2, 4)
-    return {
-        r"it runs on CUDA devices .*, the tensors are on meta": (plain.to("meta"), 2),
-        r"it knows float32.*, the tensors are torch.float8_e5m2": (plain.to(torch.float8_e5m2), 2),
-        r"its window is 8 at most, got 9": (plain, 9),
-        r"it takes plain tensors, got a Subclass": (plain.as_subclass(Subclass), 2),
-    }
-
-
-@pytest.mark.parametrize("message", refused())
-def test_what_the_kernels_cannot_take_they_refuse_by_name(message):
-    x, window = refused()[message]
-    with pytest.raises(ValueError, match=f'backend "triton" cannot be used here: {message}'):
-        shift_tokens(x, torch.ones(2, window, device=x.device), backend="triton")
+# The choice of a backend
 
 
 def test_the_widest_window():
     assert_within_one_rounding(random_case(83, 1, 9, window=8, rows=7), "triton", through_state=True)
-
-
-@pytest.mark.parametrize("argument", ["v", "alpha", "beta", "mask"])
-def test_every_tensor_of_a_call_must_be_plain(argument):
-    case = random_case(89, 1, 3, rows=1, mask=[[1, 0, 1]])
-    odd = replace(case, **{argument: getattr(case, argument).as_subclass(Subclass)})
-    with pytest.raises(ValueError, match=r"it takes plain tensors, got a Subclass"):
-        odd.call("triton")
 
 
 def test_without_triton_it_is_named_and_auto_takes_another(monkeypatch):
