@@ -53,11 +53,8 @@ class ShiftOptions:
             name: what its fields are called in messages, up to the option.
         """
         values = {field.name: getattr(source, f"shift_{field.name}") for field in fields(cls)}
-        try:
-            return cls(**values)
-        except ValueError:
-            _check(**values, name=name)  # which says it with the names of the configuration
-            raise
+        _check(**values, name=name)  # in the names of the configuration
+        return cls(**values)
 
     def as_fields(self) -> dict[str, Any]:
         """The inverse of `of`: fields of a configuration, with a list where JSON has one."""
