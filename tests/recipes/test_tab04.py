@@ -163,7 +163,7 @@ def test_a_run_of_smoke(tmp_path: Path):
     claims = RECIPE.claims([record, replace(record, arm=arm_of_label("vanilla, Tr2-Te3"))])
     assert [claim.direction for claim in claims] == ["not testable here", "not shown"]
 
-    (tmp_path / tab04.INSIDE).unlink()  # killed between training and asking
+    (tmp_path / "inside.json").unlink()  # killed between training and asking
     assert not job.is_finished(tmp_path)
     job.run(tmp_path)
     assert job.record(tmp_path)["result"]["inside"] == record.result["inside"]
