@@ -24,9 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvshift import KVShiftAttention
 
-from .baichuan_m1.tiny import load, write
 from .llama.tiny import random_tokens, tiny_model
-from .retrofit.tiny_families import FAMILIES, shifted
+from .registry import MODELS, RETROFITTED
+from .retrofit.tiny_families import shifted
 
 T = 16
 
@@ -78,14 +78,6 @@ def module_wrapper(mesh: Any, ids: torch.Tensor) -> Iterator[None]:
     experimental._disable_context_parallel_dispatcher()
 
 
-def models(folder: Path) -> dict[str, Any]:
-    found = {family: shifted(family, torch.float32) for family in FAMILIES}
-    baichuan = folder / f"baichuan-{dist.get_rank()}"
-    baichuan.mkdir()
-    write(baichuan)
-    return found | {"Baichuan-M1": load(baichuan), "KVShiftLlama": tiny_model(), "layer": Layer()}
-
-
 class Layer(torch.nn.Module):
     """A model of somebody's own around the layer of this package."""
 
@@ -97,10 +89,11 @@ class Layer(torch.nn.Module):
         return self.attention(self.embed(ids))[0]
 
 
-def every_model_refuses(folder: Path) -> None:
+def every_model_refuses() -> None:
     mesh, ids = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), random_tokens(2, T)
     plain = tiny_model(shift_targets=())
-    for name, model in models(folder).items():
+    names = [name for name in MODELS | RETROFITTED if "no shift" not in name]
+    for name, model in [*((name, (MODELS | RETROFITTED)[name]()) for name in names), ("layer", Layer())]:
         model(ids)  # before, between and after, whole sequences are right
         part = ids.clone()
         with context_parallel(mesh, buffers=[part], buffer_seq_dims=[1]), refused("context parallelism (torch."):
@@ -149,7 +142,7 @@ def trainer_is_refused(folder: Path) -> None:
 def main(rendezvous: str, folder: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    every_model_refuses(Path(folder))
+    every_model_refuses()
     trainer_is_refused(Path(folder))
     print("passed", flush=True)
     dist.barrier()

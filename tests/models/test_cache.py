@@ -40,24 +40,6 @@ def test_pieces_of_a_sequence_equal_the_sequence_in_float32(options: dict, atten
     check_splits(tiny_model(attention=attention, **options), atol=2e-5)
 
 
-@every_variant
-def test_pieces_of_left_padded_sequences_equal_the_sequences(options: dict):
-    """Cuts inside the padding, at its end and behind it; a piece may hold nothing but padding."""
-    model = tiny_model(torch.float64, **options)
-    rows = [random_tokens(length, seed=length) for length in (2, 8, 5)]
-    ids, mask = left_padded(rows)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    whole = logits_of(model, ids, attention_mask=mask, position_ids=positions)
-    for sizes in [(cut, 8 - cut) for cut in range(1, 8)] + [(1,) * 8, (2, 1, 1, 4)]:
-        cache, pieces, end = DynamicCache(config=model.config), [], 0
-        for piece in ids.split(sizes, dim=1):
-            start, end = end, end + piece.shape[1]
-            inputs = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
-            pieces.append(logits_of(model, piece, **{CACHE: cache}, **inputs))
-        got = torch.cat(pieces, dim=1)
-        torch.testing.assert_close(got[mask.bool()], whole[mask.bool()], rtol=0, atol=1e-11)
-
-
 @pytest.mark.slow
 @hypothesis.given(
     options=st.sampled_from(list(VARIANTS.values())),

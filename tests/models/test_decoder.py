@@ -17,7 +17,7 @@ from kvshift.models.retrofit import adding
 from kvshift.models.retrofit.family import rotary_family
 
 from .llama import checks
-from .llama.tiny import PAD, random_tokens, randomize
+from .llama.tiny import PAD, random_tokens, randomize, tiny_model
 from .registry import MODELS
 from .retrofit.tiny import shifted_gpt2
 from .retrofit.tiny_families import SIZES
@@ -50,7 +50,10 @@ ABSOLUTE = "padding without position_ids"  # which a model with learned position
 every_check = pytest.mark.parametrize("check", CHECKS)
 
 
-ALL = MODELS | {"GPT-2, eager": partial(shifted_gpt2, attention="eager")}
+ALL = MODELS | {
+    "GPT-2, eager": partial(shifted_gpt2, attention="eager"),
+    "Llama, eager": partial(tiny_model, attention="eager", sliding_window=3, shift_window=3),
+}
 
 
 @cache

@@ -77,7 +77,7 @@ FAULTS = {
     "padding of the first columns": (mutants.padding_of_the_first_columns, "chunked prefill"),
     "state at the padded end": (mutants.state_at_the_padded_end, "right padding"),
     "state not moved": (mutants.beams_without_state, "beams; beams, static; selection"),
-    "crop keeps the newest row": (mutants.rollback_keeps_the_newest_state, "crop; prompt lookup"),
+    "crop keeps the newest row": (mutants.rollback_keeps_the_newest_state, "crop"),
     "crop one row too deep": (crop_one_row_too_deep, "crop"),
     "documents ignored": (mutants.documents_ignored, "documents"),
     "documents met in attention": (mutants.documents_met_in_attention, "documents; documents continued"),

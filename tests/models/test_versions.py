@@ -24,24 +24,23 @@ from kvshift.models.llama.modeling import KVShiftLlamaDecoderLayer
 from kvshift.models.retrofit import add_kv_shift
 from kvshift.models.versions import CACHE, NEWEST, OLDEST
 
-from .baichuan_m1.tiny import CONFIG, load, write
 from .llama.checks import new_tokens_of
 from .llama.tiny import random_tokens, tiny_config, tiny_model
+from .registry import MODELS, RETROFITTED
 from .retrofit.tiny_families import FAMILIES, shifted, stock
 
 ROOT = Path(__file__).parents[2]
-MODELS = {
-    "KVShiftLlama": tiny_model,
-    "KVShiftLlama, no shift": lambda: tiny_model(shift_targets=()),
-    "KVShiftLlama, classes": lambda: KVShiftLlamaForSequenceClassification(tiny_config(pad_token_id=1)).eval(),
-    **{family: lambda family=family: shifted(family) for family in FAMILIES},
+BUILD = {
+    **{name: MODELS[name] for name in ("Llama", "Llama, no shift", "Baichuan-M1")},
+    **RETROFITTED,
+    "Llama, classes": lambda: KVShiftLlamaForSequenceClassification(tiny_config(pad_token_id=1)).eval(),
 }
-every_model = pytest.mark.parametrize("name", [*MODELS, "Baichuan-M1"])
+every_model = pytest.mark.parametrize("name", BUILD)
 
 
 @pytest.fixture
-def model(name: str, tmp_path: Path) -> PreTrainedModel:
-    return MODELS[name]() if name in MODELS else load(write(tmp_path, config=CONFIG))
+def model(name: str) -> PreTrainedModel:
+    return BUILD[name]()
 
 
 def requirements() -> list[Requirement]:
@@ -93,7 +92,7 @@ def test_the_pages_name_both_bounds(page: str):
 @every_model
 @pytest.mark.parametrize("argument", ["foo", "past_key_value", "cache_position", "token_type_ids"])
 def test_an_unknown_argument_is_refused_by_name(name: str, model: PreTrainedModel, argument: str):
-    if (name, argument) == ("GPT-2", "token_type_ids"):
+    if (name, argument) == ("GPT-2, retrofitted", "token_type_ids"):
         pytest.skip("GPT-2 embeds them")
     ids = random_tokens(1, 5)
     for one in (model, model.base_model):

@@ -12,7 +12,7 @@ Shapes: B batch, L tokens of a shard, N chunks of a shard, C = L / N, H query he
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -140,8 +140,8 @@ def exchange_halo(
     length = _check_tensors(tensors, chunks)
     if rows < 1:
         raise ValueError(f"rows must be at least 1 (the window less one), got {rows}")
-    rank, division = dist.get_rank(group), _Division(layout, dist.get_world_size(group), length // chunks, rows)
-    leaving, arriving = division.routes(rank)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    leaving, arriving = _routes(rank, size, layout, length // chunks, rows)
     sent = [token for tokens in leaving for token in tokens]
     batch, features = tensors[0].shape[0], [x.shape[2:].numel() for x in tensors]
     picked = [torch.cat([x[:, :0], *(x[:, token : token + 1] for token in sent)], dim=1) for x in tensors]
@@ -163,46 +163,33 @@ def exchange_halo(
     return [part.reshape(*part.shape[:3], *x.shape[2:]) for part, x in zip(parts, tensors, strict=True)]
 
 
-class _Division(NamedTuple):
-    """Which rank holds which tokens, and who needs them.
+def _held_chunks(rank: int, size: int, layout: Layout) -> tuple[int, ...]:
+    """The chunks that one of `size` ranks holds, in their order in its shard."""
+    return (rank,) if layout == "contiguous" else (rank, 2 * size - 1 - rank)
 
-    Attributes:
-        layout: see the head of the module.
-        size: R, the number of ranks.
+
+def _routes(rank: int, size: int, layout: Layout, length: int, rows: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Which tokens of its shard a rank sends to each rank, and into which rows of its halo go those from each.
+
+    Args:
         length: C.
         rows: W - 1.
     """
-
-    layout: Layout
-    size: int
-    length: int
-    rows: int
-
-    def chunks(self, rank: int) -> tuple[int, ...]:
-        """The chunks that a rank holds, in their order in its shard."""
-        return (rank,) if self.layout == "contiguous" else (rank, 2 * self.size - 1 - rank)
-
-    def routes(self, rank: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Which tokens of its shard a rank sends to each rank, and into which rows of its halo go those from each."""
-        holders = {
-            chunk: (holder, number * self.length)
-            for holder in range(self.size)
-            for number, chunk in enumerate(self.chunks(holder))
-        }
-        leaving: list[list[int]] = [[] for _ in range(self.size)]
-        arriving: list[list[int]] = [[] for _ in range(self.size)]
-        for target in range(self.size):
-            starts = [chunk * self.length for chunk in self.chunks(target)]
-            needed = [start + behind for start in starts for behind in range(-self.rows, 0)]
-            for row, token in enumerate(needed):
-                if token < 0:
-                    continue
-                holder, start = holders[token // self.length]
-                if holder == rank:
-                    leaving[target].append(start + token % self.length)
-                if target == rank:
-                    arriving[holder].append(row)
-        return leaving, arriving
+    held = [_held_chunks(holder, size, layout) for holder in range(size)]
+    places = {chunk: (holder, i * length) for holder, chunks in enumerate(held) for i, chunk in enumerate(chunks)}
+    leaving: list[list[int]] = [[] for _ in range(size)]
+    arriving: list[list[int]] = [[] for _ in range(size)]
+    for target, chunks in enumerate(held):
+        needed = [chunk * length + behind for chunk in chunks for behind in range(-rows, 0)]
+        for row, token in enumerate(needed):
+            if token < 0:
+                continue
+            holder, start = places[token // length]
+            if holder == rank:
+                leaving[target].append(start + token % length)
+            if target == rank:
+                arriving[holder].append(row)
+    return leaving, arriving
 
 
 def _refuse_second_derivative(_: Tensor) -> None:

@@ -170,13 +170,8 @@ class ShiftState(SequenceState):
 
     def split(self, sizes: int | Sequence[int] = 1) -> list[ShiftState]:
         """Part the sequences into states of `sizes` sequences; the inverse of `stack`."""
-        size = sizes if isinstance(sizes, int) else list(sizes)
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors = {name: x.split(size) for name, x in parts.items() if isinstance(x, Tensor)}
-        return [
-            ShiftState(max_rows=self.max_rows, **{name: xs[i].clone() for name, xs in tensors.items()})
-            for i in range(len(tensors["k"]))
-        ]
+        rows = torch.arange(self.sequences, device=self.k.device)
+        return [self.select(part) for part in rows.split(sizes if isinstance(sizes, int) else list(sizes))]
 
     @staticmethod
     def stack(states: Sequence[ShiftState]) -> ShiftState:

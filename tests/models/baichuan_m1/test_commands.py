@@ -54,15 +54,6 @@ def test_eval(folder, tmp_path):
     assert found["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
 
 
-def test_check(folder, tmp_path, capsys):
-    """All properties: tests/models/baichuan_m1/test_decoding.py."""
-    chosen = ["batch", "left padding", "cache: every split"]
-    assert main(["check", str(folder), "--length", "12", "--json", "--properties", *chosen]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["model_type"] == "baichuan_m1"
-    assert [verdict["verdict"] for verdict in found["verdicts"]] == ["right"] * 3
-
-
 def test_training_from_it_is_refused_by_name(folder, tmp_path, capsys):
     assert main(["train", "--init-from", str(folder), "--out", str(tmp_path / "run")]) == 2
     assert "is of model_type 'baichuan_m1'; expected llama or kvshift_llama" in capsys.readouterr().err

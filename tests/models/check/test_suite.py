@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import (
     BertModel,
     CTRLConfig,
     CTRLLMHeadModel,
+    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
     XLNetConfig,
@@ -22,31 +25,31 @@ from transformers import (
 from kvshift.models.check import PROPERTIES, check_model
 
 from ..llama.tiny import tiny_model
+from ..registry import MODELS
 from ..retrofit.tiny import shifted_gpt2
+from ..retrofit.tiny_families import FAMILIES, shifted
 
-ABSOLUTE = {"left padding: mask alone": "not supported"}  # learned positions: a padded batch needs position_ids
-OURS = {
-    "default": (tiny_model, {}, {}),
-    "queries too, window 3": (tiny_model, {"shift_targets": ("q", "k", "v"), "shift_window": 3, "qk_norm": True}, {}),
-    "gate": (tiny_model, {"shift_constraint": "gate"}, {}),
-    "sliding window": (tiny_model, {"sliding_window": 8}, {}),
-    "eager": (tiny_model, {"attention": "eager"}, {}),
-    "no shift": (tiny_model, {"shift_targets": ()}, {}),
-    "float64": (tiny_model, {"dtype": torch.float64}, {}),
-    "GPT-2": (shifted_gpt2, {}, ABSOLUTE),
-    "GPT-2, keys alone": (shifted_gpt2, {"targets": ("k",), "window": 3}, ABSOLUTE),
+OURS: dict[str, Callable[[], PreTrainedModel]] = {
+    **MODELS,
+    "Llama, queries too, window 3, QK norm": partial(
+        tiny_model, shift_targets=("q", "k", "v"), shift_window=3, qk_norm=True
+    ),
+    "Llama, gate": partial(tiny_model, shift_constraint="gate"),
+    "Llama, eager": partial(tiny_model, attention="eager"),
+    "Llama, float64": partial(tiny_model, dtype=torch.float64),
+    "GPT-2, keys alone": partial(shifted_gpt2, targets=("k",), window=3),
+    **{family: partial(shifted, family, torch.float32) for family in FAMILIES if family not in ("GPT-2", "Llama")},
 }
-
-
-FAST = ("default", "queries too, window 3", "GPT-2")
+FAST = ("Llama", "Llama, queries too, window 3, QK norm", "GPT-2", "Baichuan-M1")
+NEEDS_POSITIONS = {"left padding: mask alone": "not supported"}  # learned ones
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in OURS])
 def test_our_models_are_right(name):
-    build, options, others = OURS[name]
-    report = check_model(build(**options), length=16)
+    report = check_model(OURS[name](), length=16)
     assert [verdict.property for verdict in report.verdicts] == list(PROPERTIES)
-    assert {verdict.property: verdict.verdict for verdict in report.verdicts if verdict.verdict != "right"} == others
+    others = {verdict.property: verdict.verdict for verdict in report.verdicts if verdict.verdict != "right"}
+    assert others == (NEEDS_POSITIONS if "GPT-2" in name else {})
     for verdict in report.verdicts:
         if verdict.verdict == "right" and verdict.tolerance:
             assert verdict.error < verdict.tolerance / 4  # far from the line

@@ -60,9 +60,9 @@ def _attention(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor) -> Tensor
     def project(letter: str) -> Tensor:
         return _linear(layer, f"self_attn.{letter}_proj", x_TE).view(length, -1, size)
 
-    q_THD = _shift(project("q"), _coefficients(layer, config, "gamma"))
-    k_TGD = _shift(project("k"), _coefficients(layer, config, "alpha"))
-    v_TGD = _shift(project("v"), _coefficients(layer, config, "beta"))
+    q_THD = shift(project("q"), coefficients(layer, config, "self_attn.shift.gamma"))
+    k_TGD = shift(project("k"), coefficients(layer, config, "self_attn.shift.alpha"))
+    v_TGD = shift(project("v"), coefficients(layer, config, "self_attn.shift.beta"))
     if config.qk_norm:
         q_THD = _rms_norm(q_THD, layer["self_attn.q_norm.weight"], config)
         k_TGD = _rms_norm(k_TGD, layer["self_attn.k_norm.weight"], config)
@@ -79,9 +79,9 @@ def _attention(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor) -> Tensor
     return _linear(layer, "self_attn.o_proj", torch.stack(rows))
 
 
-def _coefficients(layer: Mapping[str, Tensor], config: Any, name: str) -> Tensor | None:
+def coefficients(layer: Mapping[str, Tensor], config: Any, name: str) -> Tensor | None:
     """(heads, W), or None where that target is not shifted."""
-    parameter = layer.get(f"self_attn.shift.{name}")
+    parameter = layer.get(name)
     if parameter is None:
         return None
     if config.shift_constraint == "gate":
@@ -89,7 +89,7 @@ def _coefficients(layer: Mapping[str, Tensor], config: Any, name: str) -> Tensor
     return parameter.clamp(0, 1) if config.shift_constraint == "clamp" else parameter
 
 
-def _shift(x_TGD: Tensor, mix_GW: Tensor | None) -> Tensor:
+def shift(x_TGD: Tensor, mix_GW: Tensor | None) -> Tensor:
     """y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ..., and nothing before the first."""
     if mix_GW is None:
         return x_TGD

@@ -12,8 +12,7 @@ from kvshift.models.versions import CACHE
 
 from ...covering import covering
 from .checks import ATOL, assert_greedy, assert_next, logits_of, new_tokens_of, reference_of
-from .reference import reference_logits
-from .tiny import SIZES, left_padded, random_tokens, tiny_model
+from .tiny import SIZES, random_tokens, tiny_model
 
 LENGTHS = (5, 1, 7, 2)
 VARIANTS = {
@@ -38,35 +37,6 @@ def packed(documents: list[Tensor]) -> dict[str, Tensor]:
         "seq_idx": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).unsqueeze(0),
         "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
     }
-
-
-@every_variant
-def test_gradients_of_all_parameters(options: dict):
-    model, documents = tiny_model(torch.float64, **options), documents_of()
-    upstream = torch.randn(sum(LENGTHS), 61, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    inputs = packed(documents)
-    (
-        model(inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits[0] * upstream
-    ).sum().backward()
-    weights = {name: tensor.clone().requires_grad_() for name, tensor in model.state_dict().items()}
-    for document, weight in zip(documents, upstream.split(LENGTHS), strict=True):
-        (reference_logits(weights, model.config, document.tolist()) * weight).sum().backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, weights[name].grad, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-@pytest.mark.parametrize("keys", [["position_ids"], ["position_ids", "seq_idx"]], ids=str)
-def test_several_packs_in_one_batch(keys: list[str]):
-    """Their documents begin at different places."""
-    model = tiny_model(shift_window=3)
-    rows = [documents_of(), list(reversed(documents_of(seed=20)))]
-    batch = {name: torch.cat([packed(documents)[name] for documents in rows]) for name in ["input_ids", *keys]}
-    logits = logits_of(model, batch.pop("input_ids"), use_cache=False, **batch)
-    for documents, row in zip(rows, logits, strict=True):
-        for document, got in zip(documents, row.split([len(document) for document in documents]), strict=True):
-            torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
 
 
 @every_variant
@@ -99,26 +69,6 @@ def test_the_collator_of_transformers(named: dict):
         torch.testing.assert_close(got, expected, rtol=0, atol=ATOL)
         losses.append(torch.nn.functional.cross_entropy(expected[:-1], document[1:], reduction="sum"))
     torch.testing.assert_close(outputs.loss.double(), sum(losses) / (sum(LENGTHS) - len(LENGTHS)), rtol=1e-5, atol=1e-5)
-
-
-NAMES = [
-    ["seq_idx"],
-    ["cu_seq_lens_q"],
-    ["position_ids"],
-    ["position_ids", "attention_mask"],
-    ["seq_idx", "attention_mask"],
-    ["position_ids", "seq_idx", "cu_seq_lens_q"],
-]
-
-
-@covering(keys=NAMES, use_cache={"no cache": False, "cache": True}, attention=["eager", "sdpa"], options=VARIANTS)
-def test_whatever_names_the_documents_nothing_crosses(keys: list[str], use_cache: bool, attention: str, options: dict):
-    """Transformers' own masks know of documents by position_ids alone, and only without cache and attention mask."""
-    model, documents = tiny_model(attention=attention, **options), documents_of()
-    inputs = packed(documents) | {"attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.long)}
-    logits = logits_of(model, inputs["input_ids"], use_cache=use_cache, **{name: inputs[name] for name in keys})[0]
-    for document, got in zip(documents, logits.split(LENGTHS), strict=True):
-        torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
 
 
 def test_a_number_may_come_again():
@@ -181,19 +131,6 @@ def test_the_last_document_is_remembered_by_every_cache(options: dict, make: Any
         cache.reset()
 
 
-@every_variant
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_sequences_of_a_packed_cache_are_reordered(options: dict, static: bool):
-    """As beam search does."""
-    model = tiny_model(**options)
-    rows = [documents_of(), list(reversed(documents_of(seed=20)))]
-    batch = {name: torch.cat([packed(documents)[name] for documents in rows]) for name in ["input_ids", "seq_idx"]}
-    cache = StaticCache(config=model.config, max_cache_len=24) if static else DynamicCache(config=model.config)
-    logits_of(model, batch["input_ids"], seq_idx=batch["seq_idx"], **{CACHE: cache})
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert_next(model, [rows[1][-1], rows[0][-1]], cache, random_tokens(2, 1, seed=9))
-
-
 def test_tokens_are_taken_back_from_the_last_document_alone():
     model, documents = tiny_model(shift_targets=[]), documents_of()[:3]
     for tokens in (1, 3, 7, 8, 13):
@@ -205,51 +142,6 @@ def test_tokens_are_taken_back_from_the_last_document_alone():
             continue
         cache.crop(-tokens)
         assert_next(model, [documents[-1][: max(0, 7 - tokens)]], cache, random_tokens(1, 1, seed=9))
-
-
-def test_sequences_of_a_packed_cache_move_with_the_position_where_their_document_began():
-    model = tiny_model()
-    rows = [documents_of(), list(reversed(documents_of(seed=20)))]
-    batch = {name: torch.cat([packed(documents)[name] for documents in rows]) for name in ["input_ids", "seq_idx"]}
-    more = random_tokens(1, seed=9).view(1, 1)
-    for move in ("reorder", "select", "repeat"):
-        cache = DynamicCache(config=model.config)
-        logits_of(model, batch["input_ids"], seq_idx=batch["seq_idx"], **{CACHE: cache})
-        if move == "reorder":
-            cache.reorder_cache(torch.tensor([1, 0]))
-            order = [1, 0]
-        elif move == "select":
-            cache.batch_select_indices(torch.tensor([1]))
-            order = [1]
-        else:
-            cache.batch_repeat_interleave(2)
-            order = [0, 0, 1, 1]
-        logits = logits_of(model, more.expand(len(order), -1), **{CACHE: cache})
-        for row, got in zip(order, logits, strict=True):
-            wanted = reference_of(model, torch.cat([rows[row][-1], more[0]]))
-            torch.testing.assert_close(got[-1], wanted[-1], rtol=0, atol=ATOL)
-
-
-def test_a_cache_that_was_reset_has_no_document_to_continue():
-    model, documents = tiny_model(), documents_of()
-    cache = DynamicCache(config=model.config)
-    logits_of(model, packed(documents)["input_ids"], seq_idx=packed(documents)["seq_idx"], **{CACHE: cache})
-    cache.reset()
-    row = random_tokens(9)
-    got = logits_of(model, row.unsqueeze(0), **{CACHE: cache})[0]
-    torch.testing.assert_close(got, reference_of(model, row), rtol=0, atol=ATOL)
-
-
-def test_packs_with_padding_on_either_side():
-    model, documents = tiny_model(), documents_of()
-    inputs = packed(documents)
-    for left, right in ((3, 0), (0, 3)):
-        ids = torch.nn.functional.pad(inputs["input_ids"], (left, right), value=7)
-        numbers = torch.nn.functional.pad(inputs["seq_idx"], (left, right), value=55)
-        mask = torch.nn.functional.pad(torch.ones_like(inputs["input_ids"]), (left, right))
-        logits = logits_of(model, ids, seq_idx=numbers, attention_mask=mask)[0, left : left + sum(LENGTHS)]
-        for document, got in zip(documents, logits.split(LENGTHS), strict=True):
-            torch.testing.assert_close(got, reference_of(model, document), rtol=0, atol=ATOL)
 
 
 def test_attention_is_handed_what_llama_hands_it_and_the_window(monkeypatch):
@@ -284,18 +176,6 @@ def test_generation_continues_the_last_document_of_a_pack(options: dict):
     assert_greedy(model, [documents[-1]], generated)
 
 
-def test_padding_between_positions_begins_no_document():
-    """`generate` numbers padding 0, and so the first token behind it."""
-    model = tiny_model()
-    rows = [random_tokens(9), random_tokens(4)]
-    ids, mask = left_padded(rows)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    for row, real, got in zip(
-        rows, mask.bool(), logits_of(model, ids, attention_mask=mask, position_ids=positions), strict=True
-    ):
-        torch.testing.assert_close(got[real], reference_of(model, row), rtol=0, atol=ATOL)
-
-
 def test_position_ids_of_one_sequence_serve_the_whole_batch():
     model, documents = tiny_model(), documents_of()
     inputs = packed(documents)
@@ -304,3 +184,21 @@ def test_position_ids_of_one_sequence_serve_the_whole_batch():
     for row, got in zip(ids, logits, strict=True):
         for document, part in zip(row.split(LENGTHS), got.split(LENGTHS), strict=True):
             torch.testing.assert_close(part, reference_of(model, document), rtol=0, atol=ATOL)
+
+
+@every_variant
+@pytest.mark.parametrize("make", [StaticCache, DynamicCache])
+def test_sequences_of_a_packed_cache_move_with_the_position_where_their_document_began(options: dict, make: Any):
+    """As beam search moves them."""
+    model = tiny_model(**options)
+    rows = [documents_of(), list(reversed(documents_of(seed=20)))]
+    batch = {name: torch.cat([packed(documents)[name] for documents in rows]) for name in ["input_ids", "seq_idx"]}
+    moves = {"reorder_cache": (torch.tensor([1, 0]), [1, 0])}
+    if make is DynamicCache:
+        moves["batch_select_indices"] = torch.tensor([1]), [1]
+        moves["batch_repeat_interleave"] = 2, [0, 0, 1, 1]
+    for move, (argument, order) in moves.items():
+        cache = make(config=model.config, **({"max_cache_len": 24} if make is StaticCache else {}))
+        logits_of(model, batch["input_ids"], seq_idx=batch["seq_idx"], **{CACHE: cache})
+        getattr(cache, move)(argument)
+        assert_next(model, [rows[i][-1] for i in order], cache, random_tokens(len(order), 1, seed=9))

@@ -1,13 +1,15 @@
 """Static caches, and decoding compiled over them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, LlamaConfig, StaticCache
+from transformers import CompileConfig, LlamaConfig, PreTrainedModel, StaticCache
 
 from kvshift.models.versions import CACHE
 
+from ..registry import MODELS
 from .checks import (
     assert_greedy,
     assert_next,
@@ -54,11 +56,13 @@ def test_a_static_cache_for_stock_llama_is_taken_too():
     assert_next(model, row, cache, random_tokens(1, 1, seed=9))
 
 
-def graphs_of_compiled_decoding(prefill_chunk_size: int | None = None, **options: Any) -> int:
+def graphs_of_compiled_decoding(
+    build: Callable[..., PreTrainedModel] = tiny_model, prefill_chunk_size: int | None = None, **options: Any
+) -> int:
     """Generate twice, check the tokens, and count the graphs that decoding was compiled into; a break is an error."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = tiny_model(torch.float64, **options)
+    model = build(torch.float64, **options)
     compile_config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
     compile_config._compile_all_devices = True  # otherwise generate compiles on accelerators alone
     inputs = {"cache_implementation": "static", "compile_config": compile_config, "max_new_tokens": 6}
@@ -76,6 +80,11 @@ def graphs_of_compiled_decoding(prefill_chunk_size: int | None = None, **options
 )
 def test_generate_compiles_all_steps_of_all_calls_into_one_graph(options: dict):
     assert graphs_of_compiled_decoding(**options) == 1
+
+
+@pytest.mark.slow
+def test_baichuan_compiles_without_a_break():
+    assert graphs_of_compiled_decoding(MODELS["Baichuan-M1"])
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..llama.reference import coefficients, shift
+
 
 def gpt2_hidden(weights: Mapping[str, Tensor], config: Any, tokens: Sequence[int]) -> Tensor:
     """Last hidden states (T, E) of one document, in the dtype of the weights; differentiable.
@@ -43,35 +45,14 @@ def _attention(layer: Mapping[str, Tensor], config: Any, x_TE: Tensor) -> Tensor
     length = x_TE.shape[0]
     heads = (length, config.n_head, -1)
     q_TE, k_TE, v_TE = _linear(layer, "attn.c_attn", x_TE).chunk(3, dim=1)
-    q_THD = _shift(q_TE.reshape(heads), _coefficients(layer, config, "gamma"))
-    k_THD = _shift(k_TE.reshape(heads), _coefficients(layer, config, "alpha"))
-    v_THD = _shift(v_TE.reshape(heads), _coefficients(layer, config, "beta"))
+    q_THD = shift(q_TE.reshape(heads), coefficients(layer, config, "attn.shift.gamma"))
+    k_THD = shift(k_TE.reshape(heads), coefficients(layer, config, "attn.shift.alpha"))
+    v_THD = shift(v_TE.reshape(heads), coefficients(layer, config, "attn.shift.beta"))
     rows = []
     for t in range(length):
         scores = torch.einsum("hd,thd->ht", q_THD[t], k_THD[: t + 1]) / math.sqrt(q_THD.shape[2])
         rows.append(torch.einsum("ht,thd->hd", scores.softmax(1), v_THD[: t + 1]).flatten())
     return _linear(layer, "attn.c_proj", torch.stack(rows))
-
-
-def _coefficients(layer: Mapping[str, Tensor], config: Any, name: str) -> Tensor | None:
-    """(heads, W), or None where that target is not shifted."""
-    parameter = layer.get(f"attn.shift.{name}")
-    if parameter is None:
-        return None
-    if config.shift_constraint == "gate":
-        return torch.cat([parameter.sigmoid(), 1 - parameter.sigmoid()], dim=1)
-    return parameter.clamp(0, 1) if config.shift_constraint == "clamp" else parameter
-
-
-def _shift(x_THD: Tensor, mix_HW: Tensor | None) -> Tensor:
-    """y[t] = coefficients[0] * x[t] + coefficients[1] * x[t-1] + ..., and nothing before the first."""
-    if mix_HW is None:
-        return x_THD
-    rows = []
-    for t in range(x_THD.shape[0]):
-        lags = range(min(t + 1, mix_HW.shape[1]))
-        rows.append(sum(mix_HW[:, lag, None] * x_THD[t - lag] for lag in lags))
-    return torch.stack(rows)
 
 
 def _linear(layer: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

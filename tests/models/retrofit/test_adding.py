@@ -1,18 +1,21 @@
-"""Before its coefficients are trained, the model computes what it did before, bit for bit."""
+"""`add_kv_shift` in every family: until its coefficients are trained, a model computes what it did, bit for bit."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+from accelerate import cpu_offload
+from transformers import AutoModelForCausalLM
 
 from kvshift import KVShift, ShiftOptions
-from kvshift.models.retrofit import KVShiftGPT2LMHeadModel, KVShiftGPT2Model, add_kv_shift
+from kvshift.models.retrofit import add_kv_shift
 
 from ...covering import covering
-from ..llama.tiny import left_padded, random_tokens, right_padded
-from .tiny import SIZES, tiny_gpt2
+from ..llama.checks import logits_of
+from ..llama.tiny import PAD, left_padded, random_tokens, right_padded
+from .tiny_families import FAMILIES, SIZES, stock
 
 SHIFTS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -20,11 +23,15 @@ SHIFTS: dict[str, dict[str, Any]] = {
     "clamp": {"constraint": "clamp"},
     "nothing": {"targets": ()},
 }
-every_shift = pytest.mark.parametrize("shift", SHIFTS.values(), ids=SHIFTS.keys())
+every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def options_of(shift: dict[str, Any]) -> ShiftOptions:
     return ShiftOptions(**{"init": "identity", **shift})
+
+
+def shifts_of(model: torch.nn.Module) -> list[KVShift]:
+    return [module for module in model.modules() if isinstance(module, KVShift)]
 
 
 def inputs() -> dict[str, dict[str, Any]]:
@@ -47,9 +54,15 @@ def inputs() -> dict[str, dict[str, Any]]:
     }
 
 
-@covering(shift=SHIFTS, attention=["sdpa", "eager"], dtype=[torch.float32, torch.bfloat16], given=inputs())
-def test_outputs_and_gradients(shift: dict, attention: str, dtype: torch.dtype, given: dict):
-    model = tiny_gpt2(dtype, attention=attention)
+@covering(
+    family=list(FAMILIES),
+    shift=SHIFTS,
+    attention=["sdpa", "eager"],
+    dtype=[torch.float32, torch.bfloat16],
+    given=inputs(),
+)
+def test_outputs_and_gradients(family: str, shift: dict, attention: str, dtype: torch.dtype, given: dict):
+    model = stock(family, dtype, attention)
     real = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
     labels = given["input_ids"].masked_fill(~(real & real.roll(1, 1)), -100)  # nor what padding is to predict
 
@@ -75,12 +88,21 @@ def test_outputs_and_gradients(shift: dict, attention: str, dtype: torch.dtype, 
             torch.testing.assert_close(after[name], before[name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@every_shift
-@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}, {"num_beams": 3}], ids=str)
-def test_generation(shift: dict, cache: dict):
-    model = tiny_gpt2()
+@covering(family=list(FAMILIES), attention=["eager", "sdpa"], dtype=[torch.float32, torch.bfloat16])
+def test_classification(family: str, attention: str, dtype: torch.dtype):
+    model = stock(family, dtype, attention, classifies=True, pad_token_id=PAD)
+    given = inputs()["padded left"]
+    before = logits_of(model, given["input_ids"], **{name: x for name, x in given.items() if name != "input_ids"})
+    add_kv_shift(model)
+    after = logits_of(model, given["input_ids"], **{name: x for name, x in given.items() if name != "input_ids"})
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@covering(family=list(FAMILIES), shift=SHIFTS, options=[{}, {"cache_implementation": "static"}, {"num_beams": 3}])
+def test_generation(family: str, shift: dict, options: dict):
+    model = stock(family)
     ids, mask = left_padded([random_tokens(4), random_tokens(9)])
-    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "output_scores": True, **cache}
+    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False, "output_scores": True, **options}
     before = model.generate(ids, return_dict_in_generate=True, **options)
     after = add_kv_shift(model, options_of(shift)).generate(ids, return_dict_in_generate=True, **options)
     torch.testing.assert_close(after.sequences, before.sequences, rtol=0, atol=0)
@@ -88,76 +110,97 @@ def test_generation(shift: dict, cache: dict):
         torch.testing.assert_close(new, old, rtol=0, atol=0)
 
 
-def test_attention_weights_are_captured():
-    model, ids = tiny_gpt2(attention="eager"), random_tokens(2, 7)
+@every_family
+def test_attention_weights_and_pickles(family: str):
+    model, ids = stock(family, attention="eager"), random_tokens(2, 7)
+    again = pickle.loads(pickle.dumps(add_kv_shift(copy.deepcopy(model))))  # noqa: S301
     before = model(ids, output_attentions=True).attentions
     after = add_kv_shift(model)(ids, output_attentions=True).attentions
-    assert len(after) == 2
+    assert [tuple(x.shape) for x in after] == [(2, 4, 7, 7)] * 2
     assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+    assert torch.equal(logits_of(again, ids), logits_of(model, ids))
 
 
-def test_the_model_is_changed_where_it_stands():
-    model = tiny_gpt2()
-    config, decoder, parameters = model.config, model.transformer, dict(model.named_parameters())
+@every_family
+@pytest.mark.parametrize("headless", [False, True], ids=["", "a decoder without a head"])
+def test_the_model_is_changed_where_it_stands(family: str, headless: bool):
+    model = stock(family)
+    model = model.base_model if headless else model
+    kind, config, decoder, parameters = type(model), model.config, model.base_model, dict(model.named_parameters())
     fields = copy.deepcopy(config.to_dict())
-    calls = []
-    model.transformer.h[1].attn.register_forward_hook(lambda *_: calls.append(1))
+    ids, calls = random_tokens(1, 3), []
+    before = model(ids)[0]
+    attention = next(m for m in reversed(list(model.modules())) if type(m).__name__.endswith("Attention"))
+    attention.register_forward_hook(lambda *_: calls.append(1))
     assert add_kv_shift(model) is model
-    assert type(model) is KVShiftGPT2LMHeadModel
-    assert type(model.transformer) is KVShiftGPT2Model
-    assert isinstance(model, GPT2LMHeadModel)
-    assert model.transformer is decoder
-    assert all(dict(model.named_parameters())[name] is parameter for name, parameter in parameters.items())
-    added = set(dict(model.named_parameters())) - set(parameters)
-    assert added == {f"transformer.h.{i}.attn.shift.{name}" for i in range(2) for name in ("alpha", "beta")}
-    model(random_tokens(1, 3))
+    assert type(model).__name__ == f"KVShift{kind.__name__}"
+    assert isinstance(model, kind)
+    assert model.base_model is decoder
+    assert type(decoder).__name__.startswith("KVShift")
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in parameters.items())
+    assert {name.rpartition(".shift.")[2] for name in after.keys() - parameters.keys()} == {"alpha", "beta"}
+    heads = 4 if family in ("GPT-2", "GPT-NeoX") else 2
+    assert {tuple(x.shape) for name, x in after.items() if ".shift." in name} == {(heads, 2)}
+    assert torch.equal(model(ids)[0], before)
     assert calls == [1]
+    assert len(model(ids, output_hidden_states=True).hidden_states) == 3
     # the configuration may belong to other models: it stays
     assert model.config is not config
-    assert type(config) is GPT2Config
+    assert type(config) is kind.config_class
     assert config.to_dict() == fields
     assert all(module.config is model.config for module in model.modules() if hasattr(module, "config"))
 
 
-def test_a_decoder_without_a_head():
-    model, ids = tiny_gpt2().transformer, random_tokens(2, 7)
-    before = model(ids).last_hidden_state
-    assert type(add_kv_shift(model)) is KVShiftGPT2Model
-    assert torch.equal(model(ids).last_hidden_state, before)
-    assert len(model(ids, output_hidden_states=True).hidden_states) == 3
-
-
-@every_shift
-def test_the_options_reach_layers_and_configuration(shift: dict):
-    model = add_kv_shift(tiny_gpt2(), options_of(shift))
-    layers = [module for module in model.modules() if isinstance(module, KVShift)]
-    assert len(layers) == SIZES["n_layer"]
+@covering(family=list(FAMILIES), shift=SHIFTS)
+def test_the_options_reach_layers_and_configuration(family: str, shift: dict):
+    model = add_kv_shift(stock(family), options_of(shift))
+    assert len(shifts_of(model)) == SIZES["num_hidden_layers"]
     expected = {"targets": ("k", "v"), "window": 2, "constraint": "free", "init": "identity", **shift}
-    for layer in layers:
+    for layer in shifts_of(model):
         assert layer.options == ShiftOptions(**expected)
-        for parameter in layer.parameters():
-            assert parameter.shape == (SIZES["n_head"], expected["window"])
+        assert {parameter.shape[1] for parameter in layer.parameters()} <= {expected["window"]}
     assert {name: getattr(model.config, f"shift_{name}") for name in expected} == {
         **expected,
         "targets": list(expected["targets"]),
     }
 
 
-def test_uniform_starts_as_in_the_paper():
+@every_family
+def test_uniform_starts_as_in_the_paper_added_and_from_scratch(family: str):
     torch.manual_seed(5)
-    model = add_kv_shift(tiny_gpt2(), ShiftOptions(init="uniform"))
-    for block in model.transformer.h:
-        for coefficients in (block.attn.shift.alpha, block.attn.shift.beta):
-            torch.testing.assert_close(coefficients.sum(1), torch.ones(3))
-            assert ((coefficients > 0) & (coefficients < 1)).all()
+    added = add_kv_shift(stock(family), ShiftOptions(init="uniform"))
+    for model in (added, AutoModelForCausalLM.from_config(added.config)):
+        assert len(shifts_of(model)) == 2
+        for shift in shifts_of(model):
+            for coefficients in (shift.alpha, shift.beta):
+                torch.testing.assert_close(coefficients.sum(1), torch.ones(len(coefficients)))
+                assert ((coefficients > 0) & (coefficients < 1)).all()
 
 
-def test_a_model_from_scratch_draws_gpt2s_weights_first():
+@every_family
+def test_a_model_from_scratch_draws_the_weights_of_its_family_first(family: str):
     """So twins with shift and without start from the same bits."""
+    config = stock(family).config
+    with_shift = add_kv_shift(stock(family), ShiftOptions(init="uniform")).config
     torch.manual_seed(5)
-    vanilla = GPT2Model(GPT2Config(**SIZES)).state_dict()
+    vanilla = AutoModelForCausalLM.from_config(config).state_dict()
     torch.manual_seed(5)
-    model = KVShiftGPT2Model(KVShiftGPT2Model.config_class(**SIZES))
-    for name, tensor in vanilla.items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-    assert not torch.equal(model.h[0].attn.shift.alpha, model.h[1].attn.shift.alpha)
+    model = AutoModelForCausalLM.from_config(with_shift)
+    if family != "Llama":  # which builds its layers with their coefficients
+        for name, tensor in vanilla.items():
+            assert torch.equal(model.state_dict()[name], tensor), name
+    first, second = shifts_of(model)
+    assert not torch.equal(first.alpha, second.alpha)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])
+def test_a_model_spread_over_devices(family: str):
+    """As a device_map leaves it: accelerate's hooks would keep calling the forward of the class before."""
+    model = stock(family)
+    kind = type(model)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"a hook in the place of .*add the shift before the model is spread"):
+        add_kv_shift(model)
+    assert type(model) is kind
+    assert not shifts_of(model)

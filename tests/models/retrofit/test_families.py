@@ -1,10 +1,7 @@
 """Every family: the identity at first, the truth of the shift, sequence classification, saving, and who is refused."""
 
-import pickle
-
 import pytest
 import torch
-from accelerate import cpu_offload
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,31 +18,6 @@ from .tiny_families import FAMILIES, shifted, stock, tiny_config, truth_of
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 ATOL = 3e-5  # rotary tables and norms are float32 in a float64 model too; logits are of size 3 to 17
-
-
-@covering(
-    family=list(FAMILIES),
-    attention=["eager", "sdpa"],
-    dtype=[torch.float32, torch.bfloat16],
-    classifies=[False, True],
-)
-def test_the_identity_changes_no_bit(family: str, attention: str, dtype: torch.dtype, classifies: bool):
-    pad = {"pad_token_id": PAD} if classifies else {}
-    model = stock(family, dtype, attention, classifies=classifies, **pad)
-    ids, mask = left_padded([random_tokens(4), random_tokens(11)])
-    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-
-    def outputs() -> list[torch.Tensor]:
-        with torch.no_grad():
-            result = model(ids, **given, output_hidden_states=True)
-        hidden = [x[mask.bool()] for x in result.hidden_states]
-        assert len(hidden) == 3
-        return [result.logits if classifies else result.logits[mask.bool()], *hidden]
-
-    before = outputs()
-    add_kv_shift(model)
-    for new, old in zip(outputs(), before, strict=True):
-        torch.testing.assert_close(new, old, rtol=0, atol=0)
 
 
 @covering(
@@ -74,21 +46,6 @@ def test_classification(family: str):
 
 
 @every_family
-def test_a_model_is_changed_where_it_stands(family: str):
-    model = stock(family)
-    config, parameters = model.config, dict(model.named_parameters())
-    fields = config.to_dict()
-    assert add_kv_shift(model) is model
-    assert model.config is not config
-    assert config.to_dict() == fields
-    after = dict(model.named_parameters())
-    assert all(after[name] is parameter for name, parameter in parameters.items())
-    assert {name.rpartition(".")[2] for name in after.keys() - parameters.keys()} == {"alpha", "beta"}
-    heads = 4 if family in ("GPT-2", "GPT-NeoX") else 2
-    assert {tuple(x.shape) for name, x in after.items() if ".shift." in name} == {(heads, 2)}
-
-
-@every_family
 @pytest.mark.parametrize("attention_bias", [False, True])
 def test_the_fields_of_a_family_say_what_its_attention_has(family: str, attention_bias: bool):
     """Heeded is `attention_bias` by some families only."""
@@ -102,26 +59,6 @@ def test_the_fields_of_a_family_say_what_its_attention_has(family: str, attentio
             assert bool(outputs) == (attention_bias if fields.output_bias is None else fields.output_bias)
             assert bool(biases - outputs) == (attention_bias if fields.bias is None else fields.bias)
             assert ("q_norm.weight" in names) == fields.qk_norm == getattr(module, "qk_norm", False)
-
-
-@every_family
-def test_attention_weights_and_pickles(family: str):
-    model, ids = shifted(family, attention="eager"), random_tokens(1, 7)
-    again = pickle.loads(pickle.dumps(model))  # noqa: S301
-    weights = model(ids, output_attentions=True).attentions
-    assert [tuple(x.shape) for x in weights] == [(1, 4, 7, 7)] * 2
-    assert torch.equal(logits_of(again, ids), logits_of(model, ids))
-
-
-@every_family
-def test_a_new_model_from_a_configuration(family: str):
-    config = add_kv_shift(stock(family)).config
-    config.shift_init = "uniform"
-    model = AutoModelForCausalLM.from_config(config)
-    shifts = [module for module in model.modules() if isinstance(module, KVShift)]
-    assert len(shifts) == 2
-    for shift in shifts:
-        torch.testing.assert_close(shift.alpha.sum(1), torch.ones(len(shift.alpha)))
 
 
 def gradients_of(model: PreTrainedModel, of: PreTrainedModel, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -141,18 +78,6 @@ def test_gradients_of_the_coefficients(family: str):
     assert all(".shift." in name for name in expected)
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("family", ["Llama", "GPT-NeoX"])
-def test_a_model_spread_over_devices(family: str):
-    """As a device_map leaves it: accelerate's hooks would keep calling the forward of the class before."""
-    model = stock(family)
-    kind = type(model)
-    cpu_offload(model, execution_device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"a hook in the place of .*add the shift before the model is spread"):
-        add_kv_shift(model)
-    assert type(model) is kind
-    assert not any(isinstance(module, KVShift) for module in model.modules())
 
 
 # Models close to those of the list, which the same body would take and compute something else, or could not take.

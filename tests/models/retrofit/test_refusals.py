@@ -12,10 +12,8 @@ from transformers import (
 
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import KVShiftGPT2Config, KVShiftGPT2LMHeadModel, add_kv_shift
-from kvshift.models.versions import CACHE
 
-from ..llama.checks import logits_of, new_tokens_of
-from ..llama.tiny import random_tokens, tiny_config
+from ..llama.tiny import tiny_config
 from .tiny import SIZES, shifted_gpt2, tiny_gpt2
 
 
@@ -71,26 +69,6 @@ def test_a_forward_that_a_hook_has_replaced():
     with pytest.raises(ValueError, match=r"a hook in the place of transformer\.h\.0\.attn\.forward"):
         add_kv_shift(model)
     assert type(model) is GPT2LMHeadModel
-
-
-def test_a_cache_that_holds_tokens_of_plain_gpt2():
-    cache = tiny_gpt2()(random_tokens(1, 5)).past_key_values
-    with pytest.raises(ValueError, match="already holds tokens, but not their raw keys and values"):
-        shifted_gpt2()(random_tokens(1, 1), **{CACHE: cache})
-
-
-def test_continuous_batching():
-    with pytest.raises(NotImplementedError, match="continuous batching"):
-        shifted_gpt2().generate_batch([[3, 4, 5]])
-    with pytest.raises(NotImplementedError, match="continuous batching"):
-        new_tokens_of(shifted_gpt2(), random_tokens(1, 5), cache_implementation="paged")
-
-
-def test_attention_of_servers():
-    model = shifted_gpt2()
-    model.config._attn_implementation_internal = "vllm"
-    with pytest.raises(ValueError, match="attn_implementation must be one of eager, sdpa"):
-        logits_of(model, random_tokens(1, 5))
 
 
 def test_configuration_fields():

@@ -12,13 +12,18 @@ from kvshift.models.documents import create_masks
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM, KVShiftLlamaModel, ensure_shift_cache
 from kvshift.models.versions import CACHE
 
-from .checks import logits_of, new_tokens_of
-from .tiny import SIZES, left_padded, random_tokens, right_padded, tiny_model
+from .llama.checks import logits_of, new_tokens_of
+from .llama.tiny import SIZES, left_padded, random_tokens, right_padded, tiny_model
+from .registry import MODELS
+from .retrofit.tiny import tiny_gpt2
 
 
 @pytest.fixture
-def model():
-    return tiny_model()
+def model(request):
+    return MODELS[getattr(request, "param", "Llama")]()
+
+
+both = pytest.mark.parametrize("model", ["Llama", "GPT-2"], indirect=True)
 
 
 @pytest.fixture
@@ -28,12 +33,13 @@ def no_forward(model, monkeypatch):
     def forward(*args, **kwargs):
         raise AssertionError("refused too late: the model ran")
 
-    monkeypatch.setattr(type(model.model), "forward", forward)
+    monkeypatch.setattr(type(model.base_model), "forward", forward)
 
 
-def test_a_cache_that_holds_tokens_of_plain_llama(model):
-    llama = LlamaForCausalLM(LlamaConfig(**SIZES))
-    cache = llama(random_tokens(1, 5)).past_key_values
+@both
+def test_a_cache_that_holds_tokens_of_the_plain_model(model):
+    plain = tiny_gpt2() if "gpt2" in model.config.model_type else LlamaForCausalLM(LlamaConfig(**SIZES))
+    cache = plain(random_tokens(1, 5)).past_key_values
     with pytest.raises(ValueError, match=r"already holds tokens, but not their raw keys and values"):
         model(random_tokens(1, 1), **{CACHE: cache})
     with pytest.raises(ValueError, match=r"already holds tokens"):
@@ -66,6 +72,7 @@ def test_a_cache_of_another_shift(model):
         tiny_model(shift_targets=["q", "k"])(random_tokens(1, 1), **{CACHE: cache})
 
 
+@both
 @pytest.mark.usefixtures("no_forward")
 def test_offloaded_caches(model):
     for implementation in ("offloaded", "offloaded_static"):
@@ -75,12 +82,14 @@ def test_offloaded_caches(model):
         new_tokens_of(model, random_tokens(1, 5), **{CACHE: DynamicCache(config=model.config, offloading=True)})
 
 
+@both
 @pytest.mark.usefixtures("no_forward")
 def test_quantized_caches(model):
     with pytest.raises(ValueError, match="'quantized': a QuantizedCache has no place for the raw keys and values of"):
         new_tokens_of(model, random_tokens(1, 5), cache_implementation="quantized")
 
 
+@both
 def test_quantized_caches_by_hand(model):
     cache = object.__new__(QuantizedCache)  # a backend for its layers need not be installed
     Cache.__init__(cache, layers=[])
@@ -88,6 +97,7 @@ def test_quantized_caches_by_hand(model):
         model(random_tokens(1, 5), **{CACHE: cache})
 
 
+@both
 def test_quantized_layers_by_hand(model):
     class Quantized(QuantizedLayer):
         def _quantize(self, tensor, axis):
@@ -102,6 +112,7 @@ def test_quantized_layers_by_hand(model):
         model(random_tokens(1, 5), **{CACHE: cache})
 
 
+@both
 @pytest.mark.usefixtures("no_forward")
 def test_continuous_batching(model):
     prompts = [[3, 4, 5], [6, 7]]
@@ -115,6 +126,7 @@ def test_continuous_batching(model):
             begin()
 
 
+@both
 @pytest.mark.parametrize("name", ["vllm", "paged|sdpa", "paged|eager", "paged|kernels-community/attn", "tgi"])
 def test_attention_of_servers(model, name: str):
     model.config._attn_implementation_internal = name
@@ -122,10 +134,11 @@ def test_attention_of_servers(model, name: str):
         model(random_tokens(1, 5))
 
 
+@both
 @pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention", "flash_attention_2", "kernels-community/attn"])
 def test_attention_of_transformers_is_not_refused(model, name: str):
     model.config._attn_implementation_internal = name
-    model.model._refuse_unknown_attention()
+    model.base_model._refuse_unknown_attention()
 
 
 def recording_cache(model) -> DynamicCache:
@@ -135,6 +148,7 @@ def recording_cache(model) -> DynamicCache:
     return cache
 
 
+@both
 def test_a_recording_cache_refuses_padding_behind_a_token(model):
     """`crop` counts positions, and would take back padding instead of tokens."""
     ids, mask = right_padded([random_tokens(3), random_tokens(7)])
@@ -148,12 +162,14 @@ def test_a_recording_cache_refuses_padding_behind_a_token(model):
         model(ids, attention_mask=mask, **{CACHE: cache})
 
 
+@both
 def test_a_recording_cache_refuses_packed_documents(model):
     for inputs in ({"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, {"seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}):
         with pytest.raises(ValueError, match=r"cannot hold several documents in a row"):
             model(random_tokens(1, 5), **{CACHE: recording_cache(model)}, **inputs)
 
 
+@both
 def test_malformed_documents(model):
     with pytest.raises(ValueError, match=r"seq_idx must be \(1, 5\) like input_ids, got \(1, 4\)"):
         model(random_tokens(1, 5), seq_idx=torch.zeros(1, 4, dtype=torch.long))
