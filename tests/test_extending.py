@@ -27,7 +27,7 @@ from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 from kvshift.lab.tasks.registry import TASKS
 from kvshift.lab.training.task_training import TaskTrainConfig, train_task
 from kvshift.lab.variants.by_name import VARIANTS, VariantEntry
-from kvshift.lab.variants.model_classes import become
+from kvshift.lab.variants.model_classes import prepend_class
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder, UncachedGeneration
@@ -185,7 +185,7 @@ class ReversedLlama(UncachedGeneration, KVShiftLlamaForCausalLM):
 
     def __init__(self, config: ReversedConfig) -> None:
         super().__init__(config)
-        become(self.model, UncachedDecoder)
+        prepend_class(self.model, UncachedDecoder)
         for layer in self.model.layers:
             layer.self_attn.shift = Reversed(config.num_key_value_heads)
 

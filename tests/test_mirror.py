@@ -21,7 +21,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "benchmarks/presets.py",
     ),
     "benchmarks/test_parity.py": ("benchmarks/formulations.py",),
-    "benchmarks/test_serving_page.py": ("lab/analysis/made_page.py",),
     "lab/analysis/test_curves.py": ("lab/analysis/accuracy.py",),
     "lab/analysis/test_panels.py": ("lab/analysis/colors.py",),
     "lab/analysis/test_report.py": (
@@ -40,16 +39,10 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "lab/evaluate/text_scores.py",
     ),
     "lab/evaluate/test_repetition.py": ("lab/variants/continuing.py",),
-    "lab/explore/test_exploring.py": (
-        "lab/core/user_cache.py",
-        "lab/explore/page_server.py",
-        "lab/explore/watched_program.py",
-        "lab/explore/web_runtime.py",
-    ),
+    "lab/explore/test_web_runtime.py": ("lab/core/user_cache.py",),
     "lab/export/test_mlx_folder.py": ("lab/export/mlx_model.py",),
     "lab/export/test_remote_code.py": (
         "lab/export/bundling.py",
-        "lab/export/exporting.py",
         "lab/export/portable.py",
     ),
     "lab/runs/test_loading.py": (
@@ -68,7 +61,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "lab/tasks/test_batch.py": ("lab/tasks/registry.py",),
     "lab/theory/test_page.py": ("lab/theory/checks.py",),
     "lab/training/test_answers.py": ("lab/tasks/questions.py",),
-    "lab/training/test_plain_llama.py": ("lab/compare/samples.py",),
+    "lab/training/test_twin_runs.py": ("lab/compare/samples.py",),
     "lab/training/test_task_training.py": ("lab/training/task_trainer.py",),
     "lab/training/test_train.py": ("lab/core/environment.py",),
     "lab/training/test_trainer.py": (

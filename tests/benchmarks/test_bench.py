@@ -188,8 +188,8 @@ def test_layers_that_fit_follow_the_memory_of_the_device(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parts": ()}, r"parts must name some of op, layer, .*, got \[\]"),
-        ({"parts": ("op", "speed")}, r"parts must name some of .*, got \['op', 'speed'\]"),
+        ({"parts": ()}, r"parts must be some of op, layer, .*, got \[\]"),
+        ({"parts": ("op", "speed")}, r"parts must be some of .*, got \['op', 'speed'\]"),
         ({"preset": "large"}, "preset must be one of smoke, laptop, paper, got 'large'"),
         ({"rounds": 0}, "rounds must be 1 or more, got 0"),
         ({"layers": -1}, "layers must be 1 or more, got -1"),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from kvshift.ops.triton.call import triton_refusal
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from .scripts import FOLDER
+
 B, T, H, G, D = 2, 64, 4, 2, 16
 FIELDS = {
     "vocab_size": 8,

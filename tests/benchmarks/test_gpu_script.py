@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+from .scripts import script
 
 
 @pytest.fixture(scope="module")
 def gpu():
-    spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_script"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("gpu")
 
 
 def test_the_limits_of_the_steps_add_up_to_nine_minutes(gpu, tmp_path):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import host  # pyright: ignore[reportMissingImports]
+from .scripts import script
+
+host = script("host")
 
 
 @pytest.fixture(scope="module")

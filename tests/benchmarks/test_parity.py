@@ -23,14 +23,14 @@ def check(formulation, dtype=torch.float32, shape=SHAPE, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_formulation_agrees_with_the_reference(dtype):
     k = torch.empty(SHAPE, dtype=dtype)
-    found, _ = without(k, compiled=False)
+    found = [one for one in without(k, compiled=False) if one.left_out is None]
     assert {"appendix M", "pad, multiply, add", "kv_shift", "kv_shift, eager"} <= {part.name for part in found}
     for formulation in found:
         assert check(formulation, dtype).problem is None, formulation.name
 
 
 def test_a_path_that_crosses_boundaries_is_found_out():
-    found, _ = without(torch.empty(SHAPE), compiled=False)
+    found = without(torch.empty(SHAPE), compiled=False)
     for formulation in (part for part in found if part.boundaries):
         assert check(dataclasses.replace(formulation, function=OURS.function)).problem is not None, formulation.name
 
@@ -39,7 +39,7 @@ def test_a_path_that_crosses_boundaries_is_found_out():
 def test_every_formulation_with_a_rotary_embedding_agrees_with_the_reference(dtype):
     shape = (3, 71, 5, 6)
     table = rotary_tables(shape[1], shape[3], dtype, CPU)
-    for formulation in with_rotary(table, compiled=False)[0]:
+    for formulation in [one for one in with_rotary(table, compiled=False) if one.left_out is None]:
         assert check(formulation, dtype, shape, table=table).problem is None, formulation.name
 
 

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "selective_attention.py"
+from .scripts import script
 
 
-@pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("selective_attention_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_rows(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "CONTEXTS", (128, 256))
-    monkeypatch.setattr(script, "model", lambda: iter(()))
+def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = script("selective_attention")
+    monkeypatch.setattr(program, "CONTEXTS", (128, 256))
+    monkeypatch.setattr(program, "model", lambda: iter(()))
     monkeypatch.setattr(sys, "argv", ["selective_attention.py", "--out", str(tmp_path / "rows.jsonl")])
-    script.main()
+    program.main()
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     forms = [(row["form"], row["axis"], row["context"]) for row in rows]
     pairs = [(axis, context) for axis in ("query", "key") for context in (128, 256)]

@@ -1,17 +1,11 @@
-"""The tables on serving, from rows made by hand; the committed page is what the committed rows give."""
+"""The tables on serving, from rows made by hand."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import pytest
+from kvshift.benchmarks.serving_page import rendered
 
-from kvshift.benchmarks import serving_page
-from kvshift.benchmarks.serving_page import MARKERS, main, rendered
-
-ROOT = Path(__file__).parents[2]
 STAMP: dict[str, Any] = {
     "shape": {
         "num_hidden_layers": 12,
@@ -73,33 +67,3 @@ def test_capacity() -> None:
         "| KVShiftLlama | 128 | 24,768 | 192 | 192 | 0.78 %, 1.56 % | 0.78 %, 1.56 % |",
         "| Qwen3 | 16 | 24,768 | 192 | 192 | 3.00 %, 6.00 % | 3.00 %, 6.00 % |",
     ]
-
-
-def test_the_page_is_written_between_its_markers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "results" / "serving").mkdir(parents=True)
-    page = tmp_path / "docs" / "performance.md"
-    page.write_text("before\nafter\n")
-    assert main([]) == 1
-    assert "has lost a marker" in capsys.readouterr().err
-    page.write_text(f"before\n{MARKERS[0]}old\n{MARKERS[1]}after\n")
-    rows = capacity("vLLM's Llama", 16, 0) + capacity("KVShiftLlama", 16, 0.5)
-    (tmp_path / "results" / "serving" / "capacity.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["--check"]) == 1
-    assert "make results" in capsys.readouterr().err
-    assert main([]) == 0
-    assert main(["--check"]) == 0
-    text = page.read_text()
-    assert text.startswith(f"before\n{MARKERS[0]}")
-    assert text.endswith(f"{MARKERS[1]}after\n")
-    assert "| 50.00 %, 100.00 % | 50.00 %, 100.00 % |" in text
-    assert "old" not in text
-    assert main(["now"]) == 2
-
-
-def test_the_committed_page_is_what_the_rows_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    assert serving_page.main(["--check"]) == 0

@@ -11,16 +11,8 @@ import torch
 from kvshift.benchmarks.twins import shifting_by
 from kvshift.layers import KVShift
 from kvshift.layers.recompute import may_recompute
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
-CONFIG = {
-    "vocab_size": 31,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "pad_token_id": 0,
-}
+from ..models.llama.tiny import random_tokens, tiny_model
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -33,8 +25,8 @@ def test_every_call_takes_the_path_that_is_named(backend: str, monkeypatch: pyte
         return whole(self, *given, **options)
 
     monkeypatch.setattr(KVShift, "forward", spy)
-    model = shifting_by(backend, KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**CONFIG)))
-    ids = torch.randint(1, 31, (2, 7), generator=torch.Generator().manual_seed(0))
+    model = shifting_by(backend, tiny_model())
+    ids = random_tokens(2, 7)
     model(input_ids=ids, labels=ids).loss.backward()
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)
     static = model.generate(ids, max_new_tokens=4, do_sample=False, cache_implementation="static")

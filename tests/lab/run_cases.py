@@ -88,12 +88,14 @@ def assert_same_run(got: Path, expected: Path) -> None:
     assert result(got) == result(expected)
 
 
+BEFORE_THE_END = ("result.json", "model", "checkpoint-12")
+
+
 def copied(finished: Path, tmp_path: Path, *, without: tuple[str, ...] = ("result.json",)) -> Path:
-    """The folder of a run that has all its checkpoints, but not yet an end."""
-    out = tmp_path / "run"
-    shutil.copytree(finished, out)
-    for name in without:
-        (out / name).unlink()
+    """The folder of a run that has all its checkpoints but not yet an end, or lacks other files and folders."""
+    out = Path(shutil.copytree(finished, tmp_path / "run"))
+    for path in (out / name for name in without):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     return out
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvshift import AttentionState, KVShiftAttention, ShiftOptions
 
@@ -74,10 +75,22 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
 
 
-def gradients(out: Tensor, weights: Tensor, layer: KVShiftAttention, x: Tensor) -> tuple[Tensor, ...]:
-    """Of x and of every parameter, for the weighted sum of the output."""
-    wanted = [x, *layer.parameters()]
-    return torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True)
+def gradients(out: Tensor, weights: Tensor, layer: KVShiftAttention, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Of inputs and of every parameter, for the weighted sum of the output."""
+    wanted = [*inputs, *layer.parameters()]
+    return torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
+
+
+def outcome(layer: KVShiftAttention, x: Tensor, **where: Any) -> list[Tensor]:
+    """The output, and the gradients of x and of all that is trained, for the sum of its squares."""
+    x = x.clone().requires_grad_()
+    out, _ = layer(x, **where)
+    wanted = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+    return [out, *torch.autograd.grad(out.square().sum(), wanted)]
+
+
+def same_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
 def close_all(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
@@ -104,6 +117,32 @@ def run(layer: KVShiftAttention, *calls: Any) -> tuple[list[Tensor], Any]:
         out, state = layer(x, state=state, **arguments)
         outs.append(out)
     return outs, state
+
+
+def feed(
+    layer: KVShiftAttention, pieces: Sequence[Tensor], how: str, state: AttentionState | None = None
+) -> tuple[Sequence[Tensor], AttentionState]:
+    """One call with the next tokens of each sequence, (T, E), and the output at each; NaN stands in padding.
+
+    Args:
+        how: "batch" of equal lengths; "left" or "right", where padding is; "between", with padding before and behind
+            every token; "pack" or "pack between".
+    """
+    lengths, where, nothing = [len(piece) for piece in pieces], {}, tokens(1) * torch.nan
+    if "between" in how:
+        pieces = [torch.cat([nothing, *(torch.cat([x[None], nothing]) for x in piece)]) for piece in pieces]
+    if "pack" in how:
+        x = torch.cat([*pieces]).unsqueeze(0)
+        where["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(map(len, pieces))], dtype=torch.int32)
+    else:
+        side = "left" if how == "left" else "right"
+        x = pad_sequence([*pieces], batch_first=True, padding_value=torch.nan, padding_side=side)
+    mask = ~x.isnan().any(2)
+    if how not in ("batch", "pack"):
+        where["mask"] = mask
+    out, state = layer(x, state=state, **where)
+    assert not out[~mask].any()
+    return out[mask].split(lengths), state
 
 
 def close_states(layer: KVShiftAttention, actual: AttentionState, expected: AttentionState) -> None:

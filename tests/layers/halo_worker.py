@@ -217,7 +217,7 @@ def a_second_derivative_is_refused() -> None:
 
 
 def every_sabotage_is_caught() -> None:
-    chunks_of = halo._Division.chunks
+    held_chunks = halo._held_chunks
 
     def dropped(*args: Any, **kwargs: Any) -> list[Tensor]:
         return [torch.zeros_like(x) for x in exchange_halo(*args, **kwargs)]
@@ -225,15 +225,15 @@ def every_sabotage_is_caught() -> None:
     def not_differentiated(*args: Any, **kwargs: Any) -> list[Tensor]:
         return [x.detach() for x in exchange_halo(*args, **kwargs)]
 
-    def mirrored(division: Any, rank: int) -> tuple[int, ...]:
-        return chunks_of(division, division.size - 1 - rank)
+    def mirrored(rank: int, size: int, layout: Any) -> tuple[int, ...]:
+        return held_chunks(size - 1 - rank, size, layout)
 
     for layout in LAYOUTS:
         other = {"contiguous": "headtail", "headtail": "contiguous"}[layout]
         sabotage: dict[str, tuple[AbstractContextManager[Any], dict[str, Any]]] = {
             "nothing": (nullcontext(), {}),
             "dropped": (patch.object(halo, "exchange_halo", dropped), {}),
-            "wrong neighbour": (patch.object(halo._Division, "chunks", mirrored), {}),
+            "wrong neighbour": (patch.object(halo, "_held_chunks", mirrored), {}),
             "wrong layout": (nullcontext(), {"layout": other}),
             "not differentiated": (patch.object(halo, "exchange_halo", not_differentiated), {}),
             "documents ignored": (nullcontext(), {"positions": None}),

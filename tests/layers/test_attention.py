@@ -34,13 +34,8 @@ from tests.layers.attention_reference import reference_attention
     targets={"plain": (), "k": ("k",), "kv": ("k", "v"), "qkv": ("q", "k", "v")},
 )
 def test_output_is_that_of_the_reference(heads, position_encoding, qk_norm, sliding_window, targets):
-    layer = make(
-        heads,
-        position_encoding=position_encoding,
-        qk_norm=qk_norm,
-        sliding_window=sliding_window,
-        shift_targets=targets,
-    )
+    options = {"position_encoding": position_encoding, "qk_norm": qk_norm, "sliding_window": sliding_window}
+    layer = make(heads, **options, shift_targets=targets)
     x = tokens(2, T)
     with torch.no_grad():
         close(layer(x)[0], torch.stack([reference_attention(layer, row) for row in x]))
@@ -49,14 +44,8 @@ def test_output_is_that_of_the_reference(heads, position_encoding, qk_norm, slid
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("position_encoding", ["rope", "alibi"])
 def test_gradients_are_those_of_the_reference(position_encoding, window):
-    layer = make(
-        GQA,
-        position_encoding=position_encoding,
-        qk_norm=True,
-        bias=True,
-        shift_targets=("q", "k", "v"),
-        shift_window=window,
-    )
+    options = {"position_encoding": position_encoding, "qk_norm": True, "bias": True}
+    layer = make(GQA, **options, shift_targets=("q", "k", "v"), shift_window=window)
     x, weights = tokens(1, 7).requires_grad_(), tokens(1, 7, seed=1)
     actual = gradients(layer(x)[0], weights, layer, x)
     expected = gradients(reference_attention(layer, x[0]).unsqueeze(0), weights, layer, x)

@@ -1,4 +1,4 @@
-"""Documents and padding in one call of the attention layer: as if each sequence were alone."""
+"""Documents of one row in a call of the attention layer: as if each were alone. `FED` has sequences and padding."""
 
 import itertools
 
@@ -10,11 +10,9 @@ from tests.layers.attention_cases import (
     BOUNDS,
     DOCUMENTS,
     GQA,
-    MASKS,
     NUMBERS,
     VARIED,
     B,
-    E,
     T,
     close,
     close_all,
@@ -22,18 +20,16 @@ from tests.layers.attention_cases import (
     make,
     tokens,
 )
-from tests.layers.attention_reference import reference_attention
 
 
-@pytest.mark.parametrize("boundaries", ["cu_seqlens", "seq_idx"])
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
-def test_packed_documents_equal_separate_ones(options, boundaries):
-    layer = make(**options)
-    x, weights = tokens(1, T).requires_grad_(), tokens(1, T, seed=1)
-    where = {"cu_seqlens": BOUNDS} if boundaries == "cu_seqlens" else {"seq_idx": NUMBERS.unsqueeze(0)}
-    packed, state = layer(x, **where)
-    assert state.sequences == (len(DOCUMENTS) if boundaries == "cu_seqlens" else 1)
-    separate = torch.cat([layer(part)[0] for part in x.split(DOCUMENTS, dim=1)], dim=1)
+@pytest.mark.parametrize("lengths", [DOCUMENTS, [1], [0]], ids=str)
+def test_packed_documents_equal_separate_ones(options, lengths):
+    layer, length = make(**options), sum(lengths)
+    x, weights = tokens(1, length).requires_grad_(), tokens(1, length, seed=1)
+    packed, state = layer(x, seq_idx=NUMBERS[None, :length])
+    assert state.sequences == 1
+    separate = torch.cat([layer(part)[0] for part in x.split(lengths, dim=1)], dim=1)
     close(packed, separate)
     close_all(gradients(packed, weights, layer, x), gradients(separate, weights, layer, x))
 
@@ -67,21 +63,6 @@ def test_no_bit_of_a_document_depends_on_the_one_before(options, boundaries, dty
     assert not torch.equal(out[:, 8], changed_out[:, 8])
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
-def test_padding_of_any_content_is_as_if_it_were_not_there(options, mask):
-    layer = make(**options)
-    padding = torch.where(mask, 0.0, torch.nan).unsqueeze(2)
-    x, weights = (tokens(B, T) + padding).requires_grad_(), tokens(B, T, seed=1)
-    out, _ = layer(x, mask=mask)
-    assert not out[~mask].any()
-    alone = torch.zeros_like(out)
-    for b in range(B):
-        alone[b, mask[b]] = layer(x[b : b + 1, mask[b]])[0].squeeze(0)
-    close(out, alone)
-    close_all(gradients(out, weights, layer, x), gradients(alone, weights, layer, x))
-
-
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
 def test_padding_inside_documents(options):
     layer = make(**options)
@@ -93,30 +74,8 @@ def test_padding_inside_documents(options):
     for start, end in itertools.pairwise(BOUNDS.tolist()):
         real = [t for t in range(start, end) if mask[0, t]]
         expected[:, real] = layer(x[:, real])[0]
-    close(layer(x, mask=mask, cu_seqlens=BOUNDS)[0], expected)
     # Without its one token, a document between two others is not there: here both are numbered 7.
     assert not mask[0, 3]
     joined = [1, 2, 4, 6, 7]
     expected[:, joined] = layer(x[:, joined])[0]
     close(layer(x, mask=mask, seq_idx=numbers.unsqueeze(0))[0], expected)
-
-
-@pytest.mark.parametrize("length", [0, 1])
-@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
-def test_short_sequences(options, length):
-    layer = make(**options)
-    x = tokens(B, length)
-    expected = torch.zeros(B, 0, E, dtype=x.dtype)
-    if length:
-        expected = torch.stack([reference_attention(layer, row) for row in x])
-    for where in (
-        {},
-        {"mask": torch.ones(B, length, dtype=torch.bool)},
-        {"seq_idx": torch.zeros(B, length, dtype=torch.int32)},
-    ):
-        out, state = layer(x, **where)
-        close(out, expected)
-        assert state.seen.tolist() == [length] * B
-    out, state = layer(x[:1], cu_seqlens=torch.tensor([0, 0, length]))
-    close(out, expected[:1])
-    assert state.seen.tolist() == [0, length]

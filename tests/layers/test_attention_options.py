@@ -4,16 +4,7 @@ import pytest
 import torch
 
 from kvshift import KVShiftAttention, ShiftOptions
-from tests.layers.attention_cases import (
-    GQA,
-    B,
-    D,
-    E,
-    T,
-    make,
-    tokens,
-    with_shift_options,
-)
+from tests.layers.attention_cases import GQA, B, D, E, T, make, tokens, with_shift_options
 
 
 @pytest.mark.parametrize(

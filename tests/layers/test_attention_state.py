@@ -1,13 +1,27 @@
 """Several calls of the layer: pieces, padding, packs, and the methods of the state that passes between them."""
 
 import dataclasses
-import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from kvshift import AttentionState
-from tests.layers.attention_cases import GQA, VARIED, B, D, E, T, close, close_states, make, run, tokens
+from tests.layers.attention_cases import (
+    GQA,
+    VARIED,
+    B,
+    D,
+    T,
+    close,
+    close_all,
+    close_states,
+    feed,
+    gradients,
+    make,
+    run,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -23,88 +37,47 @@ def test_every_split_equals_the_whole(options, dtype):
         close_states(layer, state, last)
 
 
+# Calls, as `feed` makes them, with the number of tokens of each sequence.
+FED: dict[str, list[tuple[str, list[int]]]] = {
+    "pack": [("pack", [3, 0, 1, 5, 2])],
+    "pack with padding": [("pack between", [3, 0, 1, 5])],
+    "padding": [("left", [11, 7, 1, 0])],
+    "padding on the right": [("right", [0, 4, 9])],
+    "padding in between": [("between", [3, 0, 2])],
+    "pieces": [("batch", [4, 4]), ("batch", [1, 1]), ("batch", [6, 6])],
+    "ragged pieces": [("left", [3, 5, 4, 0]), ("batch", [1] * 4), ("between", [1, 0, 3, 1]), ("right", [2, 2, 0, 2])],
+    "packs and batches": [
+        ("pack", [3, 0, 1, 4]),
+        ("batch", [1, 1, 1, 1]),
+        ("pack between", [2, 0, 5, 3]),
+        ("right", [0, 2, 0, 2]),
+        ("pack", [4, 1, 2, 1]),
+    ],
+    "a token": [("pack", [1, 0]), ("batch", [1, 1])],
+    "no token": [("batch", [0, 0]), ("pack", [0, 0]), ("right", [0, 3])],
+}
+
+
+@pytest.mark.parametrize("calls", FED.values(), ids=FED)
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
-def test_gradients_pass_through_the_state(options):
+def test_sequences_that_are_fed_together_are_as_if_alone(options, calls):
+    """Outputs, gradients, through the state too, and the last state; whatever stands in padding."""
     layer = make(**options)
-    x, weights = tokens(B, T).requires_grad_(), tokens(B, T, seed=1)
-    wanted = [x, *layer.parameters()]
-    whole = torch.autograd.grad((layer(x)[0] * weights).sum(), wanted)
-    outs, _ = run(layer, *x.split([4, 1, 6], dim=1))
-    pieces = torch.autograd.grad((torch.cat(outs, dim=1) * weights).sum(), wanted)
-    for actual, expected in zip(pieces, whole, strict=True):
-        close(actual, expected)
-
-
-@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
-@torch.no_grad()
-def test_sequences_of_any_padding_continue_as_if_alone(options):
-    """A prompt padded on the left, on the right and in between, one token, a ragged chunk, and two more tokens."""
-    layer = make(**options)
-    prompt = torch.tensor(
-        [[0, 0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0, 1], [1] * 7, [0] * 7], dtype=torch.bool
-    )
-    ragged = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 1, 1]], dtype=torch.bool)
-    rows = prompt.shape[0]
-    masks = [prompt, torch.ones(rows, 1, dtype=torch.bool), ragged, torch.ones(rows, 2, dtype=torch.bool)]
-    pieces = [tokens(rows, mask.shape[1], seed=i) for i, mask in enumerate(masks)]
-    noisy = [torch.where(mask.unsqueeze(2), x, torch.nan) for x, mask in zip(pieces, masks, strict=True)]
-    outs, state = run(
-        layer, (noisy[0], {"mask": prompt}), noisy[1], (noisy[2], {"mask": ragged}), (noisy[3], {"mask": masks[3]})
-    )
-    out, mask = torch.cat(outs, dim=1), torch.cat(masks, dim=1)
-    assert not out[~mask].any()
-    for b in range(rows):
-        alone, alone_state = layer(torch.cat(pieces, dim=1)[b : b + 1, mask[b]])
-        close(out[b, mask[b]], alone[0])
-        close_states(layer, state.select([b]), alone_state)
-
-
-@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
-@torch.no_grad()
-def test_left_and_right_padding_leave_the_same_state(options):
-    layer = make(**options)
-    lengths = torch.tensor([7, 2, 5])
-    rows = [tokens(int(n), seed=i) for i, n in enumerate(lengths)]
-    right = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    left = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    real = torch.arange(7) < lengths.unsqueeze(1)
-    _, from_right = layer(right, mask=real)
-    _, from_left = layer(left, mask=real.flip(1))
-    close_states(layer, from_left, from_right)
-    token = tokens(3, 1, seed=9)
-    close(layer(token, state=from_left)[0], layer(token, state=from_right)[0])
-
-
-@pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
-@torch.no_grad()
-def test_packs_and_batches_continue_each_other(options):
-    """Four sequences, one of them empty at first: pack, batch, pack with padding, batch, pack."""
-    layer = make(**options)
-    parts = [[3, 1, 2, 0, 4], [0, 1, 0, 2, 1], [1, 1, 5, 0, 2], [4, 1, 3, 2, 1]]  # tokens of each sequence in each call
-    sequences = [tokens(sum(lengths), seed=s).split(lengths) for s, lengths in enumerate(parts)]
-    outs = [[] for _ in parts]
-    state = None
-    for call in range(5):
-        pieces = [sequence[call] for sequence in sequences]
-        lengths = [piece.shape[0] for piece in pieces]
-        if call in (1, 3):  # as a batch
-            x = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
-            mask = torch.arange(x.shape[1]) < torch.tensor(lengths).unsqueeze(1)
-            out, state = layer(x, mask=mask if call == 3 else None, state=state)
-            got = [row[: lengths[s]] for s, row in enumerate(out)]
-        else:  # as a pack, in the third call with a padded position behind every sequence
-            pads = 1 if call == 2 else 0
-            x = torch.cat([torch.cat([piece, torch.full((pads, E), torch.nan)]) for piece in pieces]).unsqueeze(0)
-            mask = ~x.isnan().any(2)
-            bounds = torch.tensor([0, *itertools.accumulate(n + pads for n in lengths)], dtype=torch.int32)
-            out, state = layer(x, mask=mask if pads else None, cu_seqlens=bounds, state=state)
-            got = [row[: lengths[s]] for s, row in enumerate(out[0].split([n + pads for n in lengths]))]
-        for s, rows in enumerate(got):
-            outs[s].append(rows)
-    for s, sequence in enumerate(sequences):
-        alone, alone_state = layer(torch.cat(sequence).unsqueeze(0))
-        close(torch.cat(outs[s]), alone[0])
-        close_states(layer, state.select([s]), alone_state)
+    lengths = [*zip(*(lengths for _, lengths in calls), strict=True)]  # of each sequence
+    sequences = [tokens(sum(pieces), seed=s).requires_grad_() for s, pieces in enumerate(lengths)]
+    pieces = zip(*(x.split(sizes) for x, sizes in zip(sequences, lengths, strict=True)), strict=True)
+    outs, state = [], None
+    for (how, _), next_pieces in zip(calls, pieces, strict=True):
+        out, state = feed(layer, next_pieces, how, state)
+        outs.append(out)
+    alone, states = zip(*(layer(x.unsqueeze(0)) for x in sequences), strict=True)
+    together = [torch.cat(parts) for parts in zip(*outs, strict=True)]
+    for s, (out, expected) in enumerate(zip(together, alone, strict=True)):
+        close(out, expected[0])
+        close_states(layer, state.select([s]), states[s])
+    out, expected = torch.cat(together), torch.cat(alone, dim=1)[0]
+    weights = tokens(*out.shape[:1], seed=9)
+    close_all(gradients(out, weights, layer, *sequences), gradients(expected, weights, layer, *sequences))
 
 
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
@@ -189,17 +162,6 @@ def test_select_and_reorder_move_everything(options):
     close(layer(y[:3], state=state.reorder(order))[0], layer(torch.cat([x[order], y[:3]], dim=1))[0][:, T:])
 
 
-@torch.no_grad()
-def test_select_and_reorder_of_a_pack():
-    layer = make(GQA, shift_targets=("q", "k", "v"))
-    x, y = tokens(1, 9), tokens(2, 1, seed=1)
-    _, state = layer(x, cu_seqlens=torch.tensor([0, 6, 9]))
-    first, second = (layer(part)[1] for part in x.split([6, 3], dim=1))
-    expected = torch.cat([layer(y[:1], state=second)[0], layer(y[1:], state=first)[0]])
-    close(layer(y, state=state.reorder([1, 0]))[0], expected)
-    close(layer(y, state=state.select(torch.tensor([1, 0])))[0], expected)
-
-
 @pytest.mark.parametrize("options", VARIED.values(), ids=VARIED)
 @torch.no_grad()
 def test_reset_starts_anew(options):
@@ -233,13 +195,7 @@ def test_no_state_is_edited():
     before = [part.clone() for part in parts(state)]
     layer(x, state=state)
     _, later = layer(x[:, :1], state=state, mask=torch.ones(B, 1, dtype=torch.bool))
-    for made in (
-        later,
-        state.crop(1),
-        state.select([1]),
-        state.reorder([2, 1, 0]),
-        state.reset(),
-    ):
+    for made in (later, state.crop(1), state.select([1]), state.reorder([2, 1, 0]), state.reset(), state.clone()):
         for part in parts(made):
             part.fill_(7)
     for part, copy in zip(parts(state), before, strict=True):
@@ -296,47 +252,35 @@ def test_the_suite_sees_a_wrong_state(targets):
         assert (out - right).abs().amax((1, 2)).min() > 1e-3, name
 
 
-@pytest.mark.parametrize("sequences", [2, 4])
-def test_a_state_of_other_sequences_is_refused(sequences):
-    layer = make()
-    _, state = layer(tokens(B, T))
-    with pytest.raises(ValueError, match=f"state must be of {sequences} sequences, got one of 3"):
-        layer(tokens(sequences, 1), state=state)
-    with pytest.raises(ValueError, match=f"state must be of {sequences} sequences, got one of 3"):
-        layer(tokens(1, 9), cu_seqlens=torch.tensor([0] * sequences + [9]), state=state)
+# Layers, what they are called with beside the state of `make()` for B sequences, and what they say.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "fewer sequences": ({}, {"x": tokens(2, 1)}, "state must be of 2 sequences, got one of 3"),
+    "more sequences": ({}, {"x": tokens(4, 1)}, "state must be of 4 sequences, got one of 3"),
+    "a pack of fewer": (
+        {},
+        {"x": tokens(1, 9), "cu_seqlens": torch.tensor([0, 0, 9])},
+        "state must be of 2 sequences, got one of 3",
+    ),
+    "other heads": ({"heads": GQA}, {}, r"k must be \(3, keys, 2, 10\) torch.float64 on cpu, got \(3, 11, 5, 10\)"),
+    "another dtype": (
+        {"dtype": torch.float32},
+        {"x": tokens(B, 1, dtype=torch.float32)},
+        r"state.k must be .* torch.float32 on cpu, got .* torch.float64",
+    ),
+    "no shift": (
+        {},
+        {"state": make(shift_targets=())(tokens(B, T))[1]},
+        r"state\.shift is None, but this layer shifts",
+    ),
+    "no queries": ({"shift_targets": ("q", "k")}, {}, "state holds no queries"),
+    "fewer rows": ({"shift_window": 3}, {}, r"state\.k must be \(3, rows, 5, 10\) with rows >= 2"),
+}
 
 
-def test_a_state_of_another_layer_is_refused():
-    _, state = make()(tokens(B, T))
-    with pytest.raises(
-        ValueError, match=r"state.k must be \(3, keys, 2, 10\) torch.float64 on cpu, got \(3, 11, 5, 10\)"
-    ):
-        make(GQA)(tokens(B, 1), state=state)
-    with pytest.raises(ValueError, match=r"state.k must be .* torch.float32 on cpu, got .* torch.float64"):
-        make(dtype=torch.float32)(tokens(B, 1, dtype=torch.float32), state=state)
-    with pytest.raises(ValueError, match=r"state\.shift is None, but this layer shifts"):
-        make()(tokens(B, 1), state=make(shift_targets=())(tokens(B, T))[1])
-    with pytest.raises(ValueError, match="state holds no queries"):
-        make(shift_targets=("q", "k"))(tokens(B, 1), state=state)
-    with pytest.raises(ValueError, match=r"state\.k must be \(3, rows, 5, 10\) with rows >= 2"):
-        make(shift_window=3)(tokens(B, 1), state=state)
-    with pytest.raises(TypeError, match="state must be an AttentionState or None, got ShiftState"):
-        make()(tokens(B, 1), state=state.shift)
-
-
-@pytest.mark.parametrize(
-    ("method", "argument", "message"),
-    [
-        ("select", [[0]], r"indices must have one dimension, got shape \(1, 1\)"),
-        ("select", torch.tensor([True]), "boolean indices must have length 3, got 1"),
-        ("reorder", [0, 1], "beam_indices must be 3 integers, one for each sequence"),
-        ("reorder", torch.ones(3, dtype=torch.bool), r"beam_indices must be 3 integers, .* got torch\.bool"),
-        ("reorder", torch.ones(3), r"beam_indices must be 3 integers, .* got torch\.float32"),
-    ],
-)
-def test_bad_indices(method, argument, message):
+@pytest.mark.parametrize(("options", "changed", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_state_of_another_layer_is_refused(options, changed, message):
     _, state = make()(tokens(B, T))
     with pytest.raises(ValueError, match=message):
-        getattr(state, method)(argument)
-    with pytest.raises(TypeError, match=r"indices must be integers or booleans, got torch\.float32"):
-        state.select([0.5])
+        make(**options)(**{"x": tokens(B, 1), "state": state, **changed})
+    with pytest.raises(TypeError, match="state must be an AttentionState or None, got ShiftState"):
+        make()(tokens(B, 1), state=state.shift)

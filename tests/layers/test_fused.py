@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from kvshift import KVShift, ShiftOptions
 from kvshift.layers import recompute
 from kvshift.layers.attention import HeadNorm
-from kvshift.layers.positions import half_tables
 from kvshift.ops import attention_inputs, dispatch
+from kvshift.ops.rope import half_tables
 from kvshift.ops.triton.call import triton_refusal
-from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, tokens
+from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, outcome, same_bits, tokens
 
 pytestmark = pytest.mark.interpreted
 
@@ -77,7 +77,7 @@ def inputs_of(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [normal(B, T, *head, seed=400 + i, dtype=dtype) for i, head in enumerate(((H, D), (G, D), (G, DV)))]
 
 
-def outcome(layer: KVShift, inputs: list[Tensor], backend: Any, **options: Any) -> dict[str, Tensor]:
+def outcome_of(layer: KVShift, inputs: list[Tensor], backend: Any, **options: Any) -> dict[str, Tensor]:
     """Results, new state, and the gradients of all that is trained."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     modules = [layer, *(options.get("norms") or ())]
@@ -96,7 +96,7 @@ def outcome(layer: KVShift, inputs: list[Tensor], backend: Any, **options: Any) 
 
 def assert_equal(layer: KVShift, inputs: list[Tensor], **options: Any) -> None:
     """In fp64 up to 1e-12; the gradients of the coefficients, float32 numbers, up to their rounding."""
-    own, expected = outcome(layer, inputs, "triton", **options), outcome(layer, inputs, "reference", **options)
+    own, expected = outcome_of(layer, inputs, "triton", **options), outcome_of(layer, inputs, "reference", **options)
     assert own.keys() == expected.keys()
     for name, x in own.items():
         rtol = 2.0**-23 if x.dtype == torch.float32 else 1e-12
@@ -161,7 +161,7 @@ def test_norms_in_float32_of_smaller_heads(launches):
     norms = tuple(HeadNorm(D, eps=0.25) for _ in range(2))
     finish = {"rotary": table_of(D, dtype=torch.bfloat16), "norms": norms}
     inputs = inputs_of(dtype=torch.bfloat16)
-    own, expected = (outcome(layer_of({}), inputs, backend, **finish) for backend in ("triton", "reference"))
+    own, expected = (outcome_of(layer_of({}), inputs, backend, **finish) for backend in ("triton", "reference"))
     assert launches[0] == 1
     for name, x in own.items():
         assert x.dtype == expected[name].dtype
@@ -217,19 +217,12 @@ def test_what_backward_recomputes_has_the_same_bits(heads, dtype, where, launche
     layer = make(heads, dtype=dtype, qk_norm=True)
     x = tokens(1 if where == "cu_seqlens" else 2, 11, dtype=dtype)
 
-    def gradients() -> list[Tensor]:
-        leaf = x.clone().requires_grad_()
-        out, _ = layer(leaf, **ATTENTION[where])
-        return [out, *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])]
-
-    recomputed = gradients()
+    recomputed = outcome(layer, x, **ATTENTION[where])
     assert launches[0] == 2  # forward's, and the one that backward will make
     with monkeypatch.context() as patch:
         patch.setattr(recompute, "may_recompute", lambda *modules: False)
-        kept = gradients()
+        same_bits(recomputed, outcome(layer, x, **ATTENTION[where]))
     assert launches[0] == 3
-    for own, expected in zip(recomputed, kept, strict=True):
-        assert torch.equal(own, expected)
 
 
 @pytest.mark.parametrize("frozen", ["alpha", "beta", "k_norm"])
@@ -238,11 +231,9 @@ def test_what_is_frozen_is_left_out_of_it(frozen, launches, monkeypatch):
     layer, x = make(GQA, qk_norm=True), tokens(2, 5)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(frozen not in name)
-    wanted = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     results = []
     for limit in (0, 2**20):
         monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": limit})
-        results.append(torch.autograd.grad(layer(x)[0].square().sum(), wanted))
+        results.append(outcome(layer, x))
     assert launches[0] == 3
-    for own, expected in zip(*results, strict=True):
-        assert torch.equal(own, expected)
+    same_bits(*results)

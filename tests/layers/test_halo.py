@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from kvshift import kv_shift
-from kvshift.layers.halo import _Division, exchange_halo, shift_shard
+from kvshift.layers.halo import _routes, exchange_halo, shift_shard
 
 from ..worker_processes import fork_workers
 from . import halo_worker
 from .halo_cases import G, by_definition, document_rows, shard_tokens
-
-
-@pytest.fixture
-def alone():
-    """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -42,9 +33,8 @@ def test_the_definition_is_that_of_the_operator():
 @pytest.mark.parametrize(("size", "length", "rows"), [(1, 2, 1), (2, 1, 3), (3, 2, 2), (4, 5, 3), (5, 1, 1)])
 def test_every_token_has_one_way(layout, size: int, length: int, rows: int):
     """Followed by hand: each row of each halo is the token that stands there in time, once."""
-    division = _Division(layout, size, length, rows)
     held = [shard_tokens(layout, length, rank, size).tolist() for rank in range(size)]
-    routes = [division.routes(rank) for rank in range(size)]
+    routes = [_routes(rank, size, layout, length, rows) for rank in range(size)]
     for target in range(size):
         starts = held[target][::length]
         expected = {

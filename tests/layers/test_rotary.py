@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvshift import KVShift, ShiftOptions, ShiftState
-from kvshift.layers.positions import half_tables, rotate_half
 from kvshift.ops import attention_inputs, decode
 from kvshift.ops.decode import columns_of
+from kvshift.ops.rope import half_tables, rotate_half
 from tests.covering import covering
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -31,6 +34,24 @@ def inputs(batch: int, positions: int, dtype: torch.dtype) -> list[Tensor]:
 def state_of(batch: int, dtype: torch.dtype, rows: int = 1) -> ShiftState:
     k, v = (torch.randn(batch, rows, G, size).to(dtype) for size in (D, DV))
     return ShiftState(k, v, rows)
+
+
+def a_token(batch: int = 2, dtype: torch.dtype = torch.float32, angles: int = 2) -> dict[str, Any]:
+    """Of every sequence, with what it continues."""
+    given = dict(zip("qkv", inputs(batch, 1, dtype), strict=True))
+    return given | {"state": state_of(batch, dtype), "rotary": tables(angles, 1, dtype)}
+
+
+def checked(layer: KVShift, **given: Any) -> tuple[Any, ...]:
+    """What the layer returns; it has the bits of eager operations."""
+    results, expected = layer(**given), layer(**given, backend="eager")
+    for result, other in zip(results[:3], expected[:3], strict=True):
+        assert torch.equal(result, other)
+        assert result.isfinite().all()
+    if layer.targets:
+        assert torch.equal(results[3].k, expected[3].k)
+        assert torch.equal(results[3].v, expected[3].v)
+    return results
 
 
 @pytest.fixture
@@ -74,211 +95,139 @@ def test_shift_then_rotate(targets, positions):
 def test_the_next_token_has_the_bits_of_one_step_after_the_other(dtype, targets, rows, counted):
     batch, angles = rows
     layer = KVShift(G, ShiftOptions(targets=targets), num_heads=H).to(torch.promote_types(dtype, torch.float32))
-    q, k, v = inputs(batch, 1, dtype)
-    rotary, state = tables(angles, 1, dtype), state_of(batch, dtype) if targets else None
-    expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
-    assert not counted
-    results = layer(q, k, v, state=state, rotary=rotary)
-    assert len(counted) == 1
-    for result, other in zip(results[:3], expected[:3], strict=True):
-        assert torch.equal(result, other)
-    if targets:
-        assert torch.equal(results[3].k, expected[3].k)
-        assert torch.equal(results[3].v, expected[3].v)
+    checked(layer, **a_token(batch, dtype, angles))
+    assert len(counted) == 1  # not the call of "eager"
 
 
-@pytest.mark.parametrize(
-    ("case", "is_next"),
-    [("strides of q", True), ("strides of the state", True), ("double tables", True), ("a zero", True),
-     ("state of two rows", False), ("window 3", False), ("queries too", False), ("gradients", False),
-     ("no state", False), ("bfloat16 values", False)],
-)  # fmt: skip
-def test_what_is_taken_as_the_next_token(case, is_next, counted):
-    q, k, v = inputs(2, 1, torch.float32)
-    rotary, state, options = tables(2, 1, torch.float32), state_of(2, torch.float32), {}
-    if case == "strides of q":
-        q = q.transpose(2, 3).contiguous().transpose(2, 3)
-    elif case == "strides of the state":
-        state = ShiftState(state.k.transpose(2, 3).contiguous().transpose(2, 3), state.v, 1)
-    elif case == "state of two rows":
-        state = state_of(2, torch.float32, rows=2)
-    elif case == "window 3":
-        state, options = state_of(2, torch.float32, rows=2), {"window": 3}
-    elif case == "queries too":
-        state = ShiftState(state.k, state.v, 1, torch.randn(2, 1, H, D))
-        options = {"targets": ("q", "k", "v"), "num_heads": H}
-    elif case == "double tables":
-        rotary = tables(2, 1, torch.float64)
-    elif case == "no state":
-        state = None
-    heads = options.pop("num_heads", None)
-    layer = KVShift(G, ShiftOptions(**options), num_heads=heads)
-    if case == "a zero":
+def same_rows(q: Tensor, k: Tensor, v: Tensor, state: ShiftState, rotary: Any) -> dict[str, Any]:
+    """Other strides, zeros where infinity stands, wider tables: still the next token."""
+    q, rows = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, state.k))
+    rows[0, 0, 1] = v[1, 0, 0] = torch.inf
+    return {"q": q, "v": v, "state": ShiftState(rows, state.v, 1), "rotary": tables(2, 1, torch.float64)}
+
+
+# Changes of the arguments, and options of the layer; the first three are taken.
+TAKEN: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any]]] = {
+    "next token": (same_rows, {}),
+    "gate": (lambda **_: {}, {"constraint": "gate"}),
+    "clamp": (lambda **_: {}, {"constraint": "clamp"}),
+    "state of two rows": (lambda **_: {"state": state_of(2, torch.float32, rows=2)}, {}),
+    "window 3": (lambda **_: {"state": state_of(2, torch.float32, rows=2)}, {"window": 3}),
+    "queries too": (
+        lambda state, **_: {"state": replace(state, q=torch.randn(2, 1, H, D))},
+        {"targets": ("q", "k", "v")},
+    ),
+    "no state": (lambda **_: {"state": None}, {}),
+    "gradients": (lambda **_: {}, {}),
+    "fewer queries": (lambda q, **_: {"q": q[:1], "rotary": tables(1, 1, torch.float32)}, {}),  # nothing else is read
+    "fewer queries alone": (lambda q, **_: {"q": q[:1], "rotary": tables(1, 1, torch.float32)}, {"targets": ()}),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_is_taken_as_the_next_token(case, counted):
+    change, options = TAKEN[case]
+    given = a_token()
+    given |= change(**given)
+    layer = KVShift(G, ShiftOptions(**options), num_heads=H)
+    if case == "next token":
         layer.alpha.data[1, 1] = layer.beta.data[0, 0] = 0
-        state.k[0, 0, 1] = v[1, 0, 0] = torch.inf
     with torch.set_grad_enabled(case == "gradients"):
-        if case == "bfloat16 values":
-            with pytest.raises(ValueError, match="v must match k"):
-                layer(q, k, v.bfloat16(), state=state, rotary=rotary)
-        else:
-            results = layer(q, k, v, state=state, rotary=rotary)
-            expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
-            for result, other in zip(results[:3], expected[:3], strict=True):
-                assert torch.equal(result, other)
-                assert result.isfinite().all()
-    assert bool(counted) is is_next
+        checked(layer, **given)
+    assert bool(counted) is (case in list(TAKEN)[:3])
+
+
+def by_data(layer: KVShift, alpha: Tensor) -> None:
+    layer.alpha.data.copy_(alpha)
+
+
+def in_new_memory(layer: KVShift, alpha: Tensor) -> None:
+    beta = layer.beta.clone()
+    layer.to("meta").to_empty(device="cpu").load_state_dict({"alpha": alpha, "beta": beta})
+
+
+CHANGES: dict[str, Callable[[KVShift, Tensor], Any]] = {
+    "in place": lambda layer, alpha: layer.alpha.copy_(alpha),
+    "by .data": by_data,
+    "another parameter": lambda layer, alpha: setattr(layer, "alpha", torch.nn.Parameter(alpha)),
+    "another dtype": lambda layer, alpha: layer.double().alpha.copy_(alpha),
+    "loaded": lambda layer, alpha: layer.load_state_dict({"alpha": alpha, "beta": layer.beta.clone()}),
+    "assigned": lambda layer, alpha: layer.load_state_dict({"alpha": alpha, "beta": layer.beta.clone()}, assign=True),
+    "new memory": in_new_memory,
+}
 
 
 @pytest.mark.parametrize(
-    "change", ["in place", "by .data", "from zero by .data", "another parameter", "another dtype", "a copy", "loaded"]
+    ("change", "numbers"),
+    [
+        (change, numbers)
+        for change in CHANGES
+        for numbers in ("others", "a zero", "no zero any more")
+        if (change, numbers) != ("by .data", "a zero")  # it is multiplied, until the next change
+    ],
 )
-@torch.no_grad()
-def test_the_next_token_takes_the_coefficients_as_they_are_now(change, counted):
-    """What is kept from token to token are views."""
-    layer, given = KVShift(G), inputs(2, 1, torch.float32)
-    arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
-    if change == "from zero by .data":
-        layer.alpha[1, 1] = 0
-    first = layer(*given, **arguments)
-    if change == "in place":
-        layer.alpha.mul_(3)
-    elif change == "by .data":
-        layer.alpha.data.mul_(3)
-    elif change == "from zero by .data":
-        layer.alpha.data[1, 1] = 0.5
-    elif change == "another parameter":
-        layer.alpha = torch.nn.Parameter(layer.alpha * 3)
-    elif change == "another dtype":
-        layer.double().alpha.mul_(3)
-    elif change == "a copy":
-        layer = copy.deepcopy(layer)
-        layer.alpha.mul_(3)
-    elif change == "loaded":
-        layer.load_state_dict({"alpha": layer.alpha * 3, "beta": layer.beta.clone()}, assign=True)
-    second = layer(*given, **arguments)
-    assert len(counted) == 2
-    expected = layer(*given, **arguments, backend="eager")
-    assert not torch.equal(second[1], first[1])
-    for result, other in zip(second[:3], expected[:3], strict=True):
-        assert torch.equal(result, other)
-
-
-@pytest.mark.parametrize("change", ["in place", "another parameter", "another dtype", "a copy", "loaded", "to none"])
 @pytest.mark.parametrize("inference", [False, True], ids=["", "inference mode"])
-def test_a_coefficient_that_becomes_zero_reads_nothing(change, inference, counted):
-    """Whether one is zero is kept with the views, until the parameter changes."""
+@pytest.mark.parametrize("copied", [False, True], ids=["", "a copy"])
+def test_the_next_token_takes_the_coefficients_as_they_are_now(change, numbers, inference, copied, counted):
+    """What is cached from token to token are views, and whether a number is zero, which reads nothing."""
     with torch.inference_mode(inference), torch.no_grad():
-        layer, (q, k, v) = KVShift(G), inputs(2, 1, torch.float32)
-        arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
-        if change == "to none":
+        layer, given = KVShift(G), a_token()
+        if numbers == "no zero any more":
             layer.alpha[0, 1] = 0
-        layer(q, k, v, **arguments)
-        zero = torch.tensor([1.0, float(change == "to none")])
-        if change in ("in place", "to none"):
-            layer.alpha[0] = zero
-        elif change == "another parameter":
-            layer.alpha = torch.nn.Parameter(zero * layer.alpha)
-        elif change == "another dtype":
-            layer.double().alpha[0] = zero.double()
-        elif change == "a copy":
+        first = layer(**given)
+        alpha = layer.alpha * 3
+        alpha[0, 1] = 0 if numbers == "a zero" else 0.5
+        if numbers == "a zero":
+            given["state"].k[:, :, 0] = torch.inf
+        if copied:
             layer = copy.deepcopy(layer)
-            layer.alpha[0] = zero
-        elif change == "loaded":
-            layer.load_state_dict({"alpha": zero * layer.alpha, "beta": layer.beta.clone()})
-        if change != "to none":
-            arguments["state"].k[:, :, 0] = torch.inf
-        results = layer(q, k, v, **arguments)
+        CHANGES[change](layer, alpha)
+        second = checked(layer, **given)
         assert len(counted) == 2
-        for result, other in zip(results[:3], layer(q, k, v, **arguments, backend="eager"), strict=False):
-            assert torch.equal(result, other)
-            assert result.isfinite().all()
+        assert not torch.equal(second[1], first[1])
 
 
 @torch.no_grad()
 def test_a_device_is_asked_once_whether_one_is_zero(monkeypatch):
     asked = []
     monkeypatch.setattr(decode, "columns_of", lambda x, look: asked.append(look) or columns_of(x, look=look))
-    layer, given = KVShift(G), inputs(2, 1, torch.float32)
-    arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
+    layer, given = KVShift(G), a_token()
     for _ in range(3):
-        layer(*given, **arguments)
+        layer(**given)
     assert asked == [True, True]
     layer.beta.mul_(2)
-    layer(*given, **arguments)
+    layer(**given)
     assert asked == [True] * 3
 
 
-@pytest.mark.parametrize("constraint", ["gate", "clamp"])
-@torch.no_grad()
-def test_coefficients_under_a_constraint_go_in_one_call_too(constraint, counted):
-    layer = KVShift(G, ShiftOptions(constraint=constraint))
-    arguments = {"state": state_of(2, torch.float32), "rotary": tables(2, 1, torch.float32)}
-    given = inputs(2, 1, torch.float32)
-    results = layer(*given, **arguments)
-    for result, other in zip(results[:3], layer(*given, **arguments, backend="eager"), strict=False):
-        assert torch.equal(result, other)
-    assert counted
+# Of k, v and the rows of state for both.
+DISAGREEMENTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "k of fewer rows": (lambda k, v, rows_k, rows_v: (k[:1], v, rows_k[:1], rows_v), "v must match k"),
+    "v of fewer rows": (lambda k, v, rows_k, rows_v: (k, v[:1], rows_k, rows_v[:1]), "v must match k"),
+    "v of fewer heads": (lambda k, v, rows_k, rows_v: (k, v[:, :, :2], rows_k, rows_v[:, :, :2]), "v must match k"),
+    "all of one head": (lambda *all_four: [x[:, :, :1] for x in all_four], "alpha must be .* with 1 heads"),
+    "all of more heads": (lambda *all_four: [x.repeat(1, 1, 2, 1) for x in all_four], "alpha must be .* with 6 heads"),
+    "fewer rows of k": (lambda k, v, rows_k, rows_v: (k, v, rows_k[:1], rows_v), r"k must be \(2, rows, 3, 10\)"),
+    "more rows than max_rows": (
+        lambda k, v, *rows: (k, v, *(x.repeat(1, 2, 1, 1) for x in rows)),
+        "state must hold as many keys as values, max_rows at most",
+    ),
+    "k without heads": (lambda k, v, rows_k, rows_v: (k[:, :, 0], v, rows_k[:, :, 0], rows_v), "k must have 4 dim"),
+    "v in float64": (lambda k, v, rows_k, rows_v: (k, v.double(), rows_k, rows_v.double()), "v must match k"),
+    "v in bfloat16": (lambda k, v, *rows: (k, v.bfloat16(), *rows), "v must match k"),
+    "k as a list": (lambda k, *others: (k.tolist(), *others), "k must be a tensor"),
+    "v as a list": (lambda k, v, *rows: (k, v.tolist(), *rows), "v must be a tensor"),
+}
 
 
 @pytest.mark.parametrize("rotated", [True, False], ids=["rotated", "not rotated"])
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ("k of fewer rows", ValueError, "v must match k"),
-        ("v of fewer rows", ValueError, "v must match k"),
-        ("v of fewer heads", ValueError, "v must match k"),
-        ("k and v of one head", ValueError, "alpha must be .* with 1 heads"),
-        ("k and v of more heads", ValueError, "alpha must be .* with 5 heads"),
-        ("state of fewer rows", ValueError, r"state\.k must be \(2, rows, 3, 10\)"),
-        ("state of more rows than it may keep", ValueError, "state must hold as many keys as values, max_rows at most"),
-        ("k without heads", ValueError, "k must have 4 dimensions"),
-        ("v in double precision", ValueError, "v must match k"),
-        ("k as a list", TypeError, "k must be a tensor"),
-        ("v as a list", TypeError, "v must be a tensor"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
 @torch.no_grad()
-def test_decoding_names_what_disagrees(change, error, message, rotated):
-    q, k, v = inputs(2, 1, torch.float32)
-    state = state_of(2, torch.float32)
-    if change == "k of fewer rows":
-        k, state = k[:1], ShiftState(state.k[:1], state.v, 1)
-    elif change == "v of fewer rows":
-        v, state = v[:1], ShiftState(state.k, state.v[:1], 1)
-    elif change == "v of fewer heads":
-        v, state = v[:, :, :2].contiguous(), ShiftState(state.k, state.v[:, :, :2].contiguous(), 1)
-    elif change in ("k and v of one head", "k and v of more heads"):
-        heads = [0] if "one" in change else [0, 1, 2, 1, 0]
-        k, v, state = k[:, :, heads], v[:, :, heads], ShiftState(state.k[:, :, heads], state.v[:, :, heads], 1)
-    elif change == "state of fewer rows":
-        state = ShiftState(state.k[:1], state.v[:1], 1)
-    elif change == "state of more rows than it may keep":
-        k, v, q = (x.repeat(1, 2, 1, 1) for x in (k, v, q))
-        state = ShiftState(k, v, 1)
-    elif change == "k without heads":
-        k, state = k[:, :, 0], ShiftState(state.k[:, :, 0], state.v, 1)
-    elif change == "v in double precision":
-        v, state = v.double(), ShiftState(state.k, state.v.double(), 1)
-    elif change == "k as a list":
-        k = k.tolist()
-    elif change == "v as a list":
-        v = v.tolist()
-    with pytest.raises(error, match=message):
-        KVShift(G)(q, k, v, state=state, rotary=tables(2, 1, torch.float32) if rotated else None)
-
-
-@pytest.mark.parametrize("targets", [(), ("k", "v")], ids=str)
-@torch.no_grad()
-def test_queries_of_other_sequences_are_rotated_as_in_many_calls(targets, counted):
-    """Not a case of attention, but of memory: nothing is read that is not there."""
-    layer, rotary = KVShift(G, ShiftOptions(targets=targets)), tables(1, 1, torch.float32)
-    (_, k, v), (q, *_) = inputs(5, 1, torch.float32), inputs(2, 1, torch.float32)
-    state = state_of(5, torch.float32) if targets else None
-    results = layer(q, k, v, state=state, rotary=rotary)
-    expected = layer(q, k, v, state=state, rotary=rotary, backend="eager")
-    for result, other in zip(results[:3], expected[:3], strict=True):
-        assert torch.equal(result, other)
-    assert not counted
+def test_decoding_names_what_disagrees(change, message, rotated):
+    q, k, v, state, rotary = a_token().values()
+    k, v, *rows = change(k, v, state.k, state.v)
+    with pytest.raises(TypeError if "a tensor" in message else ValueError, match=message):
+        KVShift(G)(q, k, v, state=ShiftState(*rows, 1), rotary=rotary if rotated else None)
 
 
 def test_the_gradient_goes_through_rotation():

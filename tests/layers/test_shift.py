@@ -1,16 +1,14 @@
 """The layer that shifts: targets, splits, documents, decoding, errors."""
 
-import copy
 import itertools
 
 import pytest
 import torch
-from torch import nn
 
-from kvshift import KVShift, ShiftOptions, ShiftState, kv_shift
+from kvshift import KVShift, ShiftOptions
 from kvshift.ops import attention_inputs, shift_tokens
 from tests.covering import covering
-from tests.layers.shift_cases import DV, NAMES, B, D, G, H, T, generator, layer, qkv
+from tests.layers.shift_cases import NAMES, B, D, G, H, T, layer, qkv
 
 TARGETS = [targets for n in range(4) for targets in itertools.combinations(("q", "k", "v"), n)]
 
@@ -46,16 +44,6 @@ def test_targets_come_in_any_order_and_container():
     assert KVShift(G, ShiftOptions(targets=["v", "q"]), num_heads=H).targets == ("q", "v")
 
 
-def test_key_and_value_shift_is_the_operator():
-    shift = layer()
-    q, k, v = qkv()
-    _, k_hat, v_hat, state = shift(q, k, v)
-    expected = kv_shift(k, v, shift.alpha, shift.beta)
-    assert torch.equal(k_hat, expected[0])
-    assert torch.equal(v_hat, expected[1])
-    assert torch.equal(state.k, expected[2].k)
-
-
 @covering(
     targets=TARGETS[1:],
     window=[2, 3],
@@ -84,33 +72,6 @@ def check_pieces(shift, inputs, whole, last, sizes):
         torch.testing.assert_close(getattr(state, name), getattr(last, name), rtol=0, atol=0)
 
 
-def test_documents_and_padding_reach_the_queries():
-    shift = layer(targets=("q", "k", "v"))
-    q, k, v = (x[:1] for x in qkv())
-    cu_seqlens = torch.tensor([0, 4, 4, 5, T], dtype=torch.int32)
-    mask = torch.ones(1, T, dtype=torch.bool)
-    mask[0, [0, 6]] = False
-    q_hat, k_hat, v_hat, state = shift(q, k, v, cu_seqlens=cu_seqlens, mask=mask)
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
-        real = [t for t in range(start, end) if mask[0, t]]
-        alone = shift(q[:, real], k[:, real], v[:, real])
-        for packed, single in zip((q_hat, k_hat, v_hat), alone[:3], strict=True):
-            assert torch.equal(packed[:, real], single)
-    assert not q_hat[~mask].any()
-    assert state.sequences == 4
-    assert torch.equal(state.q[3, 0], q[0, -1])
-
-
-def test_state_moves_with_the_queries():
-    shift = layer(targets=("q", "v"))
-    inputs, following = qkv(), qkv(length=1, seed=1)
-    *_, state = shift(*inputs)
-    continued = shift(*following, state=state.reorder([1, 0]))
-    whole = shift(*(torch.cat([x.flip(0), y], dim=1) for x, y in zip(inputs, following, strict=True)))
-    for piece, both in zip(continued[:3], whole[:3], strict=True):
-        assert torch.equal(piece, both[:, T:])
-
-
 @torch.no_grad()
 def test_the_backend_asked_for_is_used_in_decoding_too(monkeypatch):
     q, k, v = qkv(length=1)
@@ -123,38 +84,6 @@ def test_the_backend_asked_for_is_used_in_decoding_too(monkeypatch):
     monkeypatch.setattr(attention_inputs, "shift_keys_values", lambda call: used.append(call.backend) or real(call))
     shift(q, k, v, state=state, backend="reference")
     assert used == ["reference"]
-
-
-def change_in_place(shift):
-    shift.alpha.mul_(3)
-    shift.beta.mul_(5)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        change_in_place,
-        lambda shift: shift.load_state_dict(layer(seed=2).state_dict()),
-        lambda shift: shift.load_state_dict(layer(seed=2).state_dict(), assign=True),
-        lambda shift: setattr(shift, "beta", nn.Parameter(shift.beta * 7)),
-        lambda shift: shift.to("meta").to_empty(device="cpu").reset_parameters(generator(4)),
-    ],
-    ids=["in_place", "load", "assign", "replace", "new_memory"],
-)
-@pytest.mark.parametrize("copied", [False, True])
-@torch.no_grad()
-def test_decoding_follows_changed_coefficients(change, copied):
-    shift = layer(seed=1)
-    q, k, v = qkv(length=1)
-    *_, state = shift(q, k, v)
-    shift(q, k, v, state=state)
-    if copied:
-        shift = copy.deepcopy(shift)
-    change(shift)
-    _, k_hat, v_hat, _ = shift(q, k, v, state=state)
-    expected_k, expected_v, _ = kv_shift(k, v, shift.alpha, shift.beta, state=state)
-    assert torch.equal(k_hat, expected_k)
-    assert torch.equal(v_hat, expected_v)
 
 
 def test_repr_names_the_options():
@@ -228,16 +157,3 @@ def test_bad_boundaries_are_refused_with_and_without_targets(targets):
         shift(q, k, v, mask=torch.ones(B, T))
     with pytest.raises(ValueError, match="the batch must be 1 row"):
         shift(q, k, v, cu_seqlens=torch.tensor([0, T]))
-
-
-def test_a_longer_state_is_kept_for_roll_back():
-    shift = layer(targets=("q", "k", "v"), window=3)
-    q, k, v = qkv()
-    rows = 2 + 3
-    state = ShiftState(k.new_zeros(B, rows, G, D), v.new_zeros(B, rows, G, DV), rows, q.new_zeros(B, rows, H, D))
-    *_, state = shift(q, k, v, state=state)
-    *expected, _ = shift(q[:, : T - 3], k[:, : T - 3], v[:, : T - 3])
-    again = shift(*(x[:, T - 3 :] for x in (q, k, v)), state=state.crop(3, window=3))
-    whole = shift(q, k, v)
-    for first, second, both in zip(expected, again[:3], whole[:3], strict=True):
-        assert torch.equal(torch.cat([first, second], dim=1), both)

@@ -57,31 +57,6 @@ def test_gradients_of_each_sample_are_those_of_each_alone(options, asked):
             torch.testing.assert_close(each[name][i], gradient, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["", "norm"])
-@pytest.mark.parametrize("bounded", [False, True], ids=["", "padding and documents"])
-def test_batches_of_gradients_through_shift_norm_and_rotation(normed, bounded, asked):
-    """In one launch or in several calls: `is_grads_batched` reaches the backward of what ran forward."""
-    layer = KVShift(G)
-    q, k, v = (normal(seed, B, T, heads, D).requires_grad_() for seed, heads in ((7, H), (9, G), (11, G)))
-    norms = tuple(torch.nn.RMSNorm(D, eps=1e-5, dtype=torch.float64) for _ in "qk") if normed else None
-    where: dict[str, Any] = {}
-    if bounded:
-        where["mask"] = torch.tensor([[False, True, True], [True, True, True]])
-        where["seq_idx"] = torch.tensor([[0, 0, 0], [0, 0, 1]])
-    rotary = rotary_table(torch.arange(T)[None], D, 100.0, torch.float64)
-    parameters = [*layer.parameters(), *(p for norm in norms or () for p in norm.parameters())]
-    outputs = layer(q, k, v, rotary=rotary, norms=norms, **where)[:3]
-    inputs = [q, k, v, *parameters]
-    batches = [normal(13 + i, 3, *y.shape) for i, y in enumerate(outputs)]
-    results = torch.autograd.grad(outputs, inputs, batches, is_grads_batched=True, retain_graph=True)
-    for i in range(3):
-        expected = torch.autograd.grad(outputs, inputs, [g[i] for g in batches], retain_graph=True)
-        for result, gradient in zip(results, expected, strict=True):
-            torch.testing.assert_close(
-                result[i], gradient, rtol=1e-6 if gradient.dtype == torch.float32 else 1e-10, atol=1e-7
-            )
-
-
 @covering(
     options=[{}, {"qk_norm": True}, {"shift_targets": ("q", "k", "v")}],
     bounded={"": False, "padding and documents": True},

@@ -170,6 +170,12 @@ def test_the_padding_of_the_last_token_is_no_state(path):
         assert_like_the_loops(case, by(path))
 
 
+def test_windows_that_differ_are_refused(path):
+    case = random_fused(19)
+    with pytest.raises(ValueError, match=r"alpha and beta must have the same shape; .* beta is \(3, 3\)"):
+        by(path)(replace(case, beta=torch.zeros(3, 3)))
+
+
 # Compiled and batched
 
 

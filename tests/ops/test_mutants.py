@@ -109,9 +109,9 @@ check_wide_heads = partial(check_parity, case=random_case(19, 1, 3, k_dim=67, v_
 check_wide_window = partial(check_parity, case=random_case(23, 1, 6, window=4, rows=4))
 
 
-# The mutants: file, right text, wrong text, check.
+# The mutants, by file: right text, wrong text, check.
 
-Change = tuple[str, str, str, Check]
+Table = dict[str, dict[str, tuple[str, str, Check]]]
 SHIFT, PLAN, STATE, EAGER, KERNEL = "shift.py", "boundaries.py", "state.py", "torch_ops.py", "cpu/kernel.cpp"
 CALL = "shift(x, coefficients, state, plan)"  # of the backend
 LAST = "        return y, state_after("
@@ -120,252 +120,192 @@ FIRST = "first_BT = bound_rank[:, sequence_T]"
 RETURN = "    return ShiftPlan(sources.int()"
 CROP = "return self._map(lambda x: x[:, :left].clone())"
 
-OF_BOTH: dict[str, Change] = {
-    "state forgotten": (
-        SHIFT,
-        CALL,
-        "shift(x, coefficients, torch.zeros_like(state), plan)",
-        check_pieces,
-    ),
-    "prefill from zeros": (
-        SHIFT,
-        CALL,
-        "shift(x, coefficients, state if x.shape[1] == 1 else torch.zeros_like(state), plan)",
-        check_pieces,
-    ),
-    "lags swapped": (
-        SHIFT,
-        CALL,
-        "shift(x, coefficients.flip(1), state, plan)",
-        checks.check_hand_worked_values,
-    ),
-    "heads swapped": (
-        SHIFT,
-        CALL,
-        "shift(x, coefficients.flip(0), state, plan)",
-        checks.check_hand_worked_values,
-    ),
-    "keys and values swap coefficients": (
-        SHIFT,
-        CALL,
-        "shift(x, call.beta if x is call.k else call.alpha, state, plan)",
-        checks.check_hand_worked_values,
-    ),
-    "coefficients in bf16": (
-        SHIFT,
-        CALL,
-        "shift(x, coefficients.bfloat16(), state, plan)",
-        check_parity,
-    ),
-    "gradient of the state missing": (
-        SHIFT,
-        CALL,
-        "shift(x, coefficients, state.detach(), plan)",
-        check_parity,
-    ),
-    "state is a view": (SHIFT, NEXT, "x[:, -max_rows:]", check_inputs),
-    "keys edited in place": (SHIFT, LAST, f"        x.data.copy_(y)\n{LAST}", check_inputs),
-    "state at the padded end": (SHIFT, NEXT, "x[:, -state.shape[1] :].clone()", check_padding),
-    "no pad mask": (SHIFT, '"seq_idx": seq_idx, "mask": mask}', '"seq_idx": seq_idx}', check_padding),
-    "pads counted as tokens": (
-        PLAN,
-        "rank_BT = real_BT.cumsum(1) - 1",
-        "rank_BT = position_T.expand(batch, -1)",
-        check_holes,
-    ),
-    "boundaries ignored": (PLAN, FIRST, "first_BT = bound_rank[:, sequence_T * 0]", check_packs),
-    "decoding by coincidence": (  # a pack of as many tokens as sequences
-        PLAN,
-        FIRST,
-        f"{FIRST} if positions != cu_seqlens.shape[0] - 1 else rank_BT",
-        check_as_many_sequences_as_tokens,
-    ),
-    "numbers of documents ignored": (
-        PLAN,
-        "torch.where(document_starts(seq_idx, real_BT), rank_BT, 0).cummax(1).values",
-        "torch.zeros_like(rank_BT)",
-        check_numbered_documents,
-    ),
-    "one token emits no state": (
-        PLAN,
-        RETURN,
-        f"    next_BSR[end_BS - first_BS == 1] = NOTHING\n{RETURN}",
-        check_packs,
-    ),
-    "no token loses its state": (
-        PLAN,
-        RETURN,
-        f"    next_BSR[end_BS == first_BS] = NOTHING\n{RETURN}",
-        check_packs,
-    ),
-    "gradient across boundaries": (
-        PLAN,
-        RETURN,
-        f"    if readers is not None:\n        readers[:, slots:-1, 1] = position_T[1:]\n{RETURN}",
-        check_packs,
-    ),
-    "state not reordered": (
-        STATE,
-        "return self.select(order)",
-        "return self",
-        checks.check_reordered_sequences_continue,
-    ),
-    "state reordered backwards": (
-        STATE,
-        "return self.select(order)",
-        "return self.select(order.argsort())",
-        checks.check_reordered_sequences_continue,
-    ),
-    "crop keeps the wrong row": (STATE, CROP, "return self._map(lambda x: x[:, tokens:].clone())", check_crop),
-    "crop does nothing": (STATE, CROP, "return self", check_crop),
+OF_BOTH: Table = {
+    SHIFT: {
+        "state forgotten": (CALL, "shift(x, coefficients, torch.zeros_like(state), plan)", check_pieces),
+        "prefill from zeros": (
+            CALL,
+            "shift(x, coefficients, state if x.shape[1] == 1 else torch.zeros_like(state), plan)",
+            check_pieces,
+        ),
+        "lags swapped": (CALL, "shift(x, coefficients.flip(1), state, plan)", checks.check_hand_worked_values),
+        "heads swapped": (CALL, "shift(x, coefficients.flip(0), state, plan)", checks.check_hand_worked_values),
+        "keys and values swap coefficients": (
+            CALL,
+            "shift(x, call.beta if x is call.k else call.alpha, state, plan)",
+            checks.check_hand_worked_values,
+        ),
+        "coefficients in bf16": (CALL, "shift(x, coefficients.bfloat16(), state, plan)", check_parity),
+        "gradient of the state missing": (CALL, "shift(x, coefficients, state.detach(), plan)", check_parity),
+        "state is a view": (NEXT, "x[:, -max_rows:]", check_inputs),
+        "keys edited in place": (LAST, f"        x.data.copy_(y)\n{LAST}", check_inputs),
+        "state at the padded end": (NEXT, "x[:, -state.shape[1] :].clone()", check_padding),
+        "no pad mask": ('"seq_idx": seq_idx, "mask": mask}', '"seq_idx": seq_idx}', check_padding),
+    },
+    PLAN: {
+        "pads counted as tokens": (
+            "rank_BT = real_BT.cumsum(1) - 1",
+            "rank_BT = position_T.expand(batch, -1)",
+            check_holes,
+        ),
+        "boundaries ignored": (FIRST, "first_BT = bound_rank[:, sequence_T * 0]", check_packs),
+        "decoding by coincidence": (  # a pack of as many tokens as sequences
+            FIRST,
+            f"{FIRST} if positions != cu_seqlens.shape[0] - 1 else rank_BT",
+            check_as_many_sequences_as_tokens,
+        ),
+        "numbers of documents ignored": (
+            "torch.where(document_starts(seq_idx, real_BT), rank_BT, 0).cummax(1).values",
+            "torch.zeros_like(rank_BT)",
+            check_numbered_documents,
+        ),
+        "one token emits no state": (RETURN, f"    next_BSR[end_BS - first_BS == 1] = NOTHING\n{RETURN}", check_packs),
+        "no token loses its state": (RETURN, f"    next_BSR[end_BS == first_BS] = NOTHING\n{RETURN}", check_packs),
+        "gradient across boundaries": (
+            RETURN,
+            f"    if readers is not None:\n        readers[:, slots:-1, 1] = position_T[1:]\n{RETURN}",
+            check_packs,
+        ),
+    },
+    STATE: {
+        "state not reordered": ("return self.select(order)", "return self", checks.check_reordered_sequences_continue),
+        "state reordered backwards": (
+            "return self.select(order)",
+            "return self.select(order.argsort())",
+            checks.check_reordered_sequences_continue,
+        ),
+        "crop keeps the wrong row": (CROP, "return self._map(lambda x: x[:, tokens:].clone())", check_crop),
+        "crop does nothing": (CROP, "return self", check_crop),
+    },
 }
-OF_EAGER: dict[str, Change] = {
-    "pads multiplied by zero": (
-        EAGER,
-        "return torch.where(index[..., None, None] >= 0, x[batch, index.long().clamp(min=0)], 0)",
-        "return x[batch, index.clamp(min=0)] * (index >= 0)[..., None, None]",
-        check_pads_of_nan,
-    ),
-    "products rounded too": (
-        EAGER,
-        "    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32\n    coefficients_GW1",
-        "    dtype = x.dtype\n    coefficients_GW1",
-        check_bfloat16,
-    ),
-    "zero times infinity": (
-        EAGER,
-        "if eager_on_cpu and not zero_GW1.any() else zero_GW1.unbind(1)",
-        "",
-        check_identity,
-    ),
-    "coefficients' gradient without the state": (
-        EAGER,
-        "partial_sums[lag].append(product.sum((0, 1)))",
-        "partial_sums[lag].append(product.sum((0, 1)) * (start + (span.start or 0) >= lag))",
-        check_parity,
-    ),
-    "gradient not looking ahead": (
-        EAGER,
-        "yield lag, slice(0, later.shape[1]), later",
-        "yield lag, slice(0, later.shape[1]), later if lag == 0 else 0 * later",
-        check_parity,
-    ),
-    "one token with the oldest row of the state": (
-        EAGER,
-        "state[:, rows - lag + start : rows - lag + stop]",
-        "state[:, lag - 1 : lag - 1 + stop - start]",
-        check_a_token_after_three,
-    ),
-    "zero times infinity, one token": (
-        EAGER,
-        "weight, zero = lags[lag]",
-        "weight, zero = lags[lag].weight, None",
-        check_identity_of_one_token,
-    ),
-    "blocks forget their neighbours": (
-        EAGER,
-        "    window, rows = _cast(x[:, first:end], lags[0].weight), state.shape[1]\n",
-        "    window, rows = _cast(x[:, first:end], lags[0].weight).clone(), state.shape[1]\n"
-        "    window[:, : start - first] = 0\n",
-        check_blocks,
-    ),
+OF_EAGER: Table = {
+    EAGER: {
+        "pads multiplied by zero": (
+            "return torch.where(index[..., None, None] >= 0, x[batch, index.long().clamp(min=0)], 0)",
+            "return x[batch, index.clamp(min=0)] * (index >= 0)[..., None, None]",
+            check_pads_of_nan,
+        ),
+        "products rounded too": (
+            "    dtype = compute_dtype(x)\n    coefficients_GW1",
+            "    dtype = x.dtype\n    coefficients_GW1",
+            check_bfloat16,
+        ),
+        "zero times infinity": ("if eager_on_cpu and not zero_GW1.any() else zero_GW1.unbind(1)", "", check_identity),
+        "coefficients' gradient without the state": (
+            "partial_sums[lag].append(product.sum((0, 1)))",
+            "partial_sums[lag].append(product.sum((0, 1)) * (start + (span.start or 0) >= lag))",
+            check_parity,
+        ),
+        "gradient not looking ahead": (
+            "yield lag, slice(0, later.shape[1]), later",
+            "yield lag, slice(0, later.shape[1]), later if lag == 0 else 0 * later",
+            check_parity,
+        ),
+        "one token with the oldest row of the state": (
+            "state[:, rows - lag + start : rows - lag + stop]",
+            "state[:, lag - 1 : lag - 1 + stop - start]",
+            check_a_token_after_three,
+        ),
+        "zero times infinity, one token": (
+            "weight, zero = lags[lag]",
+            "weight, zero = lags[lag].weight, None",
+            check_identity_of_one_token,
+        ),
+        "blocks forget their neighbours": (
+            "    window, rows = _cast(x[:, first:end], lags[0].weight), state.shape[1]\n",
+            "    window, rows = _cast(x[:, first:end], lags[0].weight).clone(), state.shape[1]\n"
+            "    window[:, : start - first] = 0\n",
+            check_blocks,
+        ),
+    },
 }
-OF_AUTO: dict[str, Change] = {
-    "lags swapped": (KERNEL, ": t - j;", ": t - (n.W - 1 - j);", check_parity),
-    "the oldest row of the state": (
-        KERNEL,
-        "row.add(call.state.at(b, n.Q + r), call.state.head, j)",
-        "row.add(call.state.at(b, 0), call.state.head, j)",
-        check_wide_window,
-    ),
-    "state read for nothing": (
-        KERNEL,
-        "else if (r >= -n.Q) row.add(call.state.at(b, n.Q + r), call.state.head, j)",
-        "else row.add(call.state.at(b, r < -n.Q ? 0 : n.Q + r), call.state.head, j)",
-        check_documents_with_a_state,
-    ),
-    "strides of heads ignored": (
-        KERNEL,
-        "row.add(call.x.at(b, r), call.x.head, j)",
-        "row.add(call.x.at(b, r), n.D, j)",
-        check_strides,
-    ),
-    "zero times infinity": (KERNEL, "return weights[lags[i]] != 0;", "return true;", check_identity),
-    "cut off, not rounded": (
-        KERNEL,
-        "return bits + 0x7fff + ((bits >> 16) & 1);\n    }\n    static double",
-        "return bits;\n    }\n    static double",
-        check_bfloat16,
-    ),
-    "rest of a head left out": (KERNEL, "if (d < D) body(", "if (d < 0) body(", check_wide_heads),
-    "gradient not looking ahead": (KERNEL, ": t + j;", ": t;", check_parity),
-    "gradient of the first row of the state": (
-        KERNEL,
-        "call.grad_state + (b * n.Q + r) * size",
-        "call.grad_state + b * n.Q * size",
-        check_wide_window,
-    ),
-    "coefficients' gradient without the state": (
-        KERNEL,
-        "read.at(b, t < 0 ? r : t), read.head",
-        "call.x.at(b, t < 0 ? 0 : t), call.x.head",
-        check_parity,
-    ),
-    "gradients of the coefficients swapped": (
-        KERNEL,
-        "with_p = sums[lags[0]], with_q = sums[lags[1]]",
-        "with_p = sums[lags[1]], with_q = sums[lags[0]]",
-        check_sums,
-    ),
-    "sums of the span before counted twice": (
-        KERNEL,
-        "std::memset(sums, 0,",
-        "if (s == 0) std::memset(sums, 0,",
-        check_sums,
-    ),
-    "sums of the first span alone": ("cpu/kernel.py", "sums.sum(0)", "sums[0]", check_sums),
-    "one token without its state": (
-        "decode.py",
-        "y.addcmul_(before,",
-        "y.addcmul_(0 * before,",
-        check_one_token,
-    ),
-    "one token before itself": ("decode.py", "y.addcmul_(before,", "y.addcmul_(x,", check_one_token),
-    "next token, zero times infinity": (
-        "decode.py",
-        "if columns.none_is_zero:",
-        "if True:",
-        check_next_token_of_infinities,
-    ),
-    "one token without norm": (
-        "decode.py",
-        "q, k = call.norms[0](q), call.norms[1](k)\n    # Rotated",
-        "q, k = call.norms[1](q), k\n    # Rotated",
-        check_one_token,
-    ),
+OF_AUTO: Table = {
+    KERNEL: {
+        "lags of the kernel swapped": (": t - j;", ": t - (n.W - 1 - j);", check_parity),
+        "the oldest row of the state": (
+            "row.add(call.state.at(b, n.Q + r), call.state.head, j)",
+            "row.add(call.state.at(b, 0), call.state.head, j)",
+            check_wide_window,
+        ),
+        "state read for nothing": (
+            "else if (r >= -n.Q) row.add(call.state.at(b, n.Q + r), call.state.head, j)",
+            "else row.add(call.state.at(b, r < -n.Q ? 0 : n.Q + r), call.state.head, j)",
+            check_documents_with_a_state,
+        ),
+        "strides of heads ignored": (
+            "row.add(call.x.at(b, r), call.x.head, j)",
+            "row.add(call.x.at(b, r), n.D, j)",
+            check_strides,
+        ),
+        "zero times infinity": ("return weights[lags[i]] != 0;", "return true;", check_identity),
+        "cut off, not rounded": (
+            "return bits + 0x7fff + ((bits >> 16) & 1);\n    }\n    static double",
+            "return bits;\n    }\n    static double",
+            check_bfloat16,
+        ),
+        "rest of a head left out": ("if (d < D) body(", "if (d < 0) body(", check_wide_heads),
+        "gradient not looking ahead": (": t + j;", ": t;", check_parity),
+        "gradient of the first row of the state": (
+            "call.grad_state + (b * n.Q + r) * size",
+            "call.grad_state + b * n.Q * size",
+            check_wide_window,
+        ),
+        "coefficients' gradient without the state": (
+            "read.at(b, t < 0 ? r : t), read.head",
+            "call.x.at(b, t < 0 ? 0 : t), call.x.head",
+            check_parity,
+        ),
+        "gradients of the coefficients swapped": (
+            "with_p = sums[lags[0]], with_q = sums[lags[1]]",
+            "with_p = sums[lags[1]], with_q = sums[lags[0]]",
+            check_sums,
+        ),
+        "sums of the span before counted twice": (
+            "std::memset(sums, 0,",
+            "if (s == 0) std::memset(sums, 0,",
+            check_sums,
+        ),
+    },
+    "cpu/kernel.py": {
+        "sums of the first span alone": ("sums.sum(0)", "sums[0]", check_sums),
+    },
+    "decode.py": {
+        "one token without its state": ("y.addcmul_(before,", "y.addcmul_(0 * before,", check_one_token),
+        "one token before itself": ("y.addcmul_(before,", "y.addcmul_(x,", check_one_token),
+        "next token, zero times infinity": ("if columns.none_is_zero:", "if True:", check_next_token_of_infinities),
+        "one token without norm": (
+            "q, k = call.norms[0](q), call.norms[1](k)\n    # Rotated",
+            "q, k = call.norms[1](q), k\n    # Rotated",
+            check_one_token,
+        ),
+    },
 }
-MUTANTS = {f"{name}, {backend}": (change, backend) for name, change in OF_BOTH.items() for backend in ("auto", "eager")}
-MUTANTS |= {f"{name}, eager": (change, "eager") for name, change in OF_EAGER.items()}
-MUTANTS |= {f"{name}, auto": (change, "auto") for name, change in OF_AUTO.items()}
 
 
-def parameters() -> list[Any]:
-    """Those for which the kernel is built anew are slow."""
+def mutants(table: Table, *backends: str) -> list[Any]:
+    """Parameters of a test: a `Mutant`, its check, and the backend. Those for which the kernel is built are slow."""
     return [
-        pytest.param(*mutant, id=name, marks=pytest.mark.slow if mutant[0][0] == KERNEL else ())
-        for name, mutant in MUTANTS.items()
+        pytest.param(
+            Mutant(file, right, wrong), check, backend, id=f"{name}, {backend}", marks=SLOW if file == KERNEL else ()
+        )
+        for file, changes in table.items()
+        for name, (right, wrong, check) in changes.items()
+        for backend in backends
     ]
 
 
-@pytest.mark.parametrize(("change", "backend"), parameters())
-def test_a_mutant_is_caught(change, backend, tmp_path):
-    *texts, check = change
+SLOW = pytest.mark.slow
+MUTANTS = [*mutants(OF_BOTH, "auto", "eager"), *mutants(OF_EAGER, "eager"), *mutants(OF_AUTO, "auto")]
+
+
+@pytest.mark.parametrize(("mutant", "check", "backend"), MUTANTS)
+def test_a_mutant_is_caught(mutant, check, backend, tmp_path):
     if backend == "auto":
         skip_unless_built("cpu")
-    if texts[0] == KERNEL and shutil.which("g++") is None:
+    if mutant.file == KERNEL and shutil.which("g++") is None:
         pytest.skip("no compiler")
     check(backend)
-    with Mutant(*texts).in_place(tmp_path), pytest.raises(AssertionError):
+    with mutant.in_place(tmp_path), pytest.raises(AssertionError):
         check(backend)
     check(backend)
 
@@ -377,5 +317,7 @@ def test_a_kernel_that_is_built_from_the_same_text_passes(tmp_path):
     if shutil.which("g++") is None:
         pytest.skip("no compiler")
     with Mutant(KERNEL, "// The operator on a CPU", "// The operator on a CPU").in_place(tmp_path):
-        for check in {change[-1] for change, backend in MUTANTS.values() if backend == "auto"}:
+        for check in {
+            check for _, check, backend in (parameters.values for parameters in MUTANTS) if backend == "auto"
+        }:
             check("auto")

@@ -232,8 +232,8 @@ def documents_ignored(shifts: list[TitanShift]) -> list[Any]:
 
 
 def wrong_neighbour(shifts: list[TitanShift]) -> list[Any]:
-    stock = halo._Division.chunks
-    return [patch.object(halo._Division, "chunks", lambda self, rank: stock(self, self.size - 1 - rank))]
+    stock = halo._held_chunks
+    return [patch.object(halo, "_held_chunks", lambda rank, size, layout: stock(size - 1 - rank, size, layout))]
 
 
 def nothing(shifts: list[TitanShift]) -> list[Any]:

@@ -6,11 +6,11 @@ OUT/table.md, plot.svg, plot.png
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,23 @@ from kvshift.benchmarks.presets import PRESETS
 from kvshift.benchmarks.rows import RowFile
 from kvshift.lab.allocator import keep_memory
 from kvshift.lab.compare.timing import EventClock, WallClock
-from kvshift.lab.core.environment import environment
+from kvshift.lab.core.environment import environment, installed_versions
 from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.options import Meaning, option_names, options_hash
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.ops.cpu.kernel import cpu_refusal
 
 __all__ = ["BenchConfig", "bench"]
+
+_MODULES: dict[Part, str] = {
+    "op": "operator",
+    "layer": "layer",
+    "train": "language_model",
+    "prefill": "language_model",
+    "decode": "language_model",
+    "memory": "memory",
+    "sweep": "linearity",
+}
 
 
 def bench(config: BenchConfig) -> None:
@@ -73,22 +83,8 @@ def _failed(row: Mapping[str, Any]) -> bool:
 
 
 def _cases(part: Part) -> Callable[[Session], Iterator[Case]]:
-    if part in ("train", "prefill", "decode"):
-        from kvshift.benchmarks import language_model  # brings transformers
-
-        return getattr(language_model, f"{part}_cases")
-    if part == "memory":
-        from kvshift.benchmarks.memory import memory_cases
-
-        return memory_cases
-    if part == "layer":
-        from kvshift.benchmarks.layer import layer_cases
-
-        return layer_cases
-    from kvshift.benchmarks.linearity import sweep_cases
-    from kvshift.benchmarks.operator import operator_cases
-
-    return operator_cases if part == "op" else sweep_cases
+    """From the part's own module, imported when asked for: some bring transformers."""
+    return getattr(importlib.import_module(f"kvshift.benchmarks.{_MODULES[part]}"), f"{part}_cases")
 
 
 def _session(config: BenchConfig, device: torch.device) -> Session:
@@ -113,7 +109,7 @@ def _stamp(config: BenchConfig, device: torch.device, kept: bool) -> dict[str, A
     free = option_names(BenchConfig, Meaning.DECIDES_NOTHING)
     options = {name: value for name, value in vars(config).items() if name not in free}
     options |= {"memory_kept": kept, "backend": os.environ.get("KVSHIFT_BACKEND", "auto")}
-    others = _versions(("triton", "flash-linear-attention", "causal-conv1d"))
+    others = installed_versions(("triton", "flash-linear-attention", "causal-conv1d"))
     refusal = cpu_refusal(torch.empty(0), 2)
     return {
         "config_hash": options_hash(BenchConfig, options),
@@ -124,16 +120,6 @@ def _stamp(config: BenchConfig, device: torch.device, kept: bool) -> dict[str, A
         "hardware": {**found["hardware"], "cpu_kernel": refusal or "built"},
         "platform": found["platform"],
     }
-
-
-def _versions(names: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _slug(hardware: Mapping[str, Any]) -> str:

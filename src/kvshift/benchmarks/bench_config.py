@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import require
 from kvshift.lab.core.options import FREE, MACHINE
 
 Part = Literal["op", "layer", "train", "prefill", "decode", "memory", "sweep"]
@@ -42,14 +42,11 @@ class BenchConfig:
 
     def check(self) -> None:
         """Raise a LabError that names the field, its value, and what it may be."""
-        if self.preset not in get_args(PresetName):
-            raise LabError(f"preset must be one of {', '.join(get_args(PresetName))}, got {self.preset!r}")
-        unknown = [part for part in self.parts if part not in PARTS]
-        if unknown or not self.parts:
-            raise LabError(f"parts must name some of {', '.join(PARTS)}, got {list(self.parts)!r}")
+        presets = get_args(PresetName)
+        require(self.preset in presets, "preset", self.preset, f"one of {', '.join(presets)}")
+        known = bool(self.parts) and set(self.parts) <= set(PARTS)
+        require(known, "parts", [*self.parts], f"some of {', '.join(PARTS)}")
         for name in ("rounds", "layers"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LabError(f"{name} must be 1 or more, got {value}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise LabError(f"device must be auto, cpu or cuda, got {self.device!r}")
+            require(value is None or value >= 1, name, value, "1 or more")
+        require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvshift.layers.positions import half_tables, rotary_table, rotate_half
+from kvshift.layers.positions import rotary_table
 from kvshift.ops import BACKENDS, kv_shift
 from kvshift.ops.arguments import Call
 from kvshift.ops.boundaries import shared_plans
+from kvshift.ops.rope import half_tables, rotate_half
 from kvshift.ops.triton.call import shift_triton, triton_refusal
 
 Pair = tuple[Tensor, Tensor]
@@ -37,9 +38,9 @@ class Formulation:
         coefficient_grad: from the gradient of those, and G, that of the coefficients.
         roundings: how often a result is rounded to the dtype of k on its way: 1 where the sums are in float32.
         fixed: coefficients that it cannot change, (current, previous); it has no gradient of them then.
-        compiled: by torch.compile.
         computes: what it computes, where that is not the shift alone.
         boundaries: `seq_idx` or `mask` of `kv_shift`, (B, T).
+        left_out: why it cannot run here, or None.
     """
 
     name: str
@@ -48,9 +49,9 @@ class Formulation:
     coefficient_grad: Callable[[Tensor, int], Tensor] = lambda grad, heads: grad
     roundings: int = 1
     fixed: tuple[float, float] | None = None
-    compiled: bool = False
     computes: str | None = None
     boundaries: Mapping[str, Tensor] = field(default_factory=dict)
+    left_out: str | None = None
 
 
 def ours(backend: str, **boundaries: Any) -> Function:
@@ -132,46 +133,37 @@ def per_head(grad: Tensor, heads: int) -> Tensor:
     return grad.unflatten(0, (heads, -1)).float().sum(1).flip(1)
 
 
-Found = tuple[list[Formulation], dict[str, str]]
-"""What can run here; and by name why the others cannot."""
-
 _NOT_COMPILED = "torch.compile takes no part: preset smoke or --no-compile"
 
 
-def without(k: Tensor, compiled: bool) -> Found:
+def without(k: Tensor, compiled: bool) -> list[Formulation]:
     """All that shift tensors like k, (B, T, G, D), without a rotary embedding; the plain ones first."""
-    left_out: dict[str, str] = {}
+    plain = Formulation(name="pad, multiply, add", function=twice(pad_multiply_add), weights=cast, roundings=3)
+    shift = Formulation(name="kv_shift", function=ours("auto"))
     found = [
         Formulation(name="appendix M", function=twice(appendix_m), weights=cast, roundings=3),
-        Formulation(name="pad, multiply, add", function=twice(pad_multiply_add), weights=cast, roundings=3),
+        plain,
+        _by_compiler(plain, compiled),
+        *_others(k),
+        shift,
+        *_with_boundaries(k),
     ]
-    if compiled:
-        function = torch.compile(twice(pad_multiply_add), dynamic=False)
-        found.append(
-            Formulation(
-                name="pad, multiply, add, compiled", function=function, weights=cast, roundings=3, compiled=True
-            )
-        )
-    for package, formulations in _others().items():
-        if k.is_cuda and find_spec(package) is not None:
-            found += formulations
-        else:
-            reason = "not installed" if k.is_cuda else "needs a CUDA device"
-            left_out |= {formulation.name: reason for formulation in formulations}
-    found += [Formulation(name="kv_shift", function=ours("auto")), *_with_boundaries(k)]
     for backend in BACKENDS:
-        if backend in ("auto", "reference"):
-            continue
-        if refusal := _refusal(backend, k):
-            left_out[f"kv_shift, {backend}"] = refusal
-        else:
-            found.append(Formulation(name=f"kv_shift, {backend}", function=ours(backend)))
-    if compiled:
-        function = torch.compile(ours("auto"), dynamic=False)
-        found.append(Formulation(name="kv_shift, compiled", function=function, compiled=True))
-    else:
-        left_out |= dict.fromkeys(("pad, multiply, add, compiled", "kv_shift, compiled"), _NOT_COMPILED)
-    return found, left_out
+        if backend not in ("auto", "reference"):
+            refusal = _refusal(backend, k)
+            found.append(Formulation(name=f"kv_shift, {backend}", function=ours(backend), left_out=refusal))
+    return _left_out_last([*found, _by_compiler(shift, compiled)])
+
+
+def _by_compiler(formulation: Formulation, compiled: bool) -> Formulation:
+    name = f"{formulation.name}, compiled"
+    if not compiled:
+        return replace(formulation, name=name, left_out=_NOT_COMPILED)
+    return replace(formulation, name=name, function=torch.compile(formulation.function, dynamic=False))
+
+
+def _left_out_last(found: list[Formulation]) -> list[Formulation]:
+    return sorted(found, key=lambda one: (one.left_out is not None, one.left_out == _NOT_COMPILED))
 
 
 def _refusal(backend: str, k: Tensor) -> str | None:
@@ -187,8 +179,14 @@ def _refusal(backend: str, k: Tensor) -> str | None:
     return None
 
 
-def _others() -> dict[str, list[Formulation]]:
-    """Depthwise convolutions of width 2 and the token shift of other packages, by the name of the package."""
+def _others(k: Tensor) -> list[Formulation]:
+    """Depthwise convolutions of width 2 and the token shift of other packages."""
+
+    def refusal(package: str) -> str | None:
+        if not k.is_cuda:
+            return "needs a CUDA device"
+        return None if find_spec(package) is not None else "not installed"
+
     convolution = Formulation(
         name="causal-conv1d",
         function=twice(_causal_conv1d),
@@ -196,21 +194,22 @@ def _others() -> dict[str, list[Formulation]]:
         coefficient_grad=per_head,
         roundings=3,
         computes="depthwise convolution of width 2, coefficients per channel",
+        left_out=refusal("causal_conv1d"),
     )
-    return {
-        "causal_conv1d": [convolution],
-        "fla": [
-            replace(convolution, name="fla ShortConvolution", function=twice(_short_convolution)),
-            Formulation(
-                name="fla token_shift",
-                function=twice(_token_shift),
-                weights=cast,
-                roundings=3,
-                fixed=(-1.0, 1.0),
-                computes="x[t-1] - x[t]: no coefficients",
-            ),
-        ],
-    }
+    of_fla: dict[str, Any] = {"left_out": refusal("fla")}
+    return [
+        convolution,
+        replace(convolution, name="fla ShortConvolution", function=twice(_short_convolution), **of_fla),
+        Formulation(
+            name="fla token_shift",
+            function=twice(_token_shift),
+            weights=cast,
+            roundings=3,
+            fixed=(-1.0, 1.0),
+            computes="x[t-1] - x[t]: no coefficients",
+            **of_fla,
+        ),
+    ]
 
 
 def _causal_conv1d(x: Tensor, weight: Tensor) -> Tensor:
@@ -257,7 +256,7 @@ def rotary_then(function: Function, table: Table) -> Function:
     return shift
 
 
-def with_rotary(table: Table, compiled: bool) -> Found:
+def with_rotary(table: Table, compiled: bool) -> list[Formulation]:
     """Shift and rotary embedding of k, shift of v; first what no shift can undercut."""
 
     def unshifted(k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor) -> Pair:
@@ -271,21 +270,9 @@ def with_rotary(table: Table, compiled: bool) -> Found:
         computes="no shift",
     )
     both = Formulation(name="kv_shift, then rotary", function=rotary_then(ours("auto"), table), roundings=4)
-    found = [alone, both]
-    left_out: dict[str, str] = {}
-    for plain in (alone, both):
-        name = f"{plain.name}, compiled"
-        if compiled:
-            function = torch.compile(plain.function, dynamic=False)
-            found.append(replace(plain, name=name, function=function, compiled=True))
-        else:
-            left_out[name] = _NOT_COMPILED
     refusal = triton_refusal(table[0], 2) if table[0].is_cuda else "needs a CUDA device"
-    if refusal is None:
-        found += in_one_launch(table)
-    else:
-        left_out |= {formulation.name: refusal for formulation in in_one_launch(table)}
-    return found, left_out
+    launches = [replace(one, left_out=refusal) for one in in_one_launch(table)]
+    return _left_out_last([alone, both, _by_compiler(alone, compiled), _by_compiler(both, compiled), *launches])
 
 
 def in_one_launch(table: Table) -> list[Formulation]:

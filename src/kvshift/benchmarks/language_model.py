@@ -7,7 +7,7 @@ All of a case have the same weights, as far as they have the same parameters.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -64,6 +64,11 @@ def model_fields(size: ModelSize) -> dict[str, Any]:
     return {**({} if size.size is None else SIZES[size.size]), **size.fields}
 
 
+def implementations(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """The baseline first: Llama has no QK-norm, and where a size has it, that is our own model without the shift."""
+    return (WITHOUT, OURS) if fields.get("qk_norm") else (THEIRS, WITHOUT, OURS)
+
+
 def _case(
     session: Session,
     part: str,
@@ -79,8 +84,7 @@ def _case(
         fields["num_hidden_layers"] = _fitting_layers(session, size, fields)
     elif size.as_fits and session.layers is not None:
         fields["num_hidden_layers"] = min(session.layers, fields["num_hidden_layers"])
-    if not names:  # Llama has no QK-norm: where a size has it, our own model without the shift is the baseline
-        names = (WITHOUT, OURS) if fields.get("qk_norm") else (THEIRS, WITHOUT, OURS)
+    names = names or implementations(fields)
     shape = [1, size.tokens] if part == "decode" else [size.batch, size.length]
     dtype = str(size.dtype).removeprefix("torch.")
     layers = fields["num_hidden_layers"]
@@ -90,7 +94,9 @@ def _case(
         weights: dict[str, Tensor] = {}
 
         def implementation(name: str) -> Implementation:
-            model = _model(name, fields, size.dtype, session.device, compiled)
+            model = build_llama(name, fields, size.dtype, session.device)
+            if compiled and name == PLAIN:
+                shifting_by("eager", model)
             if weights:
                 model.load_state_dict(weights, strict=False)
             else:
@@ -117,16 +123,21 @@ def _by_plain_operations(made: Implementation) -> Implementation:
     return replace(made, run=eager(made.run), check=eager(made.check))
 
 
-def _model(name: str, fields: dict[str, Any], dtype: torch.dtype, device: torch.device, compiled: bool) -> Any:
+def build_llama(
+    name: str,
+    fields: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    classes: tuple[type, type] = (LlamaForCausalLM, KVShiftLlamaForCausalLM),
+) -> Any:
+    """The model of an implementation; `classes` are transformers' and ours, which may be those without a head."""
+    theirs, ours = classes
     torch.manual_seed(0)
     with device:
         if name == THEIRS:
-            model: Any = LlamaForCausalLM(LlamaConfig(**fields))
+            model = theirs(LlamaConfig(**fields))
         else:
-            targets = () if name == WITHOUT else ("k", "v")
-            model = KVShiftLlamaForCausalLM(KVShiftLlamaConfig(**fields, shift_targets=targets))
-            if compiled and name == PLAIN:
-                shifting_by("eager", model)
+            model = ours(KVShiftLlamaConfig(**fields, shift_targets=() if name == WITHOUT else ("k", "v")))
     return model.to(dtype)
 
 

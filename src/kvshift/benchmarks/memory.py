@@ -8,25 +8,24 @@ and gradients left out. The peak of whole training steps stands in the rows of "
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaModel
+from transformers import LlamaModel
 
 from kvshift.benchmarks.cases import Case, Implementation, Session
+from kvshift.benchmarks.language_model import build_llama, implementations
 from kvshift.benchmarks.peak import peak_bytes
 from kvshift.benchmarks.saved import bytes_saved
-from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaModel
-
-_THEIRS, _WITHOUT, _OURS = "transformers' Llama", "without shift", "kv shift"
+from kvshift.models.llama import SIZES, KVShiftLlamaModel
 
 
 def memory_cases(session: Session) -> Iterator[Case]:
     """One sequence in bfloat16 through a layer of every size of the preset."""
     for size, tokens in session.preset.memory:
-        names = [_WITHOUT, _OURS] if SIZES[size].get("qk_norm") else [_THEIRS, _WITHOUT, _OURS]
+        names = implementations(SIZES[size])
         yield Case(
             part="memory",
             name=f"{size}, one decoder layer, {tokens} tokens, bfloat16",
@@ -38,7 +37,9 @@ def memory_cases(session: Session) -> Iterator[Case]:
         )
 
 
-def _build(names: list[str], size: str, tokens: int, device: torch.device) -> dict[str, Callable[[], Implementation]]:
+def _build(
+    names: Sequence[str], size: str, tokens: int, device: torch.device
+) -> dict[str, Callable[[], Implementation]]:
     return {name: functools.partial(_implementation, name, size, tokens, device) for name in names}
 
 
@@ -51,14 +52,9 @@ def _implementation(name: str, size: str, tokens: int, device: torch.device) -> 
     return Implementation(run=None, saved=saved, facts={"peak_bytes": peaks[1] - peaks[0]})
 
 
-def _model(name: str, size: str, layers: int, device: torch.device) -> Any:
+def _without_head(name: str, size: str, layers: int, device: torch.device) -> Any:
     fields = {**SIZES[size], "num_hidden_layers": layers, "vocab_size": 8}
-    with device:
-        if name == _THEIRS:
-            model: Any = LlamaModel(LlamaConfig(**fields))
-        else:
-            model = KVShiftLlamaModel(KVShiftLlamaConfig(**fields, shift_targets=("k", "v") if name == _OURS else ()))
-    return model.to(torch.bfloat16)
+    return build_llama(name, fields, torch.bfloat16, device, (LlamaModel, KVShiftLlamaModel))
 
 
 def _embedded(model: Any, tokens: int) -> Tensor:
@@ -67,14 +63,14 @@ def _embedded(model: Any, tokens: int) -> Tensor:
 
 
 def _saved(name: str, size: str, layers: int, tokens: int, device: torch.device) -> int:
-    model = _model(name, size, layers, device)
+    model = _without_head(name, size, layers, device)
     x = _embedded(model, tokens)
     return bytes_saved(lambda: model(inputs_embeds=x, use_cache=False).last_hidden_state, device)
 
 
 def _peak(name: str, size: str, layers: int, tokens: int, device: torch.device) -> int:
     """Beyond weights and gradients, which are there before."""
-    model = _model(name, size, layers, device)
+    model = _without_head(name, size, layers, device)
     x = _embedded(model, tokens)
     used = [x, *(parameter for part, parameter in model.named_parameters() if "embed_tokens" not in part)]
     for leaf in used:

@@ -39,7 +39,7 @@ class _Inputs:
     target: Tensor
 
 
-def operator_cases(session: Session) -> Iterator[Case]:
+def op_cases(session: Session) -> Iterator[Case]:
     """Every shape and dtype of the preset, without and with the rotary embedding of k."""
     preset = session.preset
     for shape, dtype, what in itertools.product(preset.shapes, preset.dtypes, _PASSES):
@@ -74,18 +74,18 @@ def shift_case(
         sets = _inputs(shape, dtype, session.device)
         table = rotary_tables(shape[1], shape[3], dtype, session.device) if rotary else None
         if table is not None:
-            formulations, left_out = with_rotary(table, session.compiled)
+            formulations = with_rotary(table, session.compiled)
         elif ours_alone:
-            formulations, left_out = [Formulation(name="kv_shift", function=ours("auto"))], {}
+            formulations = [Formulation(name="kv_shift", function=ours("auto"))]
         else:
-            formulations, left_out = without(sets[0].k, session.compiled)
+            formulations = without(sets[0].k, session.compiled)
         moved = 2 * sets[0].k.nbytes
         implementations: dict[str, Callable[[], Implementation]] = {COPY: functools.partial(_copy, sets, 2 * moved)}
         for formulation in formulations:
             implementations[formulation.name] = functools.partial(
                 _implementation, formulation, sets, dtype, what, _PASSES[what] * moved, table
             )
-        return implementations | {name: functools.partial(_leave_out, reason) for name, reason in left_out.items()}
+        return implementations
 
     facts = {"shape": list(shape), "dtype": _short(dtype), "pass": what, "rotary": rotary, **facts}
     clock = session.device_clock
@@ -125,13 +125,11 @@ def _copy(sets: list[_Inputs], moved: int) -> Implementation:
     return Implementation(run=run, moved=moved)
 
 
-def _leave_out(reason: str) -> Implementation:
-    raise LeftOutError(reason)
-
-
 def _implementation(
     formulation: Formulation, sets: list[_Inputs], dtype: torch.dtype, what: str, moved: int, table: Table | None
 ) -> Implementation:
+    if formulation.left_out is not None:
+        raise LeftOutError(formulation.left_out)
     first = sets[0].k
     device, shape = first.device, (first.shape[0], first.shape[1], first.shape[2], first.shape[3])
     torch.manual_seed(0)

@@ -15,7 +15,6 @@ from typing import Any
 
 from kvshift.lab.analysis.made_page import write_or_check
 from kvshift.lab.analysis.tables import as_markdown
-from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.json_lines import read_lines
 
 MARKERS = ("<!-- From here on made from results/serving by `make results`. -->\n", "<!-- Until here. -->\n")
@@ -49,15 +48,14 @@ def rendered(capacity: Sequence[Row], speed: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check the page; returns the exit code."""
-
-    def made(page: str) -> str:
-        head, begin, rest = page.partition(MARKERS[0])
-        _, end, tail = rest.partition(MARKERS[1])
-        if not end:
-            raise LabError(f"{PAGE} has lost a marker: {' or '.join(map(str.strip, MARKERS))}")
-        return f"{head}{begin}\n{rendered(_rows('capacity'), _rows('speed'))}\n{end}{tail}"
-
-    return write_or_check("kvshift.benchmarks.serving_page", arguments, PAGE, RESULTS, made)
+    return write_or_check(
+        "kvshift.benchmarks.serving_page",
+        arguments,
+        PAGE,
+        RESULTS,
+        MARKERS,
+        lambda: rendered(_rows("capacity"), _rows("speed")),
+    )
 
 
 def _rows(name: str) -> list[Row]:

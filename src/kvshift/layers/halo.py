@@ -12,7 +12,7 @@ Shapes: B batch, L tokens of a shard, N chunks of a shard, C = L / N, H query he
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -46,22 +46,22 @@ def shift_shard(
     v with beta and q with gamma likewise. Lag j is read exactly where positions[t] >= j; the result has the same bits
     as in one process. Every rank of the group must call this, and must differentiate what it returns if one does:
     the gradients of the tokens that were fetched travel back to the rank that holds them. The gradients of the
-    coefficients are those of this shard, to be summed over the group as those of any other weight.
+    coefficients are those of this shard; sum them over the group like those of any other weight.
 
-    What is fetched travels together (`exchange_halo`).
+    All fetched tokens travel in one exchange (`exchange_halo`).
 
     Args:
         k: raw keys, after projection and before QK-norm and rotary embedding, (B, L, G, Dk).
         v: raw values, (B, L, G, Dv).
         alpha, beta: coefficients, (G, W); None: not shifted. `KVShift.coefficients()` has those of a layer.
         q, gamma: raw queries, (B, L, H, Dk), and their coefficients, (H, W), where queries are shifted too.
-        positions: of the tokens of this shard in their documents, (B, L) or (1, L) integers; every document counts
-            from 0. None: each row of the batch is one document.
+        positions: position of each token of this shard in its document, (B, L) or (1, L) integers; every document
+            counts from 0. None: each row of the batch is one document.
         group, layout: as in `exchange_halo`.
         backend: as in `kv_shift`.
 
     Returns:
-        q (as it came where it is not shifted), k_hat and v_hat.
+        q (unchanged if it is not shifted), k_hat and v_hat.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype or shape; the message names it.
@@ -108,12 +108,12 @@ def exchange_halo(
     group: dist.ProcessGroup | None = None,
     layout: Layout = "contiguous",
 ) -> list[Tensor]:
-    """The tokens that stand before each chunk of this rank's shard, from the ranks that hold them; differentiable.
+    """The tokens before each chunk of this rank's shard, from the ranks that hold them; differentiable.
 
         halo[:, n, i] = token  c[n] * C - rows + i  of the sequence, where c[n] is the n-th chunk of this rank
 
-    Before the first token of the sequence stand zeros. Documents do not matter here: whoever reads a halo, reads only
-    as much of it as belongs to the document of the reading token.
+    Zeros precede the first token of the sequence. Documents do not matter here: the reader of a halo uses only the part
+    that belongs to the document of the reading token.
 
     It is one all-to-all, in which a rank with C >= rows sends tokens to the next rank alone in the contiguous layout,
     and to each neighbour in the head-tail layout; in backward, the gradients travel the other way. With shorter chunks,
@@ -123,7 +123,7 @@ def exchange_halo(
     must: a rank whose loss does not depend on its halo would keep its neighbours waiting.
 
     Args:
-        tensors: those that travel together, (B, L, ...), of one dtype and device.
+        tensors: the tensors to exchange together, (B, L, ...), of one dtype and device.
         rows: how many tokens; W - 1 for a window of W.
         group: the processes that share each sequence, in the order of the layout; None: all.
         layout: "contiguous" or "headtail".
@@ -140,8 +140,8 @@ def exchange_halo(
     length = _check_tensors(tensors, chunks)
     if rows < 1:
         raise ValueError(f"rows must be at least 1 (the window less one), got {rows}")
-    rank, division = dist.get_rank(group), _Division(layout, dist.get_world_size(group), length // chunks, rows)
-    leaving, arriving = division.routes(rank)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    leaving, arriving = _routes(rank, size, layout, length // chunks, rows)
     sent = [token for tokens in leaving for token in tokens]
     batch, features = tensors[0].shape[0], [x.shape[2:].numel() for x in tensors]
     picked = [torch.cat([x[:, :0], *(x[:, token : token + 1] for token in sent)], dim=1) for x in tensors]
@@ -163,46 +163,33 @@ def exchange_halo(
     return [part.reshape(*part.shape[:3], *x.shape[2:]) for part, x in zip(parts, tensors, strict=True)]
 
 
-class _Division(NamedTuple):
-    """Which rank holds which tokens, and who needs them.
+def _held_chunks(rank: int, size: int, layout: Layout) -> tuple[int, ...]:
+    """The chunks that one of `size` ranks holds, in their order in its shard."""
+    return (rank,) if layout == "contiguous" else (rank, 2 * size - 1 - rank)
 
-    Attributes:
-        layout: see the head of the module.
-        size: R, the number of ranks.
+
+def _routes(rank: int, size: int, layout: Layout, length: int, rows: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Which tokens of its shard a rank sends to each rank, and into which rows of its halo go those from each.
+
+    Args:
         length: C.
         rows: W - 1.
     """
-
-    layout: Layout
-    size: int
-    length: int
-    rows: int
-
-    def chunks(self, rank: int) -> tuple[int, ...]:
-        """The chunks that a rank holds, in their order in its shard."""
-        return (rank,) if self.layout == "contiguous" else (rank, 2 * self.size - 1 - rank)
-
-    def routes(self, rank: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Which tokens of its shard a rank sends to each rank, and into which rows of its halo go those from each."""
-        holders = {
-            chunk: (holder, number * self.length)
-            for holder in range(self.size)
-            for number, chunk in enumerate(self.chunks(holder))
-        }
-        leaving: list[list[int]] = [[] for _ in range(self.size)]
-        arriving: list[list[int]] = [[] for _ in range(self.size)]
-        for target in range(self.size):
-            starts = [chunk * self.length for chunk in self.chunks(target)]
-            needed = [start + behind for start in starts for behind in range(-self.rows, 0)]
-            for row, token in enumerate(needed):
-                if token < 0:
-                    continue
-                holder, start = holders[token // self.length]
-                if holder == rank:
-                    leaving[target].append(start + token % self.length)
-                if target == rank:
-                    arriving[holder].append(row)
-        return leaving, arriving
+    held = [_held_chunks(holder, size, layout) for holder in range(size)]
+    places = {chunk: (holder, i * length) for holder, chunks in enumerate(held) for i, chunk in enumerate(chunks)}
+    leaving: list[list[int]] = [[] for _ in range(size)]
+    arriving: list[list[int]] = [[] for _ in range(size)]
+    for target, chunks in enumerate(held):
+        needed = [chunk * length + behind for chunk in chunks for behind in range(-rows, 0)]
+        for row, token in enumerate(needed):
+            if token < 0:
+                continue
+            holder, start = places[token // length]
+            if holder == rank:
+                leaving[target].append(start + token % length)
+            if target == rank:
+                arriving[holder].append(row)
+    return leaving, arriving
 
 
 def _refuse_second_derivative(_: Tensor) -> None:

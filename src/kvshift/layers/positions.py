@@ -9,12 +9,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvshift.ops.boundaries import document_starts, sequence_of_positions
-from kvshift.ops.rope import half_tables as half_tables
-from kvshift.ops.rope import rotate as rotate
-from kvshift.ops.rope import rotate_half as rotate_half
 
 
 @dataclass(frozen=True)
@@ -66,28 +64,23 @@ def count_tokens(
     total_B = real_BT.sum(1)
     if cu_seqlens is not None:
         bound = cu_seqlens.long()
-        document_T = sequence_of_positions(bound, length)
+        document_BT = sequence_of_positions(bound, length).unsqueeze(0)
         before_bound = torch.cat([before_BT[0], total_B])[bound]  # (S + 1,)
         seen_S = torch.zeros_like(bound[1:]) if seen is None else seen
-        rank_BT = before_BT + (seen_S - before_bound[:-1])[document_T]
-        return (
-            Positions(document_T.unsqueeze(0), torch.where(real_BT, rank_BT, -1)),
-            seen_S + before_bound.diff(),
-        )
-
-    seen_B = torch.zeros_like(total_B) if seen is None else seen
-    document_BT, first_BT = torch.zeros_like(before_BT), torch.zeros_like(before_BT)
-    if seq_idx is not None:
-        starts_BT = document_starts(seq_idx, real_BT)
-        document_BT = starts_BT.cumsum(1)
-        first_BT = torch.where(starts_BT, before_BT, 0).cummax(1).values
-    # Only the first document of a row continues earlier calls.
-    rank_BT = before_BT - first_BT + torch.where(document_BT == 0, seen_B.unsqueeze(1), 0)
-    zero_B1 = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    last_document_B = torch.cat([zero_B1, document_BT], dim=1).amax(1)
-    last_first_B = torch.cat([zero_B1, first_BT], dim=1).amax(1)
-    seen_after = total_B - last_first_B + torch.where(last_document_B == 0, seen_B, 0)
-    return Positions(document_BT, torch.where(real_BT, rank_BT, -1)), seen_after
+        carried_BT = (seen_S - before_bound[:-1])[document_BT]
+        seen_after = seen_S + before_bound.diff()
+    else:
+        seen_B = torch.zeros_like(total_B) if seen is None else seen
+        document_BT, first_BT = torch.zeros_like(before_BT), torch.zeros_like(before_BT)
+        if seq_idx is not None:
+            starts_BT = document_starts(seq_idx, real_BT)
+            document_BT = starts_BT.cumsum(1)
+            first_BT = torch.where(starts_BT, before_BT, 0).cummax(1).values
+        # Only the first document of a row continues earlier calls.
+        carried_BT = torch.where(document_BT == 0, seen_B.unsqueeze(1), 0) - first_BT
+        last_document_B, last_first_B = (F.pad(x, (1, 0)).amax(1) for x in (document_BT, first_BT))
+        seen_after = total_B - last_first_B + torch.where(last_document_B == 0, seen_B, 0)
+    return Positions(document_BT, torch.where(real_BT, before_BT + carried_BT, -1)), seen_after
 
 
 def cached_positions(seen: Tensor, length: int, packed: bool) -> Positions:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from kvshift.ops.boundaries import ShiftPlan
@@ -17,6 +18,11 @@ Norms = tuple[nn.Module, nn.Module]
 
 TENSORS = 14
 """So many of the first fields of a `Call` are what kernels read, in the order in which torch.library is given them."""
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Of the arithmetic: float32; float64 for float64."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 class Call(NamedTuple):

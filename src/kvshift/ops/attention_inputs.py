@@ -9,24 +9,20 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from kvshift.ops.arguments import Call, Norms
 from kvshift.ops.decode import CoefficientCache, next_token
-from kvshift.ops.dispatch import FusedPath, compiles_training, fused_path, norm_scales
+from kvshift.ops.dispatch import FusedPath, compiles_training, fused_path, gain_and_epsilon
 from kvshift.ops.reference import norm_rope_reference
 from kvshift.ops.rope import Rotary, rotate_heads
 from kvshift.ops.shift import (
-    check_boundaries,
-    check_coefficients,
-    check_input,
-    check_queries,
-    check_state,
+    check_call,
+    parts_of_state,
     shift_keys_values,
     shift_tokens,
-    state_type_error,
     with_plan,
 )
 from kvshift.ops.state import ShiftState
@@ -76,11 +72,7 @@ def shift_norm_rope(
     Returns:
         q, k, v and the new state; None where it is not kept or nothing is shifted.
     """
-    k_state = v_state = q_state = max_rows = None
-    if state is not None:
-        if not isinstance(state, ShiftState):
-            raise state_type_error(state)
-        k_state, v_state, q_state, max_rows = state.k, state.v, state.q, state.max_rows
+    k_state, v_state, q_state, max_rows = parts_of_state(state)
     cos, sin = rotary or (None, None)
     call = Call(
         q, k, v, alpha, beta, k_state, v_state, cos, sin, cu_seqlens=cu_seqlens, seq_idx=seq_idx, mask=mask,
@@ -98,15 +90,10 @@ def run(path: FusedPath, call: Call) -> Results:
 
 
 def _launch(call: Call) -> Results:
-    _check(call)
-    sequences = check_boundaries(call.k, *call.boundaries())
-    for name, coefficients in (("alpha", call.alpha), ("beta", call.beta)):
-        if coefficients is not None:
-            check_coefficients(name, coefficients, call.k)
-    check_state(call, sequences)
+    sequences = check_call(call)
     if call.window() == 1:
         call = call._replace(max_rows=0)
-    q_scale, k_scale, eps = norm_scales(call.norms)
+    (q_scale, eps), (k_scale, _) = map(gain_and_epsilon, call.norms or (None, None))
     cos, sin = _half_tables(call)
     given = with_plan(call._replace(cos=cos, sin=sin, q_scale=q_scale, k_scale=k_scale, eps=eps))
 
@@ -140,8 +127,7 @@ def _unfused(call: Call, finish: Callable[..., Any]) -> Results:
     """One after the other; `finish` is norm and rotation."""
     q, k, v, new = call.q, call.k, cast(Tensor, call.v), None
     if call.alpha is None and call.beta is None and call.gamma is None:
-        _check(call)
-        check_boundaries(k, *call.boundaries())
+        check_call(call)
     else:
         hold = call.alpha
         if hold is None and call.beta is None:  # the state holds keys all the same, so that it has one shape
@@ -167,12 +153,6 @@ def _shift_queries(q: Tensor, gamma: Tensor, call: Call) -> tuple[Tensor, Tensor
     return shift_tokens(q, gamma, state=call.q_state, max_rows=max_rows, backend=call.backend, **where)
 
 
-def _check(call: Call) -> None:
-    check_queries(call.q)
-    check_input("k", call.k)
-    check_input("v", cast(Tensor, call.v))
-
-
 def _half_tables(call: Call) -> Rotary:
     """(L, T, D/2), as the kernels read them."""
     cos, sin = (table.squeeze(2) for table in cast(Rotary, call.rotary()))
@@ -191,10 +171,5 @@ def _finish(
 def _finish_by_loops(
     q: Tensor | None, k: Tensor, norms: Norms | None, rotary: Rotary | None
 ) -> tuple[Tensor | None, Tensor]:
-    q_norm, k_norm = norms or (None, None)
-    return None if q is None else _norm_rope(q, q_norm, rotary), _norm_rope(k, k_norm, rotary)
-
-
-def _norm_rope(x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
-    scale, _, eps = norm_scales(None if norm is None else (norm, norm))
-    return norm_rope_reference(x, scale, eps, rotary)
+    of_q, of_k = map(gain_and_epsilon, norms or (None, None))
+    return None if q is None else norm_rope_reference(q, *of_q, rotary), norm_rope_reference(k, *of_k, rotary)

@@ -10,13 +10,12 @@ Shapes: G KV heads, W window.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kvshift.ops.arguments import Call
+from kvshift.ops.arguments import Call, compute_dtype
 from kvshift.ops.rope import apply_rotary
 from kvshift.ops.state import ShiftState
 
@@ -47,14 +46,14 @@ def next_token(call: Call, cache: CoefficientCache) -> tuple[Tensor | None, Tens
 
 def _shift_next_token(call: Call, cache: CoefficientCache) -> list[Tensor]:
     """Keys and values; a row of state is the token before."""
-    dtype = torch.float64 if call.k.dtype is torch.float64 else torch.float32
-    inputs: Any = call[1:3]
-    states: Any = call[5:7]  # both are there
+    dtype = compute_dtype(call.k)
+    of_k_and_v: Any = enumerate(zip(call[1:3], call[3:5], call[5:7], strict=True))  # both have states
     outputs = []
-    for x, columns, before in zip(inputs, cache.columns(call[3:5], dtype), states, strict=True):
-        if columns is None:
+    for index, (x, coefficients, before) in of_k_and_v:
+        if coefficients is None:
             outputs.append(x)
             continue
+        columns = cache.columns(index, coefficients, dtype)
         if before.dtype is not dtype:
             before = before.to(dtype)
         y = x * columns.now  # in the dtype of the arithmetic
@@ -96,29 +95,20 @@ class CoefficientCache:
     def __init__(self) -> None:
         self._cached: list[tuple[Tensor | None, int, int, torch.dtype, Columns] | None] = [None, None]
 
-    def columns(self, all_coefficients: Sequence[Tensor | None], dtype: torch.dtype) -> list[Columns | None]:
-        """Those of alpha and beta in this dtype; None where a tensor is."""
-        all_columns: list[Columns | None] = []
-        for index, x in enumerate(all_coefficients):
-            cached = self._cached[index]
-            if x is None:
-                all_columns.append(None)
-            elif (
-                cached is not None
-                and x is cached[0]
-                and x.data_ptr() == cached[1]
-                and x._version == cached[2]
-                and dtype is cached[3]
-                and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-            ):
-                all_columns.append(cached[4])
-            else:
-                all_columns.append(self._make(index, x, dtype))
-        return all_columns
-
-    def _make(self, index: int, x: Tensor, dtype: torch.dtype) -> Columns:
-        # A graph that is being captured is to hold for other numbers too, and asks nothing.
+    def columns(self, index: int, x: Tensor, dtype: torch.dtype) -> Columns:
+        """Those of alpha (`index` 0) or of beta (1) in this dtype."""
+        # A graph that is being captured is to hold for other numbers too: it asks nothing.
         captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        cached = self._cached[index]
+        if (
+            cached is not None
+            and x is cached[0]
+            and x.data_ptr() == cached[1]
+            and x._version == cached[2]
+            and dtype is cached[3]
+            and not captured
+        ):
+            return cached[4]
         keeps = type(x) is nn.Parameter and x.dtype is dtype and not (captured or x.is_inference() or x.is_meta)
         columns = columns_of(x.to(dtype), look=keeps or x.is_cpu)
         if keeps:

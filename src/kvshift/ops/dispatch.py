@@ -8,16 +8,16 @@ Shapes: B batch, T positions, H query heads, G KV heads, D head size, W window.
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from kvshift.ops.arguments import Call, Norms
+from kvshift.ops.arguments import Call
 from kvshift.ops.cpu.kernel import cpu_refusal
 from kvshift.ops.torch_ops import PLAIN, is_exporting, needs_traceable_ops
 from kvshift.ops.triton.call import triton_refusal
-from kvshift.ops.triton.self_test import passes_self_test
+from kvshift.ops.triton.self_test import Kind, passes_self_test
 
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # what "auto" stands for in this process
@@ -87,10 +87,8 @@ def fused_path(call: Call) -> FusedPath:
         return "reference"
     if call.cos is None or call.gamma is not None or not isinstance(k, Tensor):
         return "unfused"
-    if (backend != "triton" and not (backend == "auto" and is_gpu(k))) or needs_traceable_ops():
-        return "unfused"
     shifts = call.alpha is not None or call.beta is not None
-    if not takes_launch(backend, is_gpu(k), shifts=shifts) or not _fits_launch(call):
+    if not takes_launch(backend, is_gpu(k), shifts=shifts) or needs_traceable_ops() or not _fits_launch(call):
         return "unfused"
     return "launch" if backend == "triton" or _passes_self_test(call) else "unfused"
 
@@ -119,20 +117,19 @@ def compiles_training() -> bool:
     return torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_exporting()
 
 
-def norm_scales(norms: Norms | None) -> tuple[Tensor | None, Tensor | None, float]:
-    """The gains of queries and of keys, and the epsilon of both."""
-    if norms is None:
-        return None, None, 0.0
-    q_norm, k_norm = norms
-    return q_norm.weight, k_norm.weight, _epsilon(q_norm)  # type: ignore[return-value]
+def gain_and_epsilon(norm: Any) -> tuple[Tensor | None, float]:
+    """What `Norms` calls weight and eps; of None, a norm that is not there."""
+    if norm is None:
+        return None, 0.0
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return norm.weight, torch.finfo(norm.weight.dtype).eps if eps is None else eps
 
 
 def _passes_self_test(call: Call) -> bool:
     """Whether the Triton kernels compute on this device what they should; asked where "auto" would take them."""
     k, v = call.k, call.k if call.v is None else call.v
-    return passes_self_test(
-        (k.device, k.dtype, k.shape[3], v.shape[3], call.window(), call.cos is not None, call.norms is not None)
-    )
+    rotated, normed = call.cos is not None, call.norms is not None
+    return passes_self_test(Kind(k.device, k.dtype, k.shape[3], v.shape[3], call.window(), rotated, normed))
 
 
 def _refusal(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> str | None:
@@ -175,33 +172,25 @@ def _is_next_token(call: Call) -> bool:
 
 
 def _fits_launch(call: Call) -> bool:
-    q, k, v, alpha, beta, k_state, v_state, cos, sin = call[:9]
-    assert cos is not None
-    assert sin is not None
-    if not (isinstance(v, Tensor) and (q is None or isinstance(q, Tensor)) and k.ndim == v.ndim == 4):
+    """Whether the kernels compute this rotated call; what no path computes raises an error there."""
+    q, k, v, alpha, beta, k_state, v_state, *tables = cast(tuple[Any, ...], call[:9])
+    recorded = [table.requires_grad for table in tables] + [k_state is not None, v_state is not None]
+    if k.ndim != 4 or (torch.is_grad_enabled() and any(recorded)):
         return False
-    has_state = k_state is not None or v_state is not None
-    if torch.is_grad_enabled() and (has_state or cos.requires_grad or sin.requires_grad):
+    batch, positions, _, size = k.shape
+    width = tables[0].shape[-1]
+    of_tables = [(sequences, positions, 1, width) for sequences in (1, batch)]
+    if size % 2 or width not in (size, size // 2) or any(table.shape not in of_tables for table in tables):
         return False
-    size, width = k.shape[3], cos.shape[-1]
-    if (
-        size % 2
-        or width not in (size, size // 2)
-        or any(
-            table.shape not in ((1, k.shape[1], 1, width), (k.shape[0], k.shape[1], 1, width)) for table in (cos, sin)
-        )
-        or v.shape[:3] != k.shape[:3]
-        or v.dtype != k.dtype
-        or (q is not None and (q.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != size or q.dtype != k.dtype))
-    ):
+    if isinstance(q, Tensor) and (q.ndim != 4 or q.dtype != k.dtype or q.shape != (batch, positions, q.shape[2], size)):
         return False
-    if call.norms is not None:
-        if not all(map(_is_plain, call.norms)) or _epsilon(call.norms[0]) != _epsilon(call.norms[1]):
-            return False
-        if any(norm.weight.shape != (size,) for norm in call.norms):
-            return False
-    q_scale, k_scale, _ = norm_scales(call.norms)
-    return _refusal("triton", call.window(), k, q, v, alpha, beta, k_state, v_state, cos, sin, q_scale, k_scale) is None
+    if call.norms is not None and not all(map(_is_plain, call.norms)):
+        return False
+    gains, epsilons = zip(*map(gain_and_epsilon, call.norms or (None, None)), strict=True)
+    if epsilons[0] != epsilons[1] or any(gain is not None and gain.shape != (size,) for gain in gains):
+        return False
+    others = (q, v, alpha, beta, k_state, v_state, *tables, *gains)
+    return _refusal("triton", call.window(), k, *others) is None
 
 
 def _is_plain(norm: nn.Module) -> bool:
@@ -213,8 +202,3 @@ def _is_plain(norm: nn.Module) -> bool:
         and not any(hooks)
         and "forward" not in norm.__dict__
     )
-
-
-def _epsilon(norm: Any) -> float:
-    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    return torch.finfo(norm.weight.dtype).eps if eps is None else eps

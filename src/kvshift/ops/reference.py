@@ -10,6 +10,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from kvshift.ops.arguments import compute_dtype
 from kvshift.ops.rope import Rotary
 
 
@@ -47,7 +48,7 @@ def shift_reference(
     else:
         spans = [(b, range(x.shape[1])) for b in range(x.shape[0])]
 
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    compute = compute_dtype(x)
     weights = x.new_ones(x.shape[2], 1, dtype=compute) if coefficients is None else coefficients.to(compute)
     rows = {}
     next_state = []
@@ -92,7 +93,7 @@ def norm_rope_reference(x: Tensor, scale: Tensor | None, eps: float, rotary: Rot
     Returns:
         z like x; rounded once.
     """
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    compute = compute_dtype(x)
     heads = []
     for b, t, h in itertools.product(*map(range, x.shape[:3])):
         y = x[b, t, h].to(compute)

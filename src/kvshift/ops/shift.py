@@ -20,6 +20,7 @@ from kvshift.ops.state import ShiftState
 from kvshift.ops.torch_ops import needs_traceable_ops, shift_eager, shift_traceable, state_after
 from kvshift.ops.triton.call import shift_triton
 
+_AXES = "(batch, positions, heads, head size)"
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)  # PyTorch computes with no others
 
 
@@ -40,15 +41,15 @@ def kv_shift(
         k_hat[t] = alpha[:, 0] * k[t] + alpha[:, 1] * k[t-1] + ... + alpha[:, W-1] * k[t-W+1]
         v_hat[t] = beta[:, 0] * v[t] + beta[:, 1] * v[t-1] + ... + beta[:, W-1] * v[t-W+1]
 
-    Tokens before the first of a sequence count as zero, or are those of `state`. Nothing crosses a document
-    boundary. Padding is skipped: the previous token is the previous real one, and the result on padding is zero,
-    whatever stands there. Feeding a sequence in pieces, each with the state that the piece before returned, equals
-    feeding it whole; decoding is pieces of one token.
+    Tokens before the first of a sequence count as zero, or come from `state`. Nothing crosses a document boundary.
+    Padding is skipped: the previous token is the previous real one, and the result on padding is zero, whatever its
+    content. Feeding a sequence in pieces, each with the state that the previous call returned, equals feeding it
+    whole; decoding feeds pieces of one token.
 
-    Arithmetic is in fp32 (fp64 for fp64 inputs), rounded once to the dtype of k and v. A coefficient of zero reads
-    nothing: with alpha = beta = (1, 0) k and v come back bit for bit. Gradients reach k, v, alpha, beta and the tensors
-    of `state`; they have the same bits on every run. Where they are differentiated in turn (`create_graph=True`), and
-    under `torch.func` (`vmap`, `grad`, `jacrev`), tracers and forward-mode AD, every backend becomes plain operations.
+    Arithmetic is in fp32 (fp64 for fp64 inputs), rounded once to the dtype of k and v. A lag whose coefficient is zero
+    is not read: with alpha = beta = (1, 0), k and v are returned bit for bit. Gradients reach k, v, alpha, beta and the
+    tensors of `state`, with the same bits on every run. For second derivatives (`create_graph=True`), and under
+    `torch.func` (`vmap`, `grad`, `jacrev`), tracers and forward-mode AD, every backend falls back to plain operations.
 
     Args:
         k: raw keys, after projection and before QK-norm and rotary embedding, (B, T, G, Dk); any strides.
@@ -56,10 +57,10 @@ def kv_shift(
         alpha: coefficients of the keys, (G, W), column j for lag j; W = 2 in the paper. Best kept in fp32.
             None returns the keys as they are.
         beta: coefficients of the values, (G, W). None returns the values as they are.
-        state: what an earlier call returned: the last raw keys and values of the B batch entries, or of the S
-            sequences of `cu_seqlens`. None where the sequences begin here.
+        state: the state that an earlier call returned: the last raw keys and values of the B batch entries, or of the
+            S sequences of `cu_seqlens`. None if the sequences begin here.
         cu_seqlens: boundaries of the sequences packed into the one row of k (B = 1): (S + 1,) int32 or int64, from
-            0 to P without falling. A sequence may be empty: its state passes through.
+            0 to P, never decreasing. A sequence may be empty: its state passes through.
         seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The
             first of a row continues `state`; the new state is that of the last. Not together with `cu_seqlens`.
         mask: False on padding, (B, T) bool; left, right or in between.
@@ -78,11 +79,7 @@ def kv_shift(
     """
     if alpha is None and beta is None:
         raise ValueError("alpha and beta are both None: there is nothing to shift")
-    k_state = v_state = max_rows = None
-    if state is not None:
-        if not isinstance(state, ShiftState):
-            raise state_type_error(state)
-        k_state, v_state, max_rows = state.k, state.v, state.max_rows
+    k_state, v_state, _, max_rows = parts_of_state(state)
     where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask, "backend": backend}
     call = Call(None, k, v, alpha, beta, k_state, v_state, max_rows=max_rows, **where)
     k_hat, v_hat, next_state = shift_keys_values(call)
@@ -91,20 +88,7 @@ def kv_shift(
 
 def shift_keys_values(call: Call) -> tuple[Tensor, Tensor, ShiftState | None]:
     """What `kv_shift` returns; no state where no row is kept. alpha or beta is given; queries beside are checked."""
-    k, v, alpha, beta = cast(tuple[Any, ...], call[1:5])
-    check_queries(call.q)
-    check_input("k", k)
-    check_input("v", v)
-    if v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device:
-        raise ValueError(f"v must match k in batch, positions, heads, dtype and device; {_say(k=k, v=v)}")
-    if alpha is not None:
-        check_coefficients("alpha", alpha, k)
-    if beta is not None:
-        check_coefficients("beta", beta, v)
-        if alpha is not None and alpha.shape != beta.shape:
-            raise ValueError(f"alpha and beta must have the same shape; {_say(alpha=alpha, beta=beta)}")
-    sequences = check_boundaries(k, *call.boundaries())
-    check_state(call, sequences)
+    sequences = check_call(call)
     k_hat, v_hat, next_k, next_v = cast(tuple[Any, ...], _shift(call._replace(q=None), sequences))
     return k_hat, v_hat, ShiftState(next_k, next_v, call.rows_to_keep()) if call.rows_to_keep() else None
 
@@ -206,19 +190,39 @@ def check_tensor(name: str, x: Tensor, axes: str) -> None:
         raise TypeError(f"{name} must be a dense tensor {axes}, got {kind}")
 
 
+def check_call(call: Call) -> int:
+    """Raise what `kv_shift` raises for tensors that are none, or, if any is shifted, that do not fit together.
+
+    Returns:
+        S, the number of sequences that have a state.
+    """
+    k, v, alpha, beta = cast(tuple[Any, ...], call[1:5])
+    if call.q is not None:
+        check_tensor("q", call.q, _AXES)
+    check_input("k", k)
+    check_input("v", v)
+    shifts = alpha is not None or beta is not None
+    if shifts and (v.shape[:3] != k.shape[:3] or v.dtype != k.dtype or v.device != k.device):
+        raise ValueError(f"v must match k in batch, positions, heads, dtype and device; {_say(k=k, v=v)}")
+    if alpha is not None:
+        check_coefficients("alpha", alpha, k)
+    if beta is not None:
+        check_coefficients("beta", beta, v)
+        if alpha is not None and alpha.shape != beta.shape:
+            raise ValueError(f"alpha and beta must have the same shape; {_say(alpha=alpha, beta=beta)}")
+    sequences = check_boundaries(k, *call.boundaries())
+    if shifts:
+        _check_state(call, sequences)
+    return sequences
+
+
 def check_input(name: str, x: Tensor) -> None:
     """Raise what `kv_shift` raises for keys or values that are none."""
-    check_tensor(name, x, "(batch, positions, heads, head size)")
+    check_tensor(name, x, _AXES)
     if x.ndim != 4:
-        raise ValueError(f"{name} must have 4 dimensions (batch, positions, heads, head size); {_say(**{name: x})}")
+        raise ValueError(f"{name} must have 4 dimensions {_AXES}; {_say(**{name: x})}")
     if not x.is_floating_point():
         raise TypeError(f"{name} must be of a floating-point dtype; {_say(**{name: x})}")
-
-
-def check_queries(q: Tensor | None) -> None:
-    """Raise a TypeError for queries that are no dense tensor."""
-    if q is not None:
-        check_tensor("q", q, "(batch, positions, heads, head size)")
 
 
 def check_coefficients(name: str, coefficients: Tensor, x: Tensor) -> None:
@@ -270,13 +274,16 @@ def _check_cu_seqlens(cu_seqlens: Tensor, positions: int) -> None:
         raise ValueError(f"{message}; got {cu_seqlens.tolist()}")
 
 
-def state_type_error(state: object) -> TypeError:
-    """For what is none."""
-    return TypeError(f"state must be a ShiftState or None, got {type(state).__name__}")
+def parts_of_state(state: ShiftState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int | None]:
+    """`k_state`, `v_state`, `q_state` and `max_rows` of a `Call`."""
+    if state is None:
+        return None, None, None, None
+    if not isinstance(state, ShiftState):
+        raise TypeError(f"state must be a ShiftState or None, got {type(state).__name__}")
+    return state.k, state.v, state.q, state.max_rows
 
 
-def check_state(call: Call, sequences: int) -> None:
-    """Raise what `kv_shift` raises for a state that does not fit."""
+def _check_state(call: Call, sequences: int) -> None:
     k, v = call.k_state, call.v_state
     if k is None or v is None or call.v is None:
         return

@@ -15,31 +15,9 @@ from torch import Tensor, nn
 from kvshift.ops.attention_inputs import shift_norm_rope
 from kvshift.ops.shift import kv_shift
 from kvshift.ops.state import ShiftState
+from kvshift.ops.triton.self_test import Kind
 
 HEADS, _QUERY_HEADS = 3, 5
-
-
-class Kind(NamedTuple):
-    """What kernels are compiled for.
-
-    Attributes:
-        k_size, v_size: D of keys and of values.
-        window: W; 1 where nothing is shifted.
-        rotated, normed: whether rotary embedding and QK-norm follow in the same launch.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    k_size: int
-    v_size: int
-    window: int
-    rotated: bool = False
-    normed: bool = False
-
-    def __str__(self) -> str:
-        sizes = self.k_size if self.k_size == self.v_size else f"{self.k_size} (values {self.v_size})"
-        after = ", QK-norm" * self.normed + ", rotary embedding" * self.rotated
-        return f"{_name(self.dtype)}, head size {sizes}, window {self.window}{after}"
 
 
 class Edge(NamedTuple):
@@ -140,7 +118,7 @@ def difference(results: dict[str, Tensor], exact: dict[str, Tensor], dtype: torc
     A wrong row is off by about as much as the largest element. Right sums were off by 4 eps of the arithmetic at most,
     but those for alpha before a norm by 66: their terms nearly cancel. Infinities must be the same.
     """
-    arithmetic = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    arithmetic = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     for name, expected in exact.items():
         result = results[name].to(expected.device, torch.float64)
         if result.shape != expected.shape:
@@ -163,7 +141,3 @@ def _strided(x: Tensor) -> Tensor:
     batch, positions, heads, size = x.shape
     wide = x.new_full((batch, heads, 2 * positions, size + 3), torch.nan)
     return wide.transpose(1, 2)[:, ::2, :, 1 : size + 1].copy_(x)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

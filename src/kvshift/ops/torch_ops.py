@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C import _TorchDispatchModeKey
 from torch.autograd import forward_ad
 
-from kvshift.ops.arguments import Call
+from kvshift.ops.arguments import Call, compute_dtype
 from kvshift.ops.boundaries import ShiftPlan, plan_without_boundaries, readers_without_boundaries
 
 Shift = Callable[[Tensor, Tensor, Tensor, "ShiftPlan | None"], Tensor]
@@ -64,7 +64,7 @@ def needs_traceable_ops(*gradients: Tensor, by_compiler: bool = False) -> bool:
     if torch.compiler.is_compiling():
         return by_compiler
     return (
-        (torch._C._len_torch_dispatch_stack() > 0 and any(map(_is_active, _TRACERS)))
+        (torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS)))
         or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
@@ -75,10 +75,6 @@ def needs_traceable_ops(*gradients: Tensor, by_compiler: bool = False) -> bool:
 def is_exporting() -> bool:
     """Whether torch.export traces. (`torch.compiler.is_exporting` says so of torch.compile too in 2.10 and 2.11.)"""
     return torch.compiler._is_exporting_flag
-
-
-def _is_active(tracer: _TorchDispatchModeKey) -> bool:
-    return torch._C._get_dispatch_mode(tracer) is not None
 
 
 def _is_batched(gradient: Tensor) -> bool:
@@ -96,7 +92,7 @@ def shift_traceable(x: Tensor, coefficients: Tensor, state: Tensor, plan: ShiftP
 def weighted_sum(x: Tensor, coefficients: Tensor, state: Tensor, sources: Tensor | None) -> Tensor:
     """The sum of the lags, in the dtype of the arithmetic; `sources` as in a `ShiftPlan`, None without boundaries."""
     batch, length = x.shape[:2]
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(x)
     weights = coefficients.to(dtype).unsqueeze(2).unbind(1)
     if batch * length == 0:  # no token to look up
         return x.to(dtype) * weights[0]
@@ -130,7 +126,7 @@ def shift_norm_rope_traceable(x: Call) -> tuple[Tensor | None, Tensor, Tensor | 
 
     def shifted(y: Tensor, coefficients: Tensor | None, state: Tensor | None) -> Tensor:
         if coefficients is None:
-            return y.to(torch.float64 if y.dtype == torch.float64 else torch.float32)
+            return y.to(compute_dtype(y))
         if state is None:
             state = y.new_zeros(y.shape[0], coefficients.shape[1] - 1, *y.shape[2:])
         return weighted_sum(y, coefficients, state, x.sources)
@@ -394,7 +390,7 @@ def _lags(coefficients_GW: Tensor, x: Tensor) -> list[_Lag]:
 
     For long inputs weights are spread over D in memory: a multiplication then runs over G * D elements at a stretch.
     """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(x)
     coefficients_GW1 = (coefficients_GW if coefficients_GW.dtype == dtype else coefficients_GW.to(dtype)).unsqueeze(2)
     zero_GW1 = coefficients_GW1 == 0
     eager_on_cpu = x.is_cpu and not torch.compiler.is_compiling()

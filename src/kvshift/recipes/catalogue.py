@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 import kvshift.recipes
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.study.entry import Entry
+from kvshift.lab.study.notes import read_notes
 
 if TYPE_CHECKING:
     from kvshift.lab.study.recipe import Recipe
@@ -65,7 +68,9 @@ CATALOGUE: Mapping[str, Entry] = _gathered()
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name."""
+    """The recipe of that name, with the notes in its folder before those that it shares."""
     if name not in CATALOGUE:
         raise LabError(f"recipe: there is no {name!r}; there are {', '.join(CATALOGUE)}")
-    return import_module(f"kvshift.recipes.{name}.study").RECIPE
+    study = import_module(f"kvshift.recipes.{name}.study")
+    notes = read_notes(Path(study.__file__ or "").parent)
+    return replace(study.RECIPE, notes=(*notes, *study.RECIPE.notes))

@@ -1,7 +1,8 @@
-"""The main claims on one screen, `docs/summary.md`: chosen and worded here, decided by recipes."""
+"""The main claims on one screen, `docs/summary.md`: chosen and worded in summary.csv, decided by recipes."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,77 +45,12 @@ class Main:
     statement: str
 
 
-MAIN = (
-    Main("One layer with KV shift learns induction", "fig01a", "laptop", "One layer with KV shift learns induction"),
-    Main(
-        "... in at most half the steps of two plain layers", "fig01a", "laptop", "One layer with KV shift reaches 90 %"
-    ),
-    Main(
-        "Gradient descent on the loss of induction leads to α = (0, 1), β = (1, 0)",
-        "fig02",
-        "paper",
-        "Descent leads to induction",
-    ),
-    Main(
-        "Fewer errors when hopping from letter to letter (4 layers)",
-        "fig08",
-        "laptop",
-        "With 4 layers, KV shift makes fewer errors",
-    ),
-    Main("No difference in memorizing triples", "fig09", "laptop", "At 3.2M parameters KV shift changes how much"),
-    Main(
-        "No difference in learning a grammar, in the end",
-        "cfg",
-        "long",
-        "After 24,000 steps, KV shift changes the validation loss",
-    ),
-    Main(
-        "... nor in how soon it is learned",
-        "cfg",
-        "laptop",
-        "How soon: after 2,400 steps, KV shift changes the validation loss",
-    ),
-    Main(
-        "Grade-school problems: more are answered right",
-        "tab04",
-        "laptop",
-        "KV shift answers more problems right, Tr4-Te5",
-    ),
-    Main(
-        "A lower loss on text (small models, mean over four sizes and contexts; chosen after the data had been seen)",
-        "tab07",
-        "laptop",
-        "Mean over 4 places",
-    ),
-    Main("A lower loss at 8 layers, too", "depth", "laptop", "After 600 steps, 8 layers"),
-    Main("A lower loss at every size", "fig06", "laptop", "KV-shift has a lower loss than vanilla at every size"),
-    Main(
-        "Keys and values both matter (against values alone)",
-        "tab10",
-        "laptop",
-        "Mean over 4 places, by seed: KV-shift has a lower loss than V-shift",
-    ),
-    Main(
-        "Training stays stable at rates at which vanilla diverges",
-        "fig04",
-        "laptop",
-        "At the paper's rate 0.01, vanilla diverges",
-    ),
-    Main("Better answers to benchmarks at 2.9B and 19B", "fig03", "laptop", "19B: KV-shift scores higher"),
-    Main(
-        "On real text, two layers with KV shift begin to copy sooner",
-        "phase",
-        "laptop",
-        "KV-shift, 2 layers: a prefix matching",
-    ),
-    Main("The gain survives plain attention's own change", "phase", "laptop", "2 layers: the gain survives"),
-    Main(
-        "A lower loss on text at 2, 4 and 8 layers, as written down before the runs",
-        "decide",
-        "laptop",
-        "Mean over 2, 4, 8 layers: KV shift has a lower loss",
-    ),
-)
+def _read_main() -> tuple[Main, ...]:
+    with Path(__file__).with_name("summary.csv").open(encoding="utf-8", newline="") as file:
+        return tuple(Main(**row) for row in csv.DictReader(file))
+
+
+MAIN = _read_main()
 """In the order of the page; of a recipe that has not been run, nothing is said."""
 
 

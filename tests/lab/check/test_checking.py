@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,3 +133,10 @@ def test_all_properties_have_a_line(llama, capsys):
     assert main(["check", str(llama)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[3 : 3 + len(PROPERTIES)]] == list(PROPERTIES)
+
+
+def test_the_program_of_the_page_runs(capsys):
+    page = (Path(__file__).parents[3] / "docs/check.md").read_text()
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    error, tolerance = map(float, capsys.readouterr().out.split())
+    assert error < tolerance

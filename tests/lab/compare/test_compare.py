@@ -16,7 +16,9 @@ import kvshift.lab.compare.compare as module
 from kvshift.lab.analysis import report
 from kvshift.lab.analysis.comparison import summarize
 from kvshift.lab.analysis.report import read_twins
-from kvshift.lab.compare.compare import CompareConfig, TrainingError, child_config, compare
+from kvshift.lab.compare import training_process
+from kvshift.lab.compare.compare import CompareConfig, child_config, compare
+from kvshift.lab.compare.training_process import TrainingError
 from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
 from kvshift.lab.core.options import to_json
 from kvshift.lab.data.config import DataConfig
@@ -57,7 +59,7 @@ def children(monkeypatch):
             return code
 
     found = Children()
-    monkeypatch.setattr(module, "_run", found.run)
+    monkeypatch.setattr(training_process, "_run", found.run)
     return found
 
 
@@ -313,7 +315,7 @@ def test_an_interrupt_between_runs_says_how_to_resume(tmp_path, children, monkey
     def interrupt(folder, label):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_wait_until_free", interrupt)
+    monkeypatch.setattr(training_process, "_wait_until_free", interrupt)
     with pytest.raises(TrainingError, match="the same command resumes") as failure:
         compare(config_for(tmp_path / "out"))
     assert failure.value.exit_code == 130

@@ -223,19 +223,6 @@ def test_concat_loss_is_that_of_the_plain_token_stream(model):
     assert model(**batch_of(DOCUMENTS, "concat")).loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(("how", "same"), [("documents", True), ("concat", False)])
-def test_last_token_of_a_document_reaches_the_next_only_in_concat(model, how, same):
-    batch = batch_of(DOCUMENTS[3:5], how)
-    first, second = document_spans(DOCUMENTS[3:5])
-    changed = {**batch, "input_ids": batch["input_ids"].clone()}
-    changed["input_ids"][0, first.stop - 1] = ids("z")[0]
-    before, after = (model(**each, use_cache=False).logits[0] for each in (batch, changed))
-
-    assert not torch.equal(before[first], after[first])
-    assert torch.equal(before[second], after[second]) is same
-
-
 def spans_by_loop(before: np.ndarray, after: np.ndarray) -> list[tuple[int, int, int]]:
     """Every (source, target, length) by which `after` may have come from `before`."""
     length = len(before)

@@ -26,7 +26,7 @@ from kvshift.lab.evaluate import benchmarking
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, make_task, prompts
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.evaluation import evaluate
-from kvshift.lab.evaluate.harness import AskedOnce, answering, ask
+from kvshift.lab.evaluate.harness import CachedModel, answering, ask
 from kvshift.lab.evaluate.items import read_questions
 from kvshift.lab.evaluate.kept_answers import kept_in
 from kvshift.lab.runs.loading import load_model
@@ -37,11 +37,6 @@ from ..generation_cases import SHAPE, save_model, tokenizer
 from .benchmark_cases import SHARED, Scripted, needs_shared, write_benchmarks
 
 LONG = {"max_position_embeddings": 256}  # for MATH, whose solutions are given half of that
-
-
-@pytest.fixture(scope="module")
-def mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_benchmarks(tmp_path_factory.mktemp("benchmarks"))
 
 
 @pytest.fixture(scope="module")
@@ -168,24 +163,24 @@ def test_a_stopped_evaluation_asks_for_the_rest_alone(mini, tmp_path):
                 self._hook.add_partial("loglikelihood", request.args, (likelihood(*request.args), False))
             raise StoppedError
 
-    whole = ask(AskedOnce(Scripted(likelihood)), "hellaswag", questions)
+    whole = ask(CachedModel(Scripted(likelihood)), "hellaswag", questions)
     for stop in (0, 1, 5, 12):
         path, output = tmp_path / f"{stop}.answers.jsonl", tmp_path / f"{stop}.json"
         with kept_in(output) as kept, pytest.raises(StoppedError):
-            ask(AskedOnce(Stopping(likelihood), kept), "hellaswag", questions)
+            ask(CachedModel(Stopping(likelihood), kept), "hellaswag", questions)
         assert len(path.read_text().splitlines()) == stop
         with path.open("a") as file:
             file.write('{"key": "half a li')
         with kept_in(output) as kept:
             model = Scripted(likelihood)
-            assert ask(AskedOnce(model, kept), "hellaswag", questions) == whole
+            assert ask(CachedModel(model, kept), "hellaswag", questions) == whole
         assert model.asked == 12 - stop
         with kept_in(output) as kept:
             model = Scripted(likelihood)
-            assert ask(AskedOnce(model, kept), "hellaswag", questions) == whole
+            assert ask(CachedModel(model, kept), "hellaswag", questions) == whole
             assert model.asked == 0
             other = Scripted(lambda context, continuation: -1.0)
-            ask(AskedOnce(other, kept, source="another model"), "hellaswag", questions)
+            ask(CachedModel(other, kept, source="another model"), "hellaswag", questions)
             assert other.asked == 12
 
 

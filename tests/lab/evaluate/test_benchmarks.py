@@ -15,11 +15,11 @@ import pytest
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, PAPER, prompts, select
-from kvshift.lab.evaluate.harness import AskedOnce, ask
+from kvshift.lab.evaluate.harness import CachedModel, ask
 from kvshift.lab.evaluate.items import read_questions
 from kvshift.lab.evaluate.task_scores import scores
 
-from .benchmark_cases import CMMLU, MMLU, SHARED, Scripted, needs_shared, write_benchmarks
+from .benchmark_cases import CMMLU, MMLU, SHARED, Scripted, needs_shared
 
 pytestmark = pytest.mark.no_models
 
@@ -34,11 +34,6 @@ PUBLISHED = {
     "mmlu": 14042,
     "math": 5000,
 }
-
-
-@pytest.fixture(scope="module")
-def mini(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_benchmarks(tmp_path_factory.mktemp("benchmarks"))
 
 
 def shown(folder: Path, name: str, room: int | None = None) -> list[dict[str, Any]]:
@@ -200,7 +195,7 @@ def uniform(records: list[dict[str, Any]], name: str) -> Scripted:
 def score(folder: Path, name: str, model: Any, limit: int | None = None) -> dict[str, Any]:
     questions = read_questions(BENCHMARKS[name].source, str(folder))
     records = shown(folder, name)[:limit]
-    found = ask(AskedOnce(model(records, name)), name, questions, limit)
+    found = ask(CachedModel(model(records, name)), name, questions, limit)
     assert len(found) == len(records)
     return scores(name, found)
 
@@ -346,5 +341,5 @@ def test_every_subject_of_cmmlu_has_its_chinese_name():
 )
 def test_the_last_box_counts(written, correct, mini):
     model = Scripted(lambda *_: 0.0, lambda prompt: written if "Problem:\nHalf of one?" in prompt[-50:] else "")
-    found = ask(AskedOnce(model), "math", read_questions("math", str(mini)))
+    found = ask(CachedModel(model), "math", read_questions("math", str(mini)))
     assert [item["exact_match"] for item in found] == [0, correct, 0]

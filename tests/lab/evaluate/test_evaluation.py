@@ -18,17 +18,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvshift.cli import main
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.evaluate import scoring, text_scores
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.evaluation import evaluate
 from kvshift.lab.training.trainer import summarize
 
-from ..generation_cases import TEXT, save_model, tokenizer
+from ..generation_cases import tokenizer
 
 WORDS = [
     "to",
@@ -58,25 +57,6 @@ def write_documents(path: Path, count: int = 13, longest: int = 30) -> list[str]
 @pytest.fixture
 def documents(tmp_path: Path) -> list[str]:
     return write_documents(tmp_path / "held_out.jsonl")
-
-
-@pytest.fixture(scope="module")
-def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_model(tmp_path_factory.mktemp("models") / "llama", LlamaForCausalLM)
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another kind of model, with a tokenizer of its own."""
-    folder = tmp_path_factory.mktemp("models") / "gpt2"
-    torch.manual_seed(1)
-    GPT2LMHeadModel(
-        GPT2Config(vocab_size=268, n_positions=96, n_embd=24, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    ).save_pretrained(folder)
-    train_bpe(iter(TEXT), 268).save_pretrained(folder)
-    return folder
 
 
 def plain_loop(
@@ -357,6 +337,16 @@ def test_texts_that_cannot_be_scored(model_folder, tmp_path, monkeypatch):
         path.write_bytes(content)
         with pytest.raises(LabError, match=message):
             evaluate(EvalConfig(model=str(model_folder), texts=(str(path),)))
+
+
+def test_memory_that_does_not_suffice(model_folder, documents, tmp_path, monkeypatch, capsys):
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 2 PiB")
+
+    monkeypatch.setattr(text_scores, "score", fail)
+    assert main(["eval", str(model_folder), str(tmp_path / "held_out.jsonl"), "--window", "9"]) == 3
+    said = "out of memory: tried to allocate 2 PiB. Give a smaller batch_size (now 8) or window (now 9)\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_a_loss_that_is_not_finite(model_folder, documents, tmp_path):

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import t
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from kvshift.cli import main
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.data.tokenizers import train_bpe
 from kvshift.lab.evaluate import continuations
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.evaluation import evaluate
@@ -125,13 +124,6 @@ def test_what_cannot_be_counted():
 PROMPTS = {"prompt_tokens": 5, "max_new_tokens": 17}
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_model(tmp_path_factory.mktemp("models") / "plain", LlamaForCausalLM)
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "held_out.jsonl"
@@ -179,11 +171,11 @@ def plain_greedy(model: Any, prompt: list[int], penalty: float) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_it_equals_a_plain_loop(model_folder, plain, text):
+def test_it_equals_a_plain_loop(model_folder, llama_folder, text):
     cut = parts(text)[:4]
-    found = measured(model_folder, text, plain, repetition_penalty=1.3, batch_size=3, limit=4)
+    found = measured(model_folder, text, llama_folder, repetition_penalty=1.3, batch_size=3, limit=4)
     assert found["text"]["prompts"] == len(cut) == 4
-    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (model_folder, plain)]
+    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (model_folder, llama_folder)]
     for name, penalty in (("greedy", 1.0), ("greedy, penalty 1.3", 1.3)):
         written = [[plain_greedy(model, part[:5], penalty) for part in cut] for model in models]
         for model, texts in zip(found["models"], written, strict=True):
@@ -257,7 +249,7 @@ class StoppedError(Exception):
     pass
 
 
-def test_a_stopped_command_continues_the_rest_alone(model_folder, plain, text, monkeypatch):
+def test_a_stopped_command_continues_the_rest_alone(model_folder, llama_folder, text, monkeypatch):
     """Wherever it is stopped, also in the middle of a line; draws are those of a command without a stop."""
     made = 0
     most = None
@@ -279,19 +271,19 @@ def test_a_stopped_command_continues_the_rest_alone(model_folder, plain, text, m
         made = 0
         for most in stops:
             with pytest.raises(StoppedError):
-                measured(model_folder, text, plain, **options)
+                measured(model_folder, text, llama_folder, **options)
             assert not output.exists()
             assert made == most == len(kept.read_text().splitlines())
             with kept.open("a") as file:
                 file.write('{"key": "cut off')
         most = None
-        found.append(measured(model_folder, text, plain, **options))
+        found.append(measured(model_folder, text, llama_folder, **options))
         assert made == 2 * 4 * 2  # models, decodings, batches
     assert found[0]["models"] == found[1]["models"] == found[2]["models"]
     most = made  # which is none any more
-    assert measured(model_folder, text, plain, **options)["models"] == found[0]["models"]
+    assert measured(model_folder, text, llama_folder, **options)["models"] == found[0]["models"]
     with pytest.raises(StoppedError):
-        measured(model_folder, text, plain, **options, seed=1)
+        measured(model_folder, text, llama_folder, **options, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -319,14 +311,11 @@ def test_what_is_refused(options, message, model_folder, text, monkeypatch):
         evaluate(EvalConfig(**given))
 
 
-def test_other_tokenizers_and_texts_that_are_too_short(model_folder, text, tmp_path):
-    folder = tmp_path / "gpt2"
-    GPT2LMHeadModel(GPT2Config(vocab_size=268, n_positions=64, n_embd=24, n_layer=1, n_head=2)).save_pretrained(folder)
-    train_bpe(iter(TEXT), 268).save_pretrained(folder)
+def test_other_tokenizers_and_texts_that_are_too_short(model_folder, gpt2_folder, text, tmp_path):
     with pytest.raises(
         LabError, match=r"against: .*gpt2 has another tokenizer than .*; repetition is counted in tokens"
     ):
-        measured(model_folder, text, folder)
+        measured(model_folder, text, gpt2_folder)
     short = tmp_path / "short.txt"
     short.write_text("to be or not")
     with pytest.raises(

@@ -87,10 +87,3 @@ def test_another_model_in_the_folder_is_found(tmp_path: Path):
 def test_what_the_file_does_not_compute_is_refused(options: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(LabError, match=message):
         require_mlx_model(load_weights(saved(tmp_path / "model", **options)))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is not None, reason="mlx-lm is installed")
-def test_without_the_package_the_command_says_how_to_install_it(tmp_path: Path):
-    with pytest.raises(LabError, match="format mlx needs the packages mlx, mlx_lm: pip install"):
-        export(ExportOptions(model=str(tmp_path), out=tmp_path / "out", format="mlx"))
-    assert not (tmp_path / "out").exists()

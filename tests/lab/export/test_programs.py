@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -18,10 +17,8 @@ import torch
 from torch import Tensor
 
 from kvshift.cli import main
-from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.errors import RunFailedError
 from kvshift.lab.export import programs
-from kvshift.lab.export.export_config import ExportOptions
-from kvshift.lab.export.exporting import export
 from kvshift.lab.export.programs import Program, check_programs, greedy, load_program
 from kvshift.lab.export.remote_code import compute
 from kvshift.lab.runs.loading import load_weights
@@ -100,13 +97,6 @@ def test_rows_decide():
 
     ids, mask = batch(8, 5)
     assert not torch.equal(greedy(run, forgetting, ids, mask, NEW_TOKENS), generated(model, ids, mask))
-
-
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else find(name))
-    with pytest.raises(LabError, match=r"needs the packages onnx, onnxscript, onnxruntime: pip install "):
-        export(ExportOptions(model="anything", out=tmp_path / "out"))
 
 
 @dataclass(frozen=True)
@@ -241,12 +231,3 @@ def torch_alone(model: Any) -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     with torch.no_grad():
         assert ran.stdout.strip() == str(model(torch.arange(3, 10).unsqueeze(0)).logits.argmax(-1).tolist())
-
-
-def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = save_model(tmp_path / "model")
-    tokenizer().save_pretrained(folder)
-    monkeypatch.setattr("kvshift.lab.export.exporting.write_programs", lambda *_: None)
-    with pytest.raises(RunFailedError, match="the programs do not run"):
-        export(ExportOptions(model=str(folder), out=tmp_path / "out"))
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -22,13 +21,12 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from kvshift.cli import main
 from kvshift.lab.core.errors import LabError, RunFailedError
-from kvshift.lab.export.export_config import ExportOptions
-from kvshift.lab.export.exporting import export
 from kvshift.lab.export.remote_code import MOST_LINES, check_folder, compute, generate_code, write_code
 from kvshift.lab.runs.loading import load_weights
 from kvshift.lab.variants.by_name import find_variant
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
+from ...models.llama.tiny import SIZES
 from ...models.retrofit.tiny_families import FAMILIES as TINY
 from ...models.retrofit.tiny_families import shifted
 from ..generation_cases import save_model, tokenizer
@@ -158,19 +156,12 @@ def test_a_retrofitted_family_computes_the_same(tmp_path: Path):
 
 
 def test_a_model_of_no_known_family_is_refused():
-    sizes = {
-        "vocab_size": 8,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
     named = "a LlamaForCausalLM cannot be exported; these can: KVShiftLlamaForCausalLM, KVShiftGPT2LMHeadModel"
     with pytest.raises(LabError, match=named):
-        generate_code(LlamaForCausalLM(LlamaConfig(**sizes)))
+        generate_code(LlamaForCausalLM(LlamaConfig(**SIZES)))
     smear = find_variant("smear").models[KVShiftLlamaConfig]
     with pytest.raises(LabError, match=f"a {smear.__name__} cannot be exported"):
-        generate_code(smear(smear.config_class(**sizes)))
+        generate_code(smear(smear.config_class(**SIZES)))
 
 
 @pytest.fixture(scope="module")
@@ -278,37 +269,3 @@ def test_a_last_token_does_not_end_the_comparison(saved: Path):
     assert all(torch.equal(again[name], ours) for name, ours in expected.items())
     assert expected["0 tokens"].shape[1] == len(prompts[0]) + 8
     assert model.generation_config is own
-
-
-def test_it_is_written_whole_or_not_at_all(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(*_: Any) -> float:
-        raise RunFailedError("it computes something else")
-
-    monkeypatch.setattr("kvshift.lab.export.exporting.check_folder", fail)
-    with pytest.raises(RunFailedError, match="something else"):
-        export(ExportOptions(model=str(saved), out=tmp_path / "out", remote_code=True))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folders_and_options_that_are_refused(saved: Path, tmp_path: Path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    with pytest.raises(LabError, match="out must be a folder that is not there yet, or is empty"):
-        export(ExportOptions(model=str(saved), out=tmp_path / "full", remote_code=True))
-    with pytest.raises(LabError, match="format is of programs: leave it out with remote_code, got 'pt2'"):
-        export(ExportOptions(model=str(saved), out=tmp_path / "out", remote_code=True, format="pt2"))
-    with pytest.raises(LabError, match="there is no folder"):
-        export(ExportOptions(model=str(tmp_path / "none"), out=tmp_path / "out", remote_code=True))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("remote_code", [True, False])
-def test_a_model_that_computes_what_is_not_finite_is_said_so(remote_code: bool, saved: Path, tmp_path: Path):
-    """Not its copy."""
-    folder = shutil.copytree(saved, tmp_path / "large")
-    model = load_weights(folder, device="cpu")
-    model.lm_head.weight.data.fill_(3e38)
-    model.save_pretrained(folder)
-    with pytest.raises(RunFailedError, match="itself computes logits that are not finite"):
-        export(ExportOptions(model=str(folder), out=tmp_path / "out", remote_code=remote_code))
-    assert [path.name for path in tmp_path.iterdir()] == ["large"]

@@ -20,7 +20,9 @@ from kvshift.cli import main
 from kvshift.lab.analyze.analyze_config import AnalyzeConfig
 from kvshift.lab.compare.compare_config import CompareConfig
 from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.data.tokenizers import load_tokenizer
 from kvshift.lab.generate.generate import GenerateConfig, _cropped, encode, generate
+from kvshift.lab.runs.model_files import locate
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 
 from ..generation_cases import PROMPTS, batch_config, lines, save_model, tokenizer, write_prompts
@@ -264,6 +266,30 @@ def test_an_empty_prompt_without_such_a_token_is_an_error() -> None:
     assert encode(bare, "a a") == [0, 0]
     with pytest.raises(LabError, match=r"prompts\.txt:3 is empty, and the tokenizer has no token that begins"):
         encode(bare, "", "prompts.txt:3")
+
+
+def continued_text(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    arguments = ["--prompt", "abc", "--max-new-tokens", "20", "--temperature", "0"]
+    assert main(["generate", str(run), *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_generate_from_a_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = load_tokenizer(finished / "tokenizer")
+    ids = torch.tensor([words("abc")["input_ids"]])
+    model = KVShiftLlamaForCausalLM.from_pretrained(finished / "model")
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False, use_cache=True)
+    assert continued_text(finished, capsys) == words.decode(expected[0], skip_special_tokens=True) + "\n"
+
+
+def test_generate_from_the_last_checkpoint_of_a_run(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the last step it is the final model."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run / "model")
+    assert locate(str(run), lambda note: None)[0] == str(run / "checkpoint-12")
+    assert continued_text(run, capsys) == continued_text(finished, capsys)
 
 
 # Options

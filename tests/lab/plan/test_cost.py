@@ -13,18 +13,11 @@ from kvshift.lab.plan.cost import cache_size, count_parameters, training_flops, 
 from kvshift.lab.training.optimizer import recompute_activations
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, KVShiftLlamaForCausalLM, size_config
 from tests.covering import covering
+from tests.models.llama.tiny import SIZES as SMALL
 
 # No two sizes share a factor beyond what Llama asks for, so that a swapped letter shows.
-TINY: dict[str, Any] = {
-    "vocab_size": 211,
-    "hidden_size": 42,
-    "intermediate_size": 109,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 10,
-    "max_position_embeddings": 128,
-}
+OWN = {"vocab_size": 211, "intermediate_size": 109, "num_hidden_layers": 3, "attention_bias": False}
+TINY: dict[str, Any] = {**SMALL, **OWN}
 ROWS, TOKENS = 5, 67
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -21,6 +21,9 @@ from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import SIZES, KVShiftLlamaConfig, size_config
 
+from ..run_cases import LENGTH as RUN_LENGTH
+from ..run_cases import tiny as tiny_run
+
 TINY = ModelConfig(hidden_size=40, num_hidden_layers=3, num_attention_heads=5, vocab_size=211)
 SMALL = PlanConfig(model=TINY, data=PlanData(sequence_length=64), batch_size=7, tokens=44_800)
 
@@ -56,6 +59,18 @@ def test_configuration_from_a_file(tmp_path: Path) -> None:
     (row,) = estimate(PlanConfig(model=ModelConfig(config=tmp_path / "config.json")))
     assert row.parameters == count_parameters(config)
     assert row.sequence_length == config.max_position_embeddings
+
+
+def test_the_parameters_of_a_run(finished: Path, corpus: Path) -> None:
+    result = json.loads((finished / "result.json").read_text())
+    from_file = PlanConfig(model=tiny_run(corpus, finished, model={"config": finished / "model" / "config.json"}).model)
+    by_options = PlanConfig(model=tiny_run(corpus, finished).model, data=PlanData(sequence_length=RUN_LENGTH))
+    for config in (by_options, from_file):
+        (row,) = estimate(config)
+        vocabulary = json.loads((finished / "model" / "config.json").read_text())["vocab_size"]
+        spare = 2 * 24 * (1024 - vocabulary) if config is not from_file else 0  # the run's tokenizer is smaller
+        assert row.parameters.total - spare == result["parameters"]
+        assert row.parameters.shift == result["shift_parameters"]
 
 
 def test_what_train_would_take_where_nothing_is_said() -> None:
@@ -234,7 +249,6 @@ def test_batch_and_step(options: dict[str, Any], rows: int, tokens: int) -> None
             {"tokens_per_step": 1000, "batch_size": None},
             r"no whole multiple of 64 = data.sequence_length 64 x 1 device",
         ),
-        ({"model": ModelConfig(size="3B")}, r"model.size must be one of 0.2B, 1.5B, .*, got '3B'"),
         ({"model": ModelConfig(), "tokens_per_second": 1e4}, r"tokens_per_second \(10000\) .* one model"),
         ({"model": ModelConfig(config=Path("absent.json"))}, r"model.config: absent.json cannot be read"),
     ],
@@ -282,11 +296,6 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_line_is_longer_than_100_columns(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *options.replace("9e12", "9000000000000").split()]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
-
-
-def test_no_size_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model.size", "2B"]) == 2
-    assert "0.2B, 1.5B, 2.9B, 6.7B, 13B, 19B" in capsys.readouterr().err
 
 
 def test_what_the_docs_show_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

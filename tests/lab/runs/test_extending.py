@@ -14,11 +14,7 @@ from kvshift.lab.runs.extending import same_schedule
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import config_hash
 
-from ..run_cases import assert_same_bits, metrics, result, tiny, weights
-
-
-def copied(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
+from ..run_cases import BEFORE_THE_END, assert_same_bits, copied, metrics, result, tiny, weights
 
 
 def options_of(out: Path) -> dict:
@@ -38,7 +34,7 @@ def longer(corpus: Path, tmp_path_factory) -> Path:
 
 
 def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(finished, longer, corpus, tmp_path, capfd):
-    out = copied(finished, tmp_path)
+    out = copied(finished, tmp_path, without=())
     train(tiny(corpus, out, steps=20))
     assert "checkpoint-12" in capfd.readouterr().err
     assert_same_bits(weights(out), weights(longer))
@@ -57,9 +53,7 @@ def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(finished, longer
 
 
 def test_an_interrupted_run_is_extended_before_its_end(finished, longer, corpus, tmp_path):
-    out = copied(finished, tmp_path)
-    (out / "result.json").unlink()
-    shutil.rmtree(out / "checkpoint-12")
+    out = copied(finished, tmp_path, without=BEFORE_THE_END)
     train(tiny(corpus, out, steps=20))
     assert_same_bits(weights(out), weights(longer))
     assert metrics(out, "eval") == metrics(longer, "eval")
@@ -109,7 +103,7 @@ def test_same_schedule(optimizer, done, same):
 
 
 def test_without_a_checkpoint_a_finished_run_is_not_begun_anew(finished, corpus, tmp_path):
-    out = copied(finished, tmp_path)
+    out = copied(finished, tmp_path, without=())
     for folder in out.glob("checkpoint-*"):
         shutil.rmtree(folder)
     with pytest.raises(LabError, match="has finished 12 steps and holds no whole checkpoint"):
@@ -118,7 +112,7 @@ def test_without_a_checkpoint_a_finished_run_is_not_begun_anew(finished, corpus,
 
 
 def test_other_options_are_still_refused(finished, corpus, tmp_path):
-    out = copied(finished, tmp_path)
+    out = copied(finished, tmp_path, without=())
     with pytest.raises(LabError, match="batch_size: 4 there, 2 here"):
         train(tiny(corpus, out, steps=20, batch_size=2))
     with pytest.raises(LabError, match=r"optimizer\.warmup_steps: 1 there, 2 here"):

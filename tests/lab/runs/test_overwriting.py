@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +11,7 @@ import pytest
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.train import train
 
-from ..run_cases import assert_same_run, metrics, tiny
-
-
-def copied(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
+from ..run_cases import assert_same_run, copied, metrics, tiny
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -25,7 +20,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_a_run_is_replaced(finished, corpus, tmp_path):
     """Other options, another vocabulary; also what a kill may leave is gone."""
-    out = copied(finished, tmp_path)
+    out = copied(finished, tmp_path, without=())
     (out / "checkpoint-3.corrupt").mkdir()
     (out / ".tokenizer-abcdefgh").mkdir()
     config = tiny(corpus, out, steps=4, save_every=2, overwrite=True)
@@ -41,7 +36,7 @@ def test_a_run_is_replaced(finished, corpus, tmp_path):
 
 
 def test_the_same_options_train_again(finished, corpus, tmp_path, capfd):
-    out = copied(finished, tmp_path)
+    out = copied(finished, tmp_path, without=())
     (out / "metrics.jsonl").write_text("")
     train(tiny(corpus, out, overwrite=True))
     assert "checkpoint" not in capfd.readouterr().err
@@ -55,7 +50,7 @@ def test_a_new_folder_is_no_obstacle(corpus, tmp_path):
 
 @pytest.mark.parametrize("name", ["notes.txt", "checkpoint-best", "data"])
 def test_a_folder_that_holds_anything_else_is_left(finished, corpus, tmp_path, name):
-    out = copied(finished, tmp_path)
+    out = copied(finished, tmp_path, without=())
     (out / name).mkdir()
     before = files(out)
     with pytest.raises(LabError, match=rf"overwrite: .*run holds more than a run \({name}\); nothing was removed"):
@@ -85,7 +80,7 @@ def test_what_is_no_run_is_left(corpus, tmp_path):
     ids=str,
 )
 def test_options_that_cannot_be_cost_nothing(finished, corpus, tmp_path, changes, said):
-    out = copied(finished, tmp_path)
+    out = copied(finished, tmp_path, without=())
     before = files(out)
     with pytest.raises(LabError, match=said):
         train(tiny(corpus, out, overwrite=True, **changes))
@@ -93,6 +88,6 @@ def test_options_that_cannot_be_cost_nothing(finished, corpus, tmp_path, changes
 
 
 def test_a_model_in_the_folder_itself_is_no_start(finished, corpus, tmp_path):
-    out = copied(finished, tmp_path)
+    out = copied(finished, tmp_path, without=())
     with pytest.raises(LabError, match="lies in the folder that would be removed"):
         train(tiny(corpus, out, overwrite=True, init_from=str(out / "model")))

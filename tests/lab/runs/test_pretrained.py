@@ -36,6 +36,15 @@ def still(config: TrainConfig) -> TrainConfig:
     return replace(config, optimizer=replace(config.optimizer, learning_rate=1e-30, weight_decay=0.0))
 
 
+def assert_resumes(config: TrainConfig) -> None:
+    """A finished run of 4 steps, given again without its last checkpoint, continues from the one before."""
+    whole = Path(shutil.copytree(config.out, config.out.with_name("whole")))
+    (config.out / "result.json").unlink()
+    shutil.rmtree(config.out / "checkpoint-4")
+    train(config)
+    assert_same_run(config.out, whole)
+
+
 @pytest.fixture(scope="module")
 def plain(finished: Path, tmp_path_factory) -> Path:
     """A Llama without shift, as transformers saves it in bfloat16, with the tokenizer of the finished run."""
@@ -140,11 +149,7 @@ def test_what_retrofit_made_of_another_family(model_type, finished, corpus, tmp_
     assert (first.alpha - torch.tensor([1.0, 0.0])).abs().max() > 1e-4
     assert len(metrics(tmp_path / "run", "coefficients")[-1]["alpha"]) == first.alpha.shape[0]
     assert result(tmp_path / "run")["shift_parameters"] == 4 * 2 * first.alpha.shape[0]
-    shutil.copytree(tmp_path / "run", tmp_path / "whole")  # given again, it continues
-    (tmp_path / "run" / "result.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
-    train(config)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_resumes(config)
 
     start = model.state_dict()
     for part, ending in (("shift", ("alpha", "beta")), ("shift+lora", ("alpha", "beta", "weight"))):
@@ -165,12 +170,8 @@ def test_what_retrofit_made_of_another_family(model_type, finished, corpus, tmp_
 def test_given_again_it_continues(finished, corpus, tmp_path, capfd):
     config = tuned(corpus, tmp_path / "run", finished, save_every=2)
     train(config)
-    shutil.copytree(tmp_path / "run", tmp_path / "whole")
-    (tmp_path / "run" / "result.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
-    train(config)
+    assert_resumes(config)
     assert "checkpoint-2" in capfd.readouterr().err
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def test_another_model_under_the_same_name_is_refused(finished, corpus, tmp_path):

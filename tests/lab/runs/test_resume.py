@@ -7,10 +7,12 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.training.callbacks import GracefulStop, InterruptedRunError
 from kvshift.lab.training.train import train
 from kvshift.lab.training.train_config import TrainConfig
@@ -150,8 +152,7 @@ def test_killed_after_the_last_checkpoint(corpus, tmp_path, finished):
 
 
 def test_a_line_that_was_cut_off_goes(corpus, tmp_path, finished):
-    out = copied(finished, tmp_path)
-    shutil.rmtree(out / "checkpoint-12")
+    out = copied(finished, tmp_path, without=("result.json", "checkpoint-12"))
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     (out / "metrics.jsonl").write_text("".join(lines[:-2]) + lines[-2][:21])
     train(tiny(corpus, out))
@@ -204,3 +205,67 @@ def test_checkpoints_are_kept_in_number(corpus, tmp_path):
     train(tiny(corpus, tmp_path / "run", steps=5, save_every=1, keep_checkpoints=3))
     assert whole(tmp_path / "run") == [3, 4, 5]
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"steps": 11}, "steps: 12 there, 11 here"),
+        ({"seed": 1}, "seed: 0 there, 1 here"),
+        ({"model": {"hidden_size": 26, "num_attention_heads": 2}}, "model.hidden_size: 24 there, 26 here"),
+        ({"eval_rows": None}, "eval_rows: 11 there, None here"),
+        ({"tokens_per_step": 296}, "tokens_per_step: 148 there, 296 here"),
+        ({"data": {"vocab_size": 283}}, "data.vocab_size: 281 there, 283 here"),
+        (
+            {"model": {"hidden_size": 24, "num_attention_heads": 2, "shift_targets": ()}},
+            r"model.shift_targets: \['k', 'v'\] there, \[\] here",
+        ),
+    ],
+    ids=["steps", "seed", "width", "eval_rows", "tokens", "vocabulary", "targets"],
+)
+def test_other_options_are_refused_by_name(finished, corpus, tmp_path, change, said):
+    """Before the tokenizer is touched."""
+    out = copied(finished, tmp_path)
+    tokenizer = (out / "tokenizer" / "tokenizer.json").read_bytes()
+    with pytest.raises(LabError, match=said) as caught:
+        train(tiny(corpus, out, **change))
+    assert caught.value.exit_code == 2
+    assert not (out / "result.json").exists()
+    assert (out / "tokenizer" / "tokenizer.json").read_bytes() == tokenizer
+
+
+def test_model_left_open_is_compared_once_it_is_known(finished, corpus, tmp_path):
+    """A field that the second command leaves out, and that its default fills in otherwise than the first."""
+    out = tmp_path / "run"
+    train(tiny(corpus, out, model={"num_hidden_layers": 3}, steps=1))
+    (out / "result.json").unlink()
+    with pytest.raises(LabError, match=r"model.num_hidden_layers: 3 there, 2 here"):
+        train(tiny(corpus, out, steps=1))
+
+
+def test_other_text_is_refused(finished, tmp_path):
+    text = write_corpus(tmp_path / "text.jsonl")
+    config = replace(tiny(text, tmp_path / "run", steps=1))
+    train(config)
+    (config.out / "result.json").unlink()
+    lines = text.read_text().splitlines()
+    text.write_text("\n".join(lines[:-9] + lines[:9]))
+    with pytest.raises(LabError, match=r"the data are not those|the tokenizer does not fit"):
+        train(config)
+
+
+def test_other_tokenizer_is_refused(finished, corpus, tmp_path):
+    """A tokenizer of the user's own, exchanged for another between two starts."""
+    mine, out = tmp_path / "mine", tmp_path / "run"
+    shutil.copytree(finished / "tokenizer", mine)
+    config = tiny(corpus, out, steps=1)
+    config = replace(config, data=replace(config.data, tokenizer=str(mine)))
+    train(config)
+    (out / "result.json").unlink()
+    shutil.rmtree(out / "tokenizer")
+    another = tiny(corpus, tmp_path / "another", steps=1)
+    train(replace(another, data=replace(another.data, vocab_size=293)))
+    shutil.rmtree(mine)
+    shutil.copytree(another.out / "tokenizer", mine)
+    with pytest.raises(LabError, match="tokenizer"):
+        train(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -13,6 +14,8 @@ from kvshift.lab.tasks import (
     CFGTask,
     HopConfig,
     HopTask,
+    IGSMConfig,
+    IGSMTask,
     InductionConfig,
     InductionTask,
     MQARConfig,
@@ -22,7 +25,7 @@ from kvshift.lab.tasks import (
     Task,
 )
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, Any] = {
     "script": InductionTask(InductionConfig(length=29, vocab_size=101)),
     "latest": InductionTask(InductionConfig(mode="latest", length=29, vocab_size=101)),
     "raw": InductionTask(InductionConfig(mode="raw", length=29, vocab_size=101)),
@@ -33,6 +36,8 @@ TASKS: dict[str, Task] = {
     "cfg": CFGTask(CFGConfig(grammar=CFG3S, length=29, prefix=5)),
     "hop": HopTask(HopConfig(letters=29)),
     "ngram": NGramTask(NGramConfig(length=30)),
+    "kamino": IGSMTask(IGSMConfig(ops=4, test_ops=5, length=211, loss="solutions")),
+    "igsm": IGSMTask(IGSMConfig(ops=4, test_ops=5, length=307, generator="igsm")),
 }
 
 

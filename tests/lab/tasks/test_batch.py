@@ -1,7 +1,8 @@
-"""Where labels belong: what transformers makes of them is the loss of the task."""
+"""What holds for every task: where labels belong, what transformers makes of them, and its config as JSON."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 from transformers import EvalPrediction, GPT2Config, GPT2LMHeadModel, PreTrainedModel, Trainer, TrainingArguments
 
-from kvshift.lab.tasks import TaskBatches, concatenate, count_correct
+from kvshift.lab.core.options import from_json, to_json
+from kvshift.lab.tasks import TaskBatches, concatenate, config_class, count_correct, make_task, task_name
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
-from .cases import TASKS
+from .cases import TASKS, check_shape
 
 
 def llama(vocab_size: int) -> KVShiftLlamaForCausalLM:
@@ -32,7 +34,7 @@ def llama(vocab_size: int) -> KVShiftLlamaForCausalLM:
 
 def gpt2(vocab_size: int) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=vocab_size, n_positions=31, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5)
+    config = GPT2Config(vocab_size=vocab_size, n_positions=307, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5)
     config.bos_token_id = config.eos_token_id = None
     return GPT2LMHeadModel(config).eval()
 
@@ -67,6 +69,18 @@ def test_no_label_is_read_off_the_column_it_stands_in(task: Any):
     with torch.no_grad():
         one, other = (model(input_ids=ids, labels=only_last).loss for ids in (batch.input_ids[:1], changed))
     assert one == other
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_config_goes_through_json_and_makes_the_same_task(task: Any):
+    values = json.loads(json.dumps(to_json(task.config)))
+    config = from_json(config_class(task_name(task.config)), values)
+    assert config == task.config
+    batch, again = (
+        TaskBatches(made, split="training", seed=2, batch_size=3, batches=1)[0] for made in (task, make_task(config))
+    )
+    check_shape(task, batch, 3)
+    assert all(torch.equal(getattr(batch, name), getattr(again, name)) for name in vars(batch))
 
 
 def test_right_answers_of_each_slice():

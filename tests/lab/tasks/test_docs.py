@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvshift.lab.tasks import hop, induction, mqar
+from kvshift.lab.tasks import cfg, hop, induction, mqar
+from kvshift.lab.tasks.igsm import task as igsm
 
 pytestmark = pytest.mark.no_models
 
@@ -23,8 +24,8 @@ def test_the_code_runs():
     assert torch.equal(names["training"][4711].labels, names["batch"].labels)
 
 
-@pytest.mark.parametrize("module", [induction, mqar, hop])
-def test_sequences_are_those_of_the_docstring(module):
+@pytest.mark.parametrize(("module", "rows"), [(induction, 6), (mqar, 3), (hop, 3), (cfg, 6), (igsm, 10)])
+def test_sequences_are_those_of_the_docstring(module, rows: int):
     drawn = re.findall(r"^    (?:script|latest|raw|input_ids|labels|slices)  .*$", module.__doc__, flags=re.MULTILINE)
-    assert len(drawn) >= 3
+    assert len(drawn) == rows
     assert all(line in TEXT for line in drawn)

@@ -16,6 +16,7 @@ from kvshift.lab.tasks import (
     MaskedTextConfig,
     MQARConfig,
     NGramConfig,
+    QuestionTask,
     Task,
 )
 
@@ -37,8 +38,8 @@ pytestmark = pytest.mark.no_models
         (InductionConfig, {"mode": "single", "length": 5}, "induction.length must be 6 or more in mode single, got 5"),
         (InductionConfig, {"lowest_id": 0}, r"induction.lowest_id must be 1 or more \(0 pads\), got 0"),
         (InductionConfig, {"mode": "single", "pool": 9}, "induction.pool must be None in mode single"),
-        (InductionConfig, {"pool": 1}, "induction.pool must lie between 2 and the 7989 ids .* got 1"),
-        (InductionConfig, {"vocab_size": 256}, "induction.pool must lie between 2 and the 245 ids .* got 512"),
+        (InductionConfig, {"pool": 1}, "induction.pool must be between 2 and the 7989 ids .* got 1"),
+        (InductionConfig, {"vocab_size": 256}, "induction.pool must be between 2 and the 245 ids .* got 512"),
         (MQARConfig, {"pairs": 0}, "mqar.pairs must be 1 or more, got 0"),
         (MQARConfig, {"length": 65}, "mqar.length must be even and 4 times pairs = 4 or more .* got 65"),
         (MQARConfig, {"length": 14}, "mqar.length must be even and 4 times pairs = 4 or more .* got 14"),
@@ -47,7 +48,7 @@ pytestmark = pytest.mark.no_models
         (HopConfig, {"letters": 0}, "hop.letters must be 1 or more, got 0"),
         (HopConfig, {"alphabet": 1}, "hop.alphabet must be 2 or more, got 1"),
         (HopConfig, {"max_hops": -1}, "hop.max_hops must be 0 or more, got -1"),
-        (HopConfig, {"hops": 17}, "hop.hops must be None or lie in 0 ... max_hops = 16, got 17"),
+        (HopConfig, {"hops": 17}, "hop.hops must be None or in 0 ... max_hops = 16, got 17"),
         (NGramConfig, {"vocab_size": 1}, "ngram.vocab_size must be 2 or more, got 1"),
         (NGramConfig, {"pairs": 0}, "ngram.pairs must be 1 or more, got 0"),
         (NGramConfig, {"length": 0}, "ngram.length must be 3 or more, got 0"),
@@ -88,6 +89,9 @@ def test_what_cannot_be_is_refused(config: type, options: dict[str, Any], messag
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_a_batch_without_sequences_is_refused(task: Task):
+def test_a_batch_without_sequences_and_no_questions_are_refused(task: Task):
     with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
         task.batch(torch.Generator(), 0)
+    if isinstance(task, QuestionTask):
+        with pytest.raises(ValueError, match="count must be 1 or more, got 0"):
+            task.questions(torch.Generator(), 0)

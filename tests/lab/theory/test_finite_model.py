@@ -1,14 +1,13 @@
 """The model that Theorem 3.4 is the limit of."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.theory.checks import COEFFICIENTS, check_logits, check_monte_carlo, check_orthonormal, check_places
-from kvshift.lab.theory.finite_model import build_layer, draw_losses, model_loss, random_embeddings
+from kvshift.lab.theory.finite_model import build_layer, draw_losses, random_embeddings
 from kvshift.lab.theory.limit_loss import exact, loss
 
 pytestmark = pytest.mark.no_models
@@ -97,23 +96,3 @@ def test_only_the_coefficients_of_the_layer_learn():
         "shift.alpha",
         "shift.beta",
     }
-
-
-def test_the_printed_form_fails_by_what_the_slip_is_worth():
-    coefficients = torch.tensor(COEFFICIENTS[3], dtype=torch.float64)
-    model = model_loss(torch.eye(8, dtype=torch.float64).unsqueeze(0), 4, coefficients[:2], coefficients[2:]).item()
-    assert model == pytest.approx(2.77821, abs=5e-6)
-    assert loss(coefficients, replace(exact(8), side="A2")).item() == pytest.approx(2.07944, abs=5e-6)
-
-
-@pytest.mark.parametrize(
-    ("shape", "repeated", "message"),
-    [
-        ((1, 5, 7), 0, "repeated must be from 1 to 4, so that it has a successor; got 0"),
-        ((1, 5, 7), 5, "repeated must be from 1 to 4"),
-        ((5, 7), 2, r"embeddings must be \(batch, tokens, width\), got \(5, 7\)"),
-    ],
-)
-def test_bad_arguments_are_named(shape, repeated, message):
-    with pytest.raises(ValueError, match=message):
-        model_loss(torch.ones(shape), repeated, torch.ones(2), torch.ones(2))

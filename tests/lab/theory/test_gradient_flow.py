@@ -48,18 +48,3 @@ def test_free_coefficients_leave_the_square_towards_induction():
     assert abs(b2) < 0.05
     assert found.loss[-1] == pytest.approx(1e-4, rel=0.01)
     assert (np.diff(found.coefficients[10:, 1:3], axis=0) > 0).all()  # a2 and b1 keep rising
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: gradient_flow(exact(8), time=0.0), "time must be above 0, got 0"),
-        (lambda: gradient_flow(exact(8), points=1), "points must be at least 2, got 1"),
-        (lambda: gradient_flow(exact(8), start=(0.5, 0.5)), "start must be four numbers a1, a2, b1, b2; got 2"),
-        (lambda: take_steps(exact(8), steps=0), "steps must be at least 1, got 0"),
-        (lambda: take_steps(exact(8), learning_rate=-1.0, steps=1), "learning_rate must be above 0, got -1"),
-    ],
-)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

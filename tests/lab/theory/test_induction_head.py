@@ -44,23 +44,3 @@ def test_the_last_token_has_no_say_as_a_value():
 def test_weights_outside_are_zero():
     weights = softmax_between(torch.zeros(1, 5), 2, 4)
     torch.testing.assert_close(weights, torch.tensor([[0, 1, 1, 1, 0]]) / 3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((torch.ones(2, 2, 5), 1.0, 1.0), r"length >= 3, got \(2, 2, 5\)"),
-        ((torch.ones(7, 5), 1.0, 1.0), r"x must be \(batch, length, width\)"),
-        ((torch.ones(2, 7, 5), 0.0, 1.0), "sigma must be above 0, got 0"),
-        ((torch.ones(2, 7, 5), 1.0, -1.0), "slope must be above 0, got -1"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        induction_head(*arguments)
-
-
-@pytest.mark.parametrize(("first", "last"), [(0, 3), (4, 3), (2, 6)])
-def test_a_range_must_lie_within(first, last):
-    with pytest.raises(ValueError, match=rf"1 <= first <= last <= 5, got {first} and {last}"):
-        softmax_between(torch.zeros(1, 5), first, last)

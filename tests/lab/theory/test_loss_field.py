@@ -87,8 +87,3 @@ def test_fields_survive_a_file():
     again = Field.from_json(json.loads(json.dumps(field.to_json())))
     for name, values in vars(field).items():
         np.testing.assert_array_equal(getattr(again, name), values)
-
-
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="points must be at least 2, got 1"):
-        loss_field(exact(8), points=1)

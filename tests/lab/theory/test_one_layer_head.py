@@ -59,15 +59,3 @@ def test_with_a_true_match_the_answer_is_its_successor():
     assert len(place) == len(x)  # one match each
     successor = x[torch.arange(len(x)), place + 1]
     torch.testing.assert_close(induction_head(x, 1e-3, 1e-4), successor, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"sigma": 0.0}, "sigma must be above 0, got 0"),
-        ({"head": 3, "heads": 3}, "head must be from 0 to 2, got 3"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        build_layer(**{"width": 5, "sigma": 1.0, **arguments})

@@ -7,13 +7,10 @@ import torch
 
 from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.theory.checks import check_two_layers
-from kvshift.lab.theory.induction_head import random_tokens
 from kvshift.lab.theory.two_layer_head import (
-    build_layers,
     copy_bound,
     error_bound,
     previous_tokens,
-    two_layer_head,
 )
 
 pytestmark = pytest.mark.no_models
@@ -87,25 +84,3 @@ def test_bounds_worked_by_hand():
     assert error_bound(6, 3.0, math.log(2)) == pytest.approx(4 * 2 / 2)
     assert error_bound(6, 3.0, math.log(2), form="printed") == pytest.approx(4 * 2 * 1)
     assert error_bound(6, 3.0, math.log(2), form="sharp", radius=3) == pytest.approx(27 * 2 * 2 / 2)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: error_bound(6, 3.0, 1.0, form="loose"), 'form must be "derived", "printed" or "sharp", got \'loose\''),
-        (lambda: two_layer_head(torch.ones(1, 5, 3), 1.0, 0.0, 1.0), "first_slope must be above 0, got 0"),
-        (lambda: build_layers(3, -1.0), "sigma must be above 0, got -1"),
-        (lambda: build_layers(3, 1.0, heads=2, first_head=2), "first_head must be from 0 to 1, got 2"),
-        (lambda: build_layers(3, 1.0, heads=2, head=-1), "head must be from 0 to 1, got -1"),
-    ],
-)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_tokens_differ_by_draw():
-    generator = generator_for("test tokens", 0)
-    first, second = (random_tokens(2, 5, 3, generator) for _ in range(2))
-    assert not torch.equal(first, second)
-    assert max(first.abs().max(), second.abs().max()) <= 1

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kvshift.lab.tasks.questions import Question
 from kvshift.lab.training.answers import answer, ask
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.llama import KVShiftLlamaForCausalLM
+
+from ...models.llama.tiny import tiny_model
 
 END = 12
 
@@ -36,17 +38,7 @@ class Echoes:
 
 @pytest.fixture(scope="module")
 def model() -> KVShiftLlamaForCausalLM:
-    torch.manual_seed(3)
-    config = KVShiftLlamaConfig(
-        vocab_size=13,
-        hidden_size=12,
-        intermediate_size=17,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        initializer_range=1.0,  # so that answers differ, and some end
-    )
-    return KVShiftLlamaForCausalLM(config).eval()
+    return tiny_model(vocab_size=13, seed=3)  # its answers differ, and some end
 
 
 def alone(model: KVShiftLlamaForCausalLM, prompt: Tensor, tokens: int) -> Tensor:

@@ -12,11 +12,11 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from kvshift.lab.runs import progress
-from kvshift.lab.tasks import InductionConfig
 from kvshift.lab.training import callbacks
 from kvshift.lab.training.callbacks import Evaluation, Progress
-from kvshift.lab.training.task_training import TaskTrainConfig, train_task
-from kvshift.lab.variants.model_config import ModelConfig
+from kvshift.lab.training.task_training import train_task
+
+from .test_task_training import tiny
 
 
 class Terminal(io.StringIO):
@@ -96,20 +96,7 @@ def test_trainers_evaluation_is_counted_batch_by_batch(clock, capsys: pytest.Cap
 
 
 def test_a_run_tells_its_training_loss_in_a_log_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train_task(
-        TaskTrainConfig(
-            out=tmp_path,
-            task=InductionConfig(length=13, vocab_size=37),
-            model=ModelConfig(hidden_size=12, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16),
-            steps=3,
-            batch_size=5,
-            eval_every=3,
-            eval_rows=17,
-            log_every=1,
-            device="cpu",
-            progress=True,
-        )
-    )
+    train_task(tiny(tmp_path, steps=3, progress=True))
     said = capfd.readouterr().err
     assert re.search(r"step 1 of 3: training loss \d\.\d{4}, [\d,]+ tokens/s, \d\d:\d\d left", said)
     assert "step 3 of 3: validation loss" in said

@@ -145,7 +145,7 @@ def test_the_one_layer_construction_is_an_induction_head_that_needs_no_other_lay
     assert score.scores["induction"] > 0.999
     assert score.alone > 0.999
     assert score.matched["earlier"] > 0.999
-    assert score.attention["earlier+1"] > 0.999
+    assert score.prefix_matching == score.attention["earlier+1"] > 0.999
     assert score.scores["duplicate_token"] < 1e-3
     assert score.scores["previous_token"] < 0.1  # over all t; before the repeat it has nothing to find
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.packing import collate
 from kvshift.lab.data.text import load_text_data
-from kvshift.lab.training.head_scores import attention_scores, measure_heads
+from kvshift.lab.training.head_scores import measure_heads
 from kvshift.lab.training.probes import (
     KINDS,
     SCORES,
@@ -26,8 +26,9 @@ from kvshift.lab.training.probes import (
 )
 from kvshift.lab.training.repeat_config import RepeatConfig
 from kvshift.lab.training.train import train
-from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
+from kvshift.models.llama import KVShiftLlamaForCausalLM
 
+from ...models.llama.tiny import tiny_model
 from ..run_cases import assert_same_bits, copied, metrics, result, tiny, weights
 
 LONG = 97
@@ -108,79 +109,8 @@ def test_what_is_not_there_has_no_loss():
     assert summarize_targets(*(e.numpy() for e in probe_targets(torch.ones(1, 19).double(), short, short, None))) == {}
 
 
-def induction_head(alpha, query=30.0, tokens=80):
-    """One layer, one head: tokens are directions that RoPE hardly turns; a key draws the query of its own token."""
-    model = KVShiftLlamaForCausalLM(
-        KVShiftLlamaConfig(
-            vocab_size=tokens,
-            hidden_size=192,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            max_position_embeddings=128,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e12},
-        )
-    )
-    slow = [*range(40, 96), *range(136, 192)][:tokens]  # of the 96 pairs of directions, those that turn least
-    directions = torch.eye(192)[slow]
-    layer = model.model.layers[0]
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.zero_()
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm, model.model.norm):
-            norm.weight.fill_(1)
-        model.model.embed_tokens.weight.copy_(directions)
-        model.lm_head.weight.copy_(10 * directions)
-        for name, scale in {"q_proj": query, "k_proj": 1.0, "v_proj": 1.0, "o_proj": 10.0}.items():
-            getattr(layer.self_attn, name).weight.copy_(scale * torch.eye(192))
-        layer.self_attn.shift.alpha.copy_(torch.tensor([alpha]))
-        layer.self_attn.shift.beta.copy_(torch.tensor([[1.0, 0.0]]))
-    return model
-
-
-def test_a_hand_built_induction_head_scores_1():
-    found = probe_heads(induction_head(alpha=(0.0, 1.0)))
-    (head,) = found["heads"]
-    assert (head["layer"], head["head"]) == (0, 0)
-    assert head["prefix_matching"] == head["induction"] == found["prefix_matching"] == pytest.approx(1, abs=1e-4)
-    uniform = sum(1 / (t + 1) for t in range(1, 64))  # in the first half, where there is nothing to be found
-    assert head["previous_token"] == pytest.approx(uniform / 127, abs=1e-3)
-    assert head["duplicate_token"] == pytest.approx(0, abs=1e-4)
-    assert found["repeat_accuracy"] == 1
-    assert found["repeat_loss"] < 1e-3
-
-
-def test_without_the_shift_it_finds_its_own_token():
-    (head,) = probe_heads(induction_head(alpha=(1.0, 0.0)))["heads"]
-    assert head["prefix_matching"] == pytest.approx(0, abs=1e-4)
-    assert head["duplicate_token"] == pytest.approx(0.5, abs=1e-3)  # the other half is its own position
-
-
-def test_uniform_attention_scores_one_in_how_many_it_sees():
-    positions, length = 22, 11
-    (score,) = attention_scores(torch.full((3, 1, positions, positions), 1 / positions), length=length)
-    assert score.prefix_matching == pytest.approx(1 / positions)
-    assert score.scores == pytest.approx(dict.fromkeys(score.scores, 1 / positions))
-    (head,) = probe_heads(induction_head(alpha=(0.0, 1.0), query=0.0))["heads"]  # of what is before it, alike
-    assert head["prefix_matching"] == pytest.approx(np.mean([1 / (t + 1) for t in range(65, 128)]), rel=1e-5)
-    assert head["previous_token"] == pytest.approx(np.mean([1 / (t + 1) for t in range(1, 128)]), rel=1e-5)
-
-
 def test_scores_are_those_of_analyze_and_the_model_is_left_as_it_was():
-    torch.manual_seed(3)
-    model = KVShiftLlamaForCausalLM(
-        KVShiftLlamaConfig(
-            vocab_size=150,
-            hidden_size=24,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            attention_dropout=0.3,
-        )
-    )
-    model.train()
+    model = tiny_model(vocab_size=150, attention_dropout=0.3).train()
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
     random, attention = torch.get_rng_state(), model.config._attn_implementation
@@ -196,9 +126,10 @@ def test_scores_are_those_of_analyze_and_the_model_is_left_as_it_was():
         assert (head["layer"], head["head"]) == (score.layer, score.head)
         for name, value in score.scores.items():
             assert head[name] == pytest.approx(value, rel=1e-5)
-        assert head["prefix_matching"] == pytest.approx(score.attention["earlier+1"], rel=1e-5)
+        assert head["prefix_matching"] == pytest.approx(score.prefix_matching, rel=1e-5)
     assert found["prefix_matching"] == max(head["prefix_matching"] for head in found["heads"])
     assert found["repeat_loss"] == pytest.approx(measured.behaviour["second"]["loss"], rel=1e-5)
+    assert found["repeat_accuracy"] == measured.behaviour["second"]["accuracy"]
 
 
 def longer(corpus, out, packing="concat", **changes):

@@ -1,9 +1,10 @@
 """What goes wrong is said in a line, with an exit code, and what was written before is kept."""
 
+import importlib
+import os
 import re
-import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -12,13 +13,13 @@ import torch
 from kvshift import cli
 from kvshift.lab.core.errors import DivergedError, FolderInUseError, LabError, RunFailedError
 from kvshift.lab.runs.checkpoints import find_checkpoint
-from kvshift.lab.runs.folder import Metrics, RunFolder
+from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.training.callbacks import InterruptedRunError
 from kvshift.lab.training.train import train
 from kvshift.lab.training.trainer import LanguageModelTrainer
 from kvshift.lab.variants.building import build_model
 
-from ..run_cases import LENGTH, assert_same_run, copied, disk_of, metrics, tiny, write_corpus
+from ..run_cases import LENGTH, assert_same_run, copied, disk_of, metrics, tiny
 
 
 def test_finished_run_is_left_as_it_is(finished, corpus, capfd):
@@ -26,75 +27,6 @@ def test_finished_run_is_left_as_it_is(finished, corpus, capfd):
     train(tiny(corpus, finished, report_to=(), keep_checkpoints=1, progress=True))  # none of which changes a number
     assert "finished" in capfd.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.name != ".lock"} == before
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"steps": 11}, "steps: 12 there, 11 here"),
-        ({"seed": 1}, "seed: 0 there, 1 here"),
-        ({"model": {"hidden_size": 26, "num_attention_heads": 2}}, "model.hidden_size: 24 there, 26 here"),
-        ({"eval_rows": None}, "eval_rows: 11 there, None here"),
-        ({"tokens_per_step": 296}, "tokens_per_step: 148 there, 296 here"),
-        (
-            {"model": {"hidden_size": 24, "num_attention_heads": 2, "shift_targets": ()}},
-            r"model.shift_targets: \['k', 'v'\] there, \[\] here",
-        ),
-    ],
-    ids=["steps", "seed", "width", "eval_rows", "tokens", "targets"],
-)
-def test_other_options_are_refused_by_name(finished, corpus, tmp_path, change, said):
-    out = copied(finished, tmp_path)
-    with pytest.raises(LabError, match=said) as caught:
-        train(tiny(corpus, out, **change))
-    assert caught.value.exit_code == 2
-    assert not (out / "result.json").exists()
-
-
-def test_other_data_options_are_refused_before_the_tokenizer_is_touched(finished, corpus, tmp_path):
-    out = copied(finished, tmp_path)
-    config = tiny(corpus, out)
-    before = (out / "tokenizer" / "tokenizer.json").read_bytes()
-    with pytest.raises(LabError, match=r"data.vocab_size: 281 there, 283 here"):
-        train(replace(config, data=replace(config.data, vocab_size=283)))
-    assert (out / "tokenizer" / "tokenizer.json").read_bytes() == before
-
-
-def test_model_left_open_is_compared_once_it_is_known(finished, corpus, tmp_path):
-    """A field that the second command leaves out, and that its default fills in otherwise than the first."""
-    out = tmp_path / "run"
-    train(tiny(corpus, out, model={"num_hidden_layers": 3}, steps=1))
-    (out / "result.json").unlink()
-    with pytest.raises(LabError, match=r"model.num_hidden_layers: 3 there, 2 here"):
-        train(tiny(corpus, out, steps=1))
-
-
-def test_other_text_is_refused(finished, tmp_path):
-    text = write_corpus(tmp_path / "text.jsonl")
-    config = replace(tiny(text, tmp_path / "run", steps=1))
-    train(config)
-    (config.out / "result.json").unlink()
-    lines = text.read_text().splitlines()
-    text.write_text("\n".join(lines[:-9] + lines[:9]))
-    with pytest.raises(LabError, match=r"the data are not those|the tokenizer does not fit"):
-        train(config)
-
-
-def test_other_tokenizer_is_refused(finished, corpus, tmp_path):
-    """A tokenizer of the user's own, exchanged for another between two starts."""
-    mine, out = tmp_path / "mine", tmp_path / "run"
-    shutil.copytree(finished / "tokenizer", mine)
-    config = tiny(corpus, out, steps=1)
-    config = replace(config, data=replace(config.data, tokenizer=str(mine)))
-    train(config)
-    (out / "result.json").unlink()
-    shutil.rmtree(out / "tokenizer")
-    another = tiny(corpus, tmp_path / "another", steps=1)
-    train(replace(another, data=replace(another.data, vocab_size=293)))
-    shutil.rmtree(mine)
-    shutil.copytree(another.out / "tokenizer", mine)
-    with pytest.raises(LabError, match="tokenizer"):
-        train(config)
 
 
 def test_folder_in_use(corpus, tmp_path, capfd):
@@ -142,8 +74,7 @@ def test_start_weights_that_are_not_finite_are_not_blamed_on_the_learning_rate(c
 @pytest.mark.parametrize("size", [50_000, 150_000], ids=["weights", "optimizer"])
 def test_full_disk(finished, corpus, tmp_path, size):
     """The last checkpoint cannot be written: the one before stays, and once there is room the run resumes from it."""
-    out = copied(finished, tmp_path)
-    shutil.rmtree(out / "checkpoint-12")
+    out = copied(finished, tmp_path, without=("result.json", "checkpoint-12"))
     with disk_of(size), pytest.raises(RunFailedError) as caught:
         train(tiny(corpus, out))
     assert caught.value.exit_code == 3
@@ -161,18 +92,6 @@ def test_final_model_that_does_not_fit(finished, corpus, tmp_path):
     assert not (out / "result.json").exists()
     train(tiny(corpus, out))
     assert_same_run(out, finished)
-
-
-def test_line_that_does_not_fit_is_taken_back(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with closing(Metrics(path, up_to_step=0, say=pytest.fail)) as lines:
-        lines.write(kind="train", step=1)
-        before = path.read_text()
-        with disk_of(len(before) + 7), pytest.raises(RunFailedError, match=r"jsonl could not be written: .*kept"):
-            lines.write(kind="train", step=2)
-        assert path.read_text() == before
-        lines.write(kind="train", step=2)  # there is room again
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
 
 
 def test_config_that_does_not_fit(corpus, tmp_path):
@@ -194,12 +113,16 @@ def test_validation_loss_that_is_not_finite(corpus, tmp_path, monkeypatch):
     assert metrics(tmp_path / "run", "eval") == []
 
 
-def test_out_of_memory(corpus, tmp_path, monkeypatch):
+CPU_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 PiB")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("tried to allocate 2 PiB"), CPU_MEMORY], ids=["GPU", "CPU"])
+def test_out_of_memory(error, corpus, tmp_path, monkeypatch):
     def greedy(*args, **kwargs):
-        raise torch.OutOfMemoryError("tried to allocate 2 PiB")
+        raise error
 
     monkeypatch.setattr(LanguageModelTrainer, "training_step", greedy)
-    with pytest.raises(RunFailedError, match=r"out of memory: tried .* smaller batch_size \(now 4\)") as caught:
+    with pytest.raises(RunFailedError, match=r"out of memory: .*tried .* smaller batch_size \(now 4\)") as caught:
         train(tiny(corpus, tmp_path / "run"))
     assert caught.value.exit_code == 3
 
@@ -221,3 +144,110 @@ def test_training_in_a_thread(corpus, tmp_path):
     with ThreadPoolExecutor(1) as thread:
         thread.submit(train, tiny(corpus, tmp_path / "run", steps=1)).result()
     assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_tensorboard_leaves_nothing_outside_its_folder(finished, corpus, tmp_path):
+    """Killed after the last checkpoint: the closing evaluation came when the event files were closed."""
+    out = copied(finished, tmp_path)
+    train(tiny(corpus, out, report_to=("tensorboard",)))
+    assert not (out / "runs").exists()
+    assert (out / "tensorboard").is_dir()
+
+
+WANDB = """
+import os
+from pathlib import Path
+from unittest.mock import MagicMock
+run, config, logged = None, MagicMock(), []
+def init(**options):
+    global run
+    run = MagicMock()
+    (Path(os.environ.get("WANDB_DIR", ".")) / "wandb").mkdir(exist_ok=True)
+def log(values, **options):
+    logged.append(values)
+def finish():
+    global run
+    run = None
+def __getattr__(name):
+    return MagicMock()
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """The package as far as transformers uses it; like the real one, it writes to ./wandb by default."""
+    package = tmp_path / "packages" / "wandb"
+    (package / "sdk" / "lib").mkdir(parents=True)
+    (package / "__init__.py").write_text(WANDB)
+    (package / "sdk" / "lib" / "config_util.py").write_text("class ConfigError(Exception): pass")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield importlib.import_module("wandb")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        del sys.modules[name]
+
+
+def test_wandb_writes_into_the_folder_of_the_run(finished, corpus, tmp_path, wandb):
+    """The defect: it wrote into the current folder, and a second run of a process logged into the first."""
+    for name, steps in (("one", 12), ("other", 1)):
+        train(tiny(corpus, tmp_path / name, report_to=("wandb",), steps=steps))
+        assert (tmp_path / name / "wandb").is_dir()
+        assert wandb.run is None
+        assert wandb.logged
+        wandb.logged.clear()
+    assert not (tmp_path / "wandb").exists()
+    assert "WANDB_DIR" not in os.environ
+    assert_same_run(tmp_path / "one", finished)
+    train(tiny(corpus, tmp_path / "one", steps=1, overwrite=True))  # the folder is part of the run
+    assert not (tmp_path / "one" / "wandb").exists()
+
+
+def test_a_folder_or_a_run_of_wandb_that_is_there_is_used(corpus, tmp_path, wandb, monkeypatch):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    train(tiny(corpus, tmp_path / "run", report_to=("wandb",), steps=1))
+    assert (tmp_path / "wandb").is_dir()
+    assert not (tmp_path / "run" / "wandb").exists()
+    assert os.environ["WANDB_DIR"] == str(tmp_path)
+    wandb.init()
+    mine = wandb.run
+    train(tiny(corpus, tmp_path / "another", report_to=("wandb",), steps=1))
+    assert wandb.run is mine
+
+
+def test_tokenizer_beside_the_model_that_does_not_fit(finished, corpus, tmp_path, monkeypatch):
+    out = copied(finished, tmp_path)
+
+    def full(*args, **kwargs):
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
+    with pytest.raises(RunFailedError, match=r"model could not be written: No space left on device"):
+        train(tiny(corpus, out))
+    monkeypatch.undo()
+    train(tiny(corpus, out))
+    assert_same_run(out, finished)
+
+
+@pytest.mark.parametrize("size", [10, 400], ids=["at once", "later"])
+def test_event_files_that_do_not_fit(finished, corpus, tmp_path, size, monkeypatch):
+    """TensorBoard writes in a thread of its own, which passes the error on at the next line or at the end."""
+    out = copied(finished, tmp_path, without=("result.json", "checkpoint-12"))
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    written, write = [0], RecordWriter.write
+
+    def full(self, data):
+        written[0] += len(data)
+        if written[0] > size:
+            raise OSError(28, "No space left on device")
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    with pytest.raises(RunFailedError, match=r"writing failed: .*No space left on device.* MiB are free in") as caught:
+        train(tiny(corpus, out, report_to=("tensorboard",)))
+    assert caught.value.exit_code == 3
+    assert find_checkpoint(out, pytest.fail) is not None
+    monkeypatch.undo()
+    train(tiny(corpus, out, report_to=("tensorboard",)))
+    assert_same_run(out, finished)

@@ -215,7 +215,7 @@ def test_early_stopping_counts_consecutive_evaluations() -> None:
     [
         ({"steps": 0}, "steps must be 1 or more, got 0"),
         ({"accumulation": 0}, "accumulation must be 1 or more, got 0"),
-        ({"stop_at": 1.5}, "stop_at must be None or lie above 0 and at most at 1, got 1.5"),
+        ({"stop_at": 1.5}, "stop_at must be None, or more than 0 and at most 1, got 1.5"),
         ({"stop_after": 0}, "stop_after must be 1 or more, got 0"),
         ({"final_eval_rows": 0}, "final_eval_rows must be 1 or more, or None, got 0"),
         ({"questions": 3}, "questions is 3, but the task induction asks none; expected 0"),

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from kvshift.lab.variants.building import build_model, llama_config
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.retrofit import add_kv_shift
 
-from ..run_cases import LENGTH, losses, metrics, result, tiny, weights
+from ..run_cases import BEFORE_THE_END, LENGTH, copied, losses, metrics, result, tiny, weights
 from ..runs.test_processes import ROOT, arguments, in_two
 
 EVEN = ["--data.vocab-size", "282"]  # tokens that two processes can share
@@ -76,15 +75,6 @@ def one(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def before_the_end(run: Path, copy: Path) -> Path:
-    """A copy of the run as it was after step 8."""
-    shutil.copytree(run, copy)
-    (copy / "result.json").unlink()
-    shutil.rmtree(copy / "checkpoint-12")
-    shutil.rmtree(copy / "model")
-    return copy
-
-
 @pytest.mark.slow
 def test_two_processes_share_a_model_and_one_goes_on(corpus, one, tmp_path):
     two = tmp_path / "two"
@@ -98,7 +88,7 @@ def test_two_processes_share_a_model_and_one_goes_on(corpus, one, tmp_path):
     continued = [json.loads(path.read_text())["text"] for path in texts]
     assert continued[0] == continued[1]
 
-    resumed = before_the_end(two, tmp_path / "resumed")
+    resumed = copied(two, tmp_path, without=BEFORE_THE_END)
     train(in_one(corpus, resumed))
     assert_same(resumed, one)
 
@@ -106,7 +96,7 @@ def test_two_processes_share_a_model_and_one_goes_on(corpus, one, tmp_path):
 @pytest.mark.slow
 def test_two_processes_go_on_where_one_stopped(corpus, one, tmp_path):
     """Killed by -9 while they save; then again."""
-    resumed = before_the_end(one, tmp_path / "resumed")
+    resumed = copied(one, tmp_path, without=BEFORE_THE_END)
     assert start(corpus, resumed, *EVEN, KILLED_AT="checkpoint-12").returncode != 0
     assert (resumed / "checkpoint-12" / "optimizer.pt").exists()
     assert "resuming from checkpoint-8" in share(corpus, resumed)

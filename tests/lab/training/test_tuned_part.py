@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 from kvshift.models.retrofit import add_kv_shift
 
-from ..run_cases import assert_same_bits, assert_same_run, result, tiny, weights
+from ..run_cases import assert_same_bits, assert_same_run, copied, result, tiny, weights
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 PARTS = ("shift", "current", "lora", "shift+lora")
@@ -93,12 +92,9 @@ def test_a_checkpoint_holds_the_part_alone(part: str, runs: dict[str, Path]):
 def test_a_run_that_was_killed_resumes_to_the_same_bits(
     part: str, runs: dict[str, Path], corpus: Path, source: Path, tmp_path: Path
 ):
-    shutil.copytree(runs[part], tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-8")
-    shutil.rmtree(tmp_path / "run" / "model")
-    (tmp_path / "run" / "result.json").unlink()
-    train(config_of(corpus, tmp_path / "run", source, part))
-    assert_same_run(tmp_path / "run", runs[part])
+    out = copied(runs[part], tmp_path, without=("result.json", "model", "checkpoint-8"))
+    train(config_of(corpus, out, source, part))
+    assert_same_run(out, runs[part])
 
 
 def test_lora_starts_alike_with_the_coefficients_and_without():

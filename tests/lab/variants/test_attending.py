@@ -7,10 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from transformers import DynamicCache, StaticCache
-
-from kvshift.models.versions import CACHE
 
 from ...models.llama import checks
 from ...models.llama.reference import reference_logits
@@ -58,6 +54,8 @@ CACHE_CHECKS = [
     checks.check_beams,
     checks.check_crop,
     checks.check_selection,
+    checks.check_static_cache_in_pieces,
+    checks.check_documents_continued,
 ]
 
 
@@ -70,23 +68,6 @@ def test_with_a_cache(check: Callable[[Any], None], form: str) -> None:
 @every_form
 def test_in_every_split(form: str) -> None:
     checks.check_splits(made(form), atol=1e-10)
-
-
-@with_a_cache
-def test_a_static_cache(form: str) -> None:
-    model, ids = made(form), random_tokens(2, 7)
-    cache = StaticCache(config=model.config, max_cache_len=9)
-    pieces = [checks.logits_of(model, piece, **{CACHE: cache}) for piece in ids.split((4, 1, 1, 1), dim=1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), checks.logits_of(model, ids), rtol=0, atol=1e-10)
-
-
-@with_a_cache
-def test_a_cache_of_several_documents_continues_the_last(form: str) -> None:
-    model, ids = made(form), random_tokens(1, 9)
-    cache = DynamicCache(config=model.config)
-    checks.logits_of(model, ids[:, :7], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), **{CACHE: cache})
-    got = checks.logits_of(model, ids[:, 7:], **{CACHE: cache})[0]
-    torch.testing.assert_close(got, checks.reference_of(model, ids[0, 3:])[-2:], rtol=0, atol=checks.ATOL)
 
 
 @every_form

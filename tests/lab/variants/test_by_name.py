@@ -14,7 +14,7 @@ from kvshift.lab.variants.by_name import (
     VARIANTS,
     find_variant,
     label_of,
-    settled,
+    resolve_variant,
     shift_label,
     variant_of,
     with_variant,
@@ -30,7 +30,7 @@ sizes = pytest.mark.parametrize("size", SIZES, ids=["llama", "gpt2"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_name_comes_back_from_what_is_recorded(size: ModelConfig | GPT2Options, name: str) -> None:
     made = with_variant(size, name)
-    assert settled(replace(size, variant=name)) == settled(made) == made
+    assert resolve_variant(replace(size, variant=name)) == resolve_variant(made) == made
     recorded = to_json(made)
     assert variant_of(recorded) == name
     assert label_of(recorded) == VARIANTS[name].label
@@ -40,13 +40,13 @@ def test_a_name_comes_back_from_what_is_recorded(size: ModelConfig | GPT2Options
 def test_vanilla_and_kv_shift_are_said_as_ever(size: ModelConfig | GPT2Options) -> None:
     assert with_variant(size, "vanilla") == replace(size, shift_targets=())
     assert with_variant(size, "kv-shift") == replace(size, shift_targets=("k", "v"))
-    assert settled(size) == size
+    assert resolve_variant(size) == size
 
 
 @sizes
 def test_what_refines_a_shift_stays_where_something_shifts(size: ModelConfig | GPT2Options) -> None:
     refined = replace(size, shift_targets=("v",), shift_window=3, shift_init="identity", freeze_shift=True)
-    assert with_variant(refined, "kv-shift") == refined == settled(replace(refined, variant="kv-shift"))
+    assert with_variant(refined, "kv-shift") == refined == resolve_variant(replace(refined, variant="kv-shift"))
     assert with_variant(refined, "vanilla") == with_variant(size, "vanilla")
 
 
@@ -67,7 +67,7 @@ def test_a_name_that_says_options_of_the_shift_is_these_options(
     size: ModelConfig | GPT2Options, name: str, targets: tuple, window: int, constraint: str
 ) -> None:
     said = {"shift_targets": targets, "shift_window": window, "shift_constraint": constraint}
-    assert with_variant(size, name) == settled(replace(size, variant=name)) == replace(size, **said)
+    assert with_variant(size, name) == resolve_variant(replace(size, variant=name)) == replace(size, **said)
     assert variant_of(to_json(replace(size, **said))) == name
     refined = replace(size, shift_init="identity", freeze_shift=True)
     assert with_variant(refined, name) == replace(refined, **said)
@@ -95,7 +95,7 @@ def test_a_name_that_says_options_of_the_shift_is_these_options(
 )
 def test_contradictions_are_named(options: dict, said: str) -> None:
     with pytest.raises(LabError, match=said):
-        settled(ModelConfig(**options))
+        resolve_variant(ModelConfig(**options))
 
 
 def test_digests_of_runs_from_before_there_were_others() -> None:

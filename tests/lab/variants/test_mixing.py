@@ -27,7 +27,7 @@ from . import test_convolution as convolution
 from . import test_fox_shift as fox
 from . import test_key_offset as key_offset
 from .layouts import HEADS, LAYOUTS, given, heads
-from .test_variant import TOKENS, documents, shaken
+from .test_variant import TOKENS, documents, padded, shaken
 
 # Of each form what makes one, and the loop: of it, "k" or "v", such heads, sequences, and what the projections read.
 FORMS: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
@@ -193,11 +193,8 @@ def test_in_any_pieces(name: str, family: str) -> None:
 @covering(name=CACHED, side=["left", "right"], family=["llama", "gpt2"])
 def test_padded_prompts_go_on_each_as_alone(name: str, side: str, family: str) -> None:
     body, texts = decoder(name, family), documents()
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids = pad(texts, batch_first=True, padding_value=7, padding_side=side)
-    mask = pad([torch.ones_like(text) for text in texts], batch_first=True, padding_side=side)
+    ids, mask, positions = padded(texts, side)
     more = torch.randint(TOKENS, (len(texts), 3), generator=torch.Generator().manual_seed(4))
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
     output = body(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
     states = [output.last_hidden_state]
     for t in range(more.shape[1]):
@@ -218,10 +215,8 @@ def test_padded_prompts_go_on_each_as_alone(name: str, side: str, family: str) -
 def test_a_padded_prompt_in_chunks(name: str, chunk: int, family: str) -> None:
     """The first chunks of the shorter prompts are padding alone."""
     body, texts = decoder(name, family), documents()
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids = pad(texts, batch_first=True, padding_value=7, padding_side="left")
-    mask = pad([torch.ones_like(text) for text in texts], batch_first=True, padding_side="left")
-    positions, cache, states = (mask.cumsum(1) - 1).clamp(min=0), None, []
+    ids, mask, positions = padded(texts, "left")
+    cache, states = None, []
     for start in range(0, ids.shape[1], chunk):
         end = start + chunk
         output = body(
@@ -306,9 +301,7 @@ def test_generate(name: str, how: dict[str, Any]) -> None:
 @every_cached
 def test_generate_of_padded_prompts(name: str) -> None:
     model, texts = shaken(name, "llama").double(), documents()
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids = pad(texts, batch_first=True, padding_value=0, padding_side="left")
-    mask = pad([torch.ones_like(text) for text in texts], batch_first=True, padding_side="left")
+    ids, mask, _ = padded(texts, "left", 0)
     asked = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     together = model.generate(ids, attention_mask=mask, **asked)[:, ids.shape[1] :]
     for text, got in zip(texts, together, strict=True):

@@ -101,6 +101,14 @@ def documents() -> list[Tensor]:
     return [torch.randint(TOKENS, (length,), generator=chance) for length in LENGTHS]
 
 
+def padded(texts: list[Tensor], side: str, token: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    """`input_ids`, `attention_mask` and `position_ids` of documents in one batch."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad(texts, batch_first=True, padding_value=token, padding_side=side)
+    mask = pad([torch.ones_like(text) for text in texts], batch_first=True, padding_side=side)
+    return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
 def alone(model: Any, ids: Tensor) -> Tensor:
     return model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
 
@@ -184,13 +192,10 @@ def test_documents_are_each_as_alone(name: str, family: str) -> None:
         for logits, got in zip(expected, packed.split(LENGTHS), strict=True):
             torch.testing.assert_close(got, logits, rtol=0, atol=1e-10)
 
-    pad = torch.nn.utils.rnn.pad_sequence
     for side in ("left", "right"):
-        ids = pad(texts, batch_first=True, padding_value=7, padding_side=side)
-        mask = pad([torch.ones_like(text) for text in texts], batch_first=True, padding_side=side)
-        places = (mask.cumsum(1) - 1).clamp(min=0)
-        padded = model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False).logits
-        for logits, real, got in zip(expected, mask.bool(), padded, strict=True):
+        ids, mask, places = padded(texts, side)
+        together = model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False).logits
+        for logits, real, got in zip(expected, mask.bool(), together, strict=True):
             torch.testing.assert_close(got[real], logits, rtol=0, atol=1e-10, msg=lambda m, s=side: f"{s}: {m}")
 
     pairs = (numbers[0, :, None] == numbers[0]).tril()[None, None]

@@ -289,9 +289,9 @@ def test_a_first_call_in_backward_is_plain_and_tests_nothing(tested):
 
 
 def test_a_first_call_in_a_captured_graph_is_plain_and_tests_nothing(tested, monkeypatch):
-    key = (torch.device("cuda", 0), torch.bfloat16, 8, 8, 2, False, False)
+    kind = Kind(torch.device("cuda", 0), torch.bfloat16, 8, 8, 2)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not self_test.passes_self_test(key)
+    assert not self_test.passes_self_test(kind)
     assert (tested, self_test._VERDICTS) == ([], {})
 
 

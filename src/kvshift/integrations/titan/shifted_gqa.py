@@ -24,10 +24,8 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from kvshift.layers.halo import Layout, shift_shard
 from kvshift.layers.options import ShiftOptions
-from kvshift.layers.shift import KVShift, constrain
+from kvshift.layers.shift import COEFFICIENT_NAMES, KVShift, constrain
 from kvshift.ops.attention_inputs import shift_norm_rope
-
-_NAMES = {"q": "gamma", "k": "alpha", "v": "beta"}
 
 
 class TitanShift(Module):
@@ -56,7 +54,7 @@ class TitanShift(Module):
         width = 1 if self.options.constraint == "gate" else self.options.window
         for target in self.options.targets:
             heads = config.n_heads if target == "q" else config.n_kv_heads
-            self.register_parameter(_NAMES[target], nn.Parameter(torch.empty(width, heads)))
+            self.register_parameter(COEFFICIENT_NAMES[target], nn.Parameter(torch.empty(width, heads)))
         self.group: dist.ProcessGroup | None = None
         self.layout: Layout = "contiguous"
 
@@ -70,7 +68,7 @@ class TitanShift(Module):
         Returns:
             q, k, v; what is no target comes back as it is.
         """
-        parameters = {target: _local(getattr(self, _NAMES[target]), k) for target in self.options.targets}
+        parameters = {target: _local(getattr(self, COEFFICIENT_NAMES[target]), k) for target in self.options.targets}
         if not isinstance(k, DTensor):
             return self._shift_local(q, k, v, parameters, positions)
         if isinstance(positions, DTensor):
@@ -152,7 +150,7 @@ def shifted_attention(config: GQAttention.Config, options: ShiftOptions) -> Shif
     if type(config) is not GQAttention.Config:
         raise ValueError(f"attention must be a GQAttention.Config of torchtitan, got {type(config).__qualname__}")
     by_head = dense_param_placement(tp=spmd.S(1))
-    names = [_NAMES[target] for target in options.targets]
+    names = [COEFFICIENT_NAMES[target] for target in options.targets]
     shift = TitanShift.Config(
         n_heads=config.n_heads,
         n_kv_heads=config.n_kv_heads or config.n_heads,

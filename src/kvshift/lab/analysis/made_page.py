@@ -11,7 +11,7 @@ from kvshift.lab.core.errors import LabError
 
 
 def write_or_check(
-    program: str, arguments: Sequence[str], page: Path, results: Path, made: Callable[[str], str]
+    program: str, arguments: Sequence[str], page: Path, results: Path, markers: Sequence[str], made: Callable[[], str]
 ) -> int:
     """What `python -m program [--check]` does; returns the exit code.
 
@@ -19,14 +19,20 @@ def write_or_check(
         program: the module, as a user types it.
         arguments: none, to write the page; "--check", to write nothing and fail where it is not what `results` gives.
         page, results: in the working directory.
-        made: from the text of the page to the text that it is to have. A LabError is said, and the page left alone.
+        markers: lines of the page between which the made text stands; one alone: it stands from there to the end.
+        made: the text. A LabError is said, and the page left alone.
     """
     if list(arguments) not in ([], ["--check"]):
         print(f"usage: python -m {program} [--check], got {' '.join(arguments)}", file=sys.stderr)
         return 2
     old = page.read_text(encoding="utf-8")
     try:
-        new = made(old)
+        if not all(marker in old for marker in markers):
+            raise LabError(f"{page} has lost a marker: {' or '.join(map(str.strip, markers))}")
+        head, begin, rest = old.partition(markers[0])
+        new = f"{head}{begin}\n{made()}"
+        for end in markers[1:]:
+            new += f"\n{end}{rest.partition(end)[2]}"
     except LabError as error:
         print(error, file=sys.stderr)
         return 1

@@ -16,10 +16,10 @@ from typing import Any
 from kvshift.lab.analysis.made_page import write_or_check
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.check.stock_models import GROUPS
-from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.json_lines import read_lines
 
 MARKER = "<!-- From here on made from results/check by `make results`. -->\n"
+PAGE, RESULTS = Path("docs/check.md"), Path("results/check/transformers.jsonl")
 
 Row = Mapping[str, Any]
 
@@ -37,15 +37,9 @@ def rendered(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check the page; returns the exit code."""
-    results, page = Path("results/check/transformers.jsonl"), Path("docs/check.md")
-
-    def made(text: str) -> str:
-        head, marker, _ = text.partition(MARKER)
-        if not marker:
-            raise LabError(f"{page} has lost its marker: {MARKER.strip()}")
-        return f"{head}{marker}\n{rendered([*read_lines(results)])}"
-
-    return write_or_check("kvshift.lab.check.check_page", arguments, page, results, made)
+    return write_or_check(
+        "kvshift.lab.check.check_page", arguments, PAGE, RESULTS, [MARKER], lambda: rendered([*read_lines(RESULTS)])
+    )
 
 
 def _line(row: Row) -> tuple[str, ...]:

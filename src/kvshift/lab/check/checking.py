@@ -12,7 +12,7 @@ from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.check.check_config import CheckConfig
 from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.environment import environment
-from kvshift.lab.core.errors import LabError, nearest
+from kvshift.lab.core.errors import LabError, SomethingWrongError, nearest
 from kvshift.lab.core.messages import say
 from kvshift.lab.data.hub import is_hub_name, require_on_hub
 from kvshift.lab.runs.loading import load_tokenizer, load_weights
@@ -21,12 +21,6 @@ from kvshift.lab.variants.model_config import DType
 from kvshift.models.check import PROPERTIES, Report, check_model
 
 _HALF = (torch.bfloat16, torch.float16)
-
-
-class SomethingWrongError(LabError):
-    """The check ran to its end, and not every property is right."""
-
-    exit_code = 1
 
 
 def check(config: CheckConfig) -> None:

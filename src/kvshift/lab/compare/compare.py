@@ -3,6 +3,7 @@
 OUT/compare.json                    options that all twins share
 OUT/seed-S/vanilla, .../kvshift     run folders of `kvshift train`, each trained by a process of its own
 OUT/seed-S/vanilla.json, ...        the options of each
+OUT/records.jsonl                   what is kept of all runs, as `kvshift reproduce` keeps it
 OUT/step_time.json, samples.json    measured and written once all runs are finished
 OUT/report.html, table.md, summary.json, curves.png, ...    drawn from the files above; see `analysis.report`
 """
@@ -10,14 +11,9 @@ OUT/report.html, table.md, summary.json, curves.png, ...    drawn from the files
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +21,17 @@ from kvshift.lab.analysis.comparison import explanation, table
 from kvshift.lab.analysis.report import run_folder, verdicts, write_report
 from kvshift.lab.analysis.tables import as_text
 from kvshift.lab.compare.compare_config import CompareConfig
+from kvshift.lab.compare.training_process import TrainingError, TrainingProcess
 from kvshift.lab.core.atomic import read_json, write_json
-from kvshift.lab.core.errors import FolderInUseError, LabError, RunFailedError
+from kvshift.lab.core.errors import LabError, RunFailedError
 from kvshift.lab.core.messages import say
 from kvshift.lab.core.options import to_json
 from kvshift.lab.runs.folder import RunFolder
-from kvshift.lab.runs.run import is_finished
+from kvshift.lab.study.arm import Arm
+from kvshift.lab.study.records import record_of, write_records
+from kvshift.lab.study.sweep import sweep
 from kvshift.lab.training.train_config import TrainConfig, differences
 from kvshift.lab.variants.by_name import with_variant
-
-# -P: `-m` alone would import what lies in the current directory before what is installed.
-_TRAIN = (sys.executable, "-P", "-m", "kvshift", "train")
-
-
-class TrainingError(LabError):
-    """A training process failed; it has said why, and its exit code is ours."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
@@ -66,10 +54,9 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
     seeds = range(config.train.seed, config.train.seed + config.seeds)
     with RunFolder(out).locked(out / "compare.json"):
         _adopt_folder(config)
-        runs = [(seed, variant) for seed in seeds for variant in config.variants]
-        for number, (seed, variant) in enumerate(runs, start=1):
-            child = child_config(config.train, seed, variant, equal_parameters=config.equal_parameters)
-            _train(child, f"seed {seed}, {variant} ({number} of {len(runs)})")
+        runs = [(job, job.config.out) for job in jobs_of(config)]
+        sweep(runs, workers=1, child_processes=True)
+        write_records(out / "records.jsonl", [record_of(job, folder) for job, folder in runs])
         folders = {variant: run_folder(out, seeds[0], variant) for variant in config.variants}
         with _no_bars():
             _measure_step_time(config, folders)
@@ -85,6 +72,20 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
     if more is not None:
         print(f"\nMore seeds measure what one leaves open; runs that are finished are kept:\n{more}")
     return summary
+
+
+def jobs_of(config: CompareConfig) -> list[TrainingProcess]:
+    """Each variant with each seed."""
+    seeds = range(config.train.seed, config.train.seed + config.seeds)
+    runs = [(seed, variant) for seed in seeds for variant in config.variants]
+    return [
+        TrainingProcess(
+            arm=Arm(variant=variant),
+            config=child_config(config.train, seed, variant, equal_parameters=config.equal_parameters),
+            place=f"{number} of {len(runs)}",
+        )
+        for number, (seed, variant) in enumerate(runs, start=1)
+    ]
 
 
 def child_config(train: TrainConfig, seed: int, variant: str, *, equal_parameters: bool = False) -> TrainConfig:
@@ -116,64 +117,6 @@ def _adopt_folder(config: CompareConfig) -> None:
             )
     else:
         write_json(path, options)
-
-
-def _train(config: TrainConfig, label: str) -> None:
-    """Train in a process of its own: its peak memory is its own, and so is its end."""
-    if is_finished(config.out):
-        say(f"{label}: finished before")
-        return
-    _wait_until_free(config.out, label)
-    options = config.out.with_suffix(".json")
-    options.parent.mkdir(exist_ok=True)
-    write_json(options, to_json(config))
-    arguments = ["--config", str(options)]
-    say(f"\n{label}: kvshift train {shlex.join(arguments)}")
-    code = _run([*_TRAIN, *arguments])
-    if code == LabError.exit_code and not RunFolder(config.out).config.exists():
-        options.unlink()  # nothing began
-        with suppress(OSError):  # of a seed that has another run
-            options.parent.rmdir()
-    if code != 0:
-        number = -code if code < 0 else code - 128  # of the signal, if it was one
-        how = f"signal {signal.Signals(number).name}" if number in list(signal.Signals) else f"exit code {code}"
-        if number == signal.SIGKILL:
-            how += " (which a system sends that is out of memory)"
-        raise TrainingError(
-            f"{label}: training ended with {how}; what is finished is kept, and the same command resumes from there",
-            code if code > 0 else 128 + number,
-        )
-
-
-def _run(command: list[str]) -> int:
-    """Exit code of a child that is handed each signal to end which this process is sent."""
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
-        return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
-    # In a process group of its own a child is sent one signal at Ctrl-C, by us, and not a second one by the terminal,
-    # at which it would end without the checkpoint that it writes at the first.
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heard = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores the last
-    before = {number: signal.signal(number, lambda number, frame: process.send_signal(number)) for number in heard}
-    try:
-        return process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _wait_until_free(folder: Path, label: str) -> None:
-    """Where this process was killed outright, its child trains on: that run is waited for, then continued or taken."""
-    waited = False
-    while folder.exists():  # the lock would make it
-        try:
-            with RunFolder(folder).locked():
-                return
-        except FolderInUseError:
-            if not waited:
-                say(f"{label}: an earlier process still trains in {folder}; waiting for it")
-            waited = True
-            time.sleep(1)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +23,11 @@ def environment(device: torch.device, processes: int) -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": _commit(),
-        "versions": {"kvshift": kvshift.__version__, "python": platform.python_version(), **_versions()},
+        "versions": {
+            "kvshift": kvshift.__version__,
+            "python": platform.python_version(),
+            **installed_versions(("torch", "transformers", "accelerate", "datasets", "tokenizers")),
+        },
         "hardware": {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "processes": processes,
@@ -36,9 +41,10 @@ def environment(device: torch.device, processes: int) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of those of the packages that are installed, by name."""
     found = {}
-    for name in ("torch", "transformers", "accelerate", "datasets", "tokenizers"):
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

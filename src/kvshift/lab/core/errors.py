@@ -17,7 +17,8 @@ class LabError(Exception):
     """A fault that the user can fix. The message names what it is about, what was found and what was expected.
 
     The command line prints the message without a traceback and exits with `exit_code`:
-    2 for bad input, 3 for a run that failed while it ran, 4 for a run folder that is in use.
+    1 for a check that found something wrong, 2 for bad input, 3 for a run that failed while it ran, 4 for a run
+    folder that is in use.
     """
 
     exit_code = 2
@@ -45,6 +46,12 @@ class FolderInUseError(LabError):
     """Another process trains in this folder."""
 
     exit_code = 4
+
+
+class SomethingWrongError(LabError):
+    """A check ran to its end, its report is written, and something in it is wrong."""
+
+    exit_code = 1
 
 
 def require(holds: bool, name: str, value: Any, what: str) -> None:

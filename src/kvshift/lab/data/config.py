@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.core.options import LATE
 
 SHARED = "KVSHIFT_SHARED_DATA"
@@ -84,21 +84,18 @@ def check_data_config(config: DataConfig) -> None:
     for item in dataclasses.fields(config):
         if getattr(config, item.name) == "":
             raise LabError(f"{item.name} must not be empty")
-    if config.sequence_length < 2:
-        raise LabError(f"sequence_length must be 2 or more (a token and its successor), got {config.sequence_length}")
-    if not 0 < config.validation_fraction < 1:
-        raise LabError(f"validation_fraction must lie between 0 and 1, both excluded, got {config.validation_fraction}")
-    if config.packing not in ("concat", "documents"):
-        raise LabError(f"packing must be concat or documents, got {config.packing!r}")
-    if config.repeated_spans is not None and not 0 < config.repeated_spans <= 1:
-        raise LabError(f"repeated_spans must be above 0 and at most 1, got {config.repeated_spans}")
-    if config.repeated_spans and config.packing != "concat":
-        raise LabError(f"repeated_spans must be left out with packing {config.packing}: a span would cross documents")
-    if config.repeated_spans and config.sequence_length < SHORTEST_WITH_SPANS:
-        raise LabError(
-            f"sequence_length must be {SHORTEST_WITH_SPANS} or more with repeated_spans, got {config.sequence_length}"
-        )
-    if config.tokenizer is None and config.vocab_size < SMALLEST_VOCABULARY:
-        raise LabError(
-            f"vocab_size must be {SMALLEST_VOCABULARY} or more (256 bytes and <|endoftext|>), got {config.vocab_size}"
-        )
+    length, held_out, spans = config.sequence_length, config.validation_fraction, config.repeated_spans
+    require(length >= 2, "sequence_length", length, "2 or more (a token and its successor)")
+    require(0 < held_out < 1, "validation_fraction", held_out, "between 0 and 1, both excluded")
+    require(config.packing in ("concat", "documents"), "packing", config.packing, "concat or documents")
+    require(spans is None or 0 < spans <= 1, "repeated_spans", spans, "above 0 and at most 1")
+    if spans:
+        if config.packing != "concat":
+            raise LabError(
+                f"repeated_spans must be left out with packing {config.packing}: a span would cross documents"
+            )
+        least = f"{SHORTEST_WITH_SPANS} or more with repeated_spans"
+        require(length >= SHORTEST_WITH_SPANS, "sequence_length", length, least)
+    if config.tokenizer is None:
+        least = f"{SMALLEST_VOCABULARY} or more (256 bytes and <|endoftext|>)"
+        require(config.vocab_size >= SMALLEST_VOCABULARY, "vocab_size", config.vocab_size, least)

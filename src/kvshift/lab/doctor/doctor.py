@@ -20,18 +20,12 @@ from typing import Any
 
 import kvshift
 from kvshift.lab.analysis.tables import as_text
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import LabError, SomethingWrongError
 from kvshift.lab.doctor.doctor_config import DoctorConfig
 
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "vllm", "numpy")
 _VARIABLES = ("KVSHIFT_", "TRITON_", "CUDA_", "OMP_", "PYTORCH_", "TORCH")  # how those begin that change what runs
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-class SomethingWrongError(LabError):
-    """The report is complete, and something in it is wrong."""
-
-    exit_code = 1
 
 
 def doctor(config: DoctorConfig) -> None:

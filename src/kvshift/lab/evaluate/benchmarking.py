@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvshift.lab.analysis.tables import as_text
-from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.messages import say, say_nothing
 from kvshift.lab.evaluate.benchmarks import BENCHMARKS, select
 from kvshift.lab.evaluate.eval_config import EvalConfig
@@ -60,7 +59,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
 def _ask(
     name: str, tasks: list[str], questions: dict[str, Questions], config: EvalConfig, kept: KeptAnswers
 ) -> tuple[Found, str]:
-    from kvshift.lab.evaluate.harness import AskedOnce, answering, ask  # which imports lm-eval, for seconds
+    from kvshift.lab.evaluate.harness import CachedModel, answering, ask  # which imports lm-eval, for seconds
 
     model, tokenizer, source = load_model(name, dtype=config.dtype, device=config.device, say=_say)
     asked = answering(model, tokenizer, batch_size=config.batch_size, window=config.window)
@@ -68,16 +67,11 @@ def _ask(
     if asked.max_length > longest:
         raise LabError(f"window must be at most {longest}, which {name} is made for, got {config.window}")
     key = f"{version_of(source, model)} {asked.max_length} {model.dtype}"
-    answers = AskedOnce(asked, kept, source=key, say=_say)
+    answers = CachedModel(asked, kept, source=key, say=_say)
     found: Found = {}
     for task in tasks:
         _say(f"{name}: {task}")
-        try:
-            found[task] = ask(answers, task, questions[BENCHMARKS[task].source], config.limit)
-        except torch.OutOfMemoryError as error:
-            raise RunFailedError(
-                f"out of memory: {error}. Give a smaller batch_size (now {config.batch_size})"
-            ) from error
+        found[task] = ask(answers, task, questions[BENCHMARKS[task].source], config.limit)
         _say_what_was_cut(task, found[task], asked.max_length)
     return found, source
 

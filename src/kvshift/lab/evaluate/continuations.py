@@ -12,15 +12,15 @@ import torch
 from transformers import GenerationConfig
 
 from kvshift.lab.analysis.tables import as_text
-from kvshift.lab.core.errors import LabError, RunFailedError
+from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.messages import say
 from kvshift.lab.core.seeds import seed_for
-from kvshift.lab.core.statistics import Estimate, mean_of
+from kvshift.lab.core.statistics import mean_of
 from kvshift.lab.data.token_stream import token_stream
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.evaluate.kept_answers import KeptAnswers, kept_in, key_of, version_of
 from kvshift.lab.evaluate.repetition import LOOP_TIMES, distinct, distinct_difference, loop_length, rep
-from kvshift.lab.evaluate.text_scores import Model, pieces, prepare
+from kvshift.lab.evaluate.text_scores import Model, pieces, prepare, with_interval
 from kvshift.lab.runs.loading import load_model
 from kvshift.lab.runs.progress import counted
 from kvshift.lab.variants.continuing import continue_rows
@@ -148,12 +148,7 @@ def _continue(
         told = {**how, "max_new_tokens": config.max_new_tokens, "pad_token_id": 0, **stop}
         key = key_of(version, batch, told, seed)
         if key not in kept:
-            try:
-                made = continue_rows(loaded, list(map(torch.tensor, batch)), GenerationConfig(**told), seed=seed)
-            except torch.OutOfMemoryError as error:
-                raise RunFailedError(
-                    f"out of memory: {error}. Give a smaller batch_size (now {config.batch_size})"
-                ) from error
+            made = continue_rows(loaded, list(map(torch.tensor, batch)), GenerationConfig(**told), seed=seed)
             kept.add(key, [list(takewhile(lambda token: token not in ends, row)) for row in made.tolist()])
         written[name] += kept[key]
     return written
@@ -180,18 +175,7 @@ def _differences(ours: Texts, theirs: Texts) -> dict[str, dict[str, Any]]:
         for (name, values), other in zip(_values(ours).items(), _values(theirs).values(), strict=True)
     }
     found |= {f"distinct-{n}": distinct_difference(ours, theirs, n) for n in _LENGTHS}
-    return {name: _interval(estimate) for name, estimate in found.items()}
-
-
-def _interval(estimate: Estimate) -> dict[str, Any]:
-    """Student's 95 % interval of a mean, or of a statistic with the jackknife's error; none of a single prompt."""
-    from scipy.stats import t
-
-    low = high = None
-    if estimate.stderr is not None:
-        half = float(t.ppf(0.975, estimate.n - 1)) * estimate.stderr
-        low, high = estimate.mean - half, estimate.mean + half
-    return {"difference": estimate.mean, "stderr": estimate.stderr, "low": low, "high": high}
+    return {name: with_interval(estimate) for name, estimate in found.items()}
 
 
 _SHOWN = ("rep-2", "rep-4", "loops", "distinct-1", "distinct-2", "tokens")

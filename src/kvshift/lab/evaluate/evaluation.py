@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers.utils import logging
 
 from kvshift.lab.core.atomic import write_json
 from kvshift.lab.core.environment import environment
+from kvshift.lab.core.errors import RunFailedError
 from kvshift.lab.core.options import to_json
 from kvshift.lab.evaluate.eval_config import EvalConfig
 from kvshift.lab.runs.loading import find_device
@@ -31,7 +33,13 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         from kvshift.lab.evaluate import text_scores as measured
     device = find_device(config.device)
     logging.disable_progress_bar()
-    report = measured.measure(config) | {"options": to_json(config), "environment": environment(device, processes=1)}
+    try:
+        report = measured.measure(config)
+    except torch.OutOfMemoryError as error:
+        window = "" if config.tasks or config.repetition else f" or window (now {config.window or 'the default'})"
+        smaller = f"Give a smaller batch_size (now {config.batch_size}){window}"
+        raise RunFailedError(f"out of memory: {error}. {smaller}") from error
+    report |= {"options": to_json(config), "environment": environment(device, processes=1)}
     print("\n".join(measured.table(report)), flush=True)
     if config.output is not None:
         write_json(config.output, report)

@@ -57,8 +57,11 @@ def answering(model: Any, tokenizer: Any, *, batch_size: int, window: int | None
     )
 
 
-class AskedOnce:
+class CachedModel:
     """A model that answers each request of lm-eval once, and remembers what it has answered.
+
+    In place of lm-eval's own `CachingLM`, which was tried: its file holds pickles, and none is read here; its keys do
+    not say which model has answered; and it asks requests that are equal, such as the same choice twice, each.
 
     Attributes:
         model: the one that is asked, of lm-eval.
@@ -120,7 +123,7 @@ class AskedOnce:
         return key_of(self._source, kind, *arguments)
 
 
-def ask(answers: AskedOnce, name: str, questions: Questions, limit: int | None = None) -> list[dict[str, Any]]:
+def ask(answers: CachedModel, name: str, questions: Questions, limit: int | None = None) -> list[dict[str, Any]]:
     """What a model makes of each question of a benchmark, in order: lm-eval's metrics, and facts of the prompt."""
     benchmark, model = BENCHMARKS[name], answers.model
     longest = min(LONGEST_SOLUTION, model.max_length // 2)

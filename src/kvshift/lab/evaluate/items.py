@@ -17,6 +17,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,22 +130,16 @@ def _hellaswag_of_hub(part: str) -> Iterator[Item]:
         yield Item(question, tuple(endings), int(row["label"]))
 
 
-def _arc(name: str) -> Callable[[Path, str], Iterator[Item]]:
-    def read(folder: Path, part: str) -> Iterator[Item]:
-        for row in _lines(folder / "arc" / f"arc_{name}_test.jsonl", part):
-            answers = tuple(dict.fromkeys(row["choices"]))  # those of three choices repeat one
-            yield Item(row["query"].removeprefix("Question: "), answers, answers.index(row["choices"][row["gold"]]))
-
-    return read
+def _arc(name: str, folder: Path, part: str) -> Iterator[Item]:
+    for row in _lines(folder / "arc" / f"arc_{name}_test.jsonl", part):
+        answers = tuple(dict.fromkeys(row["choices"]))  # those of three choices repeat one
+        yield Item(row["query"].removeprefix("Question: "), answers, answers.index(row["choices"][row["gold"]]))
 
 
-def _arc_of_hub(name: str) -> Callable[[str], Iterator[Item]]:
-    def read(part: str) -> Iterator[Item]:
-        for row in _load("allenai/ai2_arc", name, part, examples="train"):
-            choices = row["choices"]
-            yield Item(row["question"], tuple(choices["text"]), choices["label"].index(row["answerKey"]))
-
-    return read
+def _arc_of_hub(name: str, part: str) -> Iterator[Item]:
+    for row in _load("allenai/ai2_arc", name, part, examples="train"):
+        choices = row["choices"]
+        yield Item(row["question"], tuple(choices["text"]), choices["label"].index(row["answerKey"]))
 
 
 def _mmlu(folder: Path, part: str) -> Iterator[Item]:
@@ -221,8 +216,8 @@ _SOURCES: dict[str, tuple[Callable[[Path, str], Iterable[Item]], Callable[[str],
     "lambada": (_lambada, _lambada_of_hub),
     "winogrande": (_winogrande, _winogrande_of_hub),
     "hellaswag": (_hellaswag, _hellaswag_of_hub),
-    "arc_easy": (_arc("easy"), _arc_of_hub("ARC-Easy")),
-    "arc_challenge": (_arc("challenge"), _arc_of_hub("ARC-Challenge")),
+    "arc_easy": (partial(_arc, "easy"), partial(_arc_of_hub, "ARC-Easy")),
+    "arc_challenge": (partial(_arc, "challenge"), partial(_arc_of_hub, "ARC-Challenge")),
     "mmlu": (_mmlu, _mmlu_of_hub),
     "cmmlu": (_cmmlu, _cmmlu_of_hub),
     "math": (_math, _math_of_hub),

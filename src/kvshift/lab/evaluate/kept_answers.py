@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from kvshift.lab.core.errors import LabError
 from kvshift.lab.core.json_lines import JSONLines, open_locked
 
 
-class KeptAnswers(Mapping[str, Any]):
+class KeptAnswers(dict[str, Any]):
     """Answers by key, each of which is in the file before the next is asked for."""
 
     def __init__(self, file: JSONLines | None = None) -> None:
@@ -22,15 +22,15 @@ class KeptAnswers(Mapping[str, Any]):
         Args:
             file: of lines with "key" and "answer". None: nothing outlives the process.
         """
+        super().__init__()
         self._file = file
-        self._answers: dict[str, Any] = {}
         if file is None:
             return
         lines = file.read()
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-                self._answers[record["key"]] = record["answer"]
+                self[record["key"]] = record["answer"]
             except (ValueError, KeyError, TypeError) as error:
                 raise LabError(f"output: {file.path}:{number} was not written by this command") from error
         file.keep(lines)
@@ -38,16 +38,7 @@ class KeptAnswers(Mapping[str, Any]):
     def add(self, key: str, answer: Any) -> None:
         if self._file is not None:
             self._file.append([{"key": key, "answer": answer}])
-        self._answers[key] = answer
-
-    def __getitem__(self, key: str) -> Any:
-        return self._answers[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._answers)
-
-    def __len__(self) -> int:
-        return len(self._answers)
+        self[key] = answer
 
 
 @contextmanager

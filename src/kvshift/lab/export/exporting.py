@@ -46,67 +46,54 @@ def export(options: ExportOptions) -> None:
     if options.format == "mlx":
         require_mlx_model(model)
 
-    write = _with_code if options.remote_code else _for_mlx if options.format == "mlx" else _programs
+    write = _with_code if options.remote_code else _for_mlx if options.format == "mlx" else _as_programs
     with new_folder(options.out) as part:
-        said = write(model, tokenizer, prompts, part, options)
-    for line in said:
-        _say(line)
+        expected = compute(model, prompts)
+        require_finite({name: x for name, x in expected.items() if name.endswith("logits")}, options.model)
+        try:
+            holds = write(model, part, options)
+            tokenizer.save_pretrained(part)
+        except UNREADABLE as error:
+            what = "programs" if write is _as_programs else "model"
+            raise RunFailedError(f"the {what} cannot be written to {options.out.parent}: {error}") from error
+        same = _compared(part, prompts, expected, options)
+    _say(f"{options.out} holds a {type(model).__name__} {holds}")
+    _say(f"on {len(prompts)} prompts, {same}")
 
 
-def _expected(model: Any, prompts: list[Tensor], options: ExportOptions) -> dict[str, Tensor]:
-    expected = compute(model, prompts)
-    require_finite({name: values for name, values in expected.items() if name.endswith("logits")}, options.model)
-    return expected
+def _with_code(model: Any, part: Path, options: ExportOptions) -> str:
+    """Write the model, as `_for_mlx` and `_as_programs` do; returns what the folder holds, in words."""
+    model.save_pretrained(part)
+    code = write_code(model, part)
+    return f"and its code, {code.name} of {len(code.read_text(encoding='utf-8').splitlines()):,} lines"
 
 
-def _with_code(
-    model: Any, tokenizer: Any, prompts: list[Tensor], part: Path, options: ExportOptions
-) -> tuple[str, ...]:
-    expected = _expected(model, prompts, options)
-    try:
-        model.save_pretrained(part)
-        tokenizer.save_pretrained(part)
-        code = write_code(model, part)
-    except UNREADABLE as error:
-        raise RunFailedError(f"the model cannot be written to {options.out.parent}: {error}") from error
-    largest = check_folder(part, prompts, expected)
-    lines = code.read_text(encoding="utf-8").count("\n")
-    same = "to the bit" if largest == 0 else f"to within {largest:.1e} in logits"
-    return (
-        f"{options.out} holds a {type(model).__name__} and its code, {code.name} of {lines:,} lines",
-        f"on {len(prompts)} prompts, alone, padded on the left and packed, it computes without kvshift what "
-        f"{options.model} does, {same}, and generates the same tokens",
-    )
+def _for_mlx(model: Any, part: Path, options: ExportOptions) -> str:
+    write_mlx(model, part)
+    return f"for mlx-lm, with its code, {MODEL_FILE}"
 
 
-def _for_mlx(model: Any, tokenizer: Any, prompts: list[Tensor], part: Path, options: ExportOptions) -> tuple[str, ...]:
-    expected = _expected(model, prompts, options)
-    try:
-        write_mlx(model, part)
-        tokenizer.save_pretrained(part)
-    except UNREADABLE as error:
-        raise RunFailedError(f"the model cannot be written to {options.out.parent}: {error}") from error
-    largest = check_mlx(part, prompts, expected)
-    return (
-        f"{options.out} holds a {type(model).__name__} for mlx-lm, with its code, {MODEL_FILE}",
-        f"on {len(prompts)} prompts, mlx-lm gives the tokens that {options.model} generates greedily, and its logits "
-        f"to within {largest:.1e}",
-    )
-
-
-def _programs(model: Any, tokenizer: Any, prompts: list[Tensor], part: Path, options: ExportOptions) -> tuple[str, ...]:
+def _as_programs(model: Any, part: Path, options: ExportOptions) -> str:
     assert options.format != "mlx"  # which is no program
-    expected = _expected(model, prompts, options)
-    try:
-        write_programs(model, part, options.format)
-        tokenizer.save_pretrained(part)
-        model.generation_config.save_pretrained(part)
-    except UNREADABLE as error:
-        raise RunFailedError(f"the programs cannot be written to {options.out.parent}: {error}") from error
-    largest = check_programs(part, options.format, prompts, expected)
-    names = f"prefill.{options.format} and decode.{options.format}"
-    return (
-        f"{options.out} holds a {type(model).__name__} as {names}",
-        f"on {len(prompts)} prompts, alone and padded on the left, they give the tokens that {options.model} generates "
-        f"greedily, and its logits to within {largest:.1e}",
-    )
+    write_programs(model, part, options.format)
+    model.generation_config.save_pretrained(part)
+    return f"as prefill.{options.format} and decode.{options.format}"
+
+
+def _compared(part: Path, prompts: list[Tensor], expected: dict[str, Tensor], options: ExportOptions) -> str:
+    """In what the folder computes what the model does, in words; a RunFailedError where it does not."""
+    if options.remote_code:
+        largest = check_folder(part, prompts, expected)
+        same = "to the bit" if largest == 0 else f"to within {largest:.1e} in logits"
+        return (
+            f"alone, padded on the left and packed, it computes without kvshift what {options.model} does, {same}, and "
+            "generates the same tokens"
+        )
+    if options.format == "mlx":
+        who, largest = "mlx-lm gives", check_mlx(part, prompts, expected)
+    else:
+        who, largest = (
+            "alone and padded on the left, they give",
+            check_programs(part, options.format, prompts, expected),
+        )
+    return f"{who} the tokens that {options.model} generates greedily, and its logits to within {largest:.1e}"

@@ -37,7 +37,8 @@ DROPPED = {
     "KVShift": ("coefficients", "extra_repr"),
     "ShiftOptions": ("as_fields",),
     "ShiftStaticLayer": ("update",),
-    "ShiftState": ("zeros", "__eq__", "__hash__", "sequences", "reorder", "to", "detach", "split", "stack"),
+    "SequenceState": ("__eq__", "__hash__", "reorder", "to", "detach"),
+    "ShiftState": ("zeros", "split", "stack"),
 }
 """Members that are left out, by class: models do not call them, or compute the same without them."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvshift.lab.analysis.tables import as_text
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.plan.cost import (
     CacheSize,
@@ -26,7 +26,7 @@ from kvshift.lab.plan.cost import (
     training_memory,
 )
 from kvshift.lab.plan.plan_config import DeviceName, PlanConfig, PlanData
-from kvshift.lab.variants.by_name import settled
+from kvshift.lab.variants.by_name import resolve_variant
 from kvshift.lab.variants.model_config import ModelConfig, given_fields, size_fields
 from kvshift.models.paper_sizes import SIZES
 
@@ -105,7 +105,7 @@ def estimate(config: PlanConfig) -> list[CostEstimate]:
         LabError: an option is not what it should be, or there is no such model.
     """
     _check(config)
-    options = settled(config.model)
+    options = resolve_variant(config.model)
     if options.variant is not None:
         raise LabError(f"model.variant is {options.variant!r}, but kvshift plan prices vanilla and kv-shift alone")
     models = _models(options, config.data)
@@ -121,18 +121,15 @@ def _check(config: PlanConfig) -> None:
     counts = {name: getattr(config, name) for name in ("steps", "tokens", "batch_size", "tokens_per_step", "devices")}
     counts |= {f"data.{name}": value for name, value in vars(config.data).items()}
     for name, value in counts.items():
-        if value is not None and value < 1:
-            raise LabError(f"{name} must be 1 or more, got {value}")
+        require(value is None or value >= 1, name, value, "1 or more")
     if config.steps is not None and config.tokens is not None:
         raise LabError(f"steps ({config.steps}) and tokens ({config.tokens}) cannot both be given")
     for name in ("tokens_per_parameter", "peak_tflops", "memory", "tokens_per_second"):
         value = getattr(config, name)
-        if value is not None and not 0 < value < math.inf:
-            raise LabError(f"{name} must be more than 0, got {value}")
-    if config.price_per_hour is not None and not 0 <= config.price_per_hour < math.inf:
-        raise LabError(f"price_per_hour must be 0 or more, got {config.price_per_hour}")
-    if not 0 < config.mfu <= 1:
-        raise LabError(f"mfu must be more than 0 and at most 1, got {config.mfu}")
+        require(value is None or 0 < value < math.inf, name, value, "more than 0")
+    price = config.price_per_hour
+    require(price is None or 0 <= price < math.inf, "price_per_hour", price, "0 or more")
+    require(0 < config.mfu <= 1, "mfu", config.mfu, "more than 0 and at most 1")
     if config.sharding == "none" and config.devices > 1:
         raise LabError(f"sharding must be ddp or fsdp with {config.devices} devices, got none")
     if config.precision == "fp32" and config.peak_tflops is None and config.tokens_per_second is None:

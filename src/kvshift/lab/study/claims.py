@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from kvshift.lab.analysis.learning import Reach, ReachComparison
@@ -41,6 +42,43 @@ class Claim:
     by: str = ""
 
 
+question = partial(Claim, paper="not asked", own=True)
+"""A claim that is ours to ask: the paper has none."""
+
+
+def lower_loss(
+    statement: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    *,
+    names: tuple[str, str] = ("KV-shift", "vanilla"),
+    paper: str = "",
+    size: str = "",
+) -> Claim:
+    """Whether our losses are lower than theirs, paired by seed.
+
+    Args:
+        statement: the claim.
+        ours, theirs: losses in nats per token; where only differences are known, these, and zeros.
+        names: of both.
+        paper: what it has; empty: the question is ours.
+        size: empty: the means of both.
+    """
+    return Claim(
+        statement=statement,
+        paper=paper or "not asked",
+        ours=verdict(_differences(ours, theirs), names=names).text,
+        direction=lower(ours, theirs),
+        size=size or f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}",
+        own=not paper,
+    )
+
+
+def decided(holds: bool) -> Direction:
+    """Of what no seed changes."""
+    return "holds" if holds else "fails"
+
+
 def not_testable(claim: Claim, why: str) -> Claim:
     """The claim with its numbers, which do not decide it, whatever they are.
 
@@ -54,6 +92,11 @@ def not_testable(claim: Claim, why: str) -> Claim:
 def higher(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
     """Whether ours are higher, paired by seed: as `verdict` has it: by the 95 % t-interval of the differences."""
     return _OF_OUTCOME.get(verdict(_differences(ours, theirs)).outcome, "not shown")
+
+
+def lower(ours: Sequence[float], theirs: Sequence[float]) -> Direction:
+    """Whether ours are lower; see `higher`."""
+    return higher(theirs, ours)
 
 
 def within(ours: Sequence[float], theirs: Sequence[float], *, margin: float) -> Direction:

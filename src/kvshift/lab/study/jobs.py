@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from kvshift.lab.analysis.maps import coefficient_counts
 from kvshift.lab.core.atomic import read_json, write_json
@@ -129,6 +129,41 @@ class TrainingJob(RunJob):
 
     def run(self, out: Path) -> None:
         train_task(replace(self.config, out=out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredJob(TrainingJob):
+    """Train one model, then measure it; what was found is in a file beside the run, and among the results.
+
+    Attributes:
+        measured: the name of the result and of its file.
+    """
+
+    measured: ClassVar[str]
+
+    @abstractmethod
+    def measure(self, model: Any) -> dict[str, Any]:
+        """What is found of the trained model, on the device that it is on, as JSON."""
+
+    def is_finished(self, out: Path) -> bool:
+        return super().is_finished(out) and self._file(out).exists()
+
+    def run(self, out: Path) -> None:
+        super().run(out)
+        with RunFolder(out).locked():
+            if not self.is_finished(out):
+                model: Any = AutoModelForCausalLM.from_pretrained(out / "model")
+                device = "cuda" if self.config.device != "cpu" and torch.cuda.is_available() else "cpu"
+                write_json(self._file(out), self.measure(model.to(device)))
+
+    def record(self, out: Path) -> dict[str, Any]:
+        """With what was measured among the results."""
+        found = super().record(out)
+        found["result"][self.measured] = read_json(self._file(out))
+        return found
+
+    def _file(self, out: Path) -> Path:
+        return out / f"{self.measured}.json"
 
 
 @dataclass(frozen=True, kw_only=True)

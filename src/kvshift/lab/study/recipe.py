@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from matplotlib.figure import Figure
 
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.entry import Entry, Preset
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 
 class Job(Protocol):
@@ -101,11 +101,10 @@ class Recipe:
         jobs: of a preset, for some seeds, the longest first.
         plot: the figure, from the records of one preset.
         claims: what the paper says and what the records show.
-        paper: the paper's numbers.
         tuned_by: by what a variant's best learning rate is chosen, where a preset has a grid.
         tables: in Markdown, from all records, those that chose a learning rate too; None: the report has none.
         scored: the accuracy whose steps to 90 % and 99 % the report lists by model, over seeds; None: it has no such.
-        notes: what the paper leaves open or has wrong, and what was chosen.
+        notes: what the paper leaves open or has wrong, and what was chosen; `find_recipe` adds those in its folder.
     """
 
     entry: Entry
@@ -113,7 +112,6 @@ class Recipe:
     jobs: Callable[[str, Sequence[int]], Sequence[Job]]
     plot: Callable[[Sequence[Record]], Figure]
     claims: Callable[[Sequence[Record]], Sequence[Claim]]
-    paper: Mapping[str, Any] = field(default_factory=dict)
     tuned_by: Score | None = None
     tables: Callable[[Sequence[Record]], str] | None = None
     scored: str | None = None
@@ -168,6 +166,23 @@ def accuracy_curve(record: Record, name: str) -> tuple[list[float], list[float]]
     pairs = zip(record.curve["step"], record.curve[name], strict=True)
     points = [(float(step), float(value)) for step, value in pairs if step is not None and value is not None]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def value_at(record: Record, name: str, step: float) -> float:
+    """A curve after so many steps, by a straight line between evaluations; beyond its ends, the value there."""
+    return float(np.interp(step, *accuracy_curve(record, name)))
+
+
+def last_loss(record: Record) -> float:
+    """The validation loss after the last step."""
+    return accuracy_curve(record, "loss")[1][-1]
+
+
+def paired_losses(ours: Mapping[int, Record], theirs: Mapping[int, Record]) -> list[tuple[float, float]] | None:
+    """The last losses of two arms, a pair for each seed; None where a run diverged: then there is no interval."""
+    if any(map(diverged, (*ours.values(), *theirs.values()))):
+        return None
+    return [(last_loss(ours[seed]), last_loss(theirs[seed])) for seed in ours]
 
 
 def last_mean(record: Record, name: str, evaluations: int) -> float:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import require
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
 
@@ -41,8 +41,8 @@ class HopConfig:
 
     def __post_init__(self) -> None:
         check_at_least("hop", self, letters=1, alphabet=2, max_hops=0)
-        if self.hops is not None and not 0 <= self.hops <= self.max_hops:
-            raise LabError(f"hop.hops must be None or lie in 0 ... max_hops = {self.max_hops}, got {self.hops}")
+        known = self.hops is None or 0 <= self.hops <= self.max_hops
+        require(known, "hop.hops", self.hops, f"None or in 0 ... max_hops = {self.max_hops}")
 
 
 class HopTask:

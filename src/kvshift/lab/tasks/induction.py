@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import require
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_batch_size, check_choices
 from kvshift.lab.tasks.sampling import distinct_rows
@@ -57,17 +57,14 @@ class InductionConfig:
         check_choices("induction", self)
         tokens = self.vocab_size - self.lowest_id
         shortest = 6 if self.mode == "single" else 4
-        if self.length < shortest:
-            raise LabError(f"induction.length must be {shortest} or more in mode {self.mode}, got {self.length}")
-        if self.lowest_id < 1:
-            raise LabError(f"induction.lowest_id must be 1 or more (0 pads), got {self.lowest_id}")
-        if self.mode == "single" and self.pool is not None:
-            raise LabError(f"induction.pool must be None in mode single, which uses each token once, got {self.pool}")
-        if not 2 <= self.tokens_in_pool <= tokens:
-            raise LabError(
-                f"induction.pool must lie between 2 and the {tokens} ids from lowest_id {self.lowest_id} up to "
-                f"vocab_size {self.vocab_size}, got {self.tokens_in_pool}"
-            )
+        least = f"{shortest} or more in mode {self.mode}"
+        require(self.length >= shortest, "induction.length", self.length, least)
+        require(self.lowest_id >= 1, "induction.lowest_id", self.lowest_id, "1 or more (0 pads)")
+        if self.mode == "single":
+            require(self.pool is None, "induction.pool", self.pool, "None in mode single, which uses each token once")
+        ids = f"{tokens} ids from lowest_id {self.lowest_id} up to vocab_size {self.vocab_size}"
+        drawn = self.tokens_in_pool
+        require(2 <= drawn <= tokens, "induction.pool", drawn, f"between 2 and the {ids}")
 
     @property
     def tokens_in_pool(self) -> int:

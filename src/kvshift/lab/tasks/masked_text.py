@@ -1,4 +1,4 @@
-"""Masked text: the words that were blotted out of real text, for models that see what follows.
+"""Masked text: the words of real text that were masked, for models that see what follows.
 
     text          The  cat  sat   on  the  mat
     input_ids     The    #  sat   on   up  mat       # is the mask token; now and then any token stands there instead

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import require
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size, check_choices
 from kvshift.lab.tasks.sampling import distinct_rows
@@ -43,15 +43,11 @@ class MQARConfig:
     def __post_init__(self) -> None:
         check_choices("mqar", self)
         check_at_least("mqar", self, pairs=1)
-        if self.length % 2 or self.length < 4 * self.pairs:
-            raise LabError(
-                f"mqar.length must be even and 4 times pairs = {self.pairs} or more (a pair and a slot for each), "
-                f"got {self.length}"
-            )
-        if self.vocab_size // 2 - 1 < self.pairs:
-            raise LabError(
-                f"mqar.vocab_size must be {2 * self.pairs + 2} or more for {self.pairs} pairs, got {self.vocab_size}"
-            )
+        room = self.length % 2 == 0 and self.length >= 4 * self.pairs
+        least = f"even and 4 times pairs = {self.pairs} or more (a pair and a slot for each)"
+        require(room, "mqar.length", self.length, least)
+        least = f"{2 * self.pairs + 2} or more for {self.pairs} pairs"
+        require(self.vocab_size // 2 - 1 >= self.pairs, "mqar.vocab_size", self.vocab_size, least)
 
 
 class MQARTask:

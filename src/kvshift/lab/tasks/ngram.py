@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import require
 from kvshift.lab.core.seeds import generator_for
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
@@ -44,8 +44,7 @@ class NGramConfig:
 
     def __post_init__(self) -> None:
         check_at_least("ngram", self, vocab_size=2, pairs=1, length=3)
-        if self.length % 3:
-            raise LabError(f"ngram.length must be a multiple of 3, got {self.length}")
+        require(self.length % 3 == 0, "ngram.length", self.length, "a multiple of 3")
 
 
 class NGramTask:

@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 from transformers.utils.logging import disable_progress_bar
 
 from kvshift.lab.core.atomic import write_json
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.core.messages import say
 from kvshift.lab.core.options import MACHINE, from_json, to_json
 from kvshift.lab.runs.folder import RunFolder, read_metrics
@@ -55,7 +55,7 @@ from kvshift.lab.training.task_trainer import EarlyStopping, TaskTrainer, score
 from kvshift.lab.training.train_config import RunConfig
 from kvshift.lab.variants.bidirectional import EncoderOptions
 from kvshift.lab.variants.building import build_model, count_parameters, describe
-from kvshift.lab.variants.by_name import settled
+from kvshift.lab.variants.by_name import resolve_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 
@@ -101,16 +101,13 @@ class TaskTrainConfig(RunConfig):
         """Raise a LabError that names the field, its value, and what it may be."""
         super().check()
         for name in ("accumulation", "stop_after"):
-            if getattr(self, name) < 1:
-                raise LabError(f"{name} must be 1 or more, got {getattr(self, name)}")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name in ("final_eval_rows", "eval_batch_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LabError(f"{name} must be 1 or more, or None, got {value}")
-        if self.questions < 0:
-            raise LabError(f"questions must be 0 or more, got {self.questions}")
-        if self.stop_at is not None and not 0 < self.stop_at <= 1:
-            raise LabError(f"stop_at must be None or lie above 0 and at most at 1, got {self.stop_at}")
+            require(value is None or value >= 1, name, value, "1 or more, or None")
+        require(self.questions >= 0, "questions", self.questions, "0 or more")
+        level = self.stop_at
+        require(level is None or 0 < level <= 1, "stop_at", level, "None, or more than 0 and at most 1")
         if "RANK" in os.environ:
             raise LabError("a task is learned by one process: start it without torchrun")
 
@@ -147,7 +144,7 @@ def train_task(config: TaskTrainConfig) -> dict[str, Any]:
         RunFailedError: a number is not finite, or the disk is full (3).
         InterruptedRunError: SIGINT or SIGTERM came (128 + its number).
     """
-    config = dataclasses.replace(config, model=settled(config.model))
+    config = dataclasses.replace(config, model=resolve_variant(config.model))
     folder = RunFolder(config.out)
     disable_progress_bar()  # transformers' own, for every file that it writes
     smaller = (

@@ -50,7 +50,7 @@ from kvshift.lab.training.train_config import TrainConfig
 from kvshift.lab.training.trainer import LanguageModelTrainer
 from kvshift.lab.training.tuned_part import merge_lora, tune_part
 from kvshift.lab.variants.building import build_model, count_parameters, llama_config
-from kvshift.lab.variants.by_name import find_variant, label_of, settled, variant_of
+from kvshift.lab.variants.by_name import find_variant, label_of, resolve_variant, variant_of
 from kvshift.lab.variants.uncached import decodes_with_cache
 
 _say = partial(say, command="train")
@@ -70,7 +70,7 @@ def train(config: TrainConfig, callbacks: Sequence[TrainerCallback] = ()) -> Non
         RunFailedError: a number is not finite, or the disk is full (3).
         InterruptedRunError: SIGINT or SIGTERM came (128 + its number).
     """
-    config = dataclasses.replace(config, model=settled(config.model))
+    config = dataclasses.replace(config, model=resolve_variant(config.model))
     processes = Processes(cpu=on_cpu(config))
     folder = RunFolder(config.out)
     say = _say if processes.is_main else say_nothing

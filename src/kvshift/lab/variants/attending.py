@@ -1,7 +1,7 @@
 """For variants that change what attention does with finished queries, keys and values: one body for both families.
 
 A variant's subclass of `Attending` says by `attend` what it does, and stands before the attention of each layer (see
-`become`); projections, shift, QK-norm, rotary embedding and cache stay those of the family.
+`prepend_class`); projections, shift, QK-norm, rotary embedding and cache stay those of the family.
 
 Shapes: B batch, T positions of this call, K keys, H query heads, G KV heads, D head size.
 """

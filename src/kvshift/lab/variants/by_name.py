@@ -112,7 +112,7 @@ def with_variant(options: _Options, name: str) -> _Options:
     return replace(given, variant=kept, **dict(refinements(given)) | {"shift_targets": ()})
 
 
-def settled(options: _Options) -> _Options:
+def resolve_variant(options: _Options) -> _Options:
     """The options with what follows from `variant`, checked; as they are where it is None.
 
     Raises:
@@ -145,8 +145,8 @@ def variant_of(model: Mapping[str, Any]) -> str:
         return model["variant"]
     if model.get("shift_targets") == []:
         return "vanilla"
-    said = _said_of_shift(model)
-    return next((name for name, entry in VARIANTS.items() if entry.fixes == said), "kv-shift")
+    shift = _shift_fields(model)
+    return next((name for name, entry in VARIANTS.items() if entry.fixes == shift), "kv-shift")
 
 
 def label_of(model: Mapping[str, Any]) -> str:
@@ -154,10 +154,10 @@ def label_of(model: Mapping[str, Any]) -> str:
     name = variant_of(model)
     if name != "kv-shift":
         return find_entry(name).label
-    said = _said_of_shift(model)
-    refined = [f"window {said['shift_window']}"] if said["shift_window"] != 2 else []
-    refined += [said["shift_constraint"]] if said["shift_constraint"] != "free" else []
-    return ", ".join([shift_label(said["shift_targets"]), *refined])
+    shift = _shift_fields(model)
+    refined = [f"window {shift['shift_window']}"] if shift["shift_window"] != 2 else []
+    refined += [shift["shift_constraint"]] if shift["shift_constraint"] != "free" else []
+    return ", ".join([shift_label(shift["shift_targets"]), *refined])
 
 
 def shift_label(targets: Sequence[str]) -> str:
@@ -165,7 +165,7 @@ def shift_label(targets: Sequence[str]) -> str:
     return f"{''.join(targets).upper()}-shift" if targets else VARIANTS["vanilla"].label
 
 
-def _said_of_shift(model: Mapping[str, Any]) -> dict[str, Any]:
+def _shift_fields(model: Mapping[str, Any]) -> dict[str, Any]:
     """What `VariantEntry.fixes` may hold, from what was recorded of a model."""
     return {
         "shift_targets": tuple(sorted(model.get("shift_targets") or "kv", key="qkv".index)),

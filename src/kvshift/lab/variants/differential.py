@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvshift.lab.variants.attending import Attending
-from kvshift.lab.variants.model_classes import become, variant_class
+from kvshift.lab.variants.model_classes import prepend_class, variant_class
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.layers import KVShift, ShiftOptions
@@ -146,7 +146,7 @@ def _differ_gpt2(model: Any) -> None:
 
 
 def _make_differential(attention: Any, head_size: int, *, groups: int) -> None:
-    become(attention, _DifferentialAttention)
+    prepend_class(attention, _DifferentialAttention)
     attention.head_dim = head_size
     attention.scaling = (head_size // 2) ** -0.5
     attention.num_key_value_groups = 2 * groups

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvshift.lab.variants.by_name import find_variant
-from kvshift.lab.variants.model_classes import become, variant_class
+from kvshift.lab.variants.model_classes import prepend_class, variant_class
 from kvshift.lab.variants.small_gpt2 import LabGPT2
 from kvshift.lab.variants.variant import ModelVariant, Size
 from kvshift.layers import KVShift
@@ -77,9 +77,6 @@ class TokenMixing(nn.Module):
         q, k, v, _ = shift_norm_rope(q, k, v, None, None, rotary=rotary, norms=norms, keep_state=False)  # type: ignore[assignment]  # queries were given
         return q, k, v, state if keep_state else None
 
-    def step(self, *_: Any, **__: Any) -> None:
-        """As `KVShift.step`: there is no launch that does all of it."""
-
     def recomputing(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         """As `KVShift.recomputing`: backward keeps what attention was given."""
         return KEEP_ALL
@@ -96,7 +93,7 @@ def _place(model: Any) -> None:
         if isinstance(getattr(module, "shift", None), KVShift):
             add_child(module, "shift", variant.make(heads))
             if variant.attention is not None:
-                become(module, variant.attention)
+                prepend_class(module, variant.attention)
 
 
 # Their configurations name the variant by `mixing`; `shift_targets` and `shift_window` say what caches keep.
@@ -112,7 +109,7 @@ class MixingVariant(ModelVariant):
 
     Attributes:
         make: one of them, for attention with such heads.
-        attention: what stands before the class of an attention (see `become`).
+        attention: what stands before the class of an attention (see `prepend_class`).
     """
 
     make: Callable[[Heads], TokenMixing]

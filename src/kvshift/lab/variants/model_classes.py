@@ -1,7 +1,7 @@
 """The model classes of variants, made from those of the families.
 
-A variant is written once: what stands before the class of a part of a model (`become`), and a function that changes a
-model of any family in place (`variant_class`).
+A variant is written once for all families: as a class that stands before that of a part of a model (`prepend_class`),
+and as a function that changes a finished model in place (`variant_class`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NamedConfig:
         return saved
 
 
-def become(module: nn.Module, before: type) -> None:
+def prepend_class(module: nn.Module, before: type) -> None:
     """Let a class stand before that of a module, in place: weights, names and hooks stay."""
     module.__class__ = _combined(before, type(module))
     if isinstance(module, PreTrainedModel):

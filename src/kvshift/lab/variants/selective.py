@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kvshift.lab.variants.attending import Attending, require_token_mask
-from kvshift.lab.variants.model_classes import become, variant_class
+from kvshift.lab.variants.model_classes import prepend_class, variant_class
 from kvshift.lab.variants.selective_attention import selective_attention, selective_attention_whole
 from kvshift.lab.variants.small_gpt2 import LabGPT2, LabGPT2Config
 from kvshift.lab.variants.uncached import UncachedConfig, UncachedDecoder, UncachedGeneration
@@ -63,10 +63,10 @@ class _SelectiveAttention(Attending):
 def _select(model: Any) -> None:
     if getattr(model.config, "sliding_window", None) is not None:
         raise ValueError(f"sliding_window must be None for selective attention, got {model.config.sliding_window}")
-    become(model.base_model, _SelectiveDecoder)
+    prepend_class(model.base_model, _SelectiveDecoder)
     for module in list(model.modules()):
         if isinstance(module, ShiftedAttention):
-            become(module, _SelectiveAttention)
+            prepend_class(module, _SelectiveAttention)
 
 
 # The configurations have `axis`, of the sum: "query", as published, or "key".

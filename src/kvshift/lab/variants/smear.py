@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kvshift.lab.variants.attending import require_token_mask
 from kvshift.lab.variants.mixing import tokens_before
-from kvshift.lab.variants.model_classes import become, variant_class
+from kvshift.lab.variants.model_classes import prepend_class, variant_class
 from kvshift.lab.variants.small_gpt2 import LabGPT2
 from kvshift.lab.variants.variant import ModelVariant
 from kvshift.layers import KVShift, ShiftOptions
@@ -91,7 +91,7 @@ class _SmearedDecoder:
 def _smear(model: Any) -> None:
     """Nothing shifts keys or values, though the configuration has a target, for caches to keep a row."""
     decoder = model.base_model
-    become(decoder, _SmearedDecoder)
+    prepend_class(decoder, _SmearedDecoder)
     decoder.smear = Smear(model.get_input_embeddings().embedding_dim)
     for module in list(model.modules()):
         if isinstance(getattr(module, "shift", None), KVShift):

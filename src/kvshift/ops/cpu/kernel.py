@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvshift.ops.arguments import compute_dtype
 from kvshift.ops.torch_ops import differentiable
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -105,7 +106,7 @@ def _dense_heads(x: Tensor) -> Tensor:
 
 
 def _weights(coefficients: Tensor, x: Tensor) -> Tensor:
-    return coefficients.to(torch.float64 if x.dtype == torch.float64 else torch.float32).contiguous()
+    return coefficients.to(compute_dtype(x)).contiguous()
 
 
 class _Kernels:

@@ -13,9 +13,9 @@ import os
 import torch
 from torch import Tensor
 
-from kvshift.ops.arguments import TENSORS, Call
+from kvshift.ops.arguments import TENSORS, Call, compute_dtype
 from kvshift.ops.torch_ops import state_after
-from kvshift.ops.triton.launch import compute_dtype, shift
+from kvshift.ops.triton.launch import shift
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MAX_WINDOW = 8

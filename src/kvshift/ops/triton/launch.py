@@ -14,12 +14,12 @@ import functools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvshift.ops.arguments import TENSORS, Call
+from kvshift.ops.arguments import TENSORS, Call, compute_dtype
 from kvshift.ops.torch_ops import gradients, gradients_of_state, shift_norm_rope_traceable
 from kvshift.ops.triton.registration import registered
 
@@ -56,27 +56,23 @@ def kernels() -> SimpleNamespace:
     return SimpleNamespace(forward=forward.forward, backward=backward.backward)
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Of the arithmetic."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 # How a launch is cut --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Grid:
-    """The programs of a launch."""
+class _Grid(NamedTuple):
+    """The programs of a launch, and the last of its arguments.
 
-    tiles: int  # of a batch entry
-    q_lanes: int
-    k_lanes: int
-    v_lanes: int
-    meta: dict[str, Any]
+    Attributes:
+        tiles: of a batch entry.
+        lanes: of q, k and v together.
+        sizes: tiles, lanes of q, k and v, strides of the tables, strides of all tensors that are read by theirs.
+        constants: what is compiled in.
+    """
 
-    @property
-    def lanes(self) -> int:
-        return self.q_lanes + self.k_lanes + self.v_lanes
+    tiles: int
+    lanes: int
+    sizes: list[int]
+    constants: dict[str, Any]
 
 
 def _grid(direction: str, x: Call, *strided: Tensor | None) -> _Grid:
@@ -86,38 +82,37 @@ def _grid(direction: str, x: Call, *strided: Tensor | None) -> _Grid:
     """
     rotated, normed = x.cos is not None, x.k_scale is not None
     tiling = TILING[f"{direction}, rotated" if rotated else direction]
-    _, positions, heads, size = x.k.shape
+    _, positions, _, size = x.k.shape
     v_size = 1 if x.v is None else x.v.shape[3]
-    block_k = _power_of_2(size // 2 if rotated else size)
-    block_v = _power_of_2(v_size)
+    block_k, block_v = _power_of_2(size // 2 if rotated else size), _power_of_2(v_size)
     widest = max(block_k * (2 if rotated else 1), block_v)
-    window = x.window()
-    wide = x.k.dtype == torch.float64
+    window, wide = x.window(), x.k.dtype == torch.float64
     halvings = (window > 2) + wide + (wide and window > 4) + (direction == "backward" and normed)
     block_t = min(_power_of_2(positions), tiling.positions, max(1, (tiling.elements >> halvings) // widest))
-    lanes = -(-heads // tiling.heads)
-    q, k, v = strided[:3]
+    tiles = -(-positions // block_t)
+    lanes = [0 if y is None else -(-y.shape[2] // tiling.heads) for y in strided[:3]]
+    # Strides of heads and above are counted in as many elements as divide all of them; sin has those of cos.
     align = math.gcd(16, *(stride for y in strided if y is not None for stride in y.stride()[:3]))
-    return _Grid(
-        tiles=-(-positions // block_t),
-        q_lanes=0 if q is None else -(-q.shape[2] // tiling.heads),
-        k_lanes=0 if k is None else lanes,
-        v_lanes=0 if v is None else lanes,
-        meta={
-            "Dk": size,
-            "Dv": v_size,
-            "W": window,
-            "EPS": x.eps,
-            "HEADS": tiling.heads,
-            "BLOCK_T": block_t,
-            "BLOCK_K": block_k,
-            "BLOCK_V": block_v,
-            "ALIGN": align,
-            "ALIGN_TABLE": math.gcd(16, *_table_strides(x.cos)),
-            "ACC": _accumulator(x.k),
-            "num_warps": tiling.warps,
-        },
-    )
+    strides = [(0, 0, 0, 0) if y is None else y.stride() for y in strided]
+    table = (0, 0) if x.cos is None else (0 if x.cos.shape[0] == 1 else x.cos.stride(0), x.cos.stride(1))
+    align_table = math.gcd(16, *table)
+    sizes = [tiles, *lanes, *(stride // align_table for stride in table)]
+    sizes += [stride for b, t, g, d in strides for stride in (b // align, t // align, g // align, d)]
+    constants = {
+        "Dk": size,
+        "Dv": v_size,
+        "W": window,
+        "EPS": x.eps,
+        "HEADS": tiling.heads,
+        "BLOCK_T": block_t,
+        "BLOCK_K": block_k,
+        "BLOCK_V": block_v,
+        "ALIGN": align,
+        "ALIGN_TABLE": align_table,
+        "ACC": _accumulator(x.k),
+        "num_warps": tiling.warps,
+    }
+    return _Grid(tiles, sum(lanes), sizes, constants)
 
 
 def _accumulator(x: Tensor) -> Any:
@@ -130,22 +125,6 @@ def _accumulator(x: Tensor) -> Any:
 def _power_of_2(n: int) -> int:
     """The smallest that is at least n."""
     return 1 << max(0, n - 1).bit_length()
-
-
-def _strides(align: int, *tensors: Tensor | None) -> list[int]:
-    """As the kernels take them, those of heads and above in units of `align`; zeros for a tensor that is not there."""
-    strides: list[int] = []
-    for x in tensors:
-        b, t, g, d = (0, 0, 0, 0) if x is None else x.stride()
-        strides += [b // align, t // align, g // align, d]
-    return strides
-
-
-def _table_strides(cos: Tensor | None, align: int = 1) -> tuple[int, int]:
-    """Of batch entries and positions of a table (L, T, D/2), in units of `align`; sin has the same."""
-    if cos is None:
-        return 0, 0
-    return 0 if cos.shape[0] == 1 else cos.stride(0) // align, cos.stride(1) // align
 
 
 def _rows_per_entry(x: Call) -> int:
@@ -166,9 +145,11 @@ def _on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
 _INPUTS = ", ".join(f"Tensor{'' if name == 'k' else '?'} {name}" for name in Call._fields[:TENSORS])
 
 
-def _like(x: Tensor | None, k: Tensor) -> Tensor:
-    """For an output like x; no element where there is none."""
-    return k.new_empty(0) if x is None else x.new_empty(x.shape)
+def _like(x: Tensor | None, k: Tensor, rows: int | None = None) -> Tensor:
+    """For an output like x, or for that many rows like its positions; no element where there is none."""
+    if x is None:
+        return k.new_empty(0)
+    return x.new_empty(x.shape if rows is None else (x.shape[0], rows, *x.shape[2:]))
 
 
 def _outputs(x: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -177,11 +158,7 @@ def _outputs(x: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
 
 
 def _like_outputs(x: Call, rows: int) -> tuple[Tensor, ...]:
-    return *(_like(y, x.k) for y in _outputs(x)), *(_like_rows(y, x.k, rows) for y in (x.k, x.v))
-
-
-def _like_rows(x: Tensor | None, k: Tensor, rows: int) -> Tensor:
-    return k.new_empty(0) if x is None else x.new_empty(x.shape[0], rows, *x.shape[2:])
+    return *(_like(y, x.k) for y in _outputs(x)), *(_like(y, x.k, rows) for y in (x.k, x.v))
 
 
 def _like_gradients(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor | None, x: Call) -> list[Tensor]:
@@ -211,15 +188,16 @@ def _shift_backward(gq_out: Tensor | None, gk_out: Tensor | None, gv_out: Tensor
         return None if of is None else torch.empty(tiles, *shape, dtype=compute_dtype(x.k), device=x.k.device)
 
     k_sums, v_sums = partials(x.alpha, heads, window), partials(x.beta, heads, window)
-    q_scale_sums = partials(x.q_scale, grid.q_lanes, x.k.shape[3])
-    k_scale_sums = partials(x.k_scale, grid.k_lanes, x.k.shape[3])
+    q_scale_sums, k_scale_sums = (
+        partials(scale, lanes, x.k.shape[3])
+        for scale, lanes in zip((x.q_scale, x.k_scale), grid.sizes[1:3], strict=True)
+    )
     with _on_device(x.k):
         kernels().backward[(tiles * grid.lanes,)](
             gq, gk, gv, gq_out, gk_out, gv_out, k_sums, v_sums, q_scale_sums, k_scale_sums,
             x.q, x.k, x.v, x.alpha, x.beta, x.cos, x.sin, x.q_scale, x.k_scale, x.sources, x.readers,
-            x.k.shape[1], 0 if gq_out is None else gq_out.shape[2], heads, _rows_per_entry(x), grid.tiles,
-            grid.q_lanes, grid.k_lanes, grid.v_lanes, *_table_strides(x.cos, grid.meta["ALIGN_TABLE"]),
-            *_strides(grid.meta["ALIGN"], gq_out, gk_out, gv_out, x.q, x.k, x.v), **grid.meta,
+            x.k.shape[1], 0 if gq_out is None else gq_out.shape[2], heads, _rows_per_entry(x), *grid.sizes,
+            **grid.constants,
         )  # fmt: skip
     galpha, gbeta = (like if sums is None else sums.sum(0) for sums, like in ((k_sums, galpha), (v_sums, gbeta)))
     gq_scale, gk_scale = (
@@ -292,9 +270,8 @@ def _shift(*args: Any) -> tuple[Tensor, ...]:
         with _on_device(x.k):
             kernels().forward[(programs,)](
                 q_out, k_out, v_out, k_next, v_next, *x[: TENSORS - 1],
-                batch, positions, 0 if x.q is None else x.q.shape[2], heads, _rows_per_entry(x), rows, grid.tiles,
-                grid.q_lanes, grid.k_lanes, grid.v_lanes, *_table_strides(x.cos, grid.meta["ALIGN_TABLE"]),
-                *_strides(grid.meta["ALIGN"], x.q, x.k, x.v), **grid.meta,
+                batch, positions, 0 if x.q is None else x.q.shape[2], heads, _rows_per_entry(x), rows, *grid.sizes,
+                **grid.constants,
             )  # fmt: skip
     return outputs
 

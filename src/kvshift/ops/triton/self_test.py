@@ -17,23 +17,43 @@ import os
 import threading
 import traceback
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from kvshift.ops.small_calls import Edge, Kind
-
-Key = tuple[torch.device, torch.dtype, int, int, int, bool, bool]
-"""The fields of an `small_calls.Kind`."""
+    from kvshift.ops.small_calls import Edge
 
 _SWITCH = os.environ.get("KVSHIFT_SELF_TEST", "1")
 _POSITIONS = 67  # more than a tile has
-_VERDICTS: dict[Key, bool] = {}
+_VERDICTS: dict[Kind, bool] = {}
 _LOCK = threading.Lock()
 
 
-def passes_self_test(key: Key) -> bool:
+class Kind(NamedTuple):
+    """What kernels are compiled for.
+
+    Attributes:
+        k_size, v_size: D of keys and of values.
+        window: W; 1 where nothing is shifted.
+        rotated, normed: whether rotary embedding and QK-norm follow in the same launch.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    k_size: int
+    v_size: int
+    window: int
+    rotated: bool = False
+    normed: bool = False
+
+    def __str__(self) -> str:
+        sizes = self.k_size if self.k_size == self.v_size else f"{self.k_size} (values {self.v_size})"
+        after = ", QK-norm" * self.normed + ", rotary embedding" * self.rotated
+        return f"{str(self.dtype).removeprefix('torch.')}, head size {sizes}, window {self.window}{after}"
+
+
+def passes_self_test(kind: Kind) -> bool:
     """Whether "auto" may take the kernels for calls of this kind.
 
     Raises:
@@ -42,10 +62,9 @@ def passes_self_test(key: Key) -> bool:
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-        device, dtype, k_size, v_size, window, *after = key
-        return _passes_while_tracing(device, dtype, *(guard_scalar(n) for n in (k_size, v_size, window)), *after)
-    verdict = _VERDICTS.get(key)
-    return _decide(key) if verdict is None else verdict
+        return _passes_while_tracing(*kind[:2], *(guard_scalar(n) for n in kind[2:5]), *kind[5:])
+    verdict = _VERDICTS.get(kind)
+    return _decide(kind) if verdict is None else verdict
 
 
 def is_switched_on() -> bool:
@@ -95,30 +114,27 @@ def _edges(rotated: bool) -> dict[str, Edge]:
     return edges
 
 
-def _passes_while_tracing(*key: object) -> bool:
-    return _decide(key)  # type: ignore[arg-type]
+def _passes_while_tracing(*kind: Any) -> bool:
+    return _decide(Kind(*kind))
 
 
 # As by `torch.compiler.assume_constant_result`, which imports all of torch._dynamo: seconds, for who never compiles.
 _passes_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _decide(key: Key) -> bool:
+def _decide(kind: Kind) -> bool:
     if not is_switched_on():
-        return _VERDICTS.setdefault(key, True)
-    from kvshift.ops.small_calls import Kind
-
-    kind, fault = Kind(*key), None
+        return _VERDICTS.setdefault(kind, True)
     with _LOCK:
-        if key in _VERDICTS:
-            return _VERDICTS[key]
+        if kind in _VERDICTS:
+            return _VERDICTS[kind]
         if not all(_VERDICTS.values()):
-            return _VERDICTS.setdefault(key, False)
+            return _VERDICTS.setdefault(kind, False)
         capturing = kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if capturing or torch._C._current_graph_task_id() != -1:
             return False
         fault = _in_a_thread(kind)
-        _VERDICTS[key] = fault is None
+        _VERDICTS[kind] = fault is None
         if fault is not None:
             _VERDICTS.update(dict.fromkeys(_VERDICTS, False))
     if fault is not None:

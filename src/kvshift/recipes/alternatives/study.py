@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
@@ -14,7 +16,6 @@ from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, at_most, times, within
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import sized
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import InductionConfig
@@ -22,9 +23,6 @@ from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.recipes.alternatives import ENTRY
 from kvshift.recipes.fig01a import study as fig01a
 from kvshift.recipes.induction.first_repeat import LAST, SCORED
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 LEVEL = 0.9
 FACTOR = 2.0
@@ -160,5 +158,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
-    notes=read_notes(__file__),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
@@ -14,7 +15,6 @@ from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.arm import layers_text, pair
 from kvshift.lab.study.claims import Claim, Direction, higher
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.probes import KINDS
@@ -23,9 +23,6 @@ from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.decide import ENTRY
 from kvshift.recipes.phase.changes import KIND_NAMES, Changes, mean_text
 from kvshift.recipes.phase.phase_search import BASE, tokens_per_step
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 MARGIN = 0.01
 """Nats per token: a smaller gain would be of little use. The paper's tables have gains of 0.01 to 0.03."""
@@ -189,5 +186,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=least_loss(),
     tables=lambda records: Changes([record for record in records if record.tunes is None]).table(),
-    notes=read_notes(__file__),
 )

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
@@ -16,20 +17,16 @@ from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.arm import Arm, layers_text, pair
-from kvshift.lab.study.claims import Claim, higher
+from kvshift.lab.study.claims import Claim, higher, lower_loss, question
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
 from kvshift.lab.study.models import llama_of
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, last_loss, value_at
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import PAIR
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import ENTRY
 from kvshift.recipes.language_models.settings import WIKI
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 LAPTOP = TrainConfig(
     out=Path(),
@@ -100,7 +97,7 @@ class Losses:
 
     def at_end(self, layers: int, variant: str) -> list[float]:
         """After all steps."""
-        return [accuracy_curve(record, "loss")[1][-1] for record in self._runs(layers, variant).values()]
+        return [last_loss(record) for record in self._runs(layers, variant).values()]
 
     def at_equal_compute(self, layers: int, variant: str) -> list[float]:
         """When as much was computed as the shallowest vanilla model takes for all its steps."""
@@ -123,12 +120,7 @@ def at_compute(record: Record, compute: float) -> float:
         record: of the run.
         compute: FLOPs for each token of a step, summed over the steps; one past the last step counts as that.
     """
-    steps, losses = accuracy_curve(record, "loss")
-    at = min(compute / _flops(record), steps[-1])
-    for (before, high), (after, low) in pairwise(zip(steps, losses, strict=True)):
-        if before <= at <= after:
-            return high + (low - high) * (at - before) / (after - before)
-    return losses[0]  # before the first evaluation
+    return value_at(record, "loss", compute / _flops(record))
 
 
 def _flops(record: Record) -> float:
@@ -143,17 +135,11 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     steps, found = records[0].options["steps"], []
     for equal in (False, True):
         for layers in losses.depths[1:] if equal else losses.depths:
-            gains = losses.gains(layers, equal_compute=equal)
             ours, theirs = ((losses.at_equal_compute if equal else losses.at_end)(layers, variant) for variant in PAIR)
             when = f"With the compute of {layers_text(least)}" if equal else f"After {steps:,} steps"
             found.append(
-                Claim(
-                    statement=f"{when}, {layers_text(layers)} with KV shift: a lower loss than {layers} without",
-                    paper="not asked",
-                    ours=verdict([-gain for gain in gains]).text,
-                    direction=higher(theirs, ours),
-                    size=f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}",
-                    own=True,
+                lower_loss(
+                    f"{when}, {layers_text(layers)} with KV shift: a lower loss than {layers} without", ours, theirs
                 )
             )
     if most > least:
@@ -165,14 +151,12 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 def _pooled(losses: Losses, steps: int) -> Claim:
     """The mean over depths: one for each seed, because depths share seeds."""
     gains = [statistics.fmean(of_seed) for of_seed in zip(*map(losses.gains, losses.depths), strict=True)]
-    return Claim(
-        statement=f"After {steps:,} steps, mean over {', '.join(map(str, losses.depths))} layers, by seed: a lower "
-        "loss with KV shift",
-        paper="not asked",
-        ours=verdict([-gain for gain in gains]).text,
-        direction=higher(gains, [0.0] * len(gains)),
+    depths = ", ".join(map(str, losses.depths))
+    return lower_loss(
+        f"After {steps:,} steps, mean over {depths} layers, by seed: a lower loss with KV shift",
+        [-gain for gain in gains],
+        [0.0] * len(gains),
         size="nats per token; chosen after the data had been seen",
-        own=True,
     )
 
 
@@ -182,13 +166,11 @@ def _against_depth(losses: Losses, least: int, most: int) -> Claim:
     names = (f"the gain with {layers_text(most)}", f"that with {least}")
     changes = [more - less for more, less in zip(deep, shallow, strict=True)]
     means = f"{statistics.fmean(deep):.4f} against {statistics.fmean(shallow):.4f}"
-    return Claim(
+    return question(
         statement=f"The gain with {layers_text(most)} is no smaller than with {least}",
-        paper="not asked",
         ours=f"{means}; {verdict(changes, names=names).text}",
         direction=higher(deep, shallow),
         size="of one number of steps; each variant at its best learning rate",
-        own=True,
     )
 
 
@@ -197,14 +179,8 @@ def _deeper_without(losses: Losses, layers: int, more: int) -> Claim:
     ours = losses.at_equal_compute(layers, "kv-shift")
     theirs = losses.at_equal_compute(more, "vanilla")
     names = (Arm(variant="kv-shift", layers=layers).label, Arm(variant="vanilla", layers=more).label)
-    return Claim(
-        statement=f"At equal compute, {layers_text(layers)} with KV shift: a lower loss than {more} without",
-        paper="not asked",
-        ours=verdict([one - other for one, other in zip(ours, theirs, strict=True)], names=names).text,
-        direction=higher(theirs, ours),
-        size=f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}",
-        own=True,
-    )
+    statement = f"At equal compute, {layers_text(layers)} with KV shift: a lower loss than {more} without"
+    return lower_loss(statement, ours, theirs, names=names)
 
 
 def plot(records: Sequence[Record]) -> Figure:
@@ -239,5 +215,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    notes=read_notes(__file__),
 )

@@ -6,15 +6,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
-from kvshift.lab.core.statistics import verdict
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim, higher
+from kvshift.lab.study.claims import Claim, lower_loss
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label, last_mean
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import MaskedTextConfig
@@ -23,9 +22,6 @@ from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.bidirectional import EncoderOptions
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.recipes.encoder import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 SCORED = "masked"
 VANILLA = "no shift"
@@ -102,17 +98,13 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     pairs += [(both, min((previous, following), key=lambda arm: statistics.fmean(losses[arm])))]
     steps = records[0].options["steps"]
     return [
-        Claim(
-            statement=f"After {steps:,} steps, {arm}: a lower loss than with {other}",
-            paper="not asked",
-            ours=verdict(
-                [one - two for one, two in zip(losses[arm], losses[other], strict=True)],
-                names=(arm.label, other.label),
-            ).text,
-            direction=higher(losses[other], losses[arm]),
+        lower_loss(
+            f"After {steps:,} steps, {arm}: a lower loss than with {other}",
+            losses[arm],
+            losses[other],
+            names=(arm.label, other.label),
             size=f"nats per masked token: {statistics.fmean(losses[arm]):.4f} against "
             f"{statistics.fmean(losses[other]):.4f}, each at its best learning rate",
-            own=True,
         )
         for arm, other in pairs
     ]
@@ -135,5 +127,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    notes=read_notes(__file__),
 )

@@ -12,7 +12,6 @@ from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, at_most, higher, percent, reached, sooner
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import sized
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import InductionConfig
@@ -130,5 +129,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=reached_soonest(SCORED, 0.9, last=LAST),
     scored=SCORED,
-    notes=read_notes(__file__),
 )

@@ -10,7 +10,6 @@ from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, higher, percent, points
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import sized
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.training.train_config import OptimizerConfig
@@ -71,5 +70,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=reached_soonest(SCORED, 0.9, last=LAST),
     scored=SCORED,
-    notes=read_notes(__file__),
 )

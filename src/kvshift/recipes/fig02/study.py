@@ -7,24 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim, Direction
+from kvshift.lab.study.claims import Claim, decided
 from kvshift.lab.study.jobs import Computation
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.theory.checks import check_panel
 from kvshift.lab.theory.gradient_flow import Trajectory, gradient_flow
 from kvshift.lab.theory.limit_loss import exact
 from kvshift.lab.theory.loss_field import FIGURE2, Field, loss_field
 from kvshift.recipes.fig02 import ENTRY
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FORMS = ("exact", "paper", "script")
 _SAID = {"exact": "derived", "paper": "Table 3", "script": "script"}
@@ -144,14 +141,14 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             statement="Induction, (a1, b1) = (0, 1), has the least loss of the square",
             paper="in all three panels",
             ours=f"derived: {', '.join(f'{value:.5f}' for value in lowest['exact'])} there, for T = 4, 12, 102",
-            direction=_verdict(at["exact"] == [induction] * 3),
+            direction=decided(at["exact"] == [induction] * 3),
             size=f"elsewhere by {' and '.join(others)}" if others else "there by Table 3 and by the script, too",
         ),
         Claim(
             statement="Descent leads to induction",
             paper="yes",
             ours=f"derived: {_shares(caught['exact'])} of the starts end elsewhere",
-            direction=_verdict(max(caught["exact"]) == 0),
+            direction=decided(max(caught["exact"]) == 0),
             size=f"by Table 3, {_shares(caught['paper'])} for O(T) = 0, 10, 100: a trap at (1, 0) that its slip makes",
         ),
         Claim(
@@ -159,7 +156,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="at O(T) = 100",
             ours=f"derived: the loss spans {', '.join(f'{span:.3g}' for span in spans)} nats, "
             f"{_listed(levels['exact'])} levels",
-            direction=_verdict(spans[0] > spans[1] > spans[2]),
+            direction=decided(spans[0] > spans[1] > spans[2]),
             size=f"there partly by accident: at O(T) = 100 the script's loss is {lowest['script'][2]:.2f} and more, "
             "and its levels end at 10",
         ),
@@ -167,7 +164,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             statement="When O(T) is small, the direction of descent may at first not be monotonic",
             paper="a small non-monotonic process",
             ours=f"derived: on {_shares(away)} of the square a1 or b1 first moves away from induction",
-            direction=_verdict(away[0] > away[1] > away[2]),
+            direction=decided(away[0] > away[1] > away[2]),
             size="the paper gives no share",
         ),
         Claim(
@@ -175,7 +172,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="the code of the figure",
             ours=f"least loss at O(T) = 0, 10, 100: script {_losses(lowest['script'])}; "
             f"Table 3 {_losses(lowest['paper'])}; derived {_losses(lowest['exact'])}",
-            direction=_verdict(bool(np.allclose(lowest["script"], lowest["paper"], rtol=1e-6))),
+            direction=decided(bool(np.allclose(lowest["script"], lowest["paper"], rtol=1e-6))),
             size="it has A2 + b2 for A2 b2, and adds e^c where the theorem has O(T) = c",
         ),
         Claim(
@@ -183,7 +180,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             paper="not examined: the figure ties a2 to a1 and b2 to b1",
             ours=f"T = {middle['tokens']}: a = ({a1:.2f}, {a2:.2f}), b = ({b1:.2f}, {b2:.2f}), "
             f"loss {middle['loss'][-1]:.2g}",
-            direction=_verdict(all(_sharpens(flow) for flow in flows)),
+            direction=decided(all(_sharpens(flow) for flow in flows)),
             size=f"attention grows ever sharper and the loss goes towards 0; the square has {middle['square']:.2f} "
             "at least",
             own=True,
@@ -203,10 +200,6 @@ def _panels(records: Sequence[Record], form: str) -> Mapping[str, Any]:
 
 def _flows(records: Sequence[Record]) -> list[Mapping[str, Any]]:
     return by_arm(records)[Arm(case=_FLOW)][0].result["flows"]
-
-
-def _verdict(holds: bool) -> Direction:
-    return "holds" if holds else "fails"
 
 
 def _shares(values: Sequence[float]) -> str:
@@ -237,6 +230,4 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
-    paper={"O(T)": (0, 10, 100), "induction": (0, 1), "levels": "0, 0.05 ... 9.95", "points": 1000},
-    notes=read_notes(__file__),
 )

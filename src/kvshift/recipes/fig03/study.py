@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
@@ -12,18 +14,14 @@ from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.plan.cost import count_parameters, training_flops, training_memory
 from kvshift.lab.plan.dry_run import dry_run
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim
+from kvshift.lab.study.claims import Claim, decided
 from kvshift.lab.study.jobs import Computation, StudyJob
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, curves_by_label, diverged
+from kvshift.lab.study.recipe import Recipe, Record, by_arm, curves_by_label, paired_losses
 from kvshift.lab.variants.building import llama_config
 from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.fig03 import ENTRY
 from kvshift.recipes.language_models.settings import LARGE, claim_of, job
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 GIB = 2**30
 
@@ -116,7 +114,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                     statement=f"{record.arm}: the configuration of Table 16 has the parameters of its name",
                     paper=f"{options['size']}",
                     ours=f"{total:,}",
-                    direction="holds" if abs(total / 1e9 / _NAMED[options["size"]] - 1) < 0.01 else "fails",
+                    direction=decided(abs(total / 1e9 / _NAMED[options["size"]] - 1) < 0.01),
                     size=f"as counted by formula: {result['counted']:,}",
                     by="arithmetic",
                 )
@@ -127,7 +125,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
                 "the weights, gradients and AdamW of the plan to within 5 %",
                 paper="trained there",
                 ours=f"{share / GIB:.3f} GiB on the first process; activations are not compared",
-                direction="holds" if 0.99 < share / planned < 1.05 else "fails",
+                direction=decided(0.99 < share / planned < 1.05),
                 size=f"{planned / GIB:.3f} GiB planned; {result['gathered'] / GIB:.2f} GiB of weights gathered; "
                 f"{result['flops_per_token'] / 1e9:.1f} GFLOP for each token",
                 own=True,
@@ -158,12 +156,9 @@ def _trained(records: Sequence[Record]) -> list[Claim]:
     for arm in models:
         if arm.variant == "vanilla":
             continue
-        runs = models[arm], models[replace(arm, variant="vanilla")]
-        whole = not any(diverged(record) for each in runs for record in each.values())
-        pairs = [(_last(runs[0][seed]), _last(runs[1][seed])) for seed in runs[0]] if whole else None
         found.append(
             claim_of(
-                pairs,
+                paired_losses(models[arm], models[replace(arm, variant="vanilla")]),
                 (ours, theirs),
                 lambda ours, theirs: "not shown",
                 statement=f"{replace(arm, variant=None)}: {ours} has a lower loss than {theirs}",
@@ -172,10 +167,6 @@ def _trained(records: Sequence[Record]) -> list[Claim]:
             )
         )
     return found
-
-
-def _last(record: Record) -> float:
-    return accuracy_curve(record, "loss")[1][-1]
 
 
 def plot(records: Sequence[Record]) -> Figure:
@@ -203,5 +194,4 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
-    notes=read_notes(__file__),
 )

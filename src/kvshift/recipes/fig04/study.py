@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.claims import Claim, higher, not_testable, sign_test
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_arm, diverged
+from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, accuracy_curves, by_arm, diverged, paired_losses
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR, VARIANTS
 from kvshift.recipes.fig04 import ENTRY
 from kvshift.recipes.language_models.settings import LARGE, TABLES, Place, Setting, claim_of, job
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 PAPER_RATES = (1e-4, 2e-4, 1e-3, 1e-2)
 """Of the paper's models; a smaller model is trained at these times `Setting.scale` (4 in laptop, 16 in smoke)."""
@@ -67,13 +64,10 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     found = []
     for rate in PAPER_RATES:
         ours, theirs = (runs[variant, rate] for variant in PAIR)
-        whole = not any(map(diverged, [*ours.values(), *theirs.values()]))
-        pairs = [(_last(ours[seed]), _last(theirs[seed])) for seed in ours] if whole else None
         found.append(
             claim_of(
-                pairs,
+                paired_losses(ours, theirs),
                 (VARIANTS["kv-shift"].label, VARIANTS["vanilla"].label),
-                lambda ours, theirs: higher(theirs, ours),
                 statement=f"At the paper's rate {rate:g}, KV-shift has a lower loss than vanilla",
                 paper="always better, over 5 seeds" if rate == PAPER_RATES[1] else "better, without numbers",
                 size=_rate_of(ours[0] if 0 in ours else next(iter(ours.values()))),
@@ -98,23 +92,16 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 def _at_low_rates(runs: Mapping[tuple[str, float], Mapping[int, Record]]) -> Claim:
     """Whether the gain shrinks at low rates, what the reviewers feared: of the last rate but one and of the first."""
     high, low = PAPER_RATES[-2], PAPER_RATES[0]
-    gains = {}
-    for rate in (high, low):
-        ours, theirs = (runs[variant, rate] for variant in PAIR)
-        whole = not any(map(diverged, [*ours.values(), *theirs.values()]))
-        gains[rate] = [_last(theirs[seed]) - _last(ours[seed]) for seed in ours] if whole else None
+    pairs = [paired_losses(*(runs[variant, rate] for variant in PAIR)) for rate in (high, low)]
+    gains = [[theirs - ours for ours, theirs in known] for known in pairs if known]
     return claim_of(
-        [*zip(gains[high], gains[low], strict=True)] if gains[high] and gains[low] else None,
+        [*zip(*gains, strict=True)] if len(gains) == 2 else None,
         (f"the gain at {high:g}", f"that at {low:g}"),
-        lambda at_high, at_low: higher(at_high, at_low),
+        higher,
         statement=f"The gain is larger at the paper's rate {high:g} than at {low:g}",
         paper="a reviewer asked whether the gain shrinks at low rates",
         own=True,
     )
-
-
-def _last(record: Record) -> float:
-    return accuracy_curve(record, "loss")[1][-1]
 
 
 def _rate_of(record: Record) -> str:
@@ -143,5 +130,4 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
-    notes=read_notes(__file__),
 )

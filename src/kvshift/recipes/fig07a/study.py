@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvshift.lab.study.claims import Claim
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Record
 from kvshift.recipes.fig07a import ENTRY
 from kvshift.recipes.language_models.lm_figures import figure_recipe
@@ -26,6 +25,4 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     ]
 
 
-RECIPE = figure_recipe(
-    ENTRY, "Figure 7a", ["kv-shift", "k-shift", "v-shift", "vanilla"], claims, notes=read_notes(__file__)
-)
+RECIPE = figure_recipe(ENTRY, "Figure 7a", ["kv-shift", "k-shift", "v-shift", "vanilla"], claims)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvshift.lab.study.notes import read_notes
 from kvshift.recipes.fig07b import ENTRY
 from kvshift.recipes.language_models.lm_figures import figure_recipe, none_better
 
@@ -14,5 +13,4 @@ RECIPE = figure_recipe(
     "Figure 7b",
     ["kv-shift", *MORE, "vanilla"],
     partial(none_better, MORE, "a longer shift window does not improve performance"),
-    notes=read_notes(__file__),
 )

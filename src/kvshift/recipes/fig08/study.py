@@ -8,19 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_curves
 from kvshift.lab.analysis.panels import legend_below, new_figure
-from kvshift.lab.core.atomic import read_json, write_json
 from kvshift.lab.core.statistics import t_interval
-from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study.arm import Arm, pair
-from kvshift.lab.study.claims import Claim, Direction, higher, percent, points
-from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.notes import read_notes
+from kvshift.lab.study.claims import Claim, Direction, higher, percent, points, question
+from kvshift.lab.study.jobs import MeasuredJob
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import HopConfig, HopTask, evaluation_batches
@@ -28,11 +26,8 @@ from kvshift.lab.training.task_trainer import score
 from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR, with_variant
-from kvshift.lab.variants.small_gpt2 import GPT2Options, LabGPT2
+from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.recipes.fig08 import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 HOPS = (1, 2, 4, 8, 10, 12, 16)
 PUBLISHED = {
@@ -107,32 +102,19 @@ _LEAST = 5e-4  # what reads 0.0 % with one digit
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopJob(TrainingJob):
+class HopJob(MeasuredJob):
     """Train one model, then measure its error at every k, with dropout off and on.
 
     Attributes:
         rows: how many sequences for each k.
     """
 
+    measured = "errors"
     rows: int
 
-    def is_finished(self, out: Path) -> bool:
-        return super().is_finished(out) and (out / "errors.json").exists()
-
-    def run(self, out: Path) -> None:
-        super().run(out)
-        with RunFolder(out).locked():
-            if not self.is_finished(out):
-                device = torch.device("cuda" if self.config.device != "cpu" and torch.cuda.is_available() else "cpu")
-                model: Any = LabGPT2.from_pretrained(out / "model")
-                assert isinstance(self.config.task, HopConfig)
-                write_json(out / "errors.json", errors_by_hops(model.to(device), self.config.task, self.rows, device))
-
-    def record(self, out: Path) -> dict[str, Any]:
-        """With the errors among the results."""
-        found = super().record(out)
-        found["result"]["errors"] = read_json(out / "errors.json")
-        return found
+    def measure(self, model: Any) -> dict[str, Any]:
+        assert isinstance(self.config.task, HopConfig)
+        return errors_by_hops(model, self.config.task, self.rows, model.device)
 
 
 def errors_by_hops(model: Any, config: HopConfig, rows: int, device: torch.device) -> dict[str, Any]:
@@ -320,13 +302,11 @@ def _worth_a_layer(models: dict[Arm, dict[int, Record]], fewer: int, more: int) 
     """Whether the shift does what the next depth does; asked after the laptop's runs had been seen."""
     ours = _means(models[Arm(variant="kv-shift", layers=fewer)])
     theirs = _means(models[Arm(variant="vanilla", layers=more)])
-    return Claim(
+    return question(
         statement=f"{fewer} layers with KV shift make fewer errors than {more} without",
-        paper="not asked",
         ours=_against(ours, theirs),
         direction=higher(theirs, ours),
         size="mean over all k; asked after the laptop's runs had been seen",
-        own=True,
     )
 
 
@@ -376,6 +356,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    paper={"hops": HOPS, "vanilla errors by layers": PUBLISHED},
-    notes=read_notes(__file__),
 )

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
@@ -15,7 +16,6 @@ from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, Direction, percent, points, within
 from kvshift.lab.study.jobs import TrainingJob
 from kvshift.lab.study.models import sized
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, last_mean
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import NGramConfig
@@ -23,9 +23,6 @@ from kvshift.lab.training.task_training import TaskTrainConfig, task_of
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.fig09 import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 SCORED = "new"
 """The third token of each pair of the table, asked once."""
@@ -158,5 +155,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
-    notes=read_notes(__file__),
 )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvshift.lab.study.claims import Claim, within
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Record
 from kvshift.lab.variants.by_name import VARIANTS
 from kvshift.recipes.fig11 import ENTRY
@@ -30,6 +29,4 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     ]
 
 
-RECIPE = figure_recipe(
-    ENTRY, "Figure 11", ["kv-shift", "qkv-shift", "vanilla"], claims, notes=read_notes(__file__), large="19B"
-)
+RECIPE = figure_recipe(ENTRY, "Figure 11", ["kv-shift", "qkv-shift", "vanilla"], claims, large="19B")

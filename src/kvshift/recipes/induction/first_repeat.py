@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import Reach, reach_of
@@ -11,9 +12,6 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.recipe import Record, accuracy_curves, by_arm, curves_by_label, last_mean
 from kvshift.lab.training.task_training import task_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SCORED = "first_repeat"
 """The paper's metric: the target of the first repeat of each sequence."""

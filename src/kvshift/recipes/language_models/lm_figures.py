@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_means, minus
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
@@ -28,9 +29,6 @@ from kvshift.recipes.language_models.settings import (
     place_label,
     places_of,
 )
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 MARGIN = 0.01
 """Nats per token: losses that differ by less count as alike. The effects of the paper are 0.01 to 0.03."""
@@ -90,7 +88,6 @@ def figure_recipe(
     methods: Sequence[str],
     claims: Callable[[Sequence[Record]], list[Claim]],
     *,
-    notes: Sequence[str],
     large: str = "1.5B",
 ) -> Recipe:
     """A figure of the losses of some methods minus vanilla's.
@@ -100,7 +97,6 @@ def figure_recipe(
         source: where it stands in the paper.
         methods: all that are trained.
         claims: see `Recipe`.
-        notes: of this figure, before that of the laptop's setting.
         large: the size of the paper's model.
     """
     return Recipe(
@@ -110,5 +106,5 @@ def figure_recipe(
         plot=partial(plot_differences, methods),
         claims=claims,
         tuned_by=least_loss(),
-        notes=(*notes, *NOTES[2:3]),
+        notes=NOTES[2:3],
     )

@@ -6,17 +6,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_groups
 from kvshift.lab.analysis.panels import LOSS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import rank_correlation
-from kvshift.lab.study.claims import Claim, higher
+from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, diverged, reported
+from kvshift.lab.study.recipe import Recipe, Record, by_arm, diverged, last_loss, paired_losses, reported
 from kvshift.lab.study.tuning import by_tuned_arm, least_loss
 from kvshift.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift.recipes.language_models.settings import (
@@ -33,9 +35,6 @@ from kvshift.recipes.language_models.settings import (
     pooled,
 )
 
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
-
 Cells = Mapping[tuple[Place, float], float | None]
 """By place and learning rate the validation loss at the end; None where the run diverged."""
 
@@ -44,7 +43,7 @@ def by_cell(records: Sequence[Record], variant: str) -> Cells:
     """The losses of the runs that a learning rate was chosen by: one run in each cell, as in the paper."""
     runs = by_tuned_arm([record for record in records if record.tunes is not None])
     return {
-        (place, rate): None if diverged(found[0]) else accuracy_curve(found[0], "loss")[1][-1]
+        (place, rate): None if diverged(found[0]) else last_loss(found[0])
         for place in places_of(records)
         for rate, found in runs.get(arm_at(place, variant), {}).items()
     }
@@ -155,18 +154,15 @@ def _paper(better: str, worse: str, place: Place, scale: int) -> str:
 
 def _longer(records: Sequence[Record]) -> list[Claim]:
     """Whether vanilla's loss falls with longer contexts, from each length to the next of one depth."""
-    scale = _scale(records)
+    scale, models = _scale(records), by_arm(records)
     claims = []
     for short, long in pairwise(places_of(records)):
         if short.layers != long.layers:
             continue
-        losses = {place: last_losses(records, "vanilla", place) for place in (short, long)}
-        whole = None not in (*losses[short].values(), *losses[long].values())
         claims.append(
             claim_of(
-                [(losses[long][seed] or 0.0, losses[short][seed] or 0.0) for seed in losses[long]] if whole else None,
+                paired_losses(*(models[arm_at(place, "vanilla")] for place in (long, short))),
                 (f"{long.length} tokens", f"{short.length} tokens"),
-                lambda ours, theirs: higher(theirs, ours),
                 statement=f"{long.layers} layers, vanilla, after {_millions(records[0])} tokens of training: "
                 f"{long.length} tokens have a lower loss than {short.length}",
                 paper=f"{_best('vanilla', long, scale)} against {_best('vanilla', short, scale)} at "
@@ -205,7 +201,7 @@ def _text(keys: Sequence[str], records: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
-NOTES = read_notes(__file__)
+NOTES = read_notes(Path(__file__).parent)
 
 
 def table_recipe(
@@ -214,7 +210,6 @@ def table_recipe(
     *,
     better: str,
     shown: Sequence[str] | None = None,
-    notes: Sequence[str] = (),
 ) -> Recipe:
     """The table of a method, and what the paper says of one method against others.
 
@@ -223,7 +218,6 @@ def table_recipe(
         methods: all that are trained, that of the table first.
         better: which of them the paper has ahead of the others; where it is alone, its contexts are compared.
         shown: whose tables stand beside the paper's; None: that of the first.
-        notes: of this table, before those of all.
     """
     others = [key for key in methods if key != better]
     return Recipe(
@@ -234,5 +228,5 @@ def table_recipe(
         claims=partial(_claims, better, others) if others else _longer,
         tuned_by=least_loss(),
         tables=partial(_text, shown or methods[:1]),
-        notes=(*notes, *NOTES),
+        notes=NOTES,
     )

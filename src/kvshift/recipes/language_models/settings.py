@@ -14,9 +14,9 @@ from pathlib import Path
 from kvshift.lab.core.statistics import verdict
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim, Direction, higher
+from kvshift.lab.study.claims import Claim, Direction, lower
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, diverged
+from kvshift.lab.study.recipe import Record, by_arm, diverged, last_loss, paired_losses
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
@@ -221,20 +221,19 @@ def places_of(records: Sequence[Record]) -> list[Place]:
 def last_losses(records: Sequence[Record], variant: str, place: Place) -> dict[int, float | None]:
     """The last validation loss of each seed; None where the run diverged."""
     runs = by_arm(records)[arm_at(place, variant)]
-    return {seed: None if diverged(record) else accuracy_curve(record, "loss")[1][-1] for seed, record in runs.items()}
+    return {seed: None if diverged(record) else last_loss(record) for seed, record in runs.items()}
 
 
 def pairs_of(records: Sequence[Record], one: str, other: str, place: Place) -> list[tuple[float, float]] | None:
     """The last losses of two variants, a pair for each seed; None where a run diverged: then there is no interval."""
-    pairs = zip(*(last_losses(records, variant, place).values() for variant in (one, other)), strict=True)
-    known = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
-    return known if len(known) == len(last_losses(records, one, place)) else None
+    models = by_arm(records)
+    return paired_losses(models[arm_at(place, one)], models[arm_at(place, other)])
 
 
 def claim_of(
     pairs: Sequence[tuple[float, float]] | None,
     names: tuple[str, str],
-    decide: Callable[[Sequence[float], Sequence[float]], Direction],
+    decide: Callable[[Sequence[float], Sequence[float]], Direction] = lower,
     *,
     statement: str,
     paper: str,
@@ -265,7 +264,6 @@ def compared(
     return claim_of(
         pairs_of(records, better, worse, place),
         names,
-        lambda ours, theirs: higher(theirs, ours),
         statement=f"{place_label(place)}: {names[0]} has a lower loss than {names[1]}",
         paper=paper,
         own=own,
@@ -291,7 +289,6 @@ def pooled(records: Sequence[Record], better: str, worse: str) -> list[Claim]:
         claim_of(
             means if len(known) == len(places) else None,
             names,
-            lambda ours, theirs: higher(theirs, ours),
             statement=f"Mean over {len(places)} places, by seed: {names[0]} has a lower loss than {names[1]}",
             paper="not asked",
             size="chosen after the data had been seen",

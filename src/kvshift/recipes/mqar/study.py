@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy
 from kvshift.lab.analysis.learning import compare_reach, reach_of
@@ -13,7 +14,6 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, percent, sign_test, sooner
 from kvshift.lab.study.jobs import TrainingJob
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm, last_mean
 from kvshift.lab.study.tuning import reached_soonest
 from kvshift.lab.tasks import MQARConfig
@@ -22,9 +22,6 @@ from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR, with_variant
 from kvshift.lab.variants.small_gpt2 import GPT2Options
 from kvshift.recipes.mqar import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 SCORED = "queries"
 LEVEL = 0.99
@@ -171,5 +168,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=reached_soonest(SCORED, LEVEL, last=LAST),
     scored=SCORED,
-    notes=read_notes(__file__),
 )

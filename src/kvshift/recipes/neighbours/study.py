@@ -8,7 +8,6 @@ from functools import cache
 
 from kvshift.lab.study.claims import Claim
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.variants.building import llama_config
@@ -78,5 +77,5 @@ RECIPE = Recipe(
     plot=lambda records: plot_differences(("kv-shift", *NEIGHBOURS, "vanilla"), records),
     claims=claims,
     tuned_by=least_loss(),
-    notes=(*read_notes(__file__), *NOTES),
+    notes=NOTES,
 )

@@ -6,21 +6,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_chance, draw_means
 from kvshift.lab.analysis.learning import Reach, compare_reach, reach_of
 from kvshift.lab.analysis.panels import INTERVALS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
-from kvshift.lab.core.statistics import t_interval, verdict
+from kvshift.lab.core.statistics import t_interval
 from kvshift.lab.study.arm import Arm, layers_text, pair
-from kvshift.lab.study.claims import Claim, higher, sooner
-from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm
+from kvshift.lab.study.claims import Claim, higher, lower_loss, question, sooner
+from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, value_at
 from kvshift.lab.training.probes import KINDS
 from kvshift.recipes.phase.phase_search import LEVEL, millions, tokens_per_step
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Changes:
             steps: by seed.
         """
         ours, theirs = (self.models[arm] for arm in pair(layers=layers))
-        return [loss_at(theirs[seed], name, step) - loss_at(ours[seed], name, step) for seed, step in steps.items()]
+        return [value_at(theirs[seed], name, step) - value_at(ours[seed], name, step) for seed, step in steps.items()]
 
     def moments(self, layers: int) -> dict[str, dict[int, float]]:
         """By name, the steps by seed; a moment that not all seeds have is left out, as the table says."""
@@ -81,27 +79,23 @@ class Changes:
         tokens = tokens_per_step(self.records[0])
         reached = [statistics.geometric_mean(r) for r in (self.reach(ours).reached, self.reach(theirs).reached) if r]
         means = " and ".join(millions(steps * tokens) for steps in reached)
-        return Claim(
+        return question(
             statement=f"{ours}: a prefix matching of {LEVEL:g} sooner than {theirs}",
-            paper="not asked",
             ours=compared.text.replace("steps", f"steps of {tokens:,} tokens", 1),
             direction=sooner(compared),
             size=f"of those that reach it, after {means} tokens (geometric mean)" if means else "none reaches it",
-            own=True,
         )
 
     def gain(self, layers: int, when: str, steps: Mapping[int, float]) -> Claim:
         """Whether the loss is lower with the shift at a moment, and the gain by kind of target."""
         losses = self.gains(layers, "loss", steps)
         by_kind = {kind: self.gains(layers, f"loss_{kind}", steps) for kind in KINDS}
-        return Claim(
-            statement=f"{layers_text(layers)}, {when}: a lower loss with KV shift",
-            paper="not asked",
-            ours=verdict([-gain for gain in losses]).text,
-            direction=higher(losses, [0.0] * len(losses)),
-            size="gain in nats: "
-            + "; ".join(f"{KIND_NAMES[kind]} {mean_text(gains)}" for kind, gains in by_kind.items()),
-            own=True,
+        kinds = "; ".join(f"{KIND_NAMES[kind]} {mean_text(gains)}" for kind, gains in by_kind.items())
+        return lower_loss(
+            f"{layers_text(layers)}, {when}: a lower loss with KV shift",
+            [-gain for gain in losses],
+            [0.0] * len(losses),
+            size=f"gain in nats: {kinds}",
         )
 
     def where(self, layers: int) -> list[Claim]:
@@ -109,24 +103,20 @@ class Changes:
         ends = self.ends(layers)
         seen, new = (self.gains(layers, f"loss_{kind}", ends) for kind in ("pair_seen", "neither"))
         return [
-            Claim(
+            question(
                 statement=f"{layers_text(layers)}, at the end: the gain is larger on pairs seen in the row before than "
                 "on targets that follow a new token",
-                paper="not asked",
                 ours=f"{mean_text(seen)} against {mean_text(new)}, "
                 f"difference {mean_text([one - other for one, other in zip(seen, new, strict=True)])}",
                 direction=higher(seen, new),
                 size="nats per token; positions from 64 on",
-                own=True,
             ),
-            Claim(
+            question(
                 statement=f"{layers_text(layers)}, at the end: plain attention has the lower loss on targets that "
                 "follow a new token",
-                paper="not asked",
                 ours=f"KV shift gains {mean_text(new)}",
                 direction=higher([0.0] * len(new), new),
                 size="nats per token; positions from 64 on",
-                own=True,
             ),
         ]
 
@@ -153,16 +143,6 @@ KIND_NAMES = {
     "token_seen": "first token seen, with others after it",
     "neither": "first token new in the row",
 }
-
-
-def loss_at(record: Record, name: str, step: float) -> float:
-    """A curve of a run after so many steps, by a straight line between evaluations; before the first, that."""
-    steps, values = accuracy_curve(record, name)
-    for at in range(1, len(steps)):
-        if steps[at - 1] <= step <= steps[at]:
-            part = (step - steps[at - 1]) / (steps[at] - steps[at - 1])
-            return values[at - 1] + part * (values[at] - values[at - 1])
-    return values[0] if step < steps[0] else values[-1]
 
 
 def mean_text(gains: Sequence[float]) -> str:

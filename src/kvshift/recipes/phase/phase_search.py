@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.figure import Figure
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from kvshift.lab.analysis.learning import steps_to
@@ -14,7 +15,7 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.plan.cost import training_flops
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim, sign_test
+from kvshift.lab.study.claims import Claim, question, sign_test
 from kvshift.lab.study.jobs import TextJob
 from kvshift.lab.study.models import llama_of
 from kvshift.lab.study.recipe import Record, accuracy_curve
@@ -22,9 +23,6 @@ from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig
 from kvshift.lab.variants.by_name import with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.language_models.settings import WIKI
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 LEVEL = 0.2
 """A model has begun to copy where the prefix matching of its best head is this high."""
@@ -186,13 +184,11 @@ def _claim(statement: str, records: Sequence[Record]) -> Claim:
     if costs:
         cheapest = min(costs, key=costs.__getitem__)
         ours += f"; the cheapest is {cheapest}: after {millions(reached[cheapest])} tokens"
-    return Claim(
+    return question(
         statement=statement,
-        paper="not asked",
         ours=ours,
         direction=sign_test(int(bool(reached)), int(not reached)),
         size="one seed of each setting, up to 25 million tokens, none of which is read twice",
-        own=True,
     )
 
 

@@ -6,18 +6,16 @@ has not; the others train one and two layers without and with the shift in the f
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from kvshift.lab.core.statistics import verdict
+from matplotlib.figure import Figure
+
 from kvshift.lab.data.config import DataConfig
 from kvshift.lab.study.arm import Arm, layers_text, pair
-from kvshift.lab.study.claims import Claim, Direction, higher
+from kvshift.lab.study.claims import Claim, Direction, higher, lower_loss, question
 from kvshift.lab.study.jobs import TextJob, pairs_of_depths
-from kvshift.lab.study.notes import read_notes
-from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve
+from kvshift.lab.study.recipe import Recipe, Record, last_loss
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import with_variant
@@ -25,9 +23,6 @@ from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.phase import ENTRY, phase_search
 from kvshift.recipes.phase.changes import Changes, mean_text, plot_changes
 from kvshift.recipes.phase.phase_search import Setting
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 FOUND = Setting(64, 2, 4e-3, most=5_000_000)
 LAPTOP = replace(FOUND.config(apart=204_800), eval_rows=96)
@@ -91,28 +86,19 @@ def _survives(changes: Changes, layers: int) -> Claim:
     gains = changes.gains(layers, "loss", ends)
     decided: Direction = "not shown" if theirs.missing else higher(gains, [0.0] * len(gains))
     but = f"; {theirs.text.replace('%', '% prefix matching', 1)}" if theirs.missing else ""
-    return Claim(
+    return question(
         statement=f"{layers_text(layers)}: the gain survives plain attention's own change",
-        paper="not asked",
         ours=f"gain at the end {mean_text(gains)}{but}",
         direction=decided,
         size="decided where vanilla changes in every seed, by the loss after the last step",
-        own=True,
     )
 
 
 def _one_for_two(changes: Changes, least: int, most: int) -> Claim:
     arms = Arm(variant="kv-shift", layers=least), Arm(variant="vanilla", layers=most)
     names = arms[0].label, arms[1].label
-    losses = [[accuracy_curve(run, "loss")[1][-1] for run in changes.models[arm].values()] for arm in arms]
-    return Claim(
-        statement=f"At the end, {names[0]}: a lower loss than {names[1]}",
-        paper="not asked",
-        ours=verdict([one - other for one, other in zip(*losses, strict=True)], names=names).text,
-        direction=higher(losses[1], losses[0]),
-        size=f"nats per token: {statistics.fmean(losses[0]):.4f} against {statistics.fmean(losses[1]):.4f}",
-        own=True,
-    )
+    losses = [[last_loss(run) for run in changes.models[arm].values()] for arm in arms]
+    return lower_loss(f"At the end, {names[0]}: a lower loss than {names[1]}", *losses, names=names)
 
 
 def plot(records: Sequence[Record]) -> Figure:
@@ -136,5 +122,4 @@ RECIPE = Recipe(
     claims=claims,
     tables=tables,
     tuned_by=least_loss(),
-    notes=read_notes(__file__),
 )

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import difference_interval, t_interval, verdict
-from kvshift.lab.study.claims import Claim, Direction, higher
+from kvshift.lab.study.claims import Claim, Direction, higher, lower_loss, question
 from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, curves_by_label
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 NOTHING = "nothing trained"
 ALL, CONTROL, LORA, BOTH = "coefficients", "current token alone", "LoRA", "LoRA and coefficients"
@@ -102,16 +100,15 @@ def _lower(found: Measured, text: str, one: str, other: str) -> Claim:
     differences = [first - second for first, second in pairs]
     low, high = t_interval(differences)
     over_sequences: Direction = "holds" if high < 0 else "fails" if low > 0 else "not shown"
-    over_seeds = higher(theirs, ours)
-    return Claim(
-        statement=f"After {found.tokens:,} tokens, {one}: a lower loss on {text} than with {other}",
-        paper="not asked",
-        ours=_verdict(ours, theirs, (one, other)),
-        direction=over_seeds if over_seeds == over_sequences else "not shown",
+    over_seeds = lower_loss(
+        f"After {found.tokens:,} tokens, {one}: a lower loss on {text} than with {other}",
+        ours,
+        theirs,
+        names=(one, other),
         size=f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}; over "
         f"{len(differences)} sequences {statistics.fmean(differences):+.4f} (95 % interval {low:+.4f} to {high:+.4f})",
-        own=True,
     )
+    return over_seeds if over_seeds.direction == over_sequences else replace(over_seeds, direction="not shown")
 
 
 def _lasting(found: Measured) -> Claim:
@@ -123,28 +120,26 @@ def _lasting(found: Measured) -> Claim:
     step = int(accuracy_curve(found.by_part[ALL][0], "loss")[0][0])
     first = step * found.tokens // int(found.by_part[ALL][0].options["steps"])
     changes = [last - early for last, early in zip(gains[-1], gains[0], strict=True)]
+    names = ("the gain at the end", "that before")
     means = f"{statistics.fmean(gains[-1]):.4f} against {statistics.fmean(gains[0]):.4f} nats per token"
-    return Claim(
+    return question(
         statement=f"The lags add no less to the current token after {found.tokens:,} tokens than after {first:,}",
-        paper="not asked",
-        ours=f"{means}; {_verdict(gains[-1], gains[0], ('the gain at the end', 'that before'))}",
+        ours=f"{means}; {verdict(changes, names=names).text}",
         direction=higher(gains[-1], gains[0]) if any(changes) else "not shown",
         size="validation loss of the runs, on sequences that the other claims leave out",
-        own=True,
     )
 
 
 def _repeats(found: Measured, one: str, other: str) -> Claim:
     ours, theirs = found.repeated(one, "loss"), found.repeated(other, "loss")
     accuracy = [statistics.fmean(found.repeated(label, "accuracy")) for label in (one, other)]
-    return Claim(
-        statement=f"On repeated random tokens, {one}: a lower loss in the second half than with {other}",
-        paper="not asked",
-        ours=_verdict(ours, theirs, (one, other)),
-        direction=higher(theirs, ours),
+    return lower_loss(
+        f"On repeated random tokens, {one}: a lower loss in the second half than with {other}",
+        ours,
+        theirs,
+        names=(one, other),
         size=f"{statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f} nats per token; copied "
         f"{100 * accuracy[0]:.1f} % against {100 * accuracy[1]:.1f} %",
-        own=True,
     )
 
 
@@ -153,19 +148,13 @@ def _induction(found: Measured, one: str, other: str) -> Claim:
     differences = [first - second for first, second in zip(ours, theirs, strict=True)]
     interval = difference_interval(differences)
     over_seeds = f" (95 % interval {interval[0]:+.3f} to {interval[1]:+.3f})" if interval else ""
-    return Claim(
+    return question(
         statement=f"The best induction heads score higher with {one} than with {other}",
-        paper="not asked",
         ours=f"mean of the best five {statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f}: "
         f"{statistics.fmean(differences):+.3f}{over_seeds}, {len(differences)} seeds",
         direction=higher(ours, theirs),
         size="of 1; the scores of `kvshift analyze`",
-        own=True,
     )
-
-
-def _verdict(ours: Sequence[float], theirs: Sequence[float], names: tuple[str, str]) -> str:
-    return verdict([one - other for one, other in zip(ours, theirs, strict=True)], names=names).text
 
 
 def tables(records: Sequence[Record]) -> str:

@@ -17,7 +17,6 @@ from kvshift.lab.runs.loading import load_tokenizer, load_weights
 from kvshift.lab.runs.smollm2 import find_smollm2
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.jobs import Computation, TextJob
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Job, Recipe
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.training.train_config import OptimizerConfig, TrainConfig, config_hash
@@ -201,5 +200,4 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=least_loss(),
     tables=tables,
-    notes=read_notes(__file__),
 )

@@ -6,7 +6,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_means
 from kvshift.lab.analysis.colors import colors_of, marker_of
@@ -15,7 +18,7 @@ from kvshift.lab.analysis.scaling import Interval, PowerLaw, fit_power_law
 from kvshift.lab.core.statistics import difference_interval, verdict
 from kvshift.lab.plan.cost import count_parameters
 from kvshift.lab.study.arm import Arm, layers_text
-from kvshift.lab.study.claims import Claim, Direction, higher
+from kvshift.lab.study.claims import Claim, Direction, higher, lower_loss
 from kvshift.lab.study.entry import Entry
 from kvshift.lab.study.jobs import StudyJob
 from kvshift.lab.study.models import llama_of
@@ -27,10 +30,6 @@ from kvshift.lab.variants.by_name import PAIR, VARIANTS, with_variant
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.depth import study as depth
 from kvshift.recipes.language_models.settings import LARGE
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _LAPTOP = replace(
     depth.LAPTOP,
@@ -131,11 +130,11 @@ def _at_each_size(records: Sequence[Record]) -> list[Claim]:
     for runs in _by_size(records):
         ours, theirs = runs.losses()
         claims.append(
-            Claim(
-                statement=f"{runs.name}: KV-shift has a lower loss than vanilla",
+            lower_loss(
+                f"{runs.name}: KV-shift has a lower loss than vanilla",
+                ours,
+                theirs,
                 paper="lower at 1.5B, 6.7B and 13B",
-                ours=verdict([one - other for one, other in zip(ours, theirs, strict=True)]).text,
-                direction=higher(theirs, ours),
                 size=f"nats per token, of {runs.size:,} parameters without embeddings",
             )
         )
@@ -149,13 +148,11 @@ def over_sizes(records: Sequence[Record]) -> list[Claim]:
         return _at_each_size(records)
     by_size = [[one - other for one, other in zip(ours, theirs, strict=True)] for ours, theirs in both]
     means = [statistics.fmean(of_seed) for of_seed in zip(*by_size, strict=True)]
-    mean = Claim(
-        statement=f"Mean over {len(both)} sizes, by seed: KV-shift has a lower loss than vanilla",
-        paper="not asked",
-        ours=verdict(means).text,
-        direction=higher([0.0] * len(means), means),
+    mean = lower_loss(
+        f"Mean over {len(both)} sizes, by seed: KV-shift has a lower loss than vanilla",
+        means,
+        [0.0] * len(means),
         size="nats per token; chosen after the data had been seen",
-        own=True,
     )
     return [*_at_each_size(records), mean]
 
@@ -301,5 +298,5 @@ def scaling_recipe(
         plot=plot,
         claims=claims,
         tuned_by=least_loss(),
-        notes=read_notes(__file__),
+        notes=read_notes(Path(__file__).parent),
     )

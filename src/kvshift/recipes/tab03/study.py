@@ -6,14 +6,15 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.colors import GREEN, ORANGE, PURPLE
 from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.study.arm import Arm
-from kvshift.lab.study.claims import Claim, Direction
+from kvshift.lab.study.claims import Claim, decided
 from kvshift.lab.study.jobs import Computation
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, by_arm
 from kvshift.lab.theory.checks import (
     COEFFICIENTS,
@@ -23,9 +24,6 @@ from kvshift.lab.theory.checks import (
     check_places,
 )
 from kvshift.recipes.tab03 import ENTRY
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LIMIT, DRAWS = "orthonormal embeddings", "Gaussian embeddings"
 
@@ -175,7 +173,7 @@ def _row(settings: Sequence[Mapping[str, Any]], kind: str) -> Claim:
         statement=f"Logit of {tokens}",
         paper=printed,
         ours=f"off by up to {off:.2g}" + ("" if right else f"; derived {derived}, off by up to {exactly:.1g}"),
-        direction=_verdict(right),
+        direction=decided(right),
         size=f"{len(settings)} settings of T, a and b; every i from 2 to T - 2",
     )
 
@@ -187,7 +185,7 @@ def _theorem(settings: Sequence[Mapping[str, Any]]) -> Claim:
         paper="proved in appendix C",
         ours=f"off in loss or gradient by {min(printed):.2g} to {max(printed):.2g}; "
         f"with A1 for A2, by {max(derived):.1g} at most",
-        direction=_verdict(max(printed) < _EXACT),
+        direction=decided(max(printed) < _EXACT),
         size="one letter: the proof above the table has it right",
     )
 
@@ -200,7 +198,7 @@ def _places(rows: Sequence[Mapping[str, Any]]) -> Claim:
         statement="The loss is the same for all 1 < i < T",
         paper="i > 1 and i < T",
         ours=f"T = {tokens}, ({listed}): {inner[0]:.3f} for i = 2 ... {tokens - 2}, {last:.3f} for i = {tokens - 1}",
-        direction=_verdict(all(_same([*row["loss"][1:]]) for row in rows)),
+        direction=decided(all(_same([*row["loss"][1:]]) for row in rows)),
         size=f"holds for 2 <= i <= T - 2: {'yes' if all(_same(row['loss'][1:-1]) for row in rows) else 'no'}",
     )
 
@@ -214,7 +212,7 @@ def _draws(rows: Sequence[Mapping[str, Any]]) -> Claim:
         statement="Gaussian embeddings come near the limit as derived",
         paper="for large d",
         ours=f"within {max(away('exact')):.1f} standard errors in all {len(rows)} settings",
-        direction="holds" if max(away("exact")) < 4 else "fails",
+        direction=decided(max(away("exact")) < 4),
         size=f"Table 3 is out by {min(printed):.0f} standard errors or more wherever b2 is not 0",
     )
 
@@ -246,16 +244,10 @@ def _pooled(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def _verdict(holds: bool) -> Direction:
-    return "holds" if holds else "fails"
-
-
 RECIPE = Recipe(
     entry=ENTRY,
     source="Table 3, Theorem 3.4, Appendix C",
     jobs=jobs,
     plot=plot,
     claims=claims,
-    paper={tokens: printed for tokens, printed, _ in PAPER.values()},
-    notes=read_notes(__file__),
 )

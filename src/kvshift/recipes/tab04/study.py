@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_accuracy, draw_shares
 from kvshift.lab.analysis.colors import colors_of
 from kvshift.lab.analysis.panels import legend_below, new_figure
-from kvshift.lab.core.atomic import read_json, write_json
-from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study.arm import Arm, pair
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent, points
-from kvshift.lab.study.jobs import TrainingJob
+from kvshift.lab.study.jobs import MeasuredJob
 from kvshift.lab.study.models import sized
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curves, by_arm
 from kvshift.lab.study.tuning import least_loss
 from kvshift.lab.tasks import IGSMConfig
@@ -30,11 +26,7 @@ from kvshift.lab.training.train_config import OptimizerConfig
 from kvshift.lab.variants.by_name import PAIR
 from kvshift.recipes.tab04 import ENTRY
 
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
-
 MODELS = {arm.label: arm for arm in pair()}
-INSIDE = "inside.json"
 PAPER_SHARES = {
     "Tr12-Te15": {"vanilla": 0.8154, "KV-shift": 0.8909},
     "Tr21-Te24": {"vanilla": 0.8711, "KV-shift": 0.9062},
@@ -107,32 +99,17 @@ SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProblemJob(TrainingJob):
+class ProblemJob(MeasuredJob):
     """Train one model, ask it problems of more operations than it was trained on, then of as many."""
 
-    def is_finished(self, out: Path) -> bool:
-        return super().is_finished(out) and (out / INSIDE).exists()
+    measured = "inside"
 
-    def run(self, out: Path) -> None:
-        super().run(out)
-        with RunFolder(out).locked():
-            if not self.is_finished(out):
-                write_json(out / INSIDE, self._ask_inside(out))
-
-    def record(self, out: Path) -> dict[str, Any]:
-        """With the answers to problems of as many operations as in training among the results."""
-        found = super().record(out)
-        found["result"]["inside"] = read_json(out / INSIDE)
-        return found
-
-    def _ask_inside(self, out: Path) -> dict[str, Any]:
-        """Problems of the most operations of training, none of which occurs there."""
-        task, device = self.config.task, "cuda" if self.config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    def measure(self, model: Any) -> dict[str, Any]:
+        """Its answers to problems of the most operations of training, none of which occurs there."""
+        task, size = self.config.task, self.config.eval_batch_size or self.config.batch_size
         assert isinstance(task, IGSMConfig)
-        model: Any = AutoModelForCausalLM.from_pretrained(out / "model")
-        model.to(device).eval()
-        size = self.config.eval_batch_size or self.config.batch_size
-        return ask(model, IGSMTask(replace(task, test_ops=task.ops)), self.config.questions, seed=0, batch_size=size)
+        inside = IGSMTask(replace(task, test_ops=task.ops))
+        return ask(model.eval(), inside, self.config.questions, seed=0, batch_size=size)
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[ProblemJob]:
@@ -247,6 +224,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    paper={**PAPER_SHARES, "Tr12-Te15, learning rate 2e-3": {"vanilla": 0.5, "KV-shift": 0.7}},
-    notes=read_notes(__file__),
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from kvshift.lab.analysis.accuracy import draw_chance, draw_curves
 from kvshift.lab.analysis.maps import coefficient_counts
@@ -13,15 +14,11 @@ from kvshift.lab.analysis.panels import legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.study.claims import Claim, higher, not_testable, percent
 from kvshift.lab.study.jobs import StudyJob
-from kvshift.lab.study.notes import read_notes
 from kvshift.lab.study.recipe import Recipe, Record, accuracy_curve, by_arm, diverged, reported
 from kvshift.lab.study.tuning import least_loss
 from kvshift.recipes.language_models.lm_tables import NOTES
 from kvshift.recipes.language_models.settings import LARGE, TABLES, arm_at, jobs_of, place_label, places_of
 from kvshift.recipes.tab05 import ENTRY
-
-if TYPE_CHECKING:  # takes a second to import
-    from matplotlib.figure import Figure
 
 # The cells of Table 5, as `coefficient_counts` names them, and the paper's counts.
 CELLS = {
@@ -137,5 +134,5 @@ RECIPE = Recipe(
     claims=claims,
     tuned_by=least_loss(),
     tables=tables,
-    notes=(*read_notes(__file__), NOTES[2]),
+    notes=NOTES[2:3],
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvshift.lab.study.notes import read_notes
 from kvshift.recipes.language_models.lm_tables import table_recipe
 from kvshift.recipes.tab12 import ENTRY
 
-RECIPE = table_recipe(ENTRY, ["differential", "kv-shift", "vanilla"], better="kv-shift", notes=read_notes(__file__))
+RECIPE = table_recipe(ENTRY, ["differential", "kv-shift", "vanilla"], better="kv-shift")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvshift.lab.study.notes import read_notes
 from kvshift.recipes.language_models.lm_tables import table_recipe
 from kvshift.recipes.tab15 import ENTRY
 
@@ -11,5 +10,4 @@ RECIPE = table_recipe(
     ["mla-kv-shift", "mla"],
     better="mla-kv-shift",
     shown=["mla", "mla-kv-shift"],
-    notes=read_notes(__file__),
 )

@@ -1,23 +1,43 @@
-"""Problems read back from their texts alone, by other means than the package's own."""
+"""Problems as the generators draw them, and read back from their texts alone, by other means than the package's own."""
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import count as count_up
+from itertools import islice
+from typing import Any
 
+from kvshift.lab.tasks.igsm import igsm, kamino
 from kvshift.lab.tasks.igsm.problem import Problem
-from kvshift.lab.tasks.igsm.wording import written
+from kvshift.lab.tasks.igsm.wording import detokenize
 
 # How a quantity follows from others: a formula in python with the names in quotes.
 Formulas = dict[str, str]
 
 
+DRAW: dict[str, Callable[..., Problem | None]] = {
+    "kamino": kamino.draw,
+    "kamino, random letters": partial(kamino.draw, letters="random"),
+    "igsm": partial(igsm.draw, max_edges=20),
+}
+
+
+def drawn(generator: str, ops: int, count: int, seed: int | str = 0, **options: Any) -> list[Problem]:
+    """Problems by one of `DRAW`."""
+    uniform = random.Random(seed).random
+    problems = (DRAW[generator](uniform, ops, **options) for _ in count_up())
+    return list(islice(filter(None, problems), count))
+
+
 def problem_text(problem: Problem) -> str:
-    return written(" ".join((*problem.statements, problem.question)))
+    return detokenize(" ".join((*problem.statements, problem.question)))
 
 
 def solution_text(problem: Problem) -> str:
-    return "\n".join(written(sentence) for sentence in problem.solution)
+    return "\n".join(detokenize(sentence) for sentence in problem.solution)
 
 
 def kamino_formulas(text: str) -> Formulas:

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import random
 import re
 
 import pytest
 
-from kvshift.lab.tasks.igsm import igsm, kamino
+from kvshift.lab.tasks.igsm import kamino
 from kvshift.lab.tasks.igsm.checker import is_right
 from kvshift.lab.tasks.igsm.problem import Problem
 from kvshift.lab.tasks.igsm.quantities import Instance
 
-from .reading import solution_text
+from .reading import DRAW, drawn, solution_text
 
 pytestmark = pytest.mark.no_models
 
 RIGHT = {"paper": True, "strict": True}
 LENIENT = {"paper": True, "strict": False}
 WRONG = {"paper": False, "strict": False}
-GENERATORS = ("kamino", "kamino, random letters", "igsm")
-
-
-def drawn(generator: str, ops: int, count: int, modulus: int = 23) -> list[Problem]:
-    """Of "kamino", "kamino, random letters" or "igsm"."""
-    uniform = random.Random(f"{generator} {ops}").random
-    letters: kamino.Letters = "random" if "random" in generator else "in_order"
-    found: list[Problem] = []
-    while len(found) < count:
-        problem = (
-            igsm.draw(uniform, ops, 20, modulus=modulus)
-            if generator == "igsm"
-            else kamino.draw(uniform, ops, letters=letters, modulus=modulus)
-        )
-        if problem is not None:
-            found.append(problem)
-    return found
+GENERATORS = tuple(DRAW)
 
 
 def asked_line(problem: Problem) -> int:
@@ -46,7 +29,7 @@ def asked_line(problem: Problem) -> int:
 @pytest.mark.parametrize("ops", [1, 3, 8, 15])
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_every_true_solution_is_right(generator: str, ops: int, modulus: int):
-    for problem in drawn(generator, ops, 61, modulus):
+    for problem in drawn(generator, ops, 61, modulus=modulus):
         assert is_right(problem, solution_text(problem)) == RIGHT
         assert is_right(problem, " \n ".join(problem.solution)) == RIGHT
         assert is_right(problem, " ".join(problem.solution)) == RIGHT
@@ -63,7 +46,7 @@ def test_what_follows_the_answer_counts_in_neither(generator: str):
 @pytest.mark.parametrize("generator", ["kamino", "igsm"])
 def test_a_wrong_number_anywhere_is_caught(generator: str, modulus: int, change: int):
     """One number at a time is replaced by another, or not reduced: no judge accepts it in the line of the answer."""
-    for problem in drawn(generator, 6, 31, modulus):
+    for problem in drawn(generator, 6, 31, modulus=modulus):
         last = asked_line(problem)
         for at, sentence in enumerate(problem.solution[: last + 1]):
             words = sentence.split(" ")

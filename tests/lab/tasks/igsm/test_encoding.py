@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import re
 from pathlib import Path
 
 import pytest
@@ -10,12 +10,13 @@ import torch
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.data.tokenizers import train_bpe
-from kvshift.lab.tasks.igsm import kamino
+from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask
 from kvshift.lab.tasks.igsm.encoding import Encoder, Layout, make_encoder
 from kvshift.lab.tasks.igsm.problem import Problem
-from kvshift.lab.tasks.igsm.wording import VOCABULARY, spaced, written
+from kvshift.lab.tasks.igsm.wording import VOCABULARY, detokenize, spaced
 
-from .reading import problem_text, solution_text
+from ..cases import check_shape, seeded
+from .reading import drawn, problem_text, solution_text
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def problems(count: int, ops: int = 5, seed: int = 0) -> list[Problem]:
-    uniform = random.Random(seed).random
-    return [kamino.draw(uniform, ops) for _ in range(count)]
+    return drawn("kamino", ops, count, seed)
 
 
 def text_of(encoder: Encoder, ids: list[int]) -> str:
@@ -47,7 +47,7 @@ def test_tokens_spell_the_texts(kind: str, order: str, folder: Path):
         assert spaced(prompt) == " \n ".join(lines) + " \n"
         assert spaced(text_of(encoder, encoded.solution[:-1])) == " \n ".join(problem.solution)
         if kind == "bpe":
-            assert prompt == "\n".join(map(written, lines)) + "\n"
+            assert prompt == "\n".join(map(detokenize, lines)) + "\n"
             assert text_of(encoder, encoded.solution[:-1]) == solution_text(problem)
         assert encoded.solution[-1] == encoder.end_token
         assert max(encoded.prompt + encoded.solution) < encoder.vocab_size
@@ -124,6 +124,12 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path):
         make_encoder(str(tmp_path / "nowhere"), Layout())
 
 
+@pytest.mark.parametrize(("generator", "ops"), [("kamino", 20), ("igsm", 9)])
+def test_the_vocabulary_has_every_word_of_a_problem(generator: str, ops: int):
+    texts = [text for p in drawn(generator, ops, 60) for text in (*p.statements, p.question, *p.solution)]
+    assert set(" ".join(texts).split()) <= set(VOCABULARY)
+
+
 def test_the_vocabulary_has_each_word_once():
     assert len(set(VOCABULARY)) == len(VOCABULARY)
     assert VOCABULARY[:3] == ("<end>", "<problem>", "<solution>")
@@ -140,6 +146,19 @@ def test_the_vocabulary_has_each_word_once():
     ],
 )
 def test_spaced_and_written_are_inverse(words: str, text: str):
-    assert written(words) == text
+    assert detokenize(words) == text
     assert spaced(text) == words
     assert spaced(words) == words
+
+
+def test_a_task_with_a_tokenizer_from_a_folder(folder: Path):
+    task = IGSMTask(IGSMConfig(ops=4, test_ops=5, length=409, tokenizer=str(folder)))
+    batch = task.batch(seeded(13), 5)
+    check_shape(task, batch, 5)
+    assert task.end_token == 0
+    for question in task.questions(seeded(14), 3):
+        (encoded,) = task.encoder.encode([question.truth])
+        assert question.prompt.tolist() == encoded.prompt
+        assert task.judge(question, torch.tensor(encoded.solution[:-1])) == {"paper": True, "strict": True}
+    values = batch.slices == 1
+    assert all(re.fullmatch(r" ?\d+", task.encoder.decode(token)) for token in batch.input_ids[values])

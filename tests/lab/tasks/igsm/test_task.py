@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 import re
 import string
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from kvshift.lab.core.errors import LabError
-from kvshift.lab.tasks import TaskBatches
 from kvshift.lab.tasks.igsm import IGSMConfig, IGSMTask, kamino
 from kvshift.lab.tasks.igsm import task as igsm_task
 from kvshift.lab.tasks.igsm.problem import bucket_of
@@ -209,15 +206,6 @@ def test_operations_that_do_not_occur_are_an_error(monkeypatch: pytest.MonkeyPat
         IGSMTask(IGSMConfig(as_printed=True, test_ops=13)).questions(seeded(10), 1)
 
 
-def test_batches_follow_from_the_generator_and_continue():
-    task = IGSMTask(IGSMConfig(**SMALL))
-    first, second = seeded(11), seeded(11)
-    one, two = task.batch(first, 5), task.batch(first, 5)
-    assert torch.equal(one.input_ids, task.batch(second, 5).input_ids)
-    assert torch.equal(two.input_ids, task.batch(second, 5).input_ids)
-    assert not torch.equal(one.input_ids, two.input_ids)
-
-
 def test_the_sequence_that_the_docstring_draws():
     gel, trail = "Gel Pen in each Stationery", "Trail Pack in each Backpack"
     rules = {gel: kamino.Rule("+", (trail,), 6), trail: kamino.Rule("constant", (), 9)}
@@ -231,29 +219,3 @@ def test_the_sequence_that_the_docstring_draws():
     for name, expected in (("input_ids", row), ("slices", marks)):
         lines = re.findall(rf"^    {name}  (.*?)(?: {{6}}v values.*)?$", igsm_task.__doc__ or "", re.MULTILINE)
         assert " ".join(lines).split() == expected
-
-
-def test_batches_and_questions_have_a_number():
-    task = IGSMTask(IGSMConfig(**SMALL))
-    with pytest.raises(ValueError, match="batch_size must be 1 or more, got 0"):
-        task.batch(seeded(0), 0)
-    with pytest.raises(ValueError, match="count must be 1 or more, got 0"):
-        task.questions(seeded(0), 0)
-
-
-def test_the_page_draws_the_same_row():
-    page = (Path(__file__).parents[4] / "docs" / "tasks.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^    (?:input_ids|slices)  .*$", igsm_task.__doc__ or "", re.MULTILINE)
-    assert len(lines) == 10
-    assert "\n".join(lines) in page
-
-
-def test_batches_by_number_are_the_same_in_any_order_and_process():
-    task = IGSMTask(IGSMConfig(**SMALL))
-    batches = TaskBatches(task, split="training", seed=3, batch_size=2, batches=5)
-    forward = [batch.input_ids for batch in batches]
-    assert all(torch.equal(batches[number].input_ids, forward[number]) for number in (4, 0, 2))
-    loader = DataLoader(batches, batch_size=None, num_workers=1)
-    assert all(torch.equal(one.input_ids, other) for one, other in zip(loader, forward, strict=True))
-    evaluation = TaskBatches(task, split="evaluation", seed=3, batch_size=2, batches=5)
-    assert not torch.equal(evaluation[0].input_ids, forward[0])

@@ -18,7 +18,7 @@ after the other in the stream, of the grammar
 that the second sequence continues with: from its first input on, 1 1 2 2 is that sentence.
 """
 
+# ruff: noqa: F401
+
 from kvshift.lab.tasks.cfg.grammar import BOS, CFG3F, CFG3S, CFGGrammar, Chain, Lengths
 from kvshift.lab.tasks.cfg.task import CFGConfig, CFGTask
-
-__all__ = ["BOS", "CFG3F", "CFG3S", "CFGConfig", "CFGGrammar", "CFGTask", "Chain", "Lengths"]

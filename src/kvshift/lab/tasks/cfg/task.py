@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import require
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.cfg.grammar import BOS, CFG3F, CFGGrammar
 from kvshift.lab.tasks.option_checks import check_at_least, check_batch_size
@@ -39,12 +39,9 @@ class CFGConfig:
     def __post_init__(self) -> None:
         check_at_least("cfg", self, length=2, prefix=1)
         shortest = self.grammar.lengths.shortest
-        if self.prefix >= shortest:
-            raise LabError(
-                f"cfg.prefix must be below {shortest}, the shortest sentence of cfg.grammar, got {self.prefix}"
-            )
-        if not 0 <= self.temperature < math.inf:
-            raise LabError(f"cfg.temperature must be 0 or more, got {self.temperature}")
+        below = f"below {shortest}, the shortest sentence of cfg.grammar"
+        require(self.prefix < shortest, "cfg.prefix", self.prefix, below)
+        require(0 <= self.temperature < math.inf, "cfg.temperature", self.temperature, "0 or more")
 
 
 class CFGTask:

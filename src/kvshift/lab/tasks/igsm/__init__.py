@@ -1,5 +1,3 @@
 """Grade-school mathematics problems with solutions (iGSM): two generators, a checker of solutions, and the task."""
 
-from kvshift.lab.tasks.igsm.task import IGSMConfig, IGSMTask
-
-__all__ = ["IGSMConfig", "IGSMTask"]
+from kvshift.lab.tasks.igsm.task import IGSMConfig, IGSMTask  # noqa: F401

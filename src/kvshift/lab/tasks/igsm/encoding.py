@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.tasks.igsm.problem import Problem
-from kvshift.lab.tasks.igsm.wording import MODULUS, VOCABULARY, written
+from kvshift.lab.tasks.igsm.wording import MODULUS, VOCABULARY, detokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -61,31 +61,26 @@ class Layout:
         return " " if self.markers else "\n"
 
 
-class Encoder(Protocol):
-    """Texts to tokens and back."""
+class Encoder:
+    """Texts to tokens and back.
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids are below this."""
-        ...
+    Attributes:
+        vocab_size: ids are below this.
+        end_token: the last token of every solution.
+        whole_values: whether each value is one token.
+    """
 
-    @property
-    def end_token(self) -> int:
-        """The last token of every solution."""
-        ...
-
-    @property
-    def whole_values(self) -> bool:
-        """Whether each value is one token."""
-        ...
+    vocab_size: int
+    end_token: int
+    whole_values: bool
 
     def encode(self, problems: Sequence[Problem]) -> list[Encoded]:
         """Each problem by itself."""
-        ...
+        raise NotImplementedError
 
     def decode(self, ids: Tensor) -> str:
         """A text that `spaced` understands."""
-        ...
+        raise NotImplementedError
 
 
 def make_encoder(tokenizer: str, layout: Layout, modulus: int = MODULUS) -> Encoder:
@@ -97,7 +92,7 @@ def make_encoder(tokenizer: str, layout: Layout, modulus: int = MODULUS) -> Enco
     return _Words(layout) if tokenizer == WORDS else _Subwords(tokenizer, layout, modulus)
 
 
-class _Words:
+class _Words(Encoder):
     """One token for each word of `VOCABULARY`."""
 
     whole_values = True
@@ -111,7 +106,6 @@ class _Words:
         self.between = [] if layout.markers else [self.ids["\n"]]
 
     def encode(self, problems: Sequence[Problem]) -> list[Encoded]:
-        """See `Encoder.encode`."""
         return [self._one(problem) for problem in problems]
 
     def _one(self, problem: Problem) -> Encoded:
@@ -129,11 +123,10 @@ class _Words:
         return Encoded(prompt, solution, values)
 
     def decode(self, ids: Tensor) -> str:
-        """See `Encoder.decode`."""
         return " ".join(VOCABULARY[at] for at in ids.tolist())
 
 
-class _Subwords:
+class _Subwords(Encoder):
     """The tokens of a tokenizer; its end-of-text token ends solutions."""
 
     def __init__(self, name: str, layout: Layout, modulus: int) -> None:
@@ -155,20 +148,19 @@ class _Subwords:
         self.whole_values = all(len(number) == 1 for number in numbers)
 
     def encode(self, problems: Sequence[Problem]) -> list[Encoded]:
-        """See `Encoder.encode`."""
         between = self.layout.between
         solutions: list[str] = []
         spans: list[list[tuple[int, int]]] = []
         for problem in problems:
             text, ends = "", []
             for sentence, computed in zip(problem.solution, problem.computed, strict=True):
-                text += (between if text else "") + written(sentence)
+                text += (between if text else "") + detokenize(sentence)
                 if computed:
                     value = sentence.rsplit(" ", 2)[1]
                     ends.append((len(text) - 1 - len(value), len(text) - 1))
             solutions.append(text)
             spans.append(ends)
-        prompts = [written(self.layout.prompt(problem)) for problem in problems]
+        prompts = [detokenize(self.layout.prompt(problem)) for problem in problems]
         prompt_ids = self.tokenizer(prompts, add_special_tokens=False, verbose=False)["input_ids"]
         found = self.tokenizer(solutions, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return [
@@ -179,7 +171,6 @@ class _Subwords:
         ]
 
     def decode(self, ids: Tensor) -> str:
-        """See `Encoder.decode`."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def _leaves_out(self, ids: tuple[int, ...]) -> bool:

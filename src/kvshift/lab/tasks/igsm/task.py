@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvshift.lab.core.errors import LabError
+from kvshift.lab.core.errors import LabError, require
 from kvshift.lab.tasks.batch import IGNORED, Batch
 from kvshift.lab.tasks.igsm import igsm, kamino
 from kvshift.lab.tasks.igsm.checker import is_right
@@ -97,20 +97,18 @@ class IGSMConfig:
         check_at_least(
             "igsm", self, ops=1, test_ops=1, length=2, max_edges=1, max_items=1, max_operations=1, temperature=0
         )
-        if self.modulus < 2 or self.modulus > MODULUS:
-            raise LabError(f"igsm.modulus must be 2 ... {MODULUS}, got {self.modulus}")
+        require(2 <= self.modulus <= MODULUS, "igsm.modulus", self.modulus, f"2 ... {MODULUS}")
         most, why = self._most_ops()
         for name in ("ops", "test_ops"):
-            if getattr(self, name) > most:
-                raise LabError(f"igsm.{name} must be {most} or less ({why}), got {getattr(self, name)}")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise LabError(f"igsm.max_new_tokens must be None, or 1 or more, got {self.max_new_tokens}")
+            value = getattr(self, name)
+            require(value <= most, f"igsm.{name}", value, f"{most} or less ({why})")
+        new = self.max_new_tokens
+        require(new is None or new >= 1, "igsm.max_new_tokens", new, "None, or 1 or more")
         if self.as_printed and self.generator != "kamino":
             raise LabError(f"igsm.as_printed is for the generator kamino, got {self.generator}")
-        if self.max_items > 10:
-            raise LabError(f"igsm.max_items must be 10 or less (items of a category), got {self.max_items}")
-        if self.as_printed and min(4 * self.max_items, self.max_operations) > most:
-            raise LabError(f"igsm.max_operations must be {most} or less ({why}), got {self.max_operations}")
+        require(self.max_items <= 10, "igsm.max_items", self.max_items, "10 or less (items of a category)")
+        few = not self.as_printed or min(4 * self.max_items, self.max_operations) <= most
+        require(few, "igsm.max_operations", self.max_operations, f"{most} or less ({why})")
 
     def _most_ops(self) -> tuple[int, str]:
         if self.generator == "igsm":

@@ -3,7 +3,7 @@
 Inside the generators a text is its words with one space between any two, signs counting as words:
 
     spaced       Define Gel Pen in each Stationery as b ; so b = 9 - ( 4 + 3 ) = 2 .
-    written      Define Gel Pen in each Stationery as b; so b = 9 - (4 + 3) = 2.
+    detokenized  Define Gel Pen in each Stationery as b; so b = 9 - (4 + 3) = 2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PHRASES = (
 )
 
 
-def written(words: str) -> str:
+def detokenize(words: str) -> str:
     """A spaced text as one would write it."""
     for sign in (".", ",", ";", "?", ")", "'s"):
         words = words.replace(" " + sign, sign)
@@ -33,7 +33,7 @@ def written(words: str) -> str:
 
 
 def spaced(text: str) -> str:
-    """A text, written or spaced, as words with one space between any two."""
+    """A text, detokenized or not, as words with one space between any two."""
     return " ".join(_WORD.findall(text))
 
 

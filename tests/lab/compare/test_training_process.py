@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-import kvshift.lab.compare.compare as module
+import kvshift.lab.compare.training_process as module
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

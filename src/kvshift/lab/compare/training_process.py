@@ -1,0 +1,114 @@
+"""One run of a comparison: `kvshift train` in a process of its own, whose peak memory is its own, and so is its end."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvshift.lab.core.atomic import write_json
+from kvshift.lab.core.errors import FolderInUseError, LabError
+from kvshift.lab.core.messages import say
+from kvshift.lab.core.options import to_json
+from kvshift.lab.runs.folder import RunFolder
+from kvshift.lab.runs.resume import other_options
+from kvshift.lab.runs.run import is_finished
+from kvshift.lab.study.jobs import RunJob
+from kvshift.lab.training.train_config import TrainConfig
+
+# -P: `-m` alone would import what lies in the current directory before what is installed.
+_TRAIN = (sys.executable, "-P", "-m", "kvshift", "train")
+
+
+class TrainingError(LabError):
+    """A training process failed; it has said why, and its exit code is ours."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingProcess(RunJob):
+    """Train one model by `kvshift train`, which is handed its options as a file beside the folder of the run.
+
+    Attributes:
+        config: its `out` is the folder of the run.
+        place: among the runs of the comparison: "1 of 2".
+    """
+
+    config: TrainConfig
+    place: str
+
+    def is_finished(self, out: Path) -> bool:
+        """Its options are those of the comparison, which compares them."""
+        return is_finished(out)
+
+    def other_options(self, options: Mapping[str, Any]) -> list[str]:
+        return other_options(options, to_json(self.config))
+
+    def run(self, out: Path) -> None:
+        label = f"seed {self.seed}, {self.arm.variant} ({self.place})"
+        if self.is_finished(out):
+            say(f"{label}: finished before")
+            return
+        _wait_until_free(out, label)
+        options = out.with_suffix(".json")
+        options.parent.mkdir(exist_ok=True)
+        write_json(options, to_json(self.config))
+        arguments = ["--config", str(options)]
+        say(f"\n{label}: kvshift train {shlex.join(arguments)}")
+        code = _run([*_TRAIN, *arguments])
+        if code == LabError.exit_code and not RunFolder(out).config.exists():
+            options.unlink()  # nothing began
+            with suppress(OSError):  # of a seed that has another run
+                options.parent.rmdir()
+        if code != 0:
+            number = -code if code < 0 else code - 128  # of the signal, if it was one
+            how = f"signal {signal.Signals(number).name}" if number in list(signal.Signals) else f"exit code {code}"
+            if number == signal.SIGKILL:
+                how += " (which a system sends that is out of memory)"
+            raise TrainingError(
+                f"{label}: training ended with {how}; what is finished is kept, and the same command resumes from "
+                "there",
+                code if code > 0 else 128 + number,
+            )
+
+
+def _run(command: list[str]) -> int:
+    """Exit code of a child that is handed each signal to end which this process is sent."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
+        return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+    # In a process group of its own a child is sent one signal at Ctrl-C, by us, and not a second one by the terminal,
+    # at which it would end without the checkpoint that it writes at the first.
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heard = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores the last
+    before = {number: signal.signal(number, lambda number, frame: process.send_signal(number)) for number in heard}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait_until_free(folder: Path, label: str) -> None:
+    """Where this process was killed outright, its child trains on: that run is waited for, then continued or taken."""
+    waited = False
+    while folder.exists():  # the lock would make it
+        try:
+            with RunFolder(folder).locked():
+                return
+        except FolderInUseError:
+            if not waited:
+                say(f"{label}: an earlier process still trains in {folder}; waiting for it")
+            waited = True
+            time.sleep(1)
