@@ -345,8 +345,8 @@ def _refusal(cache: Cache, config: ShiftConfig, window: int) -> str | None:
     if getattr(cache, "offloading", False):
         return "is offloaded to the CPU, which is not supported: raw keys and values stay"
     for layer in cache.layers:
-        # `generate` makes the buffers of a static cache before the first token where it prefills in chunks. They serve a
-        # model without a shift as they are.
+        # `generate` makes the buffers of a static cache before the first token where it prefills in chunks. They serve
+        # a model without a shift as they are.
         if layer.is_initialized and (not config.shift_targets or int(layer.get_seq_length()) > 0):
             return (
                 "already holds tokens, but not their raw keys and values, which cannot be recovered; start with an "
