@@ -71,6 +71,6 @@ def find_recipe(name: str) -> Recipe:
     """The recipe of that name, with the notes in its folder before those that it shares."""
     if name not in CATALOGUE:
         raise LabError(f"recipe: there is no {name!r}; there are {', '.join(CATALOGUE)}")
-    study = import_module(f"kvshift.recipes.{name}.study")
-    notes = read_notes(Path(study.__file__ or "").parent)
-    return replace(study.RECIPE, notes=(*notes, *study.RECIPE.notes))
+    recipe = import_module(f"kvshift.recipes.{name}.study").RECIPE
+    notes = read_notes(Path(__file__).parent / name)
+    return replace(recipe, notes=(*notes, *recipe.notes))
