@@ -46,28 +46,11 @@ def pack_documents(
     repeated_spans: float | None = None,
 ) -> datasets.Dataset:
     """The sequences of `documents`, kept in the cache of Hugging Face datasets."""
-    backend = tokenizer.backend_tokenizer.to_str()
-    key = fingerprint(
-        "rows",
-        documents._fingerprint,
-        tokenizers.__version__,
-        backend,
-        tokenizer.eos_token_id,
-        sequence_length,
-        packing,
-        *([repeated_spans] if repeated_spans else []),
-    )
-    return cached_dataset(
-        _rows,
-        _features(sequence_length, packing),
-        key,
-        documents=documents,
-        backend=backend,
-        eos=tokenizer.eos_token_id,
-        sequence_length=sequence_length,
-        packing=packing,
-        repeated_spans=repeated_spans,
-    ).with_format("torch")
+    layout = _layout(tokenizer, sequence_length, packing, repeated_spans)
+    decisive = [value for name, value in layout.items() if name != "repeated_spans" or value]
+    key = fingerprint("rows", documents._fingerprint, tokenizers.__version__, *decisive)
+    rows = cached_dataset(_rows, _features(sequence_length, packing), key, documents=documents, **layout)
+    return rows.with_format("torch")
 
 
 def pack_stream(
@@ -90,11 +73,7 @@ def pack_stream(
         gen_kwargs={
             "seed": seed,
             "documents": documents,
-            "backend": tokenizer.backend_tokenizer.to_str(),
-            "eos": tokenizer.eos_token_id,
-            "sequence_length": sequence_length,
-            "packing": packing,
-            "repeated_spans": repeated_spans,
+            **_layout(tokenizer, sequence_length, packing, repeated_spans),
         },
     )
 
@@ -187,6 +166,19 @@ def repeat_spans(tokens: np.ndarray, number: int, fraction: float) -> np.ndarray
     tokens = tokens.copy()
     tokens[target : target + n] = tokens[source : source + n]
     return tokens
+
+
+def _layout(
+    tokenizer: PreTrainedTokenizerFast, sequence_length: int, packing: str, repeated_spans: float | None
+) -> dict[str, Any]:
+    """Arguments of `_rows`, other than the documents."""
+    return {
+        "backend": tokenizer.backend_tokenizer.to_str(),
+        "eos": tokenizer.eos_token_id,
+        "sequence_length": sequence_length,
+        "packing": packing,
+        "repeated_spans": repeated_spans,
+    }
 
 
 def _rows(

@@ -5,8 +5,12 @@ Shapes: B sequences, L tokens, D width. Tokens count from 1 in formulas, from 0 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from kvshift import KVShiftAttention
 
 
 def induction_head(x: Tensor, sigma: float, slope: float) -> Tensor:
@@ -49,6 +53,30 @@ def softmax_between(scores: Tensor, first: int, last: int) -> Tensor:
 def random_tokens(batch: int, length: int, width: int, generator: torch.Generator) -> Tensor:
     """x ~ U(-1, 1), (B, L, D) float64."""
     return 2 * torch.rand(batch, length, width, generator=generator, dtype=torch.float64) - 1
+
+
+def alibi_layer(
+    query: Tensor, key: Tensor, value: Tensor, *, heads: int, head: int, **options: Any
+) -> KVShiftAttention:
+    """A layer of this package with ALiBi, in float64, whose query heads all read one KV head as wide as the model.
+
+    Args:
+        query, key, value: W_Q of each head, W_K and W_V, (D, D).
+        heads: H; the heads are alike but for their slope.
+        head: the one whose output W_O lets through, from 0.
+        options: of `KVShiftAttention`.
+    """
+    if not 0 <= head < heads:
+        raise ValueError(f"head must be from 0 to {heads - 1}, got {head}")
+    width = len(key)
+    layer = KVShiftAttention(width, heads, 1, head_dim=width, position_encoding="alibi", **options).double()
+    with torch.no_grad():
+        layer.q_proj.weight.copy_(query.repeat(heads, 1))
+        layer.k_proj.weight.copy_(key)
+        layer.v_proj.weight.copy_(value)
+        layer.o_proj.weight.zero_()
+        layer.o_proj.weight[:, head * width : (head + 1) * width] = torch.eye(width, dtype=torch.float64)
+    return layer
 
 
 def check_head(x: Tensor, sigma: float, slope: float) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvshift import KVShiftAttention, kv_shift
-from kvshift.lab.theory.induction_head import check_head, softmax_between
+from kvshift.lab.theory.induction_head import alibi_layer, check_head, softmax_between
 
 
 def kv_shift_head(
@@ -101,19 +101,10 @@ def build_layer(
     """
     if not sigma > 0:
         raise ValueError(f"sigma must be above 0, got {sigma}")
-    if not 0 <= head < heads:
-        raise ValueError(f"head must be from 0 to {heads - 1}, got {head}")
-    layer = KVShiftAttention(
-        width, heads, 1, head_dim=width, position_encoding="alibi", sliding_window=sliding_window
-    ).double()
     identity = torch.eye(width, dtype=torch.float64)
+    layer = alibi_layer(identity, identity, identity, heads=heads, head=head, sliding_window=sliding_window)
     alpha, beta = ([0.0, 1.0], [1 / sigma, 0.0]) if as_printed else ([0.0, math.sqrt(width) / sigma], [1.0, 0.0])
     with torch.no_grad():
-        layer.q_proj.weight.copy_(identity.repeat(heads, 1))
-        layer.k_proj.weight.copy_(identity)
-        layer.v_proj.weight.copy_(identity)
-        layer.o_proj.weight.zero_()
-        layer.o_proj.weight[:, head * width : (head + 1) * width] = identity
         layer.shift.get_parameter("alpha").copy_(identity.new_tensor([alpha]))
         layer.shift.get_parameter("beta").copy_(identity.new_tensor([beta]))
     return layer

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kvshift import KVShiftAttention, ShiftOptions
-from kvshift.lab.theory.induction_head import check_head, softmax_between
+from kvshift.lab.theory.induction_head import alibi_layer, check_head, softmax_between
 
 
 def previous_tokens(x: Tensor, first_slope: float, *, strict: bool = True) -> Tensor:
@@ -142,9 +142,8 @@ def build_layers(
     """
     if not sigma > 0:
         raise ValueError(f"sigma must be above 0, got {sigma}")
-    for name, number in (("first_head", first_head), ("head", head)):
-        if not 0 <= number < heads:
-            raise ValueError(f"{name} must be from 0 to {heads - 1}, got {number}")
+    if not 0 <= first_head < heads:
+        raise ValueError(f"first_head must be from 0 to {heads - 1}, got {first_head}")
     eye, none = torch.eye(width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
 
     def block(upper_left: Tensor, lower_left: Tensor, lower_right: Tensor) -> Tensor:
@@ -152,9 +151,10 @@ def build_layers(
 
     to_lower, upper, zero = block(none, eye, none), block(eye, none, none), block(none, none, none)
     scale = math.sqrt(2 * width) / sigma  # the layer's own is 1 / sqrt(2d), and the theorem has none
-    first = _vanilla(2 * width, heads, first_head, zero, zero, to_lower)
-    second = _vanilla(2 * width, heads, head, to_lower, block(none, none, scale * eye), upper)
-    return first, second
+    plain = ShiftOptions(targets=())
+    first = alibi_layer(zero, zero, to_lower, heads=heads, head=first_head, shift_options=plain)
+    key = block(none, none, scale * eye)
+    return first, alibi_layer(to_lower, key, upper, heads=heads, head=head, shift_options=plain)
 
 
 def run_layers(layers: tuple[KVShiftAttention, KVShiftAttention], x: Tensor) -> Tensor:
@@ -170,22 +170,3 @@ def run_layers(layers: tuple[KVShiftAttention, KVShiftAttention], x: Tensor) -> 
     hidden = hidden + torch.cat([torch.zeros_like(written[:, :1]), written[:, :-1]], dim=1)
     out, _ = second(hidden)
     return out[:, -1, :width]
-
-
-def _vanilla(width: int, heads: int, head: int, query: Tensor, key: Tensor, value: Tensor) -> KVShiftAttention:
-    layer = KVShiftAttention(
-        width,
-        heads,
-        1,
-        head_dim=width,
-        position_encoding="alibi",
-        shift_options=ShiftOptions(targets=()),
-        dtype=torch.float64,
-    )
-    with torch.no_grad():
-        layer.q_proj.weight.copy_(query.repeat(heads, 1))
-        layer.k_proj.weight.copy_(key)
-        layer.v_proj.weight.copy_(value)
-        layer.o_proj.weight.zero_()
-        layer.o_proj.weight[:, head * width : (head + 1) * width] = torch.eye(width, dtype=torch.float64)
-    return layer
