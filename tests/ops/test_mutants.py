@@ -140,7 +140,7 @@ OF_BOTH: Table = {
         "state is a view": (NEXT, "x[:, -max_rows:]", check_inputs),
         "keys edited in place": (LAST, f"        x.data.copy_(y)\n{LAST}", check_inputs),
         "state at the padded end": (NEXT, "x[:, -state.shape[1] :].clone()", check_padding),
-        "no pad mask": ('"seq_idx": seq_idx, "mask": mask}', '"seq_idx": seq_idx}', check_padding),
+        "no pad mask": ("**bounds, backward", '**bounds | {"mask": None}, backward', check_padding),
     },
     PLAN: {
         "pads counted as tokens": (

@@ -83,7 +83,7 @@ def recomputing(
     if path == "unfused" and alpha is None:  # keys are kept
         call = call._replace(cos=None, sin=None, norms=None)
     read = [] if norms is None else [*norms[1].parameters(), *norms[1].buffers()]
-    inputs = (*call[:TENSORS], *call.boundaries(), *read)
+    inputs = (*call[:TENSORS], *call.boundaries().values(), *read)
     outputs = [tensor if is_trained else None for tensor, is_trained in zip(shifted, trained, strict=True)]
     return recomputed(
         outputs,

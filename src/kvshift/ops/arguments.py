@@ -70,9 +70,9 @@ class Call(NamedTuple):
     max_rows: int | None = None
     backend: str = "auto"
 
-    def boundaries(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """As the caller gave them."""
-        return self.cu_seqlens, self.seq_idx, self.mask
+    def boundaries(self) -> dict[str, Tensor | None]:
+        """As the caller gave them, by name."""
+        return {"cu_seqlens": self.cu_seqlens, "seq_idx": self.seq_idx, "mask": self.mask}
 
     def rotary(self) -> Rotary | None:
         """Both tables."""

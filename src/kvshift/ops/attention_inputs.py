@@ -148,9 +148,8 @@ def _shift_queries(q: Tensor, gamma: Tensor, call: Call) -> tuple[Tensor, Tensor
         )
     if call.k_state is not None and call.q_state is None:
         raise ValueError("state holds no queries, but this layer shifts them: pass on the state it returned")
-    where: dict[str, Any] = dict(zip(("cu_seqlens", "seq_idx", "mask"), call.boundaries(), strict=True))
     max_rows = call.max_rows or None
-    return shift_tokens(q, gamma, state=call.q_state, max_rows=max_rows, backend=call.backend, **where)
+    return shift_tokens(q, gamma, state=call.q_state, max_rows=max_rows, backend=call.backend, **call.boundaries())
 
 
 def _half_tables(call: Call) -> Rotary:

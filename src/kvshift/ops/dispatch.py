@@ -53,7 +53,7 @@ def shift_path(call: Call) -> ShiftPath:
         return backend
     if needs_traceable_ops():
         return "traceable"
-    x, others = call.k, (call.v, call.alpha, call.beta, call.k_state, call.v_state, *call.boundaries())
+    x, others = call.k, (call.v, call.alpha, call.beta, call.k_state, call.v_state, *call.boundaries().values())
     if backend == "auto":
         if torch.compiler.is_compiling():  # which fuses eager's few operations with their neighbours
             return "eager"

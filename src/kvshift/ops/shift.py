@@ -153,9 +153,9 @@ def _shift(call: Call, sequences: int) -> tuple[Tensor, Tensor | None, Tensor | 
         if state is None:
             state = x.new_zeros(sequences, window - 1, *x.shape[2:])
         if path == "reference":
-            grows = max_rows > 0 and all(bound is None for bound in call.boundaries())
+            grows = max_rows > 0 and all(bound is None for bound in call.boundaries().values())
             keep = min(max_rows, state.shape[1] + x.shape[1]) if grows else state.shape[1]
-            return shift_reference(x, coefficients, state, keep, *call.boundaries())
+            return shift_reference(x, coefficients, state, keep, **call.boundaries())
         shift = {"cpu": shift_cpu, "eager": shift_eager, "traceable": shift_traceable}[path]
         y = x if coefficients is None else shift(x, coefficients, state, plan)
         return y, state_after(x, state, plan, max_rows) if max_rows else None
@@ -166,13 +166,11 @@ def _shift(call: Call, sequences: int) -> tuple[Tensor, Tensor | None, Tensor | 
 
 def with_plan(call: Call) -> Call:
     """The call with its plan; as it is if it has one, and where there are no boundaries or nothing is shifted."""
-    cu_seqlens, seq_idx, mask = call.boundaries()
-    window = call.window()
-    if window == 1 or cu_seqlens is seq_idx is mask is None or call.sources is not None:
+    bounds, window = call.boundaries(), call.window()
+    if window == 1 or all(bound is None for bound in bounds.values()) or call.sources is not None:
         return call
-    batch, positions = call.k.shape[:2]
-    where: dict[str, Any] = {"cu_seqlens": cu_seqlens, "seq_idx": seq_idx, "mask": mask}
-    plan = plan_shift(batch, positions, window, call.rows(), call.k.device, **where, backward=torch.is_grad_enabled())
+    (batch, positions), backward = call.k.shape[:2], torch.is_grad_enabled()
+    plan = plan_shift(batch, positions, window, call.rows(), call.k.device, **bounds, backward=backward)
     return call._replace(**plan._asdict())
 
 
@@ -210,7 +208,7 @@ def check_call(call: Call) -> int:
         check_coefficients("beta", beta, v)
         if alpha is not None and alpha.shape != beta.shape:
             raise ValueError(f"alpha and beta must have the same shape; {_say(alpha=alpha, beta=beta)}")
-    sequences = check_boundaries(k, *call.boundaries())
+    sequences = check_boundaries(k, **call.boundaries())
     if shifts:
         _check_state(call, sequences)
     return sequences

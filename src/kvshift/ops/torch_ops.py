@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 from kvshift.ops.arguments import Call, compute_dtype
 from kvshift.ops.boundaries import ShiftPlan, plan_without_boundaries, readers_without_boundaries
+from kvshift.ops.rope import rotate
 
 Shift = Callable[[Tensor, Tensor, Tensor, "ShiftPlan | None"], Tensor]
 """Mixes every token of x with those before it in its sequence.
@@ -136,9 +137,7 @@ def shift_norm_rope_traceable(x: Call) -> tuple[Tensor | None, Tensor, Tensor | 
             y = y * (y.square().mean(-1, keepdim=True) + (x.eps or 0.0)).rsqrt() * scale.to(y.dtype)
         if x.cos is None or x.sin is None:
             return y
-        cos, sin = x.cos.to(y.dtype).unsqueeze(2), x.sin.to(y.dtype).unsqueeze(2)
-        low, high = y.chunk(2, dim=-1)
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+        return rotate(y, (x.cos.to(y.dtype).unsqueeze(2), x.sin.to(y.dtype).unsqueeze(2)))
 
     q = None if x.q is None else finished(shifted(x.q, None, None), x.q_scale).to(x.q.dtype)
     k = finished(shifted(x.k, x.alpha, x.k_state), x.k_scale).to(x.k.dtype)
