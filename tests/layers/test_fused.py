@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from kvshift import KVShift, ShiftOptions
 from kvshift.layers import recompute
 from kvshift.layers.attention import HeadNorm
-from kvshift.layers.positions import half_tables
 from kvshift.ops import attention_inputs, dispatch
+from kvshift.ops.rope import half_tables
 from kvshift.ops.triton.call import triton_refusal
 from tests.layers.attention_cases import ATTENTION, GQA, MHA, VARIED, make, outcome, same_bits, tokens
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from kvshift import kv_shift
 from kvshift.layers.halo import _routes, exchange_halo, shift_shard
@@ -12,14 +11,6 @@ from kvshift.layers.halo import _routes, exchange_halo, shift_shard
 from ..worker_processes import fork_workers
 from . import halo_worker
 from .halo_cases import G, by_definition, document_rows, shard_tokens
-
-
-@pytest.fixture
-def alone():
-    """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from kvshift.layers import KVShift, KVShiftAttention, param_groups, recompute
+from tests.layers.attention_cases import outcome, run, same_bits
 
 B, T, E = 2, 7, 12
 
@@ -34,30 +35,16 @@ def pruned(layer: KVShiftAttention) -> None:
 changes = pytest.mark.parametrize("change", [parametrized, pruned])
 
 
-def assigned(layer: KVShiftAttention, alpha: Tensor) -> KVShiftAttention:
-    """A layer of the same weights whose coefficients are those."""
-    other, _ = make()
-    names = [name for name, _ in other.named_parameters() if name != "shift.alpha"]
-    with torch.no_grad():
-        for name in names:
-            other.get_parameter(name).copy_(layer.get_parameter(name))
-        other.shift.alpha.copy_(alpha)
-    return other
-
-
 @changes
 def test_decoding_goes_by_the_coefficients_in_force(change):
     layer, x = make()
     change(layer)
     with torch.no_grad():
         whole, _ = layer(x)
-        plain = assigned(layer, layer.shift.alpha)
+        plain, _ = make()  # of the same weights
+        plain.shift.alpha.copy_(layer.shift.alpha)
         torch.testing.assert_close(whole, plain(x)[0])
-        out, state = layer(x[:, :4])
-        outs = [out]
-        for t in range(4, T):
-            out, state = layer(x[:, t : t + 1], state=state)
-            outs.append(out)
+        outs, _ = run(layer, x[:, :4], *x[:, 4:].split(1, dim=1))
     torch.testing.assert_close(torch.cat(outs, dim=1), whole, rtol=1e-5, atol=1e-6)
 
 
@@ -66,13 +53,9 @@ def test_training_reaches_the_original_however_large_the_layer(change, monkeypat
     """From 2^20 elements on, backward shifts once more; here from the first."""
     layer, x = make()
     change(layer)
-    out, _ = layer(x)
-    expected = torch.autograd.grad(out.square().sum(), list(layer.parameters()))
+    expected = outcome(layer, x)
     monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0})
-    out, _ = layer(x)
-    results = torch.autograd.grad(out.square().sum(), list(layer.parameters()))
-    for result, gradient in zip(results, expected, strict=True):
-        assert torch.equal(result, gradient)
+    same_bits(outcome(layer, x), expected)
     original = [p for name, p in layer.named_parameters() if "orig" in name]
     assert len(original) == 1
 

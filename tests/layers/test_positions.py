@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kvshift.layers.positions import alibi_slopes, cached_positions, count_tokens, rotary_table, rotate, visible
+from kvshift.layers.positions import alibi_slopes, cached_positions, count_tokens, rotary_table, visible
+from kvshift.ops.rope import rotate
 from tests.layers.attention_cases import GQA, MASKS, B, D, T, close, make, tokens
 from tests.layers.attention_reference import reference_attention
 
@@ -67,14 +68,6 @@ def test_rotation_is_that_of_llama():
     cos, sin = LlamaRotaryEmbedding(config)(x, positions)
     expected, _ = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=2)
     torch.testing.assert_close(rotate(x, rotary_table(positions, D, 500.0, x.dtype)), expected, rtol=0, atol=2**-20)
-
-
-def test_rotation_by_hand():
-    x = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64).view(1, 1, 1, 4)
-    rotated = rotate(x, rotary_table(torch.tensor([[3]]), 4, 100.0, x.dtype)).flatten()
-    angles = torch.tensor([3.0, 0.3], dtype=torch.float64)
-    cos, sin = angles.cos(), angles.sin()
-    close(rotated, torch.stack([cos[0], -2 * sin[1], sin[0], 2 * cos[1]]))
 
 
 @pytest.mark.parametrize("position_encoding", ["alibi", "none"])

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvshift import KVShift, ShiftOptions, ShiftState
-from kvshift.layers.positions import half_tables, rotate_half
 from kvshift.ops import attention_inputs, decode
 from kvshift.ops.decode import columns_of
+from kvshift.ops.rope import half_tables, rotate_half
 from tests.covering import covering
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

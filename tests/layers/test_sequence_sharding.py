@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -16,14 +15,11 @@ from tests.layers.attention_cases import GQA, B, T, make, tokens
 
 
 @pytest.fixture
-def two(monkeypatch):
+def two(alone, monkeypatch):
     """A process group of one, which says that there are two."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
     monkeypatch.setattr(dist, "get_world_size", lambda *group: 2)
-    yield mesh
+    yield alone
     monkeypatch.undo()
-    dist.destroy_process_group()
 
 
 def test_nothing_is_refused_where_nothing_is_cut(two):
@@ -31,14 +27,12 @@ def test_nothing_is_refused_where_nothing_is_cut(two):
     refuse_sharded_sequence()
 
 
-def test_one_process_cuts_nothing(monkeypatch):
+@pytest.mark.parametrize("initialized", [False, True])
+def test_one_process_cuts_nothing(initialized, monkeypatch, request):
     monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", ParallelismConfig(cp_size=2))
+    if initialized:
+        request.getfixturevalue("alone")
     assert sequence_parallelism() is None
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert sequence_parallelism() is None
-    finally:
-        dist.destroy_process_group()
 
 
 def test_context_parallel_of_torch(two):

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.layers.attention_cases import GQA, B, T, close, make, tokens
@@ -12,19 +10,12 @@ from tests.layers.attention_cases import GQA, B, T, close, make, tokens
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
 
 
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_a_bfloat16_model_is_sharded_in_two_groups(mesh):
+def test_a_bfloat16_model_is_sharded_in_two_groups(alone):
     layer = make(GQA, dtype=torch.bfloat16)
     x = tokens(B, T, dtype=torch.bfloat16)
     expected, _ = layer(x)
-    fully_shard(layer.shift, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    fully_shard(layer, mesh=mesh)
+    fully_shard(layer.shift, mesh=alone, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    fully_shard(layer, mesh=alone)
     out, _ = layer(x)
     assert torch.equal(out, expected)
     out.sum().backward()
@@ -32,14 +23,14 @@ def test_a_bfloat16_model_is_sharded_in_two_groups(mesh):
     assert set(layer.state_dict()) == set(make(GQA).state_dict())
 
 
-def test_mixed_precision_of_a_float32_model(mesh):
+def test_mixed_precision_of_a_float32_model(alone):
     layer = make(GQA, dtype=torch.float32)
     x = tokens(B, T, dtype=torch.float32)
     expected = layer.bfloat16()(x.bfloat16())[0]
     layer = make(GQA, dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(layer.shift, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-    fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(layer.shift, mesh=alone, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    fully_shard(layer, mesh=alone, mp_policy=policy)
     out, _ = layer(x)
     close(out, expected)
     out.sum().backward()

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvshift.ops import ShiftState, kv_shift
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SUMS = ("gradient of alpha", "gradient of beta")  # over all tokens, in an order that is a backend's own
 LAYOUTS = ("plain", "fused", "heads first", "every other")
 
 
@@ -36,17 +37,15 @@ class Case:
         return self.alpha.shape[1]
 
     def call(self, backend: str, op: Callable = kv_shift) -> tuple[Tensor, Tensor, ShiftState]:
-        return op(
-            self.k,
-            self.v,
-            self.alpha,
-            self.beta,
-            state=self.state,
-            cu_seqlens=self.cu_seqlens,
-            seq_idx=self.seq_idx,
-            mask=self.mask,
-            backend=backend,
-        )
+        return op(self.k, self.v, self.alpha, self.beta, state=self.state, **self.where(), backend=backend)
+
+    def where(self) -> dict[str, Tensor | None]:
+        return {"cu_seqlens": self.cu_seqlens, "seq_idx": self.seq_idx, "mask": self.mask}
+
+    def leaves(self) -> dict[str, Tensor]:
+        """What may need a gradient, by name."""
+        leaves = {"k": self.k, "v": self.v, "alpha": self.alpha, "beta": self.beta}
+        return leaves if self.state is None else leaves | {"state.k": self.state.k, "state.v": self.state.v}
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Case:
         """The same call with `fn` applied to every tensor of numbers."""
@@ -145,9 +144,7 @@ def outcome(case: Case, backend: str, *, through_state: bool = True, op: Callabl
         op: `kv_shift`, or what a compiler made of it.
     """
     case = case.map(lambda x: x.detach())
-    leaves = {"k": case.k, "v": case.v, "alpha": case.alpha, "beta": case.beta}
-    if case.state is not None:
-        leaves |= {"state.k": case.state.k, "state.v": case.state.v}
+    leaves = case.leaves()
     for leaf in leaves.values():
         leaf.requires_grad_()
     k_hat, v_hat, new_state = case.call(backend, op)
@@ -161,3 +158,10 @@ def outcome(case: Case, backend: str, *, through_state: bool = True, op: Callabl
         given = torch.autograd.grad(ys, inputs, gs, allow_unused=True, materialize_grads=True)
         gradients = dict(zip(gradients, given, strict=True))
     return {name: x.detach() for name, x in (results | gradients).items()}
+
+
+def assert_same_bits(results: dict[str, Tensor], expected: dict[str, Tensor], *, but: Sequence[str] = ()) -> None:
+    """Of everything that a call gives, but for the results of these names."""
+    for name, result in results.items():
+        if name not in but:
+            assert torch.equal(result, expected[name]), name

@@ -262,11 +262,7 @@ def check_inputs_are_left_alone(case: Case, backend: str) -> None:
     """Nothing that the caller passed is edited, forward or backward; no edit of it reaches what came back."""
 
     def tensors(case: Case) -> dict[str, Tensor]:
-        given = {"k": case.k, "v": case.v, "alpha": case.alpha, "beta": case.beta}
-        given |= {"cu_seqlens": case.cu_seqlens, "seq_idx": case.seq_idx, "mask": case.mask}
-        if case.state is not None:
-            given |= {"state.k": case.state.k, "state.v": case.state.v}
-        given |= {f"grads[{i}]": g for i, g in enumerate(case.grads)}
+        given = case.leaves() | case.where() | {f"grads[{i}]": g for i, g in enumerate(case.grads)}
         return {name: x for name, x in given.items() if x is not None}
 
     before = {name: x.clone() for name, x in tensors(case).items()}
@@ -293,11 +289,9 @@ def assert_same_state(state: ShiftState | None, other: ShiftState) -> None:
 def check_operator_keeps_the_rules_of_torch_library(case: Case) -> None:
     """Schema, autograd, shapes of fake tensors, tracing with sizes unknown; with gradients and with a next state."""
     state = case.state or ShiftState(None, None, 1)
-    inputs = [case.k, case.v, case.alpha, case.beta, *(() if case.state is None else (state.k, state.v))]
-    for x in inputs:
+    for x in case.leaves().values():
         x.requires_grad_()
-    bounds = {"cu_seqlens": case.cu_seqlens, "seq_idx": case.seq_idx, "mask": case.mask}
-    given = with_plan(Call(None, case.k, case.v, case.alpha, case.beta, state.k, state.v, **bounds))
+    given = with_plan(Call(None, case.k, case.v, case.alpha, case.beta, state.k, state.v, **case.where()))
     torch.library.opcheck(torch.ops.kvshift.shift.default, (*given[:TENSORS], 0.0, 0))
     with torch.no_grad():
         rows = 2 if given.next_state is None else given.next_state.shape[1]

@@ -24,22 +24,16 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:<class 'torch\.autograd\.functi
 
 # Sizes that differ from each other: a compiler takes equal ones for the same number.
 POSITIONS = (7, 2, 13, 31)
+SIZES: dict[str, int] = {"heads": 5, "k_dim": 11, "v_dim": 17}
 MODES: dict[str, Callable[[int], Case]] = {
-    "plain": lambda t: random_case(t, 3, t, heads=5, k_dim=11, v_dim=17),
-    "state, window 3": lambda t: random_case(t, 3, t, heads=5, k_dim=11, v_dim=17, window=3, rows=6),
-    "pack, state": lambda t: random_case(t, lengths=[1, 0, t - 1, 0], heads=5, k_dim=11, v_dim=17, rows=2),
+    "plain": lambda t: random_case(t, 3, t, **SIZES),
+    "state, window 3": lambda t: random_case(t, 3, t, **SIZES, window=3, rows=6),
+    "pack, state": lambda t: random_case(t, lengths=[1, 0, t - 1, 0], **SIZES, rows=2),
     "documents, state": lambda t: random_case(
-        t, 3, t, heads=5, k_dim=11, v_dim=17, rows=2, seq_idx=[sorted([0, 1] * t)[:t], [4] * t, list(range(t))]
+        t, 3, t, **SIZES, rows=2, seq_idx=[sorted([0, 1] * t)[:t], [4] * t, list(range(t))]
     ),
     "padding, state": lambda t: random_case(
-        t,
-        3,
-        t,
-        heads=5,
-        k_dim=11,
-        v_dim=17,
-        rows=2,
-        mask=[[0] + [1] * (t - 1), [1, 0] + [1] * (t - 2), [1] + [0] * (t - 1)],
+        t, 3, t, **SIZES, rows=2, mask=[[0] + [1] * (t - 1), [1, 0] + [1] * (t - 2), [1] + [0] * (t - 1)]
     ),
 }
 
@@ -108,7 +102,7 @@ def test_compiled_decoding_is_compiled_once():
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler of torch.compile for the CPU")
 def test_compiled_machine_code_rounds_once():
-    case = random_case(3, 3, 31, heads=5, k_dim=11, v_dim=17, rows=2, dtype=torch.bfloat16)
+    case = random_case(3, 3, 31, **SIZES, rows=2, dtype=torch.bfloat16)
     compiled = torch.compile(kv_shift, fullgraph=True, dynamic=True)
     assert_within_one_rounding(case, "auto", through_state=True, op=compiled)
 
@@ -116,23 +110,23 @@ def test_compiled_machine_code_rounds_once():
 class Shift(nn.Module):
     """As a model calls the operator: the coefficients are its own."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, backend: str = "auto") -> None:
         super().__init__()
-        self.alpha, self.beta = nn.Parameter(case.alpha), nn.Parameter(case.beta)
+        self.alpha, self.beta, self.backend = nn.Parameter(case.alpha), nn.Parameter(case.beta), backend
 
     def forward(
         self, k: Tensor, v: Tensor, state: ShiftState | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, ShiftState]:
-        return kv_shift(k, v, self.alpha, self.beta, state=state, mask=mask)
+        return kv_shift(k, v, self.alpha, self.beta, state=state, mask=mask, backend=self.backend)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("masked", "rows", "strict"),
     [
-        pytest.param(False, None, False, id="plain", marks=pytest.mark.slow),
-        pytest.param(False, 4, False, id="state", marks=pytest.mark.slow),
-        pytest.param(True, None, False, id="mask", marks=pytest.mark.slow),
+        pytest.param(False, None, False, id="plain"),
+        pytest.param(False, 4, False, id="state"),
+        pytest.param(True, None, False, id="mask"),
         pytest.param(True, 4, False, id="mask, state"),
         pytest.param(True, 4, True, id="mask, state, strict"),
     ],
@@ -171,13 +165,11 @@ def test_a_state_is_a_pytree():
     assert_same_state(torch.utils._pytree.tree_unflatten(leaves, structure), state)
 
 
-def test_outcomes_of_fake_tensors_have_the_shapes_of_real_ones():
+def test_outcomes_of_fake_tensors_have_the_shapes_of_real_ones(fast_backend):
     """Planning tools run models on tensors without data."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    case = random_case(7, rows=2)
-    real = outcome(case, "eager")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = outcome(case.map(mode.from_tensor), "eager")
+    case = random_case(7, rows=2, mask=[[1] * 11, [0] * 11])
+    real = outcome(case, fast_backend)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = outcome(replace(case.map(mode.from_tensor), mask=mode.from_tensor(case.mask)), fast_backend)
         for name, x in fake.items():
-            assert (x.shape, x.dtype) == (real[name].shape, real[name].dtype), name
+            assert (x.shape, x.stride(), x.dtype) == (real[name].shape, real[name].stride(), real[name].dtype), name

@@ -11,6 +11,7 @@ import torch
 from kvshift.ops import BACKENDS, ShiftState, kv_shift, shift_tokens
 
 from .cases import Case, random_case
+from .conftest import skip_unless_built
 
 ROWS = random_case(2, rows=2)  # (2, 11, 3, 7) and (2, 11, 3, 5)
 PACK = random_case(3, lengths=[2, 0, 3], rows=2)
@@ -131,6 +132,49 @@ BAD: list[tuple[Case, type[Exception], dict[str, tuple[dict, str]]]] = [
 def test_a_bad_argument_is_named(case, error, bad, message, backend):
     with pytest.raises(error, match=message):
         replace(case, **bad).call(backend)
+
+
+class Subclass(torch.Tensor):
+    """A tensor that is no plain one; many have no memory of their own: their address is 0."""
+
+
+X = torch.randn(1, 3, 2, 4)
+REFUSED = {
+    ("cpu", "it runs on the CPU, the tensors are on meta"): (X.to("meta"), 2),
+    ("triton", "it runs on CUDA devices .*, the tensors are on meta"): (X.to("meta"), 2),
+    ("cpu", "its window is 16 at most, got 17"): (X, 17),
+    ("triton", "its window is 8 at most, got 9"): (X, 9),
+    **{
+        (backend, message): (x, 2)
+        for backend in ("cpu", "triton")
+        for message, x in {
+            "it knows float32.*, the tensors are torch.float8_e5m2": X.to(torch.float8_e5m2),
+            "it takes plain tensors, got a Subclass": X.as_subclass(Subclass),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize(("backend", "message"), REFUSED, ids=str)
+def test_what_kernels_cannot_take_they_refuse_by_name(backend, message):
+    skip_unless_built(backend)
+    x, window = REFUSED[backend, message]
+    with pytest.raises(ValueError, match=f'backend "{backend}" cannot be used here: {message}'):
+        shift_tokens(x, torch.ones(2, window, device=x.device), backend=backend)
+
+
+@pytest.mark.parametrize("argument", ["v", "alpha", "beta", "mask", "state.k", "state.v"])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_kernels_take_a_call_only_if_every_tensor_is_plain(argument, backend):
+    skip_unless_built(backend)
+    case = random_case(13, rows=1, mask=[[1] * 11, [0] + [1] * 10])
+    whole, name = (case.state, argument.removeprefix("state.")) if "." in argument else (case, argument)
+    changed = replace(whole, **{name: getattr(whole, name).as_subclass(Subclass)})
+    odd = changed if whole is case else replace(case, state=changed)
+    with pytest.raises(ValueError, match=f'"{backend}" cannot be used here: it takes plain tensors, got a Subclass'):
+        odd.call(backend)
+    for result, expected in zip(odd.call("auto")[:2], case.call("eager")[:2], strict=True):
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("positions", [1, 11])

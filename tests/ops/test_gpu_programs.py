@@ -15,7 +15,7 @@ from kvshift.ops import ShiftState, kv_shift
 from kvshift.ops.triton import launch as triton_launch
 
 from . import checks
-from .cases import Case, outcome, random_case
+from .cases import Case, assert_same_bits, outcome, random_case
 from .device import DEVICE, MARKS, carry, needs_cuda
 from .rounding import assert_within_one_rounding
 from .triton.test_call import COMPILED
@@ -38,8 +38,7 @@ modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 def there(case: Case, device: torch.device = DEVICE) -> Case:
     """The same call with its tensors on the device."""
-    bounds = {name: getattr(case, name) for name in ("cu_seqlens", "seq_idx", "mask")}
-    moved = {name: None if x is None else x.to(device) for name, x in bounds.items()}
+    moved = {name: None if x is None else x.to(device) for name, x in case.where().items()}
     return replace(case.map(lambda x: carry(x, device)), **moved)
 
 
@@ -52,11 +51,6 @@ def on_device(op: Callable) -> Callable:
         return k_hat.cpu(), v_hat.cpu(), state.to("cpu")
 
     return carried
-
-
-def assert_same(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, result in results.items():
-        assert torch.equal(result, expected[name]), name
 
 
 @pytest.fixture
@@ -97,7 +91,7 @@ def test_auto_takes_the_kernels(launches):
     case = there(random_case(5, rows=2))
     case.call("eager")
     assert launches == [0]
-    assert_same(outcome(case, "auto"), outcome(case, "triton"))
+    assert_same_bits(outcome(case, "auto"), outcome(case, "triton"))
     assert launches[0] > 0
 
 
@@ -107,7 +101,7 @@ def test_the_same_bits_on_every_run(shape):
     case = there(random_case(7, heads=4, k_dim=128, v_dim=128, rows=1, dtype=torch.bfloat16, **shape))
     first = outcome(case, "triton")
     for _ in range(3):
-        assert_same(outcome(case, "triton"), first)
+        assert_same_bits(outcome(case, "triton"), first)
 
 
 # Memory
@@ -204,10 +198,7 @@ def test_one_compiled_graph_trains_on_any_number_of_tokens(mode, dtype, backend)
 def test_a_cuda_graph_trains(mode):
     """Captured once, replayed with other numbers in the same places: documents and padding may change too."""
     static = there(random_case(11, **mode))
-    leaves = [static.k, static.v, static.alpha, static.beta]
-    leaves += [] if static.state is None else [static.state.k, static.state.v]
-    for x in leaves:
-        x.requires_grad_()
+    leaves = [x.requires_grad_() for x in static.leaves().values()]
 
     def train() -> list[Tensor]:
         k_hat, v_hat, state = static.call("triton")
@@ -238,9 +229,7 @@ def test_a_cuda_graph_trains(mode):
 
 
 def tensors(case: Case) -> list[Tensor]:
-    state = () if case.state is None else (case.state.k, case.state.v)
-    bounds = [x for x in (case.cu_seqlens, case.seq_idx, case.mask) if x is not None]
-    return [case.k, case.v, case.alpha, case.beta, *state, *bounds, *case.grads]
+    return [*case.leaves().values(), *(x for x in case.where().values() if x is not None), *case.grads]
 
 
 # Several devices

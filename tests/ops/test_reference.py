@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -28,14 +27,6 @@ def test_the_paper_window_of_two(backend):
     assert k_hat.flatten().tolist() == [1, 12, 23]
     assert v_hat.flatten().tolist() == [4, 5, 6]
     assert (state.k.item(), state.v.item(), state.max_rows) == (3, 6, 1)
-
-
-def test_one_token_after_another_is_the_same_formula(backend):
-    state, seen = None, []
-    for number in (1.0, 2.0, 3.0):
-        k_hat, _, state = kv_shift(column(number), column(0), TEN, BOTH, state=state, backend=backend)
-        seen.append(k_hat.item())
-    assert seen == [1, 12, 23]
 
 
 def test_each_head_has_its_own_coefficients(backend):
@@ -83,17 +74,6 @@ def test_a_sequence_of_padding_alone_keeps_its_state(backend):
     k_hat, _, new_state = kv_shift(column(1, 2, 3), column(1, 2, 3), TEN, BOTH, state=state, mask=mask, backend=backend)
     assert k_hat.flatten().tolist() == [0, 0, 0]
     assert (new_state.k.flatten().tolist(), new_state.v.flatten().tolist()) == ([8, 7], [4, 3])
-
-
-@pytest.mark.parametrize("missing", ["alpha", "beta"])
-def test_without_coefficients_a_tensor_passes_as_it_is(missing, backend):
-    k, v = column(1, 2), column(3, 4)
-    coefficients = {"alpha": TEN, "beta": TEN, missing: None}
-    k_hat, v_hat, state = kv_shift(k, v, **coefficients, backend=backend)
-    passed, shifted = (k_hat, v_hat) if missing == "alpha" else (v_hat, k_hat)
-    assert passed is (k if missing == "alpha" else v)
-    assert shifted.flatten().tolist() == ([3, 34] if missing == "alpha" else [1, 12])
-    assert (state.k.item(), state.v.item()) == (2, 4)
 
 
 def test_one_tensor_alone(backend):

@@ -111,7 +111,9 @@ def test_gradients_come_back_through_the_state(window, lengths, backend):
     shape = {"lengths": lengths, "positions": 7, "window": window, "rows": window}
     case = random_case(19, 1, dtype=torch.float64, coefficient_dtype=torch.float64, **shape)
     expected = outcome(case, backend)
-    leaves = [x.requires_grad_() for x in (case.k, case.v, case.alpha, case.beta, case.state.k, case.state.v)]
+    leaves = case.leaves()
+    for x in leaves.values():
+        x.requires_grad_()
     bounds = [0, 7] if lengths is None else case.cu_seqlens.tolist()
     middles = [(start + end) // 2 for start, end in itertools.pairwise(bounds)]
     first = [t for start, middle in zip(bounds[:-1], middles, strict=True) for t in range(start, middle)]
@@ -126,6 +128,6 @@ def test_gradients_come_back_through_the_state(window, lengths, backend):
         weighted += [(k_hat, case.grads[0][:, piece]), (v_hat, case.grads[1][:, piece])]
     weighted += [(state.k, case.grads[2]), (state.v, case.grads[3])]
     results, grads = zip(*weighted, strict=True)
-    gradients = torch.autograd.grad(results, leaves, grads)
-    for name, gradient in zip(("k", "v", "alpha", "beta", "state.k", "state.v"), gradients, strict=True):
+    gradients = torch.autograd.grad(results, list(leaves.values()), grads)
+    for name, gradient in zip(leaves, gradients, strict=True):
         torch.testing.assert_close(gradient, expected[f"gradient of {name}"], rtol=0, atol=1e-12)

@@ -123,19 +123,6 @@ def test_speculative_decoding_is_plain_decoding(window, accepted, backend):
     assert torch.equal(state.k[:, -(window - 1) :], state_plain.k)
 
 
-def test_the_state_grows_by_one_for_each_token_up_to_the_limit(backend):
-    case = random_case(7, 2, 6, rows=5)
-    state, rows = case.state.crop(4), []
-    for t in range(6):
-        _, _, state = kv_shift(
-            case.k[:, t : t + 1], case.v[:, t : t + 1], case.alpha, case.beta, state=state, backend=backend
-        )
-        rows.append(state.rows)
-        newest = torch.cat([case.state.k[:, :1], case.k[:, : t + 1]], dim=1)[:, -5:]
-        assert torch.equal(state.k, newest)
-    assert rows == [2, 3, 4, 5, 5, 5]
-
-
 def test_with_boundaries_the_state_keeps_its_length(backend):
     """How many real tokens a sequence has is data; the shape of its state must not depend on it."""
     case = random_case(11, 2, 4, rows=5)

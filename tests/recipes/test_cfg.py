@@ -16,7 +16,7 @@ from kvshift.lab.tasks.streams import evaluation_batches
 from kvshift.lab.training.task_training import task_of, task_options
 from kvshift.recipes.cfg import study as cfg
 
-from ..lab.study.cases import made_up
+from ..lab.study.cases import made_up, ran
 
 RECIPE = cfg.RECIPE
 STEPS = {"step": [2, 4], "loss": [1.2, 1.1]}
@@ -120,12 +120,10 @@ def test_the_figure_shows_both_models_and_the_floor():
 
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[0]
-    job.run(tmp_path)
-    record = job.record(tmp_path)
-    assert record["curve"]["step"][-1] == cfg.SMOKE.steps
-    answers = record["result"]["answers"]
+    given = ran(job, tmp_path)
+    assert given.curve["step"][-1] == cfg.SMOKE.steps
+    answers = given.result["answers"]
     assert {name: answers[name]["questions"] for name in answers} == {"from_prefix": 4, "from_start": 4}
-    given = Record(arm=Arm(variant="kv-shift"), seed=3, **record)
     other = replace(given, arm=arm_of_label("vanilla"))
     assert [claim.direction for claim in RECIPE.claims([given, other])] == ["not shown"] * 5
     assert task_of(given.options).config == cfg.SMOKE.task

@@ -17,7 +17,7 @@ from kvshift.lab.study.recipe import Record
 from kvshift.recipes import reproduce as module
 from kvshift.recipes.depth import study as depth
 
-from ..lab.study.cases import made_up
+from ..lab.study.cases import made_up, ran
 
 RECIPE = depth.RECIPE
 
@@ -160,12 +160,9 @@ def test_a_text_that_is_not_there_is_asked_for(
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
     assert job.arm.label == "vanilla, 1 layer"
-    assert not job.is_finished(tmp_path / "run")
-    job.run(tmp_path / "run")
-    assert job.is_finished(tmp_path / "run")
+    found = ran(job, tmp_path / "run")
     with pytest.raises(LabError, match="holds a run with other options"):
         job.at_rate(0.5).is_finished(tmp_path / "run")
-    found = Record(arm=job.arm, seed=3, **job.record(tmp_path / "run"))
     assert found.curve["step"] == [2, 4]
     assert "eval_losses_per_row" not in found.result
     assert depth._flops(found) > 0

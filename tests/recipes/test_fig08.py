@@ -17,7 +17,7 @@ from kvshift.lab.variants.building import build_model, describe
 from kvshift.recipes.fig08 import study as fig08
 from kvshift.recipes.fig08.study import HOPS, PUBLISHED, errors_by_hops
 
-from ..lab.study.cases import made_up
+from ..lab.study.cases import made_up, ran
 
 RECIPE = fig08.RECIPE
 
@@ -188,10 +188,7 @@ def test_the_figure_has_a_panel_for_each_depth():
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
     assert job.arm.label == "vanilla, 2 layers"
-    assert not job.is_finished(tmp_path)
-    job.run(tmp_path)
-    assert job.is_finished(tmp_path)
-    record = Record(arm=job.arm, seed=3, **job.record(tmp_path))
+    record = ran(job, tmp_path)
     errors = record.result["errors"]
     assert set(errors["off"]) == set(errors["on"]) == {"1", "2"}
     assert errors["rows"] == 10

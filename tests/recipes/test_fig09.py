@@ -16,7 +16,7 @@ from kvshift.lab.variants.building import llama_config
 from kvshift.models.llama import KVShiftLlamaForCausalLM
 from kvshift.recipes.fig09 import study as fig09
 
-from ..lab.study.cases import made_up
+from ..lab.study.cases import made_up, ran
 
 RECIPE = fig09.RECIPE
 
@@ -143,8 +143,7 @@ def test_the_figure_has_a_panel_for_each_size():
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
     assert job.arm.label == "vanilla, 0.8K"
-    job.run(tmp_path)
-    record = Record(arm=job.arm, seed=3, **job.record(tmp_path))
+    record = ran(job, tmp_path)
     pairs = len(NGramTask(fig09.SMOKE.task).pairs)
     assert record.result["evaluation"]["rows"] == pairs
     assert record.curve["step"] == [2, 4]

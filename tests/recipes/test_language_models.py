@@ -19,13 +19,14 @@ from kvshift.lab.variants.building import build_model, llama_config
 from kvshift.lab.variants.by_name import VARIANTS, find_variant, variant_of
 from kvshift.recipes.catalogue import CATALOGUE, find_recipe
 from kvshift.recipes.language_models import STUDY, lm_figures, lm_tables
-from kvshift.recipes.language_models.lm_paper import LENGTHS, LOSSES, RATES
+from kvshift.recipes.language_models.lm_paper import LOSSES, RATES
 from kvshift.recipes.language_models.settings import TABLES, Place, arm_at
 from kvshift.recipes.results_pages import published, results_page
 
-from ..lab.study.cases import made_up
+from ..lab.study.cases import made_up, ran
 
 SHARING = [name for name, entry in CATALOGUE.items() if entry.study == STUDY]
+LENGTHS = sorted({length for _, length in LOSSES["vanilla"]})
 ALIKE = [0.02, 0.021, 0.019]
 
 
@@ -363,9 +364,7 @@ def test_figures_are_drawn_from_records(name: str) -> None:
 def test_a_run_of_smoke(tmp_path: Path) -> None:
     job: Any = find_recipe("tab07").jobs("smoke", [3])[-2]
     assert job.arm.label == "KV-shift, 1 layer, 8 tokens"
-    job.run(tmp_path / "run")
-    assert job.is_finished(tmp_path / "run")
-    found = Record(arm=job.arm, seed=3, **job.record(tmp_path / "run"))
+    found = ran(job, tmp_path / "run")
     assert found.curve["step"] == [2, 4]
     table = [sum(found.curve[f"alpha1 {a} alpha2, beta1 {b} beta2"][-1] or 0 for a in (">", "<=") for b in (">", "<="))]
     assert table == [2]  # KV heads

@@ -14,7 +14,7 @@ from kvshift.lab.study.tuning import tuning_jobs
 from kvshift.lab.variants.building import build_model, describe
 from kvshift.recipes.mqar import study as mqar
 
-from ..lab.study.cases import made_up
+from ..lab.study.cases import made_up, ran
 
 RECIPE = mqar.RECIPE
 
@@ -129,8 +129,7 @@ def test_each_width_is_a_panel_and_has_its_claims():
 def test_a_run_of_smoke(tmp_path: Path):
     job = RECIPE.jobs("smoke", [3])[-1]
     assert job.arm.label == "KV-shift, 1 layer, 16 tokens, width 8"
-    job.run(tmp_path)
-    found = Record(arm=job.arm, seed=3, **job.record(tmp_path))
+    found = ran(job, tmp_path)
     assert found.curve["step"] == [2, 4]
     assert found.result["evaluation"]["rows"] == 9
     assert mqar._cells([found]) == [Arm(length=16, width=8)]

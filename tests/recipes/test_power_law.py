@@ -16,7 +16,7 @@ from kvshift.recipes.catalogue import find_recipe
 from kvshift.recipes.scaling import power_law
 from kvshift.recipes.scaling.power_law import SIZES, parameters_of
 
-from ..lab.study.cases import made_up
+from ..lab.study.cases import made_up, ran
 
 FIG05, FIG06 = find_recipe("fig05"), find_recipe("fig06")
 
@@ -124,7 +124,6 @@ def test_the_figures_show_sizes_the_law_and_the_long_run() -> None:
 def test_a_run_of_smoke(tmp_path: Path) -> None:
     job: Any = FIG06.jobs("smoke", [3])[-1]
     assert job.arm.label == "vanilla, 1 layer of width 8"
-    job.run(tmp_path / "run")
-    found = Record(arm=job.arm, seed=3, **job.record(tmp_path / "run"))
+    found = ran(job, tmp_path / "run")
     assert parameters_of(found) > 0
     assert power_law._loss(found, 1.0) == found.curve["loss"][-1]

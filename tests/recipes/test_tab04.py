@@ -17,7 +17,7 @@ from kvshift.lab.training.task_training import TaskTrainConfig
 from kvshift.lab.variants.model_config import ModelConfig
 from kvshift.recipes.tab04 import study as tab04
 
-from ..lab.study.cases import made_up
+from ..lab.study.cases import made_up, ran
 
 RECIPE = tab04.RECIPE
 
@@ -155,8 +155,7 @@ def test_the_figure_has_both_models_and_what_is_in_print():
 def test_a_run_of_smoke(tmp_path: Path):
     job = tab04.jobs("smoke", [3])[0]
     assert job.arm.label == "KV-shift, Tr2-Te3"
-    job.run(tmp_path)
-    record = Record(arm=job.arm, seed=3, **job.record(tmp_path))
+    record = ran(job, tmp_path)
     assert record.curve["step"] == [2, 4]
     assert record.result["answers"]["paper"]["questions"] == 8
     assert record.result["inside"]["paper"]["questions"] == 8

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvshift.layers.positions import half_tables, rotary_table, rotate_half
+from kvshift.layers.positions import rotary_table
 from kvshift.ops import BACKENDS, kv_shift
 from kvshift.ops.arguments import Call
 from kvshift.ops.boundaries import shared_plans
+from kvshift.ops.rope import half_tables, rotate_half
 from kvshift.ops.triton.call import shift_triton, triton_refusal
 
 Pair = tuple[Tensor, Tensor]

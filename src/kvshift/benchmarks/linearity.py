@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from kvshift.benchmarks.cases import Case, Row, Session
 from kvshift.benchmarks.operator import shift_case
 
@@ -48,20 +50,16 @@ class Line:
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
     """The line with the least squares of relative errors; overhead and slope are not negative.
 
-    With u = 1 / t and w = n / t it minimises the sum of (a u + b w - 1)^2.
+    With u = 1 / t it minimises the sum of (u (overhead + slope n - t))^2.
     """
     if len(sizes) != len(seconds) or len(set(sizes)) < 2:
         raise ValueError(f"a line needs two points of different size, got sizes {list(sizes)}")
-    u = [1 / t for t in seconds]
-    w = [n / t for n, t in zip(sizes, seconds, strict=True)]
-    uu, uw, ww = (sum(x * y for x, y in zip(*pair, strict=True)) for pair in ((u, u), (u, w), (w, w)))
-    determinant = uu * ww - uw * uw
-    overhead = (sum(u) * ww - sum(w) * uw) / determinant
-    slope = (sum(w) * uu - sum(u) * uw) / determinant
+    u, n = 1 / np.asarray(seconds), np.asarray(sizes)
+    slope, overhead = map(float, np.polyfit(n, seconds, 1, w=u))
     if overhead < 0:
-        overhead, slope = 0.0, sum(w) / ww
+        overhead, slope = 0.0, float((u * n).sum() / (u * n @ (u * n)))
     elif slope < 0:
-        overhead, slope = sum(u) / uu, 0.0
+        overhead, slope = float(u.sum() / (u @ u)), 0.0
     worst = max(abs(t / (overhead + slope * n) - 1) for n, t in zip(sizes, seconds, strict=True))
     return Line(overhead, slope, worst)
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kvshift.benchmarks.formulations import Formulation, Table
-from kvshift.layers.positions import rotate_half
 from kvshift.ops import ShiftState, kv_shift
+from kvshift.ops.rope import rotate_half
 
 _SLICE = 32  # positions
 _TERMS = 512  # sums over tokens are made in blocks, or as a tree, whose depth this bounds

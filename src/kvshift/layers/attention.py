@@ -26,16 +26,16 @@ PositionEncoding = Literal["rope", "alibi", "none"]
 
 
 class KVShiftAttention(nn.Module):
-    """Causal self-attention whose keys and values are mixed with those of the token before.
+    """Causal self-attention whose keys and values are mixed with those of the previous token.
 
         q, k, v = heads of  W_q x, W_k x, W_v x
-        k, v = KVShift(k, v)                               then, as far as asked for,
+        k, v = KVShift(k, v)                               then, if requested,
         q, k = RMSNorm(q), RMSNorm(k)                      QK-norm
         q, k = RoPE(q), RoPE(k)                            or ALiBi, added to the scores
         out = W_o softmax(q k^T / sqrt(D)) v               over keys  t - sliding_window < s <= t
 
-    Training, prefill in one or several chunks, and decoding are one call: state in, state out. Feeding a sequence in
-    pieces, each with the state that the piece before returned, equals feeding it whole.
+    Training, prefill in one or several chunks, and decoding are the same call: state in, state out. Feeding a sequence
+    in pieces, each with the state that the previous call returned, equals feeding it whole.
 
         layer = KVShiftAttention(embed_dim=64, num_heads=4)
         out, _ = layer(x)                                  training
@@ -48,12 +48,12 @@ class KVShiftAttention(nn.Module):
         num_kv_heads: G, a divisor of H; H by default. Query head h reads KV head h // (H / G).
         head_dim: D; E / H by default.
         position_encoding: "rope" (split-half pairs, as in Llama), "alibi" or "none".
-        rope_base: of the rotary frequencies.
+        rope_base: base of the rotary frequencies.
         qk_norm: RMSNorm over each query and key head (eps 1e-5, one learned gain of D numbers for all query heads and
             one for all key heads).
         sliding_window: each token attends to this many tokens, itself included; None for all before it.
-        bias: of the four projections.
-        dropout: of the attention weights, while training.
+        bias: whether the four projections have a bias.
+        dropout: dropout of the attention weights in training.
         shift_options: what is shifted, and how; `ShiftOptions(targets=())` is plain attention.
         max_rollback: how many tokens `AttentionState.crop` can take back, for drafts that are rejected: that many
             more raw keys and values are kept.
@@ -142,14 +142,14 @@ class KVShiftAttention(nn.Module):
         Args:
             x: (B, T, E).
             mask: False on padding, (B, T) bool, for the positions of this call alone; left, right or in between. The
-                output there is zero, and what stands there cannot matter.
+                output there is zero, and the input there has no effect.
             cu_seqlens: boundaries of the sequences packed into the one row of x (B = 1): (S + 1,) integers, from 0 to
-                T without falling. Nothing is seen across them.
+                T, never decreasing. Nothing is seen across them.
             seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The
                 first of a sequence continues from `state`; the new state is that of the last. Not with `cu_seqlens`.
             positions: (B, T), where the rotary embedding takes its angles. None counts the real tokens of each
                 document, those of `state` included.
-            state: what an earlier call returned, for the same B rows or S sequences; None where they begin here.
+            state: the state that an earlier call returned for the same B rows or S sequences; None if they begin here.
 
         Returns:
             out (B, T, E) and the new state.

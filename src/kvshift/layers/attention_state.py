@@ -19,9 +19,9 @@ from kvshift.ops.state import SequenceState
 class AttentionState(SequenceState):
     """The cache of one `KVShiftAttention` layer for S sequences.
 
-    Sequences are flushed right: the newest keys stand last, and columns from before a sequence began are padding. So
-    sequences of any lengths continue together. A layer with a sliding window drops keys that no later token can reach.
-    Every method moves all parts at once and returns a new state.
+    Sequences are flushed right: the newest keys are last, and columns from before a sequence began are padding.
+    Sequences of different lengths can therefore continue together. A layer with a sliding window drops keys that no
+    later token can reach. Every method moves all parts at once and returns a new state.
 
     Attributes:
         k: keys, shifted, normalised and rotated, (S, N, G, D).
@@ -30,8 +30,8 @@ class AttentionState(SequenceState):
         shift: the raw keys and values before the next token; None if the layer shifts nothing.
         rollback: how many tokens `crop` can take back now.
         max_rollback: that number after enough tokens, or after `reset`.
-        packed: (N,), the sequence that each key belongs to (-1: none), as long as the keys of all sequences lie
-            together in one row (k is then (1, N, G, D)), as a call with `cu_seqlens` leaves them. None otherwise.
+        packed: (N,), the sequence that each key belongs to (-1: none), while the keys of all sequences are in one row,
+            as a call with `cu_seqlens` leaves them (k is then (1, N, G, D)). None otherwise.
     """
 
     k: Tensor
@@ -48,9 +48,10 @@ class AttentionState(SequenceState):
         return self.seen.shape[0]
 
     def unpack(self) -> AttentionState:
-        """Give every sequence of a pack a row of its own. All other methods, and the layer, do it where needed.
+        """Give each sequence of a pack its own row. All other methods, and the layer, do this when needed.
 
-        N becomes the length of the longest: the one step here that makes a GPU wait and a compiler break its graph.
+        N becomes the length of the longest sequence. This is the one step that makes a GPU wait and
+        a compiler break its graph.
         """
         if self.packed is None:
             return self
@@ -62,7 +63,7 @@ class AttentionState(SequenceState):
     def crop(self, tokens: int) -> AttentionState:
         """Forget the last `tokens` tokens of every sequence, as after rejected drafts.
 
-        A sequence that has seen fewer has not begun afterwards.
+        A sequence that has seen fewer tokens is empty afterwards.
 
         Raises:
             ValueError: more than `rollback`.

@@ -46,22 +46,22 @@ def shift_shard(
     v with beta and q with gamma likewise. Lag j is read exactly where positions[t] >= j; the result has the same bits
     as in one process. Every rank of the group must call this, and must differentiate what it returns if one does:
     the gradients of the tokens that were fetched travel back to the rank that holds them. The gradients of the
-    coefficients are those of this shard, to be summed over the group as those of any other weight.
+    coefficients are those of this shard; sum them over the group like those of any other weight.
 
-    What is fetched travels together (`exchange_halo`).
+    All fetched tokens travel in one exchange (`exchange_halo`).
 
     Args:
         k: raw keys, after projection and before QK-norm and rotary embedding, (B, L, G, Dk).
         v: raw values, (B, L, G, Dv).
         alpha, beta: coefficients, (G, W); None: not shifted. `KVShift.coefficients()` has those of a layer.
         q, gamma: raw queries, (B, L, H, Dk), and their coefficients, (H, W), where queries are shifted too.
-        positions: of the tokens of this shard in their documents, (B, L) or (1, L) integers; every document counts
-            from 0. None: each row of the batch is one document.
+        positions: position of each token of this shard in its document, (B, L) or (1, L) integers; every document
+            counts from 0. None: each row of the batch is one document.
         group, layout: as in `exchange_halo`.
         backend: as in `kv_shift`.
 
     Returns:
-        q (as it came where it is not shifted), k_hat and v_hat.
+        q (unchanged if it is not shifted), k_hat and v_hat.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype or shape; the message names it.
@@ -108,12 +108,12 @@ def exchange_halo(
     group: dist.ProcessGroup | None = None,
     layout: Layout = "contiguous",
 ) -> list[Tensor]:
-    """The tokens that stand before each chunk of this rank's shard, from the ranks that hold them; differentiable.
+    """The tokens before each chunk of this rank's shard, from the ranks that hold them; differentiable.
 
         halo[:, n, i] = token  c[n] * C - rows + i  of the sequence, where c[n] is the n-th chunk of this rank
 
-    Before the first token of the sequence stand zeros. Documents do not matter here: whoever reads a halo, reads only
-    as much of it as belongs to the document of the reading token.
+    Zeros precede the first token of the sequence. Documents do not matter here: the reader of a halo uses only the part
+    that belongs to the document of the reading token.
 
     It is one all-to-all, in which a rank with C >= rows sends tokens to the next rank alone in the contiguous layout,
     and to each neighbour in the head-tail layout; in backward, the gradients travel the other way. With shorter chunks,
@@ -123,7 +123,7 @@ def exchange_halo(
     must: a rank whose loss does not depend on its halo would keep its neighbours waiting.
 
     Args:
-        tensors: those that travel together, (B, L, ...), of one dtype and device.
+        tensors: the tensors to exchange together, (B, L, ...), of one dtype and device.
         rows: how many tokens; W - 1 for a window of W.
         group: the processes that share each sequence, in the order of the layout; None: all.
         layout: "contiguous" or "headtail".

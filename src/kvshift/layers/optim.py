@@ -18,17 +18,17 @@ def param_groups(
     weight_decay: float = 0.1,
     shift_lr_multiplier: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Part the trainable parameters of a model into groups for a PyTorch optimizer.
+    """Divide the trainable parameters of a model into groups for a PyTorch optimizer.
 
-    Matrices and embeddings decay; vectors (norms, biases) do not; nor do shift coefficients, (G, W) though they
-    are: decay would pull the coefficient of the current token to 0, not to 1, and switch the head off.
+    Matrices and embeddings decay; vectors (norms, biases) do not. Nor do shift coefficients, although they are (G, W)
+    matrices: decay would pull the coefficient of the current token to 0, not to 1, and switch the head off.
 
         optimizer = torch.optim.AdamW(param_groups(model, lr=2e-4), betas=(0.9, 0.95))
 
     Args:
         model: any module; its `KVShift` layers are found wherever they are.
         lr: learning rate of the first two groups.
-        weight_decay: of the first group; the paper's 0.1.
+        weight_decay: weight decay of the first group; 0.1 in the paper.
         shift_lr_multiplier: the coefficients learn at `lr * shift_lr_multiplier`.
 
     Returns:
@@ -62,8 +62,8 @@ def clamp_after_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remo
 
         a <- min(max(a, 0), 1)
 
-    This is the paper's "0 to 1" variant (appendix F.1). Without it the layers clamp in forward alone, and a
-    coefficient that has left the interval has no gradient to come back by.
+    This is the paper's "0 to 1" variant (appendix F.1). Without it, the layers clamp only in forward, and a
+    coefficient that has left the interval gets no gradient that could bring it back.
 
     Returns:
         A handle whose `remove()` ends it.

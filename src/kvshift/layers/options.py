@@ -28,7 +28,7 @@ class ShiftOptions:
             "identity": (1, 0, ...): at first the layer changes nothing.
 
     Raises:
-        ValueError: an option is none of these; the message names it, its value, and what it may be.
+        ValueError: an option has another value; the message names it, its value and the allowed values.
 
     Source:
         Xu, Wang, Chen (ICML 2025): equation 5; QKV-shift: appendix G; gate and clamp ("0 to 1"): appendix F.1; windows:
@@ -46,18 +46,15 @@ class ShiftOptions:
 
     @classmethod
     def of(cls, source: Any, *, name: str = "shift_") -> ShiftOptions:
-        """Those that a configuration has as `shift_targets`, `shift_window`, `shift_constraint` and `shift_init`.
+        """The options that a configuration has as `shift_targets`, `shift_window`, `shift_constraint`, `shift_init`.
 
         Args:
             source: the configuration.
-            name: what its fields are called in messages, up to the option.
+            name: prefix of its fields in messages.
         """
         values = {field.name: getattr(source, f"shift_{field.name}") for field in fields(cls)}
-        try:
-            return cls(**values)
-        except ValueError:
-            _check(**values, name=name)  # which says it with the names of the configuration
-            raise
+        _check(**values, name=name)  # in the names of the configuration
+        return cls(**values)
 
     def as_fields(self) -> dict[str, Any]:
         """The inverse of `of`: fields of a configuration, with a list where JSON has one."""

@@ -13,9 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvshift.ops.boundaries import document_starts, sequence_of_positions
-from kvshift.ops.rope import half_tables as half_tables
-from kvshift.ops.rope import rotate as rotate
-from kvshift.ops.rope import rotate_half as rotate_half
 
 
 @dataclass(frozen=True)

@@ -31,19 +31,19 @@ class KVShift(nn.Module):
         v_hat[t] = beta[:, 0] * v[t] + beta[:, 1] * v[t-1] + ...
         q_hat[t] = gamma[:, 0] * q[t] + gamma[:, 1] * q[t-1] + ...
 
-    It stands after the projections and before QK-norm and rotary embedding. The arithmetic and every rule for
-    documents, padding and state is that of `kvshift.kv_shift`.
+    Apply it after the projections and before QK-norm and rotary embedding. The arithmetic and all rules for documents,
+    padding and state are those of `kvshift.kv_shift`.
 
     Coefficients are float32 parameters and stay so when the model is cast to a smaller dtype: near 1, bfloat16 has
-    steps of 0.004 to 0.008, and the updates of a usual learning rate would be lost. (Whoever puts other parameters in
-    their place, as `accelerate.load_checkpoint_and_dispatch` does with a dtype, is warned at the first call.) Keep them
-    out of weight decay (`kvshift.param_groups`), which would pull the coefficient of the current token to 0.
+    steps of 0.004 to 0.008, and the updates of a usual learning rate would be lost. (If something replaces
+    them, as `accelerate.load_checkpoint_and_dispatch` does with a dtype, the first call warns.) Exclude them from
+    weight decay (`kvshift.param_groups`), which would pull the coefficient of the current token to 0.
 
     Args:
         num_kv_heads: G.
         options: what is shifted, and how; see `ShiftOptions`.
         num_heads: H; needed only if queries are shifted.
-        device: of the parameters.
+        device: device of the parameters.
 
     Attributes:
         alpha, beta, gamma: (G, W), (G, W) and (H, W) parameters, or None where that target is not shifted; (G, 1)
@@ -95,7 +95,7 @@ class KVShift(nn.Module):
         }
 
     def coefficients(self) -> dict[str, Tensor]:
-        """The numbers in force, by target: {"k": (G, W), "v": (G, W), "q": (H, W)}; differentiable."""
+        """The current coefficients, by target: {"k": (G, W), "v": (G, W), "q": (H, W)}; differentiable."""
         return {target: cast(Tensor, self._mix(target)) for target in self.targets}
 
     def forward(
@@ -113,7 +113,7 @@ class KVShift(nn.Module):
         keep_state: bool = True,
         backend: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        """Shift the targets; what is no target comes back as it is. Then normalise and rotate q and k, if asked to.
+        """Shift the targets and return the others unchanged. Then normalise and rotate q and k, if requested.
 
         Args:
             q: (B, T, H, D), k: (B, T, G, D), v: (B, T, G, Dv): projected, not yet normalised or rotated.
@@ -124,8 +124,8 @@ class KVShift(nn.Module):
             keep_state: False if no other call continues from here.
 
         Returns:
-            q, k, v and the new state (None if `targets` is empty or it is not kept). The state may share memory with k
-            and v as they came in: do not fill the same tensors with the next token.
+            q, k, v and the new state (None if `targets` is empty or it is not kept). The state may share memory with
+            the k and v that were passed in: do not reuse these tensors for the next token.
         """
         gamma = self._mix("q") if "q" in self.targets else None
         return shift_norm_rope(

@@ -24,7 +24,6 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from kvshift.layers import KVShift
-from kvshift.layers.positions import half_tables
 from kvshift.layers.recompute import KEEP_ALL, recomputing
 from kvshift.layers.sequence_sharding import refuse_sharded_sequence
 from kvshift.layers.shift import shift_type_error
@@ -34,7 +33,7 @@ from kvshift.models.documents import create_masks
 from kvshift.models.versions import CACHE, given_cache, refuse_unknown, warn_if_untested
 from kvshift.ops.arguments import Norms
 from kvshift.ops.boundaries import shared_plans
-from kvshift.ops.rope import Rotary
+from kvshift.ops.rope import Rotary, half_tables
 
 Finish = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")  # what a name may begin with, kernels' included

@@ -41,15 +41,15 @@ def kv_shift(
         k_hat[t] = alpha[:, 0] * k[t] + alpha[:, 1] * k[t-1] + ... + alpha[:, W-1] * k[t-W+1]
         v_hat[t] = beta[:, 0] * v[t] + beta[:, 1] * v[t-1] + ... + beta[:, W-1] * v[t-W+1]
 
-    Tokens before the first of a sequence count as zero, or are those of `state`. Nothing crosses a document
-    boundary. Padding is skipped: the previous token is the previous real one, and the result on padding is zero,
-    whatever stands there. Feeding a sequence in pieces, each with the state that the piece before returned, equals
-    feeding it whole; decoding is pieces of one token.
+    Tokens before the first of a sequence count as zero, or come from `state`. Nothing crosses a document boundary.
+    Padding is skipped: the previous token is the previous real one, and the result on padding is zero, whatever its
+    content. Feeding a sequence in pieces, each with the state that the previous call returned, equals feeding it
+    whole; decoding feeds pieces of one token.
 
-    Arithmetic is in fp32 (fp64 for fp64 inputs), rounded once to the dtype of k and v. A coefficient of zero reads
-    nothing: with alpha = beta = (1, 0) k and v come back bit for bit. Gradients reach k, v, alpha, beta and the tensors
-    of `state`; they have the same bits on every run. Where they are differentiated in turn (`create_graph=True`), and
-    under `torch.func` (`vmap`, `grad`, `jacrev`), tracers and forward-mode AD, every backend becomes plain operations.
+    Arithmetic is in fp32 (fp64 for fp64 inputs), rounded once to the dtype of k and v. A lag whose coefficient is zero
+    is not read: with alpha = beta = (1, 0), k and v are returned bit for bit. Gradients reach k, v, alpha, beta and the
+    tensors of `state`, with the same bits on every run. For second derivatives (`create_graph=True`), and under
+    `torch.func` (`vmap`, `grad`, `jacrev`), tracers and forward-mode AD, every backend falls back to plain operations.
 
     Args:
         k: raw keys, after projection and before QK-norm and rotary embedding, (B, T, G, Dk); any strides.
@@ -57,10 +57,10 @@ def kv_shift(
         alpha: coefficients of the keys, (G, W), column j for lag j; W = 2 in the paper. Best kept in fp32.
             None returns the keys as they are.
         beta: coefficients of the values, (G, W). None returns the values as they are.
-        state: what an earlier call returned: the last raw keys and values of the B batch entries, or of the S
-            sequences of `cu_seqlens`. None where the sequences begin here.
+        state: the state that an earlier call returned: the last raw keys and values of the B batch entries, or of the
+            S sequences of `cu_seqlens`. None if the sequences begin here.
         cu_seqlens: boundaries of the sequences packed into the one row of k (B = 1): (S + 1,) int32 or int64, from
-            0 to P without falling. A sequence may be empty: its state passes through.
+            0 to P, never decreasing. A sequence may be empty: its state passes through.
         seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The
             first of a row continues `state`; the new state is that of the last. Not together with `cu_seqlens`.
         mask: False on padding, (B, T) bool; left, right or in between.

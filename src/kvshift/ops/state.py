@@ -36,10 +36,10 @@ class SequenceState:
         return self.k.shape[0]
 
     def select(self, indices: Tensor | Sequence[int]) -> Self:
-        """Keep the given sequences, in that order; an index may come more than once.
+        """Keep the given sequences, in that order; an index may be repeated.
 
         Args:
-            indices: (n,) integers, or (S,) booleans. None of them gives the state of no sequence.
+            indices: (n,) integers, or (S,) booleans. An empty list gives a state of no sequences.
         """
         index = torch.as_tensor(indices, device=self.k.device)
         if index.ndim != 1:
@@ -96,15 +96,15 @@ def _is_same(part: Any, other: Any) -> bool:
 class ShiftState(SequenceState):
     """The last raw (unshifted, unrotated) keys and values of S sequences.
 
-    They cannot be recovered from a cache that holds shifted and rotated keys, so whoever reorders, selects, crops
-    or resets such a cache does the same to this state.
+    They cannot be recovered from a cache of shifted and rotated keys. If you reorder, select, crop or reset such a
+    cache, do the same to this state.
 
     Attributes:
         k: raw keys, (S, R, G, Dk), the newest row last. Rows from before a sequence began are zero.
         v: raw values, (S, R, G, Dv).
-        max_rows: how many rows to keep. A window of W needs W - 1; every row beyond lets `crop` take one more
-            token back. `crop` lowers R, and later calls of the operator fill it up to `max_rows` again; only those
-            with boundaries or padding leave R as it is: how far each sequence grew is data, a shape is not.
+        max_rows: how many rows to keep. A window of W needs W - 1; each further row lets `crop` take one more token
+            back. `crop` lowers R, and later calls of the operator fill it up to `max_rows` again. Calls with
+            boundaries or padding leave R as it is: how far each sequence grew is data, and no shape may depend on it.
         q: raw queries, (S, R, H, D), kept only by layers that shift queries too.
     """
 
@@ -125,9 +125,9 @@ class ShiftState(SequenceState):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> ShiftState:
-        """The state of `sequences` sequences that have not begun, of `rows` rows each.
+        """The state of `sequences` sequences that have not begun, with `rows` rows each.
 
-        For a window W and roll-backs of up to n tokens ask for `rows = W - 1 + n`.
+        For a window of W and roll-backs of up to n tokens, use `rows = W - 1 + n`.
         """
         if rows < 1:
             raise ValueError(f"rows must be at least 1 (window - 1 plus the tokens to roll back), got {rows}")
@@ -169,13 +169,13 @@ class ShiftState(SequenceState):
         return self._map(lambda x: x.new_zeros(x.shape[0], self.max_rows, *x.shape[2:]))
 
     def split(self, sizes: int | Sequence[int] = 1) -> list[ShiftState]:
-        """Part the sequences into states of `sizes` sequences; the inverse of `stack`."""
+        """Split the sequences into states of `sizes` sequences; the inverse of `stack`."""
         rows = torch.arange(self.sequences, device=self.k.device)
         return [self.select(part) for part in rows.split(sizes if isinstance(sizes, int) else list(sizes))]
 
     @staticmethod
     def stack(states: Sequence[ShiftState]) -> ShiftState:
-        """Join states along their sequences, for example to batch requests that arrived apart."""
+        """Join states along their sequences, for example to batch requests that arrived separately."""
         if not states:
             raise ValueError("states must hold at least one ShiftState, got an empty sequence")
         first = states[0]

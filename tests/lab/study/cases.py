@@ -15,7 +15,8 @@ import torch
 
 from kvshift.lab.core.errors import LabError
 from kvshift.lab.study.arm import Arm, arm_of_label
-from kvshift.lab.study.recipe import Record
+from kvshift.lab.study.recipe import Job, Record
+from kvshift.lab.study.records import record_of
 from kvshift.lab.study.watching import last_step
 from kvshift.lab.training.callbacks import InterruptedRunError
 
@@ -85,6 +86,14 @@ def runs(out: Path) -> int:
     """How often the job in this folder was run."""
     path = out / "runs"
     return len(path.read_text()) if path.exists() else 0
+
+
+def ran(job: Job, out: Path) -> Record:
+    """The record of a job, run from its beginning to its end."""
+    assert not job.is_finished(out)
+    job.run(out)
+    assert job.is_finished(out)
+    return record_of(job, out)
 
 
 def made_up(

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
@@ -23,9 +22,10 @@ from kvshift.ops.triton import launch as triton_launch
 from kvshift.ops.triton.launch import Tiling
 
 from .. import checks
-from ..cases import DTYPES, Case, outcome, random_case
+from ..cases import DTYPES, SUMS, assert_same_bits, outcome, random_case
 from ..conftest import skip_unless_built
 from ..rounding import assert_within_one_rounding
+from ..test_compile import Shift
 
 pytestmark = pytest.mark.interpreted
 
@@ -36,32 +36,6 @@ def kernels_that_run() -> None:
 
 
 # Results
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_window_of_three_in_every_dtype_of_keys_and_of_coefficients(dtype):
-    for coefficient_dtype in DTYPES:
-        case = random_case(3, 1, 5, dtype=dtype, coefficient_dtype=coefficient_dtype, rows=2, window=3)
-        assert_within_one_rounding(case, "triton", through_state=True)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        {"batch": 0, "positions": 5, "rows": 2},
-        {"batch": 2, "positions": 0, "rows": 2},
-        {"batch": 2, "positions": 0},
-        {"batch": 2, "positions": 0, "mask": [[], []], "rows": 1},
-        {"lengths": []},
-        {"lengths": [0, 0], "rows": 3},
-        {"batch": 1, "positions": 1},
-        {"batch": 2, "positions": 1, "rows": 3, "window": 4},
-        {"lengths": [0, 1, 0], "rows": 1},
-    ],
-    ids=str,
-)
-def test_nothing_and_one_token(mode):
-    assert_within_one_rounding(random_case(31, **mode), "triton", through_state=True)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +59,7 @@ def test_a_single_tensor_is_shifted_like_keys(mode):
 @pytest.mark.parametrize("only", [0, 1, 2, 3])
 def test_a_gradient_may_come_back_to_a_single_result(only):
     case = random_case(47, 1, 4, rows=2)
-    leaves = [x.requires_grad_() for x in (case.k, case.v, case.alpha, case.beta, case.state.k, case.state.v)]
+    leaves = [x.requires_grad_() for x in case.leaves().values()]
     results = {}
     for backend in ("triton", "reference"):
         k_hat, v_hat, state = case.call(backend)
@@ -134,18 +108,8 @@ def test_tiles_change_no_bit_but_the_order_of_the_coefficients_sum(tiling, mode,
     whole = outcome(case, "triton")
     for kernel in ("forward", "backward"):
         monkeypatch.setitem(triton_launch.TILING, kernel, tiling)
-    for name, result in outcome(case, "triton").items():
-        if name not in ("gradient of alpha", "gradient of beta"):
-            assert torch.equal(result, whole[name]), name
+    assert_same_bits(outcome(case, "triton"), whole, but=SUMS)
     assert_within_one_rounding(case, "triton", through_state=True)
-
-
-@pytest.mark.slow
-def test_the_same_bits_on_every_run():
-    case = random_case(61, 3, 149, heads=2, k_dim=67, v_dim=61, rows=1)
-    first, second = outcome(case, "triton"), outcome(case, "triton")
-    for name, result in second.items():
-        assert torch.equal(result, first[name]), name
 
 
 @pytest.mark.parametrize("dimension", ["batch", "positions", "heads", "head size"])
@@ -161,26 +125,7 @@ def test_offsets_beyond_32_bits(dimension, tmp_path):
         memory = torch.from_file(str(tmp_path / str(i)), shared=True, size=2 * step + 256, dtype=x.dtype)
         far.append(memory.as_strided((3, 3, 3, 3), stride).copy_(x))
     k, v, *grads = far
-    for name, result in outcome(replace(case, k=k, v=v, grads=(*grads, *case.grads[2:])), "triton").items():
-        assert torch.equal(result, expected[name]), name
-
-
-@pytest.mark.parametrize("mode", [{}, {"rows": 2}, {"lengths": [2, 0, 3], "rows": 1}, {"mask": [[1, 0, 1]]}], ids=str)
-def test_memory_kept_for_backward_is_the_inputs(mode):
-    """Of the size of k only k, of the size of v only v; with boundaries some 32-bit numbers for each token."""
-    case = random_case(73, 1, **({"positions": 3} | mode), heads=5)
-    inputs = [case.k, case.v, case.alpha, case.beta]
-    inputs += [] if case.state is None else [case.state.k, case.state.v]
-    addresses = {x.requires_grad_().data_ptr() for x in inputs}
-    tokens = case.k.shape[0] * case.k.shape[1]
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        results = case.call("triton")
-    assert results[0].requires_grad
-    for x in kept:
-        if x.data_ptr() not in addresses:
-            assert x.dtype in (torch.int32, torch.int64, torch.bool)  # who reads whom; the rows of the next state
-            assert x.numel() <= case.window * (tokens + 3 * 2)
+    assert_same_bits(outcome(replace(case, k=k, v=v, grads=(*grads, *case.grads[2:])), "triton"), expected)
 
 
 @torch.no_grad()
@@ -195,11 +140,6 @@ def test_a_launch_without_gradients_writes_the_next_state(rows, max_rows, positi
 
 
 # The operators that torch sees
-
-
-def few_of(modes: dict[str, Any], name: str, always: str) -> Any:
-    """The mode `name`; those that are not `always` are for `make test-slow`."""
-    return pytest.param(modes[name], id=name, marks=() if name == always else pytest.mark.slow)
 
 
 OPERATORS: dict[str, dict] = {
@@ -235,7 +175,7 @@ def nothing_compiled_before() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [few_of(COMPILED, name, "padding, state") for name in COMPILED])
+@pytest.mark.parametrize("mode", COMPILED.values(), ids=COMPILED)
 @pytest.mark.usefixtures("nothing_compiled_before")
 def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):
     counter = CompileCounterWithBackend("aot_eager")
@@ -243,26 +183,16 @@ def test_one_compiled_graph_trains_on_any_number_of_tokens(mode):
     for positions in (7, 2, 13):
         case = mode(positions)
         expected = outcome(case, "triton")
-        for name, result in outcome(case, "triton", op=compiled).items():
-            assert torch.equal(result, expected[name]), name
+        assert_same_bits(outcome(case, "triton", op=compiled), expected)
     assert counter.frame_count == 1
     (graph,) = counter.graphs
     assert "kvshift.shift" in graph.code
 
 
-class Shift(nn.Module):
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.alpha, self.beta = nn.Parameter(case.alpha), nn.Parameter(case.beta)
-
-    def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ShiftState]:
-        return kv_shift(k, v, self.alpha, self.beta, backend="triton")
-
-
 def test_an_exported_program_takes_any_number_of_tokens():
     example = random_case(2, 3, 11)
     tokens = {0: Dim("batch", min=2, max=64), 1: Dim("positions", min=2, max=4096)}
-    module = Shift(example)
+    module = Shift(example, "triton")
     program = torch.export.export(module, (example.k, example.v), dynamic_shapes=(tokens, tokens))
     for size in ((2, 2), (5, 17)):
         case = random_case(3, *size)
@@ -272,49 +202,11 @@ def test_an_exported_program_takes_any_number_of_tokens():
         checks.assert_same_state(results[2], expected[2])
 
 
-def test_outcomes_of_fake_tensors_have_the_shapes_of_real_ones():
-    case = random_case(7, rows=2, mask=[[1] * 11, [0] * 11])
-    real = outcome(case, "triton")
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = outcome(replace(case.map(mode.from_tensor), mask=mode.from_tensor(case.mask)), "triton")
-        for name, x in fake.items():
-            assert (x.shape, x.stride(), x.dtype) == (real[name].shape, real[name].stride(), real[name].dtype), name
-
-
-# Refusals and the choice of a backend
-
-
-class Subclass(torch.Tensor):
-    """A tensor that is no plain one."""
-
-
-def refused() -> dict[str, tuple[Tensor, int]]:
-    plain = torch.randn(1, 3, 2, 4)
-    return {
-        r"it runs on CUDA devices .*, the tensors are on meta": (plain.to("meta"), 2),
-        r"it knows float32.*, the tensors are torch.float8_e5m2": (plain.to(torch.float8_e5m2), 2),
-        r"its window is 8 at most, got 9": (plain, 9),
-        r"it takes plain tensors, got a Subclass": (plain.as_subclass(Subclass), 2),
-    }
-
-
-@pytest.mark.parametrize("message", refused())
-def test_what_the_kernels_cannot_take_they_refuse_by_name(message):
-    x, window = refused()[message]
-    with pytest.raises(ValueError, match=f'backend "triton" cannot be used here: {message}'):
-        shift_tokens(x, torch.ones(2, window, device=x.device), backend="triton")
+# The choice of a backend
 
 
 def test_the_widest_window():
     assert_within_one_rounding(random_case(83, 1, 9, window=8, rows=7), "triton", through_state=True)
-
-
-@pytest.mark.parametrize("argument", ["v", "alpha", "beta", "mask"])
-def test_every_tensor_of_a_call_must_be_plain(argument):
-    case = random_case(89, 1, 3, rows=1, mask=[[1, 0, 1]])
-    odd = replace(case, **{argument: getattr(case, argument).as_subclass(Subclass)})
-    with pytest.raises(ValueError, match=r"it takes plain tensors, got a Subclass"):
-        odd.call("triton")
 
 
 def test_without_triton_it_is_named_and_auto_takes_another(monkeypatch):

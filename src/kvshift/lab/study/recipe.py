@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,7 +101,6 @@ class Recipe:
         jobs: of a preset, for some seeds, the longest first.
         plot: the figure, from the records of one preset.
         claims: what the paper says and what the records show.
-        paper: the paper's numbers.
         tuned_by: by what a variant's best learning rate is chosen, where a preset has a grid.
         tables: in Markdown, from all records, those that chose a learning rate too; None: the report has none.
         scored: the accuracy whose steps to 90 % and 99 % the report lists by model, over seeds; None: it has no such.
@@ -113,7 +112,6 @@ class Recipe:
     jobs: Callable[[str, Sequence[int]], Sequence[Job]]
     plot: Callable[[Sequence[Record]], Figure]
     claims: Callable[[Sequence[Record]], Sequence[Claim]]
-    paper: Mapping[str, Any] = field(default_factory=dict)
     tuned_by: Score | None = None
     tables: Callable[[Sequence[Record]], str] | None = None
     scored: str | None = None

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -295,22 +295,13 @@ def _by_layer(attentions: Sequence[Tensor], shifts: Sequence[Mapping[str, Any]],
 
 def _mean(scores: Sequence[HeadScores], rows: Sequence[int]) -> HeadScores:
     """Of one head over batches of so many sequences."""
-    one = scores[0]
 
     def over(kind: str) -> dict[str, float]:
-        return {
-            place: statistics.fmean([getattr(score, kind)[place] for score in scores], rows)
-            for place in getattr(one, kind)
-        }
+        places = getattr(scores[0], kind)
+        return {place: statistics.fmean([getattr(score, kind)[place] for score in scores], rows) for place in places}
 
-    return HeadScores(
-        layer=one.layer,
-        head=one.head,
-        attention=over("attention"),
-        matched=over("matched"),
-        moved=over("moved"),
-        alone=statistics.fmean([score.alone for score in scores], rows),
-    )
+    means: dict[str, Any] = {kind: over(kind) for kind in ("attention", "matched", "moved")}
+    return replace(scores[0], **means, alone=statistics.fmean([score.alone for score in scores], rows))
 
 
 def _check_eager(model: Any) -> None:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 @strict
 class BaichuanM1Config(LlamaConfig):
-    """What `BaichuanM1ForCausalLM` is built from.
+    """Configuration of `BaichuanM1ForCausalLM`.
 
     The head size of a layer is hidden_size divided by its query heads. Besides the fields of `LlamaConfig`:
 
@@ -23,7 +23,7 @@ class BaichuanM1Config(LlamaConfig):
         rope_theta: always needed, here or in `rope_parameters`.
 
     Raises:
-        ValueError: a field is missing, or not one of these; the message names it, its value and what it should be.
+        ValueError: a field is missing or has another value; the message names it, its value and what it should be.
     """
 
     model_type = "baichuan_m1"

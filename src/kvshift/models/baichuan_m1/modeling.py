@@ -20,7 +20,6 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from kvshift.layers import KVShift
-from kvshift.layers.positions import half_tables
 from kvshift.models.baichuan_m1.configuration import BaichuanM1Config
 from kvshift.models.baichuan_m1.dispatched import load_convolutions
 from kvshift.models.baichuan_m1.head import NormHead, as_head
@@ -28,6 +27,7 @@ from kvshift.models.baichuan_m1.layout import BOTH_NAMES, both_names, load_relea
 from kvshift.models.decoder import ShiftedAttention, ShiftedPreTrainedModel
 from kvshift.models.generation import ShiftedGeneration
 from kvshift.models.llama.modeling import KVShiftLlamaDecoderLayer, KVShiftLlamaModel
+from kvshift.ops.rope import half_tables
 
 
 class BaichuanM1Attention(ShiftedAttention, nn.Module):

@@ -34,22 +34,24 @@ def check_model(
     """Check a causal language model of transformers at its edges: documents, padding, caches, generation, causality.
 
     Each property compares logits, position by position, with an obvious reference: the sequence alone, without a cache,
-    in one forward pass. A difference counts as wrong beyond what rounding does to this model, which is measured.
+    in one forward pass. A difference counts as wrong if it exceeds the effect of rounding, which is measured for this
+    model.
 
     Args:
-        model: with `forward` of input_ids and `generate`; of a PEFT model, what it wraps, adapters included. It is left
-            as it was: training mode, configuration, generation_config, and the generators of random numbers.
-        tokenizer: its special tokens are not among the random tokens; None: those of the configuration are not.
+        model: with `forward` of input_ids and `generate`; of a PEFT model, the wrapped model is checked, adapters
+            included. It is left as it was: training mode, configuration, generation_config, and the generators of
+            random numbers.
+        tokenizer: its special tokens are excluded from the random tokens; None: those of the configuration are.
         properties: names from `PROPERTIES`; None: all.
         length: tokens of the longest sequences, 12 or more. Windows and chunks that are longer are not reached, which
             the report notes.
-        dtype: of the check; None: float32 for a model of half precision, else the model's. In another dtype than the
-            model's, a copy is checked.
-        seed: of the tokens.
+        dtype: dtype of the check; None: float32 for a model in half precision, else the model's. With another dtype
+            than the model's, a copy is checked.
+        seed: seed of the random tokens.
         say: called with each verdict as soon as it is known.
 
     Raises:
-        TypeError: the model is no causal language model of transformers.
+        TypeError: the model is not a causal language model of transformers.
         ValueError: properties or length, or a model that is spread over devices.
     """
     chosen = _chosen(properties)

@@ -13,7 +13,7 @@ from kvshift.models.paper_sizes import SIZES
 
 @strict
 class KVShiftLlamaConfig(ShiftConfig, LlamaConfig):
-    """What `KVShiftLlamaForCausalLM` is built from.
+    """Configuration of `KVShiftLlamaForCausalLM`.
 
     Besides the fields of `transformers.LlamaConfig`, and those of `ShiftConfig`, which say what to shift:
 

@@ -20,13 +20,13 @@ _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revisio
 
 
 def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identity")) -> Model:
-    """Give every self-attention of a model of transformers a shift of its keys and values, in place.
+    """Add a shift of keys and values to every self-attention of a transformers model, in place.
 
-    With init="identity" the model computes what it did before, bit for bit, until its coefficients are trained (on a
-    CPU with head sizes that are a multiple of 4, as those of pretrained models are; matrix products of other sizes
-    round by the layout of their operands). The coefficients are float32 in a model of any dtype and belong to no
-    weight decay: see `kvshift.param_groups`. Weights keep their tensors and names; the coefficients are placed
-    beside them, in GPT-2 as `attn.shift.alpha` and `attn.shift.beta`. The model changes its class (GPT2LMHeadModel
+    With init="identity", the outputs stay the same, bit for bit, until the coefficients are trained. (On a CPU, this
+    needs head sizes that are a multiple of 4, as in pretrained models; the rounding of other matrix products depends on
+    the layout of their operands.) The coefficients are float32 in a model of any dtype; exclude them from weight
+    decay: see `kvshift.param_groups`. Weights keep their tensors and names. The coefficients are placed beside them,
+    in GPT-2 as `attn.shift.alpha` and `attn.shift.beta`. The model changes its class (GPT2LMHeadModel
     becomes KVShiftGPT2LMHeadModel, a subclass) and its configuration.
 
     Args:
@@ -38,7 +38,7 @@ def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identi
         The same model.
 
     Raises:
-        TypeError: it is no model.
+        TypeError: `model` is not a model of transformers.
         ValueError: the model has a shift or cross-attention, or its class is
             unknown here. The model is then as it was.
     """
@@ -66,8 +66,8 @@ def load_kv_shift(folder: str | Path, **options: Any) -> PreTrainedModel:
     """A model with shift from the folder, or the hub's repository, that `save_pretrained` wrote.
 
     Args:
-        folder: of the model; its class is that which was saved.
-        options: of `from_pretrained`.
+        folder: folder or name of the model, which gets the class that was saved.
+        options: passed to `from_pretrained`.
 
     Raises:
         ValueError: what is there is no model with a shift from `add_kv_shift`.

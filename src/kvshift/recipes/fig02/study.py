@@ -230,5 +230,4 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
-    paper={"O(T)": (0, 10, 100), "induction": (0, 1), "levels": "0, 0.05 ... 9.95", "points": 1000},
 )

@@ -356,5 +356,4 @@ RECIPE = Recipe(
     plot=plot,
     claims=claims,
     tuned_by=least_loss(),
-    paper={"hops": HOPS, "vanilla errors by layers": PUBLISHED},
 )

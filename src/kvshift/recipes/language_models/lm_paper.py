@@ -22,4 +22,3 @@ def _printed() -> dict[str, dict[tuple[float, int], float]]:
 LOSSES: Mapping[str, Mapping[tuple[float, int], float]] = _printed()
 """By variant, then by learning rate and context length; what was out of memory is left out."""
 RATES = tuple(sorted({rate for rate, _ in LOSSES["vanilla"]}))
-LENGTHS = tuple(sorted({length for _, length in LOSSES["vanilla"]}))

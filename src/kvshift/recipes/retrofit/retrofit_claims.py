@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from matplotlib.figure import Figure
@@ -13,7 +13,7 @@ from kvshift.lab.analysis.accuracy import draw_groups, draw_means
 from kvshift.lab.analysis.panels import INTERVALS, LOSS, legend_below, new_figure
 from kvshift.lab.analysis.tables import as_markdown
 from kvshift.lab.core.statistics import difference_interval, t_interval, verdict
-from kvshift.lab.study.claims import Claim, Direction, higher, question
+from kvshift.lab.study.claims import Claim, Direction, higher, lower_loss, question
 from kvshift.lab.study.recipe import Record, accuracy_curve, by_arm, curves_by_label
 
 NOTHING = "nothing trained"
@@ -100,14 +100,15 @@ def _lower(found: Measured, text: str, one: str, other: str) -> Claim:
     differences = [first - second for first, second in pairs]
     low, high = t_interval(differences)
     over_sequences: Direction = "holds" if high < 0 else "fails" if low > 0 else "not shown"
-    over_seeds = higher(theirs, ours)
-    return question(
-        statement=f"After {found.tokens:,} tokens, {one}: a lower loss on {text} than with {other}",
-        ours=_verdict(ours, theirs, (one, other)),
-        direction=over_seeds if over_seeds == over_sequences else "not shown",
+    over_seeds = lower_loss(
+        f"After {found.tokens:,} tokens, {one}: a lower loss on {text} than with {other}",
+        ours,
+        theirs,
+        names=(one, other),
         size=f"nats per token: {statistics.fmean(ours):.4f} against {statistics.fmean(theirs):.4f}; over "
         f"{len(differences)} sequences {statistics.fmean(differences):+.4f} (95 % interval {low:+.4f} to {high:+.4f})",
     )
+    return over_seeds if over_seeds.direction == over_sequences else replace(over_seeds, direction="not shown")
 
 
 def _lasting(found: Measured) -> Claim:
@@ -119,10 +120,11 @@ def _lasting(found: Measured) -> Claim:
     step = int(accuracy_curve(found.by_part[ALL][0], "loss")[0][0])
     first = step * found.tokens // int(found.by_part[ALL][0].options["steps"])
     changes = [last - early for last, early in zip(gains[-1], gains[0], strict=True)]
+    names = ("the gain at the end", "that before")
     means = f"{statistics.fmean(gains[-1]):.4f} against {statistics.fmean(gains[0]):.4f} nats per token"
     return question(
         statement=f"The lags add no less to the current token after {found.tokens:,} tokens than after {first:,}",
-        ours=f"{means}; {_verdict(gains[-1], gains[0], ('the gain at the end', 'that before'))}",
+        ours=f"{means}; {verdict(changes, names=names).text}",
         direction=higher(gains[-1], gains[0]) if any(changes) else "not shown",
         size="validation loss of the runs, on sequences that the other claims leave out",
     )
@@ -131,10 +133,11 @@ def _lasting(found: Measured) -> Claim:
 def _repeats(found: Measured, one: str, other: str) -> Claim:
     ours, theirs = found.repeated(one, "loss"), found.repeated(other, "loss")
     accuracy = [statistics.fmean(found.repeated(label, "accuracy")) for label in (one, other)]
-    return question(
-        statement=f"On repeated random tokens, {one}: a lower loss in the second half than with {other}",
-        ours=_verdict(ours, theirs, (one, other)),
-        direction=higher(theirs, ours),
+    return lower_loss(
+        f"On repeated random tokens, {one}: a lower loss in the second half than with {other}",
+        ours,
+        theirs,
+        names=(one, other),
         size=f"{statistics.fmean(ours):.3f} against {statistics.fmean(theirs):.3f} nats per token; copied "
         f"{100 * accuracy[0]:.1f} % against {100 * accuracy[1]:.1f} %",
     )
@@ -152,10 +155,6 @@ def _induction(found: Measured, one: str, other: str) -> Claim:
         direction=higher(ours, theirs),
         size="of 1; the scores of `kvshift analyze`",
     )
-
-
-def _verdict(ours: Sequence[float], theirs: Sequence[float], names: tuple[str, str]) -> str:
-    return verdict([one - other for one, other in zip(ours, theirs, strict=True)], names=names).text
 
 
 def tables(records: Sequence[Record]) -> str:

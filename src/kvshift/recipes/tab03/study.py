@@ -250,5 +250,4 @@ RECIPE = Recipe(
     jobs=jobs,
     plot=plot,
     claims=claims,
-    paper={tokens: printed for tokens, printed, _ in PAPER.values()},
 )

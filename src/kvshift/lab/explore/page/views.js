@@ -72,7 +72,7 @@ export class ModelView {
   }
 
   #next() {
-    const { result, query, tokens } = this.state;
+    const { result, query } = this.state;
     const { tokens: best, actual } = result.next[query];
     this.nextTitle.replaceChildren("Likely after ", this.#token(query), ` (${query + 1})`);
     const rows = best.map(({ id, probability }) =>
@@ -89,7 +89,6 @@ export class ModelView {
         ? "The text ends here."
         : h("span", {}, "The text goes on with ", this.#token(query + 1), `: ${percent(actual)}.`);
     this.parts.next.replaceChildren(h("ol", { className: "next" }, ...rows), h("p", { className: "note" }, after));
-    return tokens;
   }
 
   #value(layer, head) {
