@@ -125,6 +125,7 @@ def recipe(task: None, monkeypatch: pytest.MonkeyPatch) -> None:
     presets = {"smoke": Preset(seeds=1, cost="seconds")}
     monkeypatch.setitem(CATALOGUE, "toy", Entry(name="toy", title="copying", presets=presets))
     module = ModuleType("kvshift.recipes.toy.study")
+    module.__file__ = __file__  # beside which there are no notes
     module.RECIPE = Recipe(entry=CATALOGUE["toy"], source="no figure", jobs=jobs, plot=plot, claims=claims)
     monkeypatch.setitem(sys.modules, module.__name__, module)
 

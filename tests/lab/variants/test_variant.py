@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -170,6 +171,7 @@ def test_the_lab_and_transformers_load_what_is_saved(name: str, family: str, tmp
     model.save_pretrained(tmp_path)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(model)
+    assert pydoc.locate(model.config.loaded_by) is not None  # what the message below names
     assert not any(report.values())
     assert torch.equal(alone(loaded, ids), alone(model, ids))
     if name != "vanilla":
