@@ -53,6 +53,12 @@ def test_nothing_is_read_twice_and_no_seed_of_the_pilot_is_reported():
     assert {job.seed for job in RECIPE.jobs("pilot", sorted(pilot))} == pilot  # asked for by the seeds of records
 
 
+def test_the_pilot_decides_no_claim():
+    pilot = [replace(record, seed=2000 + record.seed) for record in records(SOME)]
+    assert RECIPE.claims(pilot) == []
+    assert RECIPE.claims(records(SOME))
+
+
 def test_the_claim_that_decides_is_the_mean_over_depths_by_seed():
     first = RECIPE.claims(records(SOME))[0]
     assert first.statement == "Mean over 2, 4, 8 layers: KV shift has a lower loss"

@@ -88,7 +88,12 @@ def at_least(gains: Sequence[float], margin: float) -> Direction:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """First the one that decides: the mean over depths by seed. Then each depth, when models copy, and the kinds."""
+    """First the one that decides: the mean over depths by seed. Then each depth, when models copy, and the kinds.
+
+    The pilot, which chose how many seeds there are, decides none.
+    """
+    if all(record.seed >= _PILOT_SEEDS for record in records):
+        return []
     changes = Changes(records)
     at_end = {layers: changes.gains(layers, "loss", changes.ends(layers)) for layers in changes.depths}
     mean = [statistics.fmean(of_seed) for of_seed in zip(*at_end.values(), strict=True)]
