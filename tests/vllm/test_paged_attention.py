@@ -137,13 +137,49 @@ def test_metadata_have_the_rows_beside_their_own(batch: Any) -> None:
     assert metadata.kv_shift.same_block.flatten().tolist() == [True, False]
 
 
-@pytest.mark.parametrize("tail", [0, 32, 72])
-def test_pages_without_room_for_whole_raw_rows_are_refused(tail: int) -> None:
-    """A row has 64 numbers. vLLM may change what a layer asks for, as where it takes a window for none."""
+def attention_of_pages(cache: torch.Tensor) -> Any:
+    """That of a float32 model with one raw row in a page; it has not taken the cache yet."""
     attention: Any = AttentionWithRawRows.__new__(AttentionWithRawRows)
     torch.nn.Module.__init__(attention)
-    attention.num_raw_rows, attention.layer_name = 1, "layer"
+    attention.num_raw_rows, attention.layer_name, attention.raw_dtype = 1, "layer", torch.float32
+    attention.kv_cache = cache
+    return attention
+
+
+def pages_of(dtype: torch.dtype, tail: int) -> torch.Tensor:
+    """Four, of 32 tokens with 2 heads of 16 numbers in keys and in values, and more numbers behind them."""
     page = 2 * 32 * 32
-    cache = torch.zeros(4, page + tail).as_strided((4, 2, 32, 32), (page + tail, 32 * 32, 32, 1))
-    with pytest.raises(ValueError, match=rf"of layer must be whole rows of 64 .* with strides \({page + tail}, 1024,"):
-        attention.bind_kv_cache(cache)
+    numbers = torch.zeros(4, page + tail, dtype=torch.uint8 if dtype.itemsize == 1 else dtype).view(dtype)
+    return numbers.as_strided((4, 2, 32, 32), (page + tail, 32 * 32, 32, 1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tail"),
+    [(torch.float32, 0), (torch.float32, 32), (torch.float32, 72), (torch.float8_e4m3fn, 64), (torch.uint8, 260)],
+)
+def test_pages_without_room_for_whole_raw_rows_are_refused(dtype: torch.dtype, tail: int) -> None:
+    """A row has 64 numbers. vLLM may change what a layer asks for, as where it takes a window for none."""
+    cache = pages_of(dtype, tail)
+    expected = (
+        rf"of layer must be whole rows of 64 numbers of torch.float32, .* with strides \({cache.stride(0)}, 1024,"
+    )
+    with pytest.raises(ValueError, match=expected):
+        attention_of_pages(cache).bind_kv_cache(cache)
+
+
+@pytest.mark.parametrize(("dtype", "tail"), [(torch.float32, 64), (torch.float8_e5m2, 256), (torch.uint8, 512)])
+def test_raw_rows_lie_behind_the_tokens_of_each_page(dtype: torch.dtype, tail: int) -> None:
+    """They have the dtype of the model, whatever that of the cache is."""
+    cache = pages_of(dtype, tail)
+    attention = attention_of_pages(cache)
+    attention.bind_kv_cache(cache)
+    rows, stride = attention.raw_rows(), attention.pages.stride
+    assert rows.dtype == torch.float32
+    assert rows.shape == (3 * stride + 1, 64)
+    for page in range(4):
+        rows[page * stride] = page + 1
+    assert not cache.view(torch.uint8).any()  # of the tokens, nothing was written
+    tails = (
+        torch.empty(0, dtype=torch.float32).set_(cache.untyped_storage()).view(4, -1)[:, -tail * dtype.itemsize // 4 :]
+    )
+    assert tails[:, :64].eq(torch.arange(1, 5)[:, None]).all()
