@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -85,3 +86,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     with models_refused():
         return (yield)
+
+
+@pytest.fixture
+def keep_all(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function that calls another while nothing is left out of what backward keeps, to be recomputed."""
+    from kvshift.layers import recompute
+
+    def call(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(recompute, "may_recompute", lambda *modules: False)
+            return function(*args, **options)
+
+    return call

@@ -37,18 +37,6 @@ def shifts(monkeypatch):
     return calls
 
 
-@pytest.fixture
-def keep_all(monkeypatch):
-    """A function that calls another while nothing is left out."""
-
-    def call(function, *args, **options):
-        with monkeypatch.context() as patch:
-            patch.setattr(recompute, "may_recompute", lambda *modules: False)
-            return function(*args, **options)
-
-    return call
-
-
 def kept(layer, length, dtype=torch.float64):
     x = tokens(B, length, dtype=dtype)
     return bytes_kept(lambda: layer(x)[0], x, *layer.parameters())

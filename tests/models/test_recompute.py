@@ -46,16 +46,6 @@ def _however_small(monkeypatch):
     monkeypatch.setattr(recompute, "_WORTH_RECOMPUTING", {"cpu": 0})
 
 
-@pytest.fixture
-def keep_all(monkeypatch):
-    def call(function, *args, **options):
-        with monkeypatch.context() as patch:
-            patch.setattr(recompute, "may_recompute", lambda *modules: False)
-            return function(*args, **options)
-
-    return call
-
-
 def batches():
     ids, mask = left_padded([random_tokens(length, seed=length) for length in (11, 4)])
     documents = torch.tensor([[0] * 5 + [1] * 6, [3] * 8 + [1] * 3])

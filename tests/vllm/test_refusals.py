@@ -60,6 +60,10 @@ FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "quantization must be of 8 bits": _quantized(config_groups={"0": {"targets": ["Linear"], "weights": _WEIGHTS}}),
     "quantization must .* got 'compressed-tensors'": _quantized(kv_cache_scheme=_CACHE),
     "quantization must .* got 'auto_gptq'": ("llama", {"quantization_config": CONFIGS["gptq"] | {"bits": 8}}),
+    "quantization must be .* got 'auto_gptq'": (
+        "llama",
+        {"quantization_config": CONFIGS["gptq"] | {"dynamic": {r"+:.*o_proj": {"bits": 8}}}},
+    ),
     "sliding_window": ("llama", {"shift_window": 3, "sliding_window": 2}),
     "rope_parameters": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "architectures": ("llama", {"architectures": ["KVShiftLlamaForSequenceClassification"]}),

@@ -15,7 +15,6 @@ import pytest
 import torch
 from joblib.externals.loky import get_reusable_executor
 
-from kvshift.lab.core.errors import LabError
 from kvshift.lab.study.sweep import sweep
 from kvshift.lab.training.callbacks import InterruptedRunError
 
@@ -97,15 +96,6 @@ def test_a_fault_of_ours_does_not_stop_the_others_either(tmp_path: Path, capsys:
     assert sweep(jobs, workers=1) == ["faulty, seed 0: ZeroDivisionError: division by zero"]
     assert runs(tmp_path / "well") == 1
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_of_jobs_that_start_processes_the_first_that_fails_ends_the_sweep_with_its_error(tmp_path: Path) -> None:
-    jobs = [(Counting(label=ends, ends=ends), tmp_path / ends) for ends in ("well", "badly", "after")]
-    before = torch.get_num_threads()
-    with pytest.raises(LabError, match="the beads are lost"):
-        sweep(jobs, workers=1, child_processes=True)
-    assert [runs(out) for _, out in jobs] == [1, 1, 0]
-    assert json.loads((tmp_path / "well" / "result.json").read_text())["threads"] == before
 
 
 def test_an_interruption_stops_the_sweep(tmp_path: Path) -> None:

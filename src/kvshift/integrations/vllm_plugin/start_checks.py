@@ -101,7 +101,8 @@ def _is_tested(model: Any) -> bool:
     """Whether all quantized weights, and their inputs, are of a kind that is tested: see docs/serving.md."""
     described = getattr(model.hf_config, "quantization_config", None) or {}
     if model.quantization in ("auto_awq", "auto_gptq", "awq", "gptq"):
-        return (described.get("bits") or described.get("w_bit")) == 4
+        # GPTQ's "dynamic" may give some layers other bits.
+        return (described.get("bits") or described.get("w_bit")) == 4 and not described.get("dynamic")
     if model.quantization != "compressed-tensors" or described.get("kv_cache_scheme"):
         return False
     groups = described.get("config_groups", {}).values()

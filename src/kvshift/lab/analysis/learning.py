@@ -141,7 +141,6 @@ class ReachComparison:
             need more than its last step, which gives a bound on one side. None where there is none.
         seeds: number of pairs.
         seeds_sooner, seeds_later: in how many ours is known to have been sooner, or later.
-        is_censored: whether a run of either is missing.
     """
 
     outcome: Literal[
@@ -156,7 +155,6 @@ class ReachComparison:
     seeds: int
     seeds_sooner: int
     seeds_later: int
-    is_censored: bool
 
 
 def compare_reach(
@@ -185,9 +183,8 @@ def compare_reach(
         seeds=len(ours.steps),
         seeds_sooner=sum(value is not None and value < 1 for value in most),
         seeds_later=sum(value is not None and value > 1 for value in least),
-        is_censored=bool(ours.missing or theirs.missing),
     )
-    if found.is_censored:
+    if ours.missing or theirs.missing:
         return _censored(found, ours, theirs, names)
     return _complete(found, [value for value in most if value is not None], names, confidence)
 

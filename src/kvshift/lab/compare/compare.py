@@ -29,7 +29,6 @@ from kvshift.lab.core.options import to_json
 from kvshift.lab.runs.folder import RunFolder
 from kvshift.lab.study.arm import Arm
 from kvshift.lab.study.records import record_of, write_records
-from kvshift.lab.study.sweep import sweep
 from kvshift.lab.training.train_config import TrainConfig, differences
 from kvshift.lab.variants.by_name import with_variant
 
@@ -55,7 +54,8 @@ def _compare(config: CompareConfig) -> dict[str, Any]:
     with RunFolder(out).locked(out / "compare.json"):
         _adopt_folder(config)
         runs = [(job, job.config.out) for job in jobs_of(config)]
-        sweep(runs, workers=1, child_processes=True)
+        for job, folder in runs:
+            job.run(folder)
         write_records(out / "records.jsonl", [record_of(job, folder) for job, folder in runs])
         folders = {variant: run_folder(out, seeds[0], variant) for variant in config.variants}
         with _no_bars():

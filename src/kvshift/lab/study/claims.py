@@ -138,7 +138,7 @@ def sooner(found: ReachComparison) -> Direction:
     Where a run has not reached the level there is no interval: then by the sign test of the seeds whose
     order is known.
     """
-    if found.is_censored:
+    if found.ratio is None:
         return sign_test(found.seeds_sooner, found.seeds_later)
     return _OF_OUTCOME.get(found.outcome, "not shown")
 

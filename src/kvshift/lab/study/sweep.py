@@ -28,7 +28,6 @@ def sweep(
     *,
     workers: int | None = None,
     cluster: Cluster = "local",
-    child_processes: bool = False,
     done: Callable[[int, str | None], object] = lambda number, problem: None,
 ) -> list[str]:
     """Run jobs, each in its folder; one that fails does not stop the others.
@@ -39,8 +38,6 @@ def sweep(
             as many as it has GPUs, or else cores. Each sees one GPU; where there are more workers, they share.
         cluster: "local": processes of this machine; one worker works in this very process. "ray": the Ray cluster
             that RAY_ADDRESS names, or else one that is started here.
-        child_processes: the jobs start processes and wait for them: nothing of the process that they work in is set up
-            for training, and the first that fails ends the sweep with its error.
         done: is told the number of each job that ends, and what was wrong with it, if anything.
 
     Returns:
@@ -48,7 +45,6 @@ def sweep(
 
     Raises:
         InterruptedRunError: a signal came; what was finished is kept, and the rest can be continued.
-        LabError: a child process failed.
     """
     with ExitStack() as stack:
         cores, gpus = joblib.cpu_count(), int(torch.cuda.is_available())
@@ -57,7 +53,7 @@ def sweep(
         if workers is None:
             workers = gpus or cores
         # Of all workers, also where fewer jobs are left than there are: bits depend on the number of threads.
-        threads = None if child_processes else max(1, cores // workers)
+        threads = max(1, cores // workers)
         workers = max(1, min(workers, len(jobs)))
         tasks = [joblib.delayed(_work)(number, job, out, threads) for number, (job, out) in enumerate(jobs)]
         batches = [tasks]
@@ -87,14 +83,8 @@ def sweep(
         return problems
 
 
-def _work(number: int, job: Job, out: Path, threads: int | None) -> tuple[int, str | None]:
-    """Run one job in this process; errors that the user can fix come back as text.
-
-    Without a number of threads the job trains elsewhere: then they are raised.
-    """
-    if threads is None:
-        job.run(out)
-        return number, None
+def _work(number: int, job: Job, out: Path, threads: int) -> tuple[int, str | None]:
+    """Run one job in this process; errors that the user can fix come back as text."""
     keep_memory()  # a training step on a CPU takes 0.82 of its time so: docs/findings.md
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
