@@ -88,20 +88,20 @@ def measure(sequences: int) -> dict[str, dict[str, float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_sequences, "SIZE", HEAD_SIZE)
         shift = paged_sequences.make_paged_shift(patch, DTYPE, KV_HEADS).to(DEVICE)
-    pages, numbers = Pages(tokens=PAGE, rows=1, stride=PAGE + 1), 2 * KV_HEADS * HEAD_SIZE
-    batch = decoding_batch(sequences)
+    batch, numbers = decoding_batch(sequences), 2 * KV_HEADS * HEAD_SIZE
+    number_of_pages = int(batch.block_table_tensor.max()) + 1
+    pages = Pages(tokens=PAGE, rows=1, stride=PAGE + 1, count=number_of_pages * (PAGE + 1))
     uniform = UniformBatch.of(batch, pages)
-    metadata = PagedShiftMetadata.of(batch, pages, torch.arange(-1, 0, device=DEVICE))
+    metadata = PagedShiftMetadata.of(batch, pages, window=2)
     assert uniform is not None
     assert shift.takes_uniform
-    number_of_pages = int(batch.block_table_tensor.max()) + 1
 
     def new(rows: int) -> list[Tensor]:
         return [torch.randn(rows, numbers, device=DEVICE).to(DTYPE) for _ in range(LAYERS)]
 
     kv, shifted, other = new(sequences), new(sequences), new(sequences)
     # Of the pages, the last of each sequence is what a step reads and writes: one cache serves all layers.
-    cache = torch.randn(number_of_pages * pages.stride, numbers, device=DEVICE, dtype=DTYPE)
+    cache = torch.randn(pages.count, numbers, device=DEVICE, dtype=DTYPE)
 
     def launches() -> None:
         for x, y in zip(kv, shifted, strict=True):

@@ -12,7 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_WITHOUT_LAUNCH = ("aten::empty", "aten::empty_like", "aten::scalar_tensor")  # the last makes a number of the host's
+_WITHOUT_LAUNCH = (
+    "aten::empty",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::scalar_tensor",
+)  # the last makes a number of the host's
 
 
 class HostWaitError(AssertionError):

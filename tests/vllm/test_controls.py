@@ -5,37 +5,50 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages
 from kvshift.models.llama import KVShiftLlamaForCausalLM
+from kvshift.ops.boundaries import NOTHING
 
 from .engines import Engine, different, drawn, engine
 
 Checkpoint = Callable[[str], Path]
+WINDOW = 2
+metadata_of = PagedShiftMetadata.of
+NAMES = ("num_reqs", "max_query_len", "query_start_loc", "query_start_loc_cpu", "seq_lens", "block_table_tensor")
 
 
-def read_before_write(metadata: PagedShiftMetadata) -> PagedShiftMetadata:
-    """All rows of state are read first: those of a block that this batch fills are not there yet."""
-    return replace(metadata, same_block=torch.ones_like(metadata.same_block))
+def read_before_write(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
+    """All rows are read from the cache: those of a block that this batch fills are not there yet."""
+    elsewhere = SimpleNamespace(**{name: getattr(batch, name) for name in NAMES})
+    elsewhere.slot_mapping = batch.slot_mapping + 2**40  # no token of the batch is found in its slot
+    return replace(metadata, sources=metadata_of(elsewhere, pages, WINDOW).sources)
 
 
-def read_after_write(metadata: PagedShiftMetadata) -> PagedShiftMetadata:
+def read_after_write(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
     """All are read last: a piece that goes round the ring has written over what it continues from."""
-    return replace(metadata, same_block=torch.zeros_like(metadata.same_block))
+    written = metadata.sources[..., None] + pages.count == metadata.kept
+    sources = torch.where(written.any(-1), written.int().argmax(-1), metadata.sources)
+    return replace(metadata, sources=sources.int())
 
 
-def no_rows_for_hits(metadata: PagedShiftMetadata) -> PagedShiftMetadata:
+def no_rows_for_hits(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
     """What stands in a block before the one in which a piece begins is not found."""
-    return replace(metadata, began=metadata.began & metadata.same_block)
+    begins = batch.query_start_loc[: batch.num_reqs + 1]
+    at_block = (batch.seq_lens[: batch.num_reqs] - begins.diff()) % pages.tokens == 0
+    sources = metadata.sources.clone()
+    sources[0, begins[:-1][at_block], 1:] = NOTHING
+    return replace(metadata, sources=sources)
 
 
-def nothing_kept(metadata: PagedShiftMetadata) -> PagedShiftMetadata:
+def nothing_kept(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
     """Every piece begins as if it were the first."""
-    return replace(metadata, began=torch.zeros_like(metadata.began))
+    return replace(metadata, sources=metadata.sources.where(metadata.sources >= 0, NOTHING))
 
 
 FAULTS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -58,7 +71,9 @@ def assert_caught(fault: Any, options: dict[str, Any], folder: Path, monkeypatch
     with engine(folder, **options) as running:
         right = answers(running)
         of = PagedShiftMetadata.of
-        monkeypatch.setattr(PagedShiftMetadata, "of", lambda *args: fault(of(*args)))
+        monkeypatch.setattr(
+            PagedShiftMetadata, "of", lambda batch, pages, window: fault(of(batch, pages, window), batch, pages)
+        )
         running.llm.reset_prefix_cache()
         wrong = answers(running)
     assert different(model, right) == []

@@ -86,8 +86,8 @@ class Decoding:
         self.layer = make_paged_shift(monkeypatch, dtype, 1, window=window)
         self.served = deepcopy(self.layer).to(self.device)
         self.drafts, rows = drafts, window - 1 + drafts
-        self.pages = Pages(tokens=BLOCK, rows=rows, stride=BLOCK + rows + drafts)
-        margin = self.pages.stride  # for what a wrong kernel does
+        margin = BLOCK + rows + drafts  # a page, for what a wrong kernel does
+        self.pages = Pages(tokens=BLOCK, rows=rows, stride=margin, count=PAGES * margin)
         self.expected_whole = torch.full(((PAGES + 2) * margin, NUMBERS), torch.nan, dtype=dtype)
         self.whole = self.expected_whole.to(self.device, copy=True)
         self.cache = self.whole[margin:-margin]
@@ -138,8 +138,9 @@ class Decoding:
 
     def shift(self, pieces: list[tuple[Sequence, int]], kv: Tensor, cache: Tensor) -> Tensor:
         """The same by `shift_batch`."""
-        written, lags = torch.full_like(kv, torch.nan), torch.arange(1 - self.layer.options.window, 0)
-        self.layer.shift_batch(kv, written, cache, PagedShiftMetadata.of(batch_of(pieces), self.pages, lags))
+        written = torch.full_like(kv, torch.nan)
+        metadata = PagedShiftMetadata.of(batch_of(pieces), self.pages, self.layer.options.window)
+        self.layer.shift_batch(kv, written, cache, metadata)
         return written
 
 
@@ -276,7 +277,7 @@ def test_launches_of_a_layer_and_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     """
     layer = make_paged_shift(monkeypatch, torch.bfloat16)
     layer.weights, layer.path = torch.empty(2 * HEADS, 2, device="meta"), "triton"
-    pages = Pages(tokens=BLOCK, rows=1, stride=BLOCK + 1)
+    pages = Pages(tokens=BLOCK, rows=1, stride=BLOCK + 1, count=100)
     numbers = 2 * HEADS * SIZE
     batch = one_token_each(SEQUENCES, torch.device("meta"))
     kv, cache = (torch.empty(rows, numbers, dtype=torch.bfloat16, device="meta") for rows in (SEQUENCES, 100))
@@ -288,9 +289,9 @@ def test_launches_of_a_layer_and_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(paged_shift, "shift_keys_values", shift_with_a_plan)
     with step.capture():
-        metadata = PagedShiftMetadata.of(batch, pages, torch.empty(1, device="meta", dtype=torch.int64))
+        metadata = PagedShiftMetadata.of(batch, pages, window=2)
     with plan.capture():
-        metadata.plan  # noqa: B018  # made by the first layer for all; each used to make it
+        metadata.plan, metadata.own, metadata.is_kept  # noqa: B018  # made by the first layer for all
     with shift.capture():
         layer.shift_batch(kv, torch.empty_like(kv), cache, metadata)
     monkeypatch.setattr(paged_shift, "decode_kernel", lambda: uniform.recording(defaultdict(lambda: print)))
@@ -299,16 +300,12 @@ def test_launches_of_a_layer_and_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
         assert described is not None
         layer.shift_uniform(kv, torch.empty_like(kv), cache, described, pages)
     assert [name for name, _ in shift.operations] == [
-        "aten::index_select",
+        "aten::copy_",
         "aten::where.self",
         "aten::index_copy_",
-        "aten::index_select",
-        "aten::where.self",
-        "aten::where.self",
-        "aten::copy_",
-    ]  # and the kernel that shifts: 8 launches for each layer
-    assert len(step.operations) == 20
-    assert len(plan.operations) > 40
+    ]  # and the kernel that shifts: 4 launches for each layer
+    assert len(step.operations) == 48
+    assert len(plan.operations) == 3
     assert uniform.operations == []
     assert [grid for grid, _ in uniform.launches] == [(SEQUENCES, 2 * HEADS)]
 
@@ -324,7 +321,7 @@ def test_launches_of_a_layer_and_of_a_step(monkeypatch: pytest.MonkeyPatch) -> N
 def test_pieces_of_one_length_are_a_uniform_batch(change: dict[str, int], taken: bool) -> None:
     batch = one_token_each(SEQUENCES, torch.device("cpu"))
     vars(batch).update(change)
-    pages = Pages(tokens=BLOCK, rows=1, stride=BLOCK + 1)
+    pages = Pages(tokens=BLOCK, rows=1, stride=BLOCK + 1, count=100)
     assert (UniformBatch.of(batch, pages) is not None) is taken
 
 

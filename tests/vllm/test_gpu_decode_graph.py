@@ -61,8 +61,7 @@ class DecodingOnDevice(Decoding):
     def shift(self, pieces: list[tuple[Sequence, int]], kv: Tensor, cache: Tensor) -> Tensor:
         if cache is self.expected_cache:
             return super().shift(pieces, kv, cache)
-        lags = torch.arange(1 - self.layer.options.window, 0, device=DEVICE)
-        metadata = PagedShiftMetadata.of(there(batch_of(pieces)), self.pages, lags)
+        metadata = PagedShiftMetadata.of(there(batch_of(pieces)), self.pages, self.layer.options.window)
         written = torch.full_like(kv, torch.nan, device=DEVICE)
         self.served.shift_batch(kv.to(DEVICE), written, cache, metadata)
         return written.cpu()

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata
+from kvshift.integrations.vllm_plugin.paged_shift import PagedShiftMetadata, Pages
 from kvshift.models.llama import KVShiftLlamaForCausalLM
+from kvshift.ops.boundaries import NOTHING
 
 from .engines import count, different, drawn, engine
 from .test_controls import assert_caught
@@ -61,10 +62,12 @@ def test_all_at_once(name: str, blocks: int, checkpoint: Checkpoint) -> None:
     assert different(model, outputs) == []
 
 
-def one_row(metadata: PagedShiftMetadata) -> PagedShiftMetadata:
+def one_row(metadata: PagedShiftMetadata, batch: Any, pages: Pages) -> PagedShiftMetadata:
     """Drafts write over the row that is read when they are rejected."""
-    rows = 4  # of a page, a token and three drafts; its size is a multiple of it
-    return replace(metadata, before=metadata.before // rows * rows, own=metadata.own // rows * rows)
+    first_of_page = (metadata.sources + pages.count) // pages.rows * pages.rows - pages.count
+    sources = metadata.sources.where((metadata.sources >= 0) | (metadata.sources == NOTHING), first_of_page)
+    kept = metadata.kept.where(metadata.kept < 0, metadata.kept // pages.rows * pages.rows)
+    return replace(metadata, sources=sources, kept=kept)
 
 
 def test_a_state_not_restored_after_a_rejection_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ class Backend(CPUAttentionBackend):
 
 
 def builder_for(pages: Pages, one_launch: bool = False) -> Any:
-    layer = SimpleNamespace(num_raw_rows=pages.rows, lags=1, pages=pages)
+    layer = SimpleNamespace(num_raw_rows=pages.rows, shift_window=2, pages=pages)
     config = config_with({"layer": layer, "shift": a_shift(one_launch)})
     return with_raw_rows(Backend).get_builder_cls()(SPEC, ["layer"], config, torch.device("cpu"))
 
@@ -115,7 +115,7 @@ def batch() -> Any:
     )
 
 
-PAGES = Pages(tokens=32, rows=1, stride=33)
+PAGES = Pages(tokens=32, rows=1, stride=33, count=1_000)
 
 
 def test_metadata_of_one_launch_are_the_tensors_of_the_batch(batch: Any) -> None:
@@ -132,9 +132,8 @@ def test_metadata_of_one_launch_are_the_tensors_of_the_batch(batch: Any) -> None
 def test_metadata_have_the_rows_beside_their_own(batch: Any) -> None:
     metadata = builder_for(PAGES).build(0, batch)
     assert metadata.prefix == 0
-    assert metadata.kv_shift.own.tolist() == [5 * 33, 7 * 33]
-    assert metadata.kv_shift.before.tolist() == [5 * 33, 6 * 33]
-    assert metadata.kv_shift.same_block.flatten().tolist() == [True, False]
+    assert metadata.kv_shift.kept.tolist() == [5 * 33, 7 * 33]
+    assert metadata.kv_shift.sources.tolist() == [[[0, 5 * 33 - 1_000], [1, 6 * 33 - 1_000]]]
 
 
 def attention_of_pages(cache: torch.Tensor) -> Any:

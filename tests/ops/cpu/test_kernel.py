@@ -12,7 +12,9 @@ import torch
 from hypothesis import given
 
 from kvshift.ops import shift_tokens
+from kvshift.ops.boundaries import NOTHING, ShiftPlan
 from kvshift.ops.cpu import kernel as cpu_kernel
+from kvshift.ops.torch_ops import shift_eager
 
 from ...covering import covering
 from ..cases import DTYPES, SUMS, assert_same_bits, outcome, random_case
@@ -70,6 +72,30 @@ def test_the_number_of_threads_changes_no_bit(shape, kernel):
         torch.set_num_threads(before)
     for other in results[1:]:
         assert_same_bits(other, results[0])
+
+
+@covering(dtype=DTYPES, size=[1, 7, 33, 64], window=[2, 3], positions=[1, 5, 700])
+def test_a_pool_is_read_as_a_state_and_then_written(dtype, size, window, positions, kernel):
+    """Rows that a token reads and another is written to, tokens that are not kept, a longer x and y."""
+    generator = torch.Generator().manual_seed(positions)
+    heads, rows = 3, 40
+    coefficients = torch.randn(heads, window, generator=generator)
+    pool = torch.randn(rows, heads * size, generator=generator).to(dtype)
+    x = torch.randn(positions + 2, heads * size + 3, generator=generator).to(dtype)[:, 3:]
+    sources = torch.randint(-rows, positions, (1, positions, window), generator=generator, dtype=torch.int32)
+    sources[0, :, 0] = torch.arange(positions)
+    sources[0, ::3, 1] = NOTHING
+    kept = torch.full((positions,), -1, dtype=torch.int32)
+    kept[-20:] = torch.randperm(rows, generator=generator)[: min(20, positions)].int()
+    plan = ShiftPlan(sources, torch.empty(1, 0, dtype=torch.int32), None)
+    x_TGD, pool_RGD = (part.view(1, -1, heads, size) for part in (x[:positions], pool))
+    expected, expected_pool = shift_eager(x_TGD, coefficients, pool_RGD, plan), pool.clone()
+    expected_pool[kept[kept >= 0].long()] = x[:positions][kept >= 0]
+    y = torch.full((positions + 2, heads * size), torch.nan, dtype=dtype)
+    cpu_kernel.Pool(coefficients, size, dtype).shift(x, y, pool.data_ptr(), rows, sources, kept)
+    assert torch.equal(y[:positions], expected.view(positions, -1))
+    assert y[positions:].isnan().all()
+    assert torch.equal(pool, expected_pool)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -43,12 +43,12 @@ def decode_fault(shift: PagedShift) -> str | None:
     The batch: the first token of a sequence, one within a block, one for which a block is a prefix hit that the next
     one fills, and padding.
     """
-    weights, lags = shift.weights, shift.weights.shape[1] - 1
+    weights, window = shift.weights, shift.weights.shape[1]
     device, numbers = weights.device, weights.shape[0] * shift.head_size
-    pages = Pages(tokens=16, rows=lags, stride=16 + lags)
+    pages = Pages(tokens=16, rows=window - 1, stride=15 + window, count=5 * (15 + window))
     chance = torch.Generator(device).manual_seed(0)
     kv, cache = (
-        torch.randn(rows, numbers, generator=chance, device=device).to(shift.dtype) for rows in (5, 5 * pages.stride)
+        torch.randn(rows, numbers, generator=chance, device=device).to(shift.dtype) for rows in (5, pages.count)
     )
     batch: Any = SimpleNamespace(
         num_reqs=5,
@@ -62,9 +62,8 @@ def decode_fault(shift: PagedShift) -> str | None:
     )
     uniform = UniformBatch.of(batch, pages)
     assert uniform is not None
-    offsets = torch.arange(-lags, 0, device=device)
     expected, shifted, expected_cache = torch.zeros_like(kv), torch.zeros_like(kv), cache.clone()
-    shift.shift_batch(kv, expected, expected_cache, PagedShiftMetadata.of(batch, pages, offsets))
+    shift.shift_batch(kv, expected, expected_cache, PagedShiftMetadata.of(batch, pages, window))
     try:
         shift.shift_uniform(kv, shifted, cache, uniform, pages)
         if not torch.equal(cache[pages.stride :], expected_cache[pages.stride :]):  # all but vLLM's null block

@@ -56,8 +56,8 @@ class AttentionWithRawRows(Attention):
                 "may not take pages with raw keys and values"
             )
         config = get_current_vllm_config()
-        self.lags, self.raw_dtype = shift_window - 1, config.model_config.dtype
-        self.num_raw_rows = self.lags + config.num_speculative_tokens + _drafts_by_a_model(config)
+        self.shift_window, self.raw_dtype = shift_window, config.model_config.dtype
+        self.num_raw_rows = shift_window - 1 + config.num_speculative_tokens + _drafts_by_a_model(config)
         self.attn_backend = with_raw_rows(self.attn_backend)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
@@ -108,7 +108,13 @@ class AttentionWithRawRows(Attention):
                 f"room for {self.num_raw_rows} of raw keys and values behind those of their tokens; vLLM has made them "
                 f"as {tuple(kv_cache.shape)} of {kv_cache.dtype} with strides {kv_cache.stride()}"
             )
-        self.pages = Pages(tokens=tokens, rows=self.num_raw_rows, stride=page // row)
+        stride, rows = page // row, self.num_raw_rows
+        count = (kv_cache.shape[0] - 1) * stride + rows
+        if count >= 2**31:
+            raise ValueError(
+                f"the KV cache must have fewer than 2^31 raw rows, which are numbered with 32 bits; got {count}"
+            )
+        self.pages, self._tail = Pages(tokens=tokens, rows=rows, stride=stride, count=count), before
 
     def raw_rows(self) -> Tensor:
         """(rows, 2 G D) from the first of the first page, those of all other pages at `pages.stride`.
@@ -116,11 +122,13 @@ class AttentionWithRawRows(Attention):
         They have the dtype of the model, also beside shifted keys and values of 8 bits. Made for each batch: vLLM frees
         the cache, and nothing may hold it.
         """
-        cache, pages = self.kv_cache.view(self.raw_dtype), self.pages
-        shifted = cache.shape[1:].numel()  # as many numbers of the model's dtype as they take
-        numbers = self.kv_cache.shape[1] * self.kv_cache.shape[3]
-        rows = (cache.shape[0] - 1) * pages.stride + pages.rows
-        return cache.as_strided((rows, numbers), (numbers, 1), cache.storage_offset() + shifted)
+        cache, numbers = self.kv_cache.view(self.raw_dtype), self.kv_cache.shape[1] * self.kv_cache.shape[3]
+        begin = cache.storage_offset() + self._tail // self.raw_dtype.itemsize
+        return cache.as_strided((self.pages.count, numbers), (numbers, 1), begin)
+
+    def raw_rows_address(self) -> int:
+        """Of the first of `raw_rows`."""
+        return self.kv_cache.data_ptr() + self._tail
 
 
 def takes_whole(backend: type[AttentionBackend], block_size: int, spec: AttentionSpec | None = None) -> bool:
@@ -184,7 +192,7 @@ def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             layers = vllm_config.compilation_config.static_forward_context
             layer: Any = layers[layer_names[0]]
             self.takes_uniform = _takes_uniform(layers)
-            self.attention, self.lags = layer, torch.arange(-layer.lags, 0, device=device)
+            self.attention = layer
 
         def build(
             self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -193,7 +201,9 @@ def with_raw_rows(backend: type[AttentionBackend]) -> type[AttentionBackend]:
             pages, uniform = self.attention.pages, None
             if self.takes_uniform:
                 uniform = UniformBatch.of(common_attn_metadata, pages)
-            metadata.kv_shift = uniform or PagedShiftMetadata.of(common_attn_metadata, pages, self.lags)
+            metadata.kv_shift = uniform or PagedShiftMetadata.of(
+                common_attn_metadata, pages, self.attention.shift_window
+            )
             return metadata
 
     def preferred_block_size(default_block_size: int) -> int:

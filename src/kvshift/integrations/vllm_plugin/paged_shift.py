@@ -30,8 +30,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from kvshift.layers import KVShift, ShiftOptions
 from kvshift.ops.arguments import Call
-from kvshift.ops.boundaries import ShiftPlan, plan_shift
-from kvshift.ops.cpu.kernel import shift_cpu
+from kvshift.ops.boundaries import NOTHING, ShiftPlan, sequence_of_positions
+from kvshift.ops.cpu.kernel import Pool
 from kvshift.ops.dispatch import ShiftPath, shift_path
 from kvshift.ops.shift import shift_keys_values
 
@@ -44,94 +44,85 @@ class Pages:
         tokens: of a page.
         rows: raw ones of a page.
         stride: from those of a page to those of the next, counted in rows.
+        count: rows from the first of the first page to the last of the last.
     """
 
     tokens: int
     rows: int
     stride: int
+    count: int
+
+    def row(self, slot: Tensor) -> Tensor:
+        """Of the token in that slot of the cache, from the first row of the first page."""
+        return slot // self.tokens * self.stride + slot % self.tokens % self.rows
 
 
 @dataclass
 class PagedShiftMetadata:
-    """Which rows of the cache a batch writes and reads; the same for all layers of a group.
+    """Which raw rows a batch reads and writes; the same for all layers of a group. The host waits for no number of it.
 
-    What depends on numbers in tensors is looked up on a CPU alone: the host would wait for a GPU.
+    The rows of all pages are the state of one sequence, to the implementations of the shift: they read it where a plan
+    says.
     """
 
-    num_tokens: int
-    """P; what a CUDA graph pads the batch with comes behind."""
-    one_token_each: bool
-    """Whether each piece is one token: a step of decoding."""
-    cu_seqlens: Tensor
-    """(S + 1,) where each sequence's piece begins in the pack."""
-    stored: Tensor | None
-    """Which tokens are written: indices on a CPU, None for all; elsewhere booleans (P, 1)."""
-    own: Tensor
-    """Row of each token that is written, or, with booleans, of each token."""
-    before: Tensor
-    """(S (W - 1),) rows of the tokens before each piece, the newest last."""
-    began: Tensor
-    """(S (W - 1), 1) False where such a token would come before the first of its sequence."""
-    same_block: Tensor
-    """(S (W - 1), 1) True where such a token stands in the block in which its piece begins."""
+    sources: Tensor
+    """(1, P, W) int32, the row that each lag of each token reads, as in `ShiftPlan`: of the pack or of the cache."""
+    kept: Tensor
+    """(P,) int32, the row of the cache that takes each token; -1 for none."""
 
-    @cached_property
-    def all_began(self) -> bool:
-        """Whether no piece reaches back to before its sequence; False where that would have to be waited for."""
-        return self.began.is_cpu and bool(self.began.all())
-
-    @cached_property
-    def all_same_block(self) -> bool:
-        """Whether every row that is read stands in the block of its piece; False where it would be waited for."""
-        return self.same_block.is_cpu and bool(self.same_block.all())
+    @property
+    def num_tokens(self) -> int:
+        """P; what a CUDA graph pads the batch with comes behind."""
+        return len(self.kept)
 
     @cached_property
     def plan(self) -> ShiftPlan:
-        """What each token reads; the rows of `before` stand in front of the tokens."""
-        lags = len(self.before) // (len(self.cu_seqlens) - 1)
-        return plan_shift(1, self.num_tokens, lags + 1, lags, self.before.device, cu_seqlens=self.cu_seqlens)
+        return ShiftPlan(self.sources, self.sources.new_empty(1, 0), None)
+
+    @cached_property
+    def is_kept(self) -> Tensor:
+        """(P, 1)"""
+        return self.kept[:, None] >= 0
+
+    @cached_property
+    def own(self) -> Tensor:
+        """(P,) where each token is written; what is not kept, to the first row: that of vLLM's null block."""
+        return self.kept.clamp(min=0).long()
 
     @classmethod
-    def of(cls, batch: CommonAttentionMetadata, pages: Pages, lags: Tensor) -> Self:
+    def of(cls, batch: CommonAttentionMetadata, pages: Pages, window: int) -> Self:
         """Of a batch.
 
-        Args:
-            lags: (W - 1,) how far before a piece its state begins: 1 - W ... -1.
+        A token reads tokens of its own piece where they stand in the pack, and before that the rows of the cache. But
+        what a prefix hit finds may be what another piece of this batch fills: it too is read from the pack.
         """
         num_tokens = int(batch.query_start_loc_cpu[batch.num_reqs])
-        cu_seqlens = batch.query_start_loc[: batch.num_reqs + 1]
-        tokens = cu_seqlens.diff()
+        begins = batch.query_start_loc[: batch.num_reqs + 1]
+        tokens, slots = begins.diff(), batch.slot_mapping[:num_tokens]
+        index = torch.arange(num_tokens, device=slots.device)
+        piece, lags = sequence_of_positions(begins, num_tokens), torch.arange(window, device=slots.device)
 
         # A row is written by the last token of a piece or of a block that has its place in the ring.
-        slots = batch.slot_mapping[:num_tokens]
-        stored = slots >= 0
+        is_kept = slots >= 0
         if batch.max_query_len > pages.rows:
-            ends = torch.repeat_interleave(cu_seqlens[1:], tokens, output_size=num_tokens)
-            is_last_of_piece = torch.arange(pages.rows, num_tokens + pages.rows, device=slots.device) >= ends
-            stored &= is_last_of_piece | (slots % pages.tokens >= pages.tokens - pages.rows)
-        if not stored.is_cpu:
-            slots, stored = torch.where(stored, slots, 0), stored[:, None]  # vLLM's null block
-        elif stored.all():
-            stored = None
-        else:
-            stored = stored.nonzero()[:, 0]
-            slots = slots[stored]
+            is_last_of_piece = index + pages.rows >= begins[1:][piece]
+            is_kept &= is_last_of_piece | (slots % pages.tokens >= pages.tokens - pages.rows)
 
-        first = (batch.seq_lens[: batch.num_reqs] - tokens)[:, None]  # position of the first token of each piece
-        before = first + lags
-        began, before = before >= 0, before.clamp(min=0)
-        in_table = before // pages.tokens
-        blocks = batch.block_table_tensor[: batch.num_reqs].gather(1, in_table)
-        return cls(
-            num_tokens=num_tokens,
-            one_token_each=batch.max_query_len == 1 and num_tokens == batch.num_reqs,
-            cu_seqlens=cu_seqlens,
-            stored=stored,
-            own=slots // pages.tokens * pages.stride + slots % pages.tokens % pages.rows,
-            before=(blocks * pages.stride + before % pages.tokens % pages.rows).flatten(),
-            began=began.view(-1, 1),
-            same_block=(in_table == first // pages.tokens).view(-1, 1),
-        )
+        # The W - 1 tokens before each piece, the newest first.
+        before = (batch.seq_lens[: batch.num_reqs] - tokens)[:, None] - lags[1:]
+        blocks = batch.block_table_tensor[: batch.num_reqs].gather(1, before.clamp(min=0) // pages.tokens)
+        slots_before = blocks.long() * pages.tokens + before % pages.tokens
+        rows_before = pages.row(slots_before) - pages.count
+        if batch.num_reqs > 1:
+            ordered, order = slots.sort()
+            found = torch.searchsorted(ordered, slots_before).clamp(max=num_tokens - 1)
+            rows_before = torch.where(ordered[found] == slots_before, order[found], rows_before)
+        rows_before = torch.where(before >= 0, rows_before, NOTHING)
+
+        behind = (index - begins[piece])[:, None] - lags  # negative before the piece
+        of_cache = rows_before[piece[:, None], (-1 - behind).clamp(min=0)]
+        sources = torch.where(behind >= 0, index[:, None] - lags, of_cache).int()[None]
+        return cls(sources=sources, kept=torch.where(is_kept, pages.row(slots), -1).int())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +195,7 @@ class PagedShift(KVShift):
         if not loaded.isfinite().all():
             raise ValueError(f"coefficients of {self.prefix} must be finite, as those of a run that diverged are not")
         parameter.data.copy_(loaded.narrow(0, self.first_head, parameter.shape[0]))
-        self.__dict__.pop("weights_of_numbers", None)
+        self.__dict__.pop("pool", None)
         before = self.__dict__.pop("weights", None)
         if before is not None:  # graphs that hold them read them where they are
             with torch.inference_mode():
@@ -219,21 +210,18 @@ class PagedShift(KVShift):
         return torch.cat([in_force.get(target, as_it_is) for target in ("k", "v")])
 
     @cached_property
-    def weights_of_numbers(self) -> tuple[Tensor, Tensor] | None:
-        """(2 G D,) the weights of a token's numbers and of those before; None where that is not the operator's sum.
-
-        It is where the kernel for CPUs would shift, with a window of 2, and no weight is zero and so reads nothing.
-        """
-        if self.path != "cpu" or self.weights.shape[1] != 2 or (self.weights == 0).any():
-            return None
-        now, before = self.weights.t().repeat_interleave(self.head_size, dim=1).unbind()
-        return now, before
-
-    @cached_property
     def path(self) -> ShiftPath:
         """Which implementation shifts."""
         kv = torch.empty(0, 1, 1, self.head_size, dtype=self.dtype, device=self.weights.device)
-        return shift_path(Call(None, kv, None, self.weights))
+        path = shift_path(Call(None, kv, None, self.weights))
+        if path == "reference":
+            raise ValueError('KVSHIFT_BACKEND must not be "reference", which does not shift what lies in pages')
+        return path
+
+    @cached_property
+    def pool(self) -> Pool | None:
+        """The kernel for CPUs, where it shifts."""
+        return Pool(self.weights, self.head_size, self.dtype) if self.path == "cpu" else None
 
     @cached_property
     def takes_uniform(self) -> bool:
@@ -255,38 +243,21 @@ class PagedShift(KVShift):
         )  # fmt: skip
 
     def shift_batch(self, kv: Tensor, shifted: Tensor, rows: Tensor, metadata: PagedShiftMetadata) -> None:
-        """Write shifted keys and values.
+        """Write shifted keys and values, and keep raw ones.
 
         Args:
             kv: (P, 2 G D) raw ones: the keys of all heads, then the values.
             shifted: (P, 2 G D) dense, to be written.
             rows: raw ones of all pages, from the first of the first page.
         """
-        stored, before = metadata.stored, metadata.before
-        # What stands in the block in which a piece begins is read before the piece is written over it; what stands in a
-        # block before is read afterwards: it may be a hit in the prefix cache that this batch is filling.
-        state = rows.index_select(0, before)
-        kept = kv
-        if stored is not None:
-            kept = torch.where(stored, kv, 0) if stored.dtype == torch.bool else kv.index_select(0, stored)
-        rows.index_copy_(0, metadata.own, kept)
-        if not metadata.all_same_block:
-            state = torch.where(metadata.same_block, state, rows.index_select(0, before))
-        if not metadata.all_began:
-            state = torch.where(metadata.began, state, 0)
-        if metadata.one_token_each and self.weights_of_numbers is not None:
-            # The same bits as the kernel's, for a third of the time before a processor computes anything.
-            now, last = self.weights_of_numbers
-            torch.addcmul(torch.mul(kv, now), state, last, out=shifted)
+        if self.pool is not None:
+            self.pool.shift(kv, shifted, rows.data_ptr(), len(rows), metadata.sources, metadata.kept)
             return
-        heads, lags = self.weights.shape[0], self.weights.shape[1] - 1
-        x, state = kv.view(1, -1, heads, self.head_size), state.view(-1, lags, heads, self.head_size)
-        if self.path == "cpu":
-            y = shift_cpu(x, self.weights, state, metadata.plan)
-        else:
-            call = Call(None, x, x, self.weights, None, state, state, cu_seqlens=metadata.cu_seqlens, max_rows=0)
-            y, *_ = shift_keys_values(call._replace(**metadata.plan._asdict()))
+        x, state = (numbers.view(1, -1, len(self.weights), self.head_size) for numbers in (kv, rows))
+        call = Call(None, x, x, self.weights, None, state, state, max_rows=0)
+        y, *_ = shift_keys_values(call._replace(**metadata.plan._asdict()))
         shifted.view_as(x).copy_(y)
+        rows.index_copy_(0, metadata.own, torch.where(metadata.is_kept, kv, 0))
 
 
 @cache
@@ -321,8 +292,14 @@ def kv_shift(kv: torch.Tensor, shifted: torch.Tensor, layer_name: str) -> None:
     if metadata is None:  # vLLM measures memory: there are no sequences
         shifted.zero_()
         return
-    rows, tokens = context.no_compile_layers[shift.attention].raw_rows(), metadata.num_tokens
-    shift.shift_batch(kv[:tokens], shifted[:tokens], rows, metadata)
+    attention = context.no_compile_layers[shift.attention]
+    if shift.pool is not None:  # no tensor is made: it would keep a CPU longer than the shift of a token
+        shift.pool.shift(
+            kv, shifted, attention.raw_rows_address(), attention.pages.count, metadata.sources, metadata.kept
+        )
+        return
+    tokens = metadata.num_tokens
+    shift.shift_batch(kv[:tokens], shifted[:tokens], attention.raw_rows(), metadata)
 
 
 def _kv_shift_fake(kv: torch.Tensor, shifted: torch.Tensor, layer_name: str) -> None:

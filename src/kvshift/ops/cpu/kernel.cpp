@@ -180,6 +180,9 @@ struct Call {
     const A* weights;  // (G, W)
     const int32_t* rows;
     T* y;
+    // Of forward alone, null but for a `Pool`: the row of the state, from its first, that takes each position of x;
+    // negative for none.
+    const int32_t* kept;
     // Of backward alone. The gradient of the weights is summed over spans of rows, (spans, G, W); scratch holds
     // (threads, G, W, 128 bytes).
     Rows<const T> grad_y;
@@ -283,6 +286,20 @@ void forward(const Call<T, A>& call) {
     }
 }
 
+// Writes positions of x into the state; after `forward`, which reads what stands there before.
+template <class T, class A>
+void keep(const Call<T, A>& call) {
+    const Shape& n = call.n;
+    for (int64_t bt = 0; bt < n.B * n.T; ++bt) {
+        if (call.kept[bt] < 0) continue;
+        const T* from = call.x.at(bt / n.T, bt % n.T);
+        T* to = const_cast<T*>(call.state.at(bt / n.T, call.kept[bt]));
+        for (int64_t g = 0; g < n.G; ++g) {
+            std::memcpy(to + g * call.state.head, from + g * call.x.head, n.D * sizeof(T));
+        }
+    }
+}
+
 // Every row, of state or of x, gathers the gradients of the positions that read it; the same pass gives the gradient
 // of the coefficients, by spans, which the caller adds up: the same bits whatever the number of threads.
 template <class T, class A, bool streams>
@@ -320,6 +337,7 @@ void backward(const Call<T, A>& call) {
 #define KVSHIFT_KERNELS(NAME, T, A)                                                                                  \
     extern "C" void kvshift_forward_##NAME(const Call<T, A>& call) {                                                 \
         (should_stream(call.n, call.y) ? forward<T, A, true> : forward<T, A, false>)(call);                          \
+        if (call.kept) keep(call);                                                                                   \
     }                                                                                                                \
     extern "C" void kvshift_backward_##NAME(const Call<T, A>& call) {                                                \
         const bool streams = should_stream(call.n, call.grad_x) && should_stream(call.n, call.grad_state);           \

@@ -41,8 +41,8 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("B", "T", "G", "D", "W", "Q", "threads")),
         ("x", _Rows), ("state", _Rows), ("weights", _POINTER), ("rows", _POINTER), ("y", _POINTER),
-        ("grad_y", _Rows), ("grad_x", _POINTER), ("grad_state", _POINTER), ("grad_weights", _POINTER),
-        ("scratch", _POINTER), ("spans", _INT),
+        ("kept", _POINTER), ("grad_y", _Rows), ("grad_x", _POINTER), ("grad_state", _POINTER),
+        ("grad_weights", _POINTER), ("scratch", _POINTER), ("spans", _INT),
     )  # fmt: skip
 
 
@@ -86,6 +86,46 @@ def _backward(
 
 
 shift_cpu = differentiable(_forward, _backward)
+
+
+class Pool:
+    """`shift_cpu` of one row of tokens, whose state lies in a pool of rows that it also writes; without gradients.
+
+    For servers: the record of a call is made once, and one thread at a time changes what changes. To make it for every
+    layer of every token takes the host longer than all else.
+
+    Args:
+        coefficients: (G, W).
+        size: D.
+        dtype: of tokens and pool.
+    """
+
+    def __init__(self, coefficients: Tensor, size: int, dtype: torch.dtype) -> None:
+        heads, window = coefficients.shape
+        self._weights = _weights(coefficients, torch.empty(0, dtype=dtype))  # held: the record has its address
+        self._function, self._numbers = _kernels().forward[dtype], heads * size
+        self._call = _Call(B=1, G=heads, D=size, W=window, weights=self._weights.data_ptr())
+        self._x, self._state = self._call.x, self._call.state  # of the same memory
+        self._x.head = self._state.head = size
+        self._state.row = self._numbers
+
+    def shift(self, x: Tensor, y: Tensor, pool: int, rows: int, sources: Tensor, kept: Tensor) -> None:
+        """Shift, and then keep raw rows.
+
+        Args:
+            x: (>= T, G D), heads next to each other.
+            y: (>= T, G D) dense, to be written.
+            pool: the address of its first row; rows are dense.
+            rows: of the pool.
+            sources: (T, W) as in a `ShiftPlan`, where the pool is the state.
+            kept: (T,) int32, the row of the pool, from its first, that takes each token; negative for none.
+        """
+        call, tokens = self._call, len(kept)
+        call.T, call.Q, call.y = tokens, rows, y.data_ptr()
+        call.threads = torch.get_num_threads() if tokens * self._numbers >= _PARALLEL else 1
+        self._x.data, self._x.row, self._state.data = x.data_ptr(), x.stride(0), pool
+        call.rows, call.kept = sources.data_ptr(), kept.data_ptr()
+        self._function(call)
 
 
 def _call(x: Tensor, state: Tensor, weights: Tensor, rows: Tensor | None) -> _Call:
