@@ -52,11 +52,20 @@ def _of_8_bits(kind: str) -> dict[str, Any]:
 
 _COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
 _WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+
+
+def _packed(**weights: Any) -> dict[str, Any]:
+    """As llm-compressor writes weights of 4 bits, with other settings than `_WEIGHTS` where they are given."""
+    group = {"targets": ["Linear"], "weights": _WEIGHTS | weights}
+    return _COMPRESSED | {"format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "int": _of_8_bits("int"),
     "float": _of_8_bits("float"),
-    "compressed": _COMPRESSED
-    | {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": _WEIGHTS}}},
+    "compressed": _packed(),
+    "compressed, one scale an output": _packed(strategy="channel", group_size=None),
+    "compressed, with zero points": _packed(symmetric=False),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
 }
@@ -94,9 +103,10 @@ def eight_bits(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 def four_bits(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The numbers that a weight (out, in) of 4 bits stands for, and the tensors of it that a checkpoint has."""
-    groups = weight.unflatten(-1, (-1, GROUP))
+    groups = weight.unflatten(-1, (-1, weight.shape[1] if "one scale" in kind else GROUP))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    if kind == "awq":  # of 0 to 15, one stands for zero
+    has_zero_points = kind in ("awq", "compressed, with zero points")
+    if has_zero_points:  # of 0 to 15, one stands for zero
         scale = ((high - low) / 15).half().float()
         zero = (-low / scale).round().clamp(0, 15)
     else:
@@ -105,9 +115,10 @@ def four_bits(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
     integers = ((groups / scale).round() + zero).clamp(0, 15)
     numbers = ((integers - zero) * scale).flatten(1)
     integers, scale, zero = integers.flatten(1), scale[..., 0].half(), zero[..., 0]
-    if kind == "compressed":
+    if kind.startswith("compressed"):
         shape = torch.tensor(weight.shape)
-        return numbers, {"weight_packed": packed(integers, 1), "weight_scale": scale, "weight_shape": shape}
+        tensors = {"weight_packed": packed(integers, 1), "weight_scale": scale, "weight_shape": shape}
+        return numbers, tensors | ({"weight_zero_point": packed(zero, 0)} if has_zero_points else {})
     scales = scale.t().contiguous()
     if kind == "gptq":  # its files say one less of what stands for zero
         groups_of_inputs = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
@@ -180,7 +191,7 @@ def test_weights_of_8_bits(name: str, kind: str, checkpoint: Checkpoint, tmp_pat
 
 
 @with_avx512
-@pytest.mark.parametrize("kind", ["compressed", "gptq", "awq"])
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in KINDS])
 def test_weights_of_4_bits(kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Inputs have 16 bits, as vLLM has no others for them: errors are those of that dtype, see test_half_precision."""
     model = quantize(checkpoint("qwen3-of-4-bits"), tmp_path / "quantized", kind).half()

@@ -55,10 +55,18 @@ def _quantized(**changes: Any) -> tuple[str, dict[str, Any]]:
 
 
 _WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel"}
+_ORDERED = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "group"},
+}
 _CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
     "quantization must be of 8 bits": _quantized(config_groups={"0": {"targets": ["Linear"], "weights": _WEIGHTS}}),
     "quantization must .* got 'compressed-tensors'": _quantized(kv_cache_scheme=_CACHE),
+    "quantization must be .* got 'compressed-tensors'": (
+        "llama",
+        {"quantization_config": CONFIGS["compressed"] | {"config_groups": {"0": _ORDERED}}},
+    ),
     "quantization must .* got 'auto_gptq'": ("llama", {"quantization_config": CONFIGS["gptq"] | {"bits": 8}}),
     "quantization must be .* got 'auto_gptq'": (
         "llama",

@@ -58,7 +58,8 @@ def _option_faults(vllm_config: VllmConfig) -> Iterator[str]:
     if model.quantization is not None and not _is_tested(model):
         yield (
             "quantization must be of 8 bits for weights and inputs by compressed-tensors, or of 4 bits for weights by "
-            f"compressed-tensors, AWQ or GPTQ, as the checkpoint says; got {model.quantization!r}"
+            "compressed-tensors (without an activation order of groups), AWQ or GPTQ, as the checkpoint says; got "
+            f"{model.quantization!r}"
         )
     if model.enable_prompt_embeds:
         yield "enable_prompt_embeds is not tested"
@@ -106,7 +107,11 @@ def _is_tested(model: Any) -> bool:
     if model.quantization != "compressed-tensors" or described.get("kv_cache_scheme"):
         return False
     groups = described.get("config_groups", {}).values()
-    return all(_numbers(group, "weights", "input_activations") in _TESTED for group in groups)
+    return all(
+        _numbers(group, "weights", "input_activations") in _TESTED
+        and group["weights"].get("actorder") in (None, "static", "weight")  # vLLM reads no order of inputs
+        for group in groups
+    )
 
 
 def _numbers(group: dict[str, Any], *names: str) -> tuple[Any, ...]:
