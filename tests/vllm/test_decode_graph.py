@@ -44,7 +44,8 @@ Sabotage = Callable[[UniformBatch], UniformBatch]
 @pytest.mark.skipif(IS_INTERPRETED, reason="this is the interpreter")
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", __file__]
+    files = __file__, str(Path(__file__).with_name("test_paged_shift.py"))
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *files]
     ended = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-5000:]
     assert " passed" in ended.stdout.splitlines()[-1]

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kvshift.integrations.vllm_plugin import paged_shift
 from kvshift.integrations.vllm_plugin.paged_shift import PagedShift, PagedShiftMetadata, Pages
+from kvshift.ops import dispatch
 
-from ..ops.conftest import skip_unless_built
+from ..ops.conftest import leave_to_one_dtype, skip_unless_built
 from .paged_sequences import BLOCK, BLOCKS, HEADS, NUMBERS, SIZE, Sequence, batch_of, make_paged_shift
 
 
@@ -41,14 +42,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("backend", ["cpu", "eager", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_token_is_shifted_as_in_its_whole_sequence(
-    monkeypatch: pytest.MonkeyPatch, name: str, drafts: int, dtype: torch.dtype, compiled: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, drafts: int, dtype: torch.dtype, backend: str
 ) -> None:
     """Prompts whole and in chunks, decoding, drafts that are rejected, hits of blocks that the same batch fills."""
+    skip_unless_built(backend)
+    leave_to_one_dtype(backend, dtype)
+    monkeypatch.setattr(dispatch, "_AUTO", backend)
     chance = random.Random(drafts)
     torch.manual_seed(drafts)
     lags = OPTIONS[name].get("window", 2) - 1
@@ -56,10 +60,7 @@ def test_every_token_is_shifted_as_in_its_whole_sequence(
     pages = Pages(tokens=BLOCK, rows=lags + drafts, stride=stride, count=BLOCKS * stride)
     layer = make_paged_shift(monkeypatch, dtype, **OPTIONS[name])
     raw_rows = torch.full((pages.count, NUMBERS), torch.nan, dtype=dtype)  # as nobody wrote them
-    if compiled:
-        skip_unless_built("cpu")
-    else:  # with the operations that another device gets
-        layer.path = "eager"
+    assert layer.path == backend
     sequences: list[Sequence] = []
     steps_of_one_token = hits = rejected = 0
     for i in range(8):
@@ -97,6 +98,12 @@ def test_every_token_is_shifted_as_in_its_whole_sequence(
     assert steps_of_one_token > 5
     assert hits > 0
     assert rejected > 0 or drafts == 0
+
+
+def test_the_reference_which_knows_no_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_AUTO", "reference")
+    with pytest.raises(ValueError, match='KVSHIFT_BACKEND must not be "reference"'):
+        make_paged_shift(monkeypatch, torch.float32).path  # noqa: B018
 
 
 def test_the_plugin_is_imported_where_graphs_may_be_broken() -> None:
