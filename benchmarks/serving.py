@@ -10,9 +10,10 @@ reserves included, with raw keys and values in the pages, and of the same layers
 pool that they take: 1 - requests with / requests without. The bytes for each token are those of vLLM's pages; "by_hand"
 is what the raw keys and values should take of them.
 
-"speed" runs two engines by turns in each round: prompts alone, decoding alone, both, decoding of one request, and the
-first token of one. A row is one engine in one part: the median time with its quartiles, and the ratio to vLLM's Llama,
-the median over rounds with its quartiles. The file is written anew after every round, from the rounds so far.
+"speed" runs three engines by turns in each round: prompts alone, decoding alone, both, decoding of one request, and the
+first token of one. The third is the control, vLLM's Llama again. A row is one engine in one part: the median time with
+its quartiles, and the ratio to vLLM's Llama, the median over rounds with its quartiles. The file is written anew after
+every round, from the rounds so far.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from kvshift import ShiftOptions
-from kvshift.benchmarks.serving_page import BASELINE
+from kvshift.benchmarks.serving_page import BASELINE, CONTROL
 from kvshift.lab.compare.timing import quartiles
 from kvshift.lab.core.atomic import write_bytes
 from kvshift.lab.core.environment import environment
@@ -53,6 +54,7 @@ SHAPE: dict[str, Any] = {
 MODELS = {
     BASELINE: (LlamaConfig, "LlamaForCausalLM"),
     "KVShiftLlama": (KVShiftLlamaConfig, "KVShiftLlamaForCausalLM"),
+    CONTROL: (LlamaConfig, "LlamaForCausalLM"),
 }
 POOL = 2**30  # bytes, of each engine
 LARGE_POOL = 2**34  # bytes, of which whole blocks are counted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvshift.benchmarks.serving_page import rendered
+from kvshift.benchmarks.serving_page import BASELINE, CONTROL, rendered
 
 STAMP: dict[str, Any] = {
     "shape": {
@@ -26,7 +26,9 @@ def speed(part: str, seconds: tuple[float, float], ratio: tuple[float, float, fl
     common = {"part": part, "rounds": 20, "eager": False, **sizes, **STAMP}
     ours = {"seconds": seconds[1], "ratio": middle, "ratio_quartiles": [low, high]}
     theirs = {"seconds": seconds[0], "ratio": 1.0, "ratio_quartiles": [1.0, 1.0]}
-    return [{**common, "model": "vLLM's Llama", **theirs}, {**common, "model": "KVShiftLlama", **ours}]
+    control = {"seconds": seconds[0], "ratio": 1.01, "ratio_quartiles": [0.99, 1.02]}
+    rows = {BASELINE: theirs, "KVShiftLlama": ours, CONTROL: control}
+    return [{**common, "model": model, **row} for model, row in rows.items()]
 
 
 def capacity(model: str, block_size: int, share: float) -> list[dict]:
@@ -48,13 +50,14 @@ def test_speed() -> None:
     ]
     table = rendered([], rows).splitlines()
     assert table[4:8] == [
-        "| prompts | 16 | 512, 1 | 4,096 tokens/s | 3,901 tokens/s | 1.050 (1.010 to 1.090) |",
-        "| both | 16 | 256, 64 | 256 tokens/s | 256 tokens/s | 1.000 (0.980 to 1.020) |",
-        "| one stream | 1 | 4, 64 | 32 tokens/s | 30 tokens/s | 1.050 (1.040 to 1.060) |",
-        "| first token | 1 | 512, 1 | 0.250 s | 0.300 s | 1.200 (1.100 to 1.300) |",
+        "| prompts | 16 | 512, 1 | 4,096 tokens/s | 3,901 tokens/s | 1.050 (1.010 to 1.090) | 1.010 (0.990 to 1.020) |",
+        "| both | 16 | 256, 64 | 256 tokens/s | 256 tokens/s | 1.000 (0.980 to 1.020) | 1.010 (0.990 to 1.020) |",
+        "| one stream | 1 | 4, 64 | 32 tokens/s | 30 tokens/s | 1.050 (1.040 to 1.060) | 1.010 (0.990 to 1.020) |",
+        "| first token | 1 | 512, 1 | 0.250 s | 0.300 s | 1.200 (1.100 to 1.300) | 1.010 (0.990 to 1.020) |",
     ]
     assert "commit 01234567, 2026-11-23" in "\n".join(table)
     assert rendered([], rows[::-1]).splitlines()[7:3:-1] == table[4:8]  # whichever engine comes first
+    assert "1.050 (1.010 to 1.090) |  |" in rendered([], rows[:2])  # a file without a control
 
 
 def test_capacity() -> None:

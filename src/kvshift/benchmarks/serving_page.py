@@ -22,8 +22,11 @@ PAGE, RESULTS = Path("docs/performance.md"), Path("results/serving")
 
 Row = Mapping[str, Any]
 
-BASELINE = "vLLM's Llama"
-_TIMES = "Two engines worked by turns; the last column is the ratio of their times: median over rounds, quartiles."
+BASELINE, CONTROL = "vLLM's Llama", "vLLM's Llama, a second engine"
+_TIMES = (
+    "The engines took turns. The last columns are ratios of times: median over rounds, and quartiles. The control, a "
+    "second engine of vLLM's Llama beside the first, shows what differs between two engines of one model."
+)
 
 
 def rendered(capacity: Sequence[Row], speed: Sequence[Row]) -> str:
@@ -64,13 +67,13 @@ def _rows(name: str) -> list[Row]:
 
 
 def _speed(rows: Sequence[Row]) -> str:
-    lines: list[tuple[str, ...]] = [("", "requests", "tokens: prompt, new", BASELINE, "with shift", "time with shift")]
-    baseline = {row["part"]: row for row in rows if row["model"] == BASELINE}
+    heading = ("", "requests", "tokens: prompt, new", BASELINE, "with shift", "time with shift", "of the control")
+    lines: list[tuple[str, ...]] = [heading]
+    found = {(row["part"], row["model"]): row for row in rows}
     for row in rows:
-        theirs = baseline[row["part"]]
-        if row is theirs:
+        theirs, control = (found.get((row["part"], name)) for name in (BASELINE, CONTROL))
+        if row is theirs or row is control or theirs is None:
             continue
-        low, high = row["ratio_quartiles"]
         tokens = row["requests"] * (row["prompt_tokens"] if row["new_tokens"] == 1 else row["new_tokens"])
         rates = (
             (
@@ -81,9 +84,12 @@ def _speed(rows: Sequence[Row]) -> str:
             for one in (theirs, row)
         )
         shape = f"{row['prompt_tokens']}, {row['new_tokens']}"
-        ratio = f"{row['ratio']:.3f} ({low:.3f} to {high:.3f})"
-        lines.append((row["part"], str(row["requests"]), shape, *rates, ratio))
+        lines.append((row["part"], str(row["requests"]), shape, *rates, _ratio(row), _ratio(control)))
     return as_markdown(lines, left=1)
+
+
+def _ratio(row: Row | None) -> str:
+    return "" if row is None else "{:.3f} ({:.3f} to {:.3f})".format(row["ratio"], *row["ratio_quartiles"])
 
 
 def _capacity(rows: Sequence[Row]) -> str:
