@@ -1,7 +1,7 @@
 """Bundle definitions of this package, with everything that they use from it, into one Python file.
 
-The source text is copied, including its comments and docstrings. The file contains only definitions that the
-given names use, directly or indirectly, in an order that Python can run. Private names that several modules define are
+The source text is copied, including its comments and docstrings. The file contains only definitions that the given
+names use, directly or indirectly, in an order that Python can run. Private names that several modules define are
 prefixed with the name of their module.
 """
 
