@@ -41,7 +41,7 @@ class ExploreConfig:
             raise LabError("explain compares a model without shift with one with it: give two models")
 
     def check_paths(self) -> None:
-        """Raise a LabError if the folder of a new page is not empty, or if there is no page to serve."""
+        """Raise a LabError if `out` exists and is not an empty folder or, without models, if it contains no page."""
         if self.models:
             require_new(self.out)
         elif not self.open or not (self.out / "facts.json").is_file():

@@ -33,7 +33,7 @@ class ExportOptions:
     """dtype of the weights. auto: as saved. The shift coefficients are always float32."""
 
     def check_paths(self) -> None:
-        """Raise a LabError if the folder of the result exists and is not empty."""
+        """Raise a LabError if `out` exists and is not an empty folder."""
         require_new(self.out)
 
     def check(self) -> None:
