@@ -1,1 +1,1 @@
-"""Reads result files: statistics, tables, plots, reports. Nothing here trains or loads a model."""
+"""Statistics, tables, plots and reports from result files. Nothing here trains or loads a model."""

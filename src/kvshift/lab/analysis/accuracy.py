@@ -1,4 +1,4 @@
-"""Curves over training steps and values side by side: a color and a marker for each variant."""
+"""Plots of curves over training steps and of grouped values, with a color and a marker for each variant."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
 
 Seeds = Mapping[int, tuple[Sequence[float], Sequence[float]]]
-"""By seed: steps, and a value at each."""
+"""For each seed, the steps and the value at each step."""
 
 Curves = Mapping[str, Seeds]
-"""By model, "VARIANT" or "VARIANT, SIZE"."""
+"""Curves by model, named "VARIANT" or "VARIANT, SIZE"."""
 
-_FEW = 6  # steps up to which intervals are bars
-_STYLES = ("-", "--", "-.", ":")  # of the sizes of one variant
+_FEW = 6  # maximum number of steps for which intervals are drawn as bars
+_STYLES = ("-", "--", "-.", ":")  # line styles of the sizes of a variant
 _LABELS = {entry.label for entry in VARIANTS.values()}
 
 
 def _styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """By label, how its curves are drawn: variants differ by color and marker, their sizes by shade and line style."""
+    """Return the style of each label: variants differ in color and marker, their sizes in shade and line style."""
     parts = {label: (label, "") if label in _LABELS else label.partition(", ")[::2] for label in labels}
     colors = colors_of(variant for variant, _ in parts.values())
     sizes = sorted({size for _, size in parts.values()})
@@ -42,9 +42,9 @@ def _styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def draw_curves(axes: Axes, curves: Curves) -> None:
-    """Draw the curves of all models into `axes`, over steps, a line for each seed.
+    """Draw the curves of all models over steps, one line per seed.
 
-    A curve that ends early was stopped because the task was learned; its end is marked.
+    A run that ends early was stopped because the task was learned; a marker shows its end.
     """
     styles = _styles(list(curves))
     for label, seeds in curves.items():
@@ -63,10 +63,10 @@ def draw_curves(axes: Axes, curves: Curves) -> None:
 
 
 def draw_means(axes: Axes, curves: Curves) -> None:
-    """Draw the mean over seeds of each model's curves, and its 95 % interval: a band, or bars where steps are few.
+    """Draw the mean over seeds of each model's curves with its 95 % interval: a band, or bars for at most 6 steps.
 
-    A mean is over the steps that all seeds have; of a single seed there is no interval. Where models have bars, they
-    stand beside each other.
+    The mean is drawn at the steps that all seeds have in common. A single seed has no interval. The bars of different
+    models are drawn side by side.
     """
     styles = _styles(list(curves))
     for at, (label, seeds) in enumerate(curves.items()):
@@ -88,14 +88,14 @@ def draw_means(axes: Axes, curves: Curves) -> None:
 
 
 def draw_pale(axes: Axes, curves: Curves) -> None:
-    """Draw the mean over seeds of each model's curves as a pale line without a label, such as of training losses."""
+    """Draw the mean over seeds of each model's curves, such as training losses, as a pale line without a label."""
     styles = _styles(list(curves))
     for label, seeds in curves.items():
         axes.plot(*_mean(seeds), color=styles[label]["color"], alpha=0.25, linewidth=0.8)
 
 
 def minus(curve: Seeds, other: Seeds) -> Seeds:
-    """The difference of two models' curves by seed, at the steps that both have."""
+    """Return the difference of the curves of two models for each seed, at the steps that both have."""
     found = {}
     for seed, points in curve.items():
         theirs = dict(zip(*other[seed], strict=True))
@@ -105,7 +105,7 @@ def minus(curve: Seeds, other: Seeds) -> Seeds:
 
 
 def _columns(seeds: Seeds) -> dict[float, list[float]]:
-    """At each step that all seeds have, their values."""
+    """Return the values of all seeds at each step that all seeds have."""
     by_step = [dict(zip(*curve, strict=True)) for curve in seeds.values()]
     return {
         step: [curve[step] for curve in by_step]
@@ -120,17 +120,17 @@ def _mean(seeds: Seeds) -> tuple[list[float], list[float]]:
 
 
 def draw_chance(axes: Axes, level: float, label: str = "chance") -> None:
-    """A dotted line at a level that takes no model."""
+    """Draw a dotted line at a level that needs no model, such as the accuracy of guessing."""
     axes.axhline(level, color="black", linestyle=":", linewidth=0.9, label=label)
 
 
 def draw_accuracy(axes: Axes, curves: Curves, *, chance: float | None = None) -> None:
-    """`draw_curves` on an axis from 0 to 1.
+    """Draw accuracy curves like `draw_curves`, on an axis from 0 to 1.
 
     Args:
-        axes: of matplotlib.
-        curves: see `Curves`.
-        chance: the accuracy of guessing, drawn as a dotted line.
+        axes: The axes of matplotlib.
+        curves: Accuracies by model; see `Curves`.
+        chance: Accuracy of guessing, drawn as a dotted line. None: no line.
     """
     draw_curves(axes, curves)
     if chance is not None:
@@ -141,13 +141,13 @@ def draw_accuracy(axes: Axes, curves: Curves, *, chance: float | None = None) ->
 def draw_groups(
     axes: Axes, groups: Sequence[str], values: Mapping[str, Sequence[Sequence[float]]], *, interval: bool = False
 ) -> None:
-    """Draw values of seeds side by side: a dot for each, and a larger one for their mean.
+    """Draw the values of models side by side in groups: a dot for each seed, and a larger marker for their mean.
 
     Args:
-        axes: of matplotlib; the groups stand at 0, 1, ...
-        groups: their names.
-        values: by label, then by group, those of each seed.
-        interval: with the 95 % interval of each mean.
+        axes: The axes of matplotlib. The groups are at x = 0, 1, ...
+        groups: Names of the groups.
+        values: Values of the seeds, by label and then by group.
+        interval: Also draw the 95 % interval of each mean.
     """
     styles = _styles(list(values))
     for at, (label, of_groups) in enumerate(values.items()):
@@ -168,12 +168,12 @@ def draw_groups(
 def draw_shares(
     axes: Axes, groups: Sequence[str], shares: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]
 ) -> None:
-    """Draw shares from 0 to 1 with their standard errors, side by side.
+    """Draw the shares of models, between 0 and 1, side by side in groups, with their standard errors.
 
     Args:
-        axes: of matplotlib; the groups stand at 0, 1, ...
-        groups: their names.
-        shares: by label, then by group, "share" and "stderr" of each run.
+        axes: The axes of matplotlib. The groups are at x = 0, 1, ...
+        groups: Names of the groups.
+        shares: "share" and "stderr" of each run, by label and then by group.
     """
     styles = _styles(list(shares))
     for at, (label, of_groups) in enumerate(shares.items()):
@@ -193,5 +193,5 @@ def draw_shares(
 
 
 def _place(group: int, model: int, models: int) -> float:
-    """Where in a group the values of a model stand."""
+    """Return the x position of a model within a group."""
     return group + 0.6 * ((model + 0.5) / models - 0.5)

@@ -1,4 +1,4 @@
-"""The color of every variant, the same in all figures; the colour-blind can tell them apart (Okabe and Ito)."""
+"""Colors of variants, the same in all figures, from the color-blind safe palette of Okabe and Ito."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MARKED, _MARKERS = {"vanilla": "o", "KV-shift": "s"}, "^Dv<>PX"
 
 
 def colors_of(variants: Iterable[str]) -> dict[str, str]:
-    """By variant: its own color, or, of one that has none, one that no other of `variants` has, while there are any.
+    """Return the color of each variant; variants without a fixed color get unused ones, as long as there are any.
 
     Args:
-        variants: names as runs and recipes give them: "vanilla", "KV-shift" ...
+        variants: Labels of variants in runs and recipes: "vanilla", "KV-shift" ...
     """
     names = list(dict.fromkeys(variants))
     found = {name: _VARIANTS[name] for name in names if name in _VARIANTS}
@@ -28,7 +28,7 @@ def colors_of(variants: Iterable[str]) -> dict[str, str]:
 
 
 def shades(color: str, count: int) -> list[str]:
-    """`count` colors of one hue: the color itself, then alternately paler and darker ones."""
+    """Return `count` shades of a color: the color itself, then alternately paler and darker ones."""
     channels = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
     found = []
     for number in range(count):
@@ -39,6 +39,6 @@ def shades(color: str, count: int) -> list[str]:
 
 
 def marker_of(variant: str, variants: Iterable[str]) -> str:
-    """Which marker tells the curve of a variant from those of others without color."""
+    """Return the marker of a variant, which distinguishes its curve without color."""
     others = [name for name in dict.fromkeys(variants) if name not in _MARKED]
     return _MARKED.get(variant) or _MARKERS[others.index(variant) % len(_MARKERS)]

@@ -1,4 +1,4 @@
-"""Variants trained alike, set side by side: one summary of numbers, and one table of it."""
+"""Comparison of variants that were trained alike: a summary of numbers, and a table of it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvshift.lab.variants.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Twins:
-    """Finished runs with one seed, equal in everything but the variant.
+    """Finished runs with the same seed that differ only in the variant.
 
     Attributes:
-        seed: of all of them.
-        runs: by the names of their variants, two or more; the first is the baseline.
+        seed: Seed of all runs.
+        runs: Two or more runs by the name of their variant; the first is the baseline.
     """
 
     seed: int
@@ -29,23 +29,23 @@ class Twins:
 
     @property
     def baseline(self) -> Run:
-        """What the others are compared with."""
+        """The run that the others are compared with."""
         return next(iter(self.runs.values()))
 
     @property
     def others(self) -> dict[str, Run]:
-        """All but the baseline."""
+        """All runs except the baseline, by variant."""
         return dict(list(self.runs.items())[1:])
 
 
 def summarize(twins: Sequence[Twins], step_time: dict[str, Any] | None = None) -> dict[str, Any]:
-    """All numbers of a comparison, ready for JSON, by the names of variants.
+    """Return all numbers of a comparison by the names of variants, ready for JSON.
 
-    Differences ("verdicts", "difference" of a seed) are minus the baseline, ratios are to it, and it has none.
+    Differences ("verdicts", and "difference" of each seed) and ratios are to the baseline, which has no entry itself.
 
     Args:
-        twins: one for each seed, of the same variants.
-        step_time: what `kvshift.lab.compare.step_time` measured, handed through.
+        twins: The runs of each seed, with the same variants.
+        step_time: The measurement of `kvshift.lab.compare.step_time`, which is included unchanged.
     """
     seeds = [_of_one_seed(each) for each in twins]
     first = twins[0]
@@ -73,7 +73,7 @@ def summarize(twins: Sequence[Twins], step_time: dict[str, Any] | None = None) -
 
 
 def _refuse_strangers(baseline: Run, other: Run) -> None:
-    """Twins were given the same options and found the same data; what they recorded shows it."""
+    """Raise a LabError unless both runs recorded the same options and data, except for options of the variant."""
     of_variants = {"config_hash", *(f"model.{name}" for name in option_names(ModelConfig, Meaning.OF_THE_VARIANT))}
     found = differences(TrainConfig, baseline.config, other.config)
     lines = [line for name, line in found.items() if name not in of_variants]
@@ -84,7 +84,7 @@ def _refuse_strangers(baseline: Run, other: Run) -> None:
 def _of_one_seed(twins: Twins) -> dict[str, Any]:
     baseline, names = twins.baseline, list(twins.runs)
     loss = {variant: _final_loss(run) for variant, run in twins.runs.items()}
-    # Where the baseline's run ended, though its curve may have dipped below its final loss before.
+    # The baseline reaches its final loss at its end, even if its curve was below that loss before.
     reach: dict[str, dict[str, Any]] = {
         unit: {names[0]: baseline.series("eval", unit)[0][-1]} for unit in ("step", "tokens")
     }
@@ -98,7 +98,7 @@ def _of_one_seed(twins: Twins) -> dict[str, Any]:
                 "compared on the same sequences"
             )
         by_row = paired_difference(ours, theirs, baseline.result["eval_tokens_per_row"])
-        # The difference of the reported losses, so that the numbers of a line add up; its error is over sequences.
+        # Use the difference of the reported losses, so that the numbers of a row add up. Its error is over sequences.
         differences[variant] = Estimate(loss[variant].mean - loss[names[0]].mean, by_row.stderr, by_row.n)
         for unit, reached in reach.items():
             reached[variant] = _reached(run, unit, loss[names[0]].mean)
@@ -111,18 +111,18 @@ def _of_one_seed(twins: Twins) -> dict[str, Any]:
 
 
 def _over_seeds(losses: list[dict[str, Any]]) -> Estimate:
-    """Mean over seeds, with their error; of a single seed, its own, which is over sequences."""
+    """Return the mean over seeds with its error; for a single seed, its own estimate with an error over sequences."""
     return Estimate(**losses[0]) if len(losses) == 1 else mean_of([loss["mean"] for loss in losses])
 
 
 def _perplexity(loss: Estimate) -> dict[str, Any]:
-    """exp(loss); its error is that of the loss times its slope."""
+    """Return exp(loss), with the error of the loss times exp(loss)."""
     value = math.exp(loss.mean)
     return asdict(Estimate(value, None if loss.stderr is None else value * loss.stderr, loss.n))
 
 
 def _peak_memory(twins: Sequence[Twins]) -> dict[str, float] | None:
-    """Bytes of each variant, the mean over seeds; None where the system does not tell."""
+    """Return the peak memory of each variant in bytes, a mean over seeds; None if the system does not report it."""
     peaks = {variant: [each.runs[variant].result["peak_memory_bytes"] for each in twins] for variant in twins[0].runs}
     if any(None in values for values in peaks.values()):
         return None
@@ -139,7 +139,7 @@ def _final_loss(run: Run) -> Estimate:
 
 
 def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The lines of the comparison, the heading first: what, each variant, and how each differs from the baseline."""
+    """Return the rows of the comparison, heading first: a label, each variant, and each difference to the baseline."""
     names, seeds = summary["names"], summary["seeds"]
     baseline, *others = names
     heads = ["difference or ratio"] if len(others) == 1 else [f"{names[o]} to {names[baseline]}" for o in others]
@@ -206,7 +206,7 @@ def _mean(values: Any) -> float:
 
 
 def explanation(summary: dict[str, Any]) -> str:
-    """What the signs in the table stand for."""
+    """Explain the notation of the table."""
     rows = f"± is one standard error over the {summary['validation_rows']} sequences of the validation set"
     if len(summary["seeds"]) == 1:
         text = f"{rows}; of the difference, paired by sequence."

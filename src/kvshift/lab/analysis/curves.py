@@ -1,4 +1,4 @@
-"""Loss curves and learned coefficients, drawn from run folders and nothing else."""
+"""Plots of loss curves and learned coefficients from run folders."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Lightness turned round and hues kept: what is dark on white becomes as light on black.
+# Inverts the lightness and keeps the hues: dark lines on white become light lines on black.
 _DARK = "@media (prefers-color-scheme: dark) {#figure_1 {filter: invert(0.93) hue-rotate(180deg)}}"
 
 
 def plot_curves(folders: Sequence[Path], *, baseline: str = "vanilla") -> Figure:
-    """Loss over tokens of finished runs; where a baseline and the others have the same seeds, their differences too.
+    """Draw loss over tokens of finished runs, and differences to the baseline if all variants have its seeds.
 
-    Each line is the mean over seeds, its band the 95 % interval of that mean; pale lines are training losses.
+    Each line is a mean over seeds, and its band the 95 % interval of that mean; pale lines are training losses.
     """
     runs = [read_run(folder) for folder in folders]
     if not runs:
@@ -47,7 +47,7 @@ def plot_curves(folders: Sequence[Path], *, baseline: str = "vanilla") -> Figure
         for kind in ("train", "eval")
     }
     draw_means(losses, curves["eval"])
-    low, high = losses.get_ylim()  # every evaluation is in sight; of the training loss before the first, what fits
+    low, high = losses.get_ylim()  # show all evaluations; early training losses may be outside
     draw_pale(losses, curves["train"])
     losses.set_ylim(low, high)
     for axes in rest:
@@ -61,7 +61,7 @@ def plot_curves(folders: Sequence[Path], *, baseline: str = "vanilla") -> Figure
 
 
 def count_tokens(axes: Axes) -> None:
-    """Tokens of training from left to right: 200k, 1.2M."""
+    """Label the x-axis as training tokens, with ticks such as 200k or 1.2M."""
     from matplotlib.ticker import EngFormatter
 
     axes.set_xlabel("training tokens")
@@ -70,14 +70,14 @@ def count_tokens(axes: Axes) -> None:
 
 
 def plot_learning(metrics: Path, variant: str = "vanilla") -> Figure | None:
-    """Loss over steps of one run, finished or not, and beside it the accuracy by slice where a task was learned.
+    """Draw the loss of a finished or unfinished run over steps, and for a task the accuracy of each slice beside it.
 
     Args:
-        metrics: the run's metrics.jsonl.
-        variant: of the model, which decides the color of the loss.
+        metrics: Path of the run's metrics.jsonl.
+        variant: Variant of the model, which determines the color of the loss.
 
     Returns:
-        None before the first evaluation.
+        The figure, or None before the first evaluation.
     """
     import numpy as np
     from matplotlib import colormaps
@@ -94,7 +94,7 @@ def plot_learning(metrics: Path, variant: str = "vanilla") -> Figure | None:
     axes.plot(*points, "o-", color=color, markersize=2.5, label="validation loss")
     count_steps(axes)
     for axes in rest:
-        shades = colormaps["viridis"](np.linspace(0, 0.95, len(names)))  # slices are in order, such as numbers of hops
+        shades = colormaps["viridis"](np.linspace(0, 0.95, len(names)))  # slices are ordered, for example by hops
         for name, shade in zip(names, shades, strict=True):
             points = _over_steps(evaluations, lambda line, name=name: line["accuracy"][name])
             axes.plot(*points, "o-", color=shade, markersize=2.5, label=name)
@@ -105,20 +105,20 @@ def plot_learning(metrics: Path, variant: str = "vanilla") -> Figure | None:
 
 
 def _over_steps(lines: Sequence[dict[str, Any]], read: Callable[[dict[str, Any]], float | None]) -> tuple[list, list]:
-    """Steps and values; a slice without answers has none."""
+    """Return steps and values, without evaluations whose value is None, as for a slice without answers."""
     points = [(line["step"], read(line)) for line in lines if read(line) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def plot_coefficients(folder: Path) -> Figure | None:
-    """The learned coefficients of a finished run: a panel for each, layers down, heads across. None for vanilla."""
+    """Draw the learned coefficients of a finished run, one panel each, as layers by heads. None for vanilla."""
     return map_coefficients(read_run(folder).coefficients())
 
 
 def save_figure(figure: Figure, stem: Path, kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write STEM.png and STEM.svg, or one of them; the same figure gives the same bytes.
+    """Write STEM.png and STEM.svg, or only one of them; the same figure gives the same bytes.
 
-    An SVG is drawn light on dark where the page that shows it is dark.
+    An SVG is drawn light on dark if the viewer prefers a dark color scheme.
     """
     import matplotlib
 
@@ -126,7 +126,7 @@ def save_figure(figure: Figure, stem: Path, kinds: Sequence[str] = ("png", "svg"
     with matplotlib.rc_context({"svg.hashsalt": "kvshift"}):
         for kind, path in zip(kinds, paths, strict=True):
             figure.savefig(path, dpi=150, metadata={"Software" if kind == "png" else "Date": None})
-            figure.set_layout_engine("none")  # it is fixed; computing it again takes as long as the drawing
+            figure.set_layout_engine("none")  # the layout is final; repeating it takes as long as drawing
             if kind == "svg":
                 path.write_text(path.read_text(encoding="utf-8").replace("</style>", f"{_DARK}</style>", 1), "utf-8")
     return paths

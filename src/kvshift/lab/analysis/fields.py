@@ -1,4 +1,4 @@
-"""Figure 2 drawn: contour lines of a loss over the square, the streamlines of descent, and the flow that leaves it."""
+"""Plots of Figure 2: contour lines of a loss over the square, streamlines of descent, and the flow that leaves it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LINES = {"$α_1$": (GREEN, "-"), "$α_2$": (GREEN, "--"), "$β_1$": (PURPLE, "-
 
 
 def draw_fields(rows: Mapping[str, Mapping[str, Field]], levels: Sequence[float] | np.ndarray = LEVELS) -> Figure:
-    """A panel for each field; see `draw_field`.
+    """Draw a panel for each field; see `draw_field`.
 
     Args:
-        rows: by name of the row, then by title of the panel.
-        levels: of the contour lines, in nats; those of appendix L by default.
+        rows: Fields by name of the row and then by title of the panel.
+        levels: Levels of the contour lines, in nats; by default those of Appendix L.
     """
     columns = max((len(panels) for panels in rows.values()), default=0)
     if columns == 0:
@@ -44,9 +44,9 @@ def draw_fields(rows: Mapping[str, Mapping[str, Field]], levels: Sequence[float]
 
 
 def draw_field(axes: Axes, field: Field, levels: Sequence[float] | np.ndarray = LEVELS) -> None:
-    """Contour lines of the loss and streamlines of descent; a dot marks induction.
+    """Draw contour lines of the loss and streamlines of descent; a dot marks induction.
 
-    A field that no level crosses says between which losses it lies: it is not flat, the levels miss it.
+    If no level lies within the range of the loss, the range is written into the panel: the field is not flat.
     """
     axes.streamplot(
         field.alpha1,
@@ -71,7 +71,7 @@ def draw_field(axes: Axes, field: Field, levels: Sequence[float] | np.ndarray = 
 
 
 def draw_flow(axes: Axes, flow: Trajectory) -> None:
-    """The four coefficients over time; the axis is logarithmic, and time 0 is left out."""
+    """Draw the four coefficients over time, on a logarithmic axis that leaves out time 0."""
     for (name, (color, style)), values in zip(_LINES.items(), flow.coefficients[1:].T, strict=True):
         axes.semilogx(flow.time[1:], values, color=color, linestyle=style, label=name)
     axes.set(xlabel="learning rate × steps", ylabel="coefficient")

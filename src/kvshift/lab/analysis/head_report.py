@@ -1,4 +1,4 @@
-"""The files that `kvshift analyze` ends with, drawn from heads.json, attention.safetensors and a run's metrics."""
+"""The report of `kvshift analyze`, drawn from heads.json, attention.safetensors and the metrics of a run."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ SCORES = {
     "duplicate_token": ("duplicate token", "earlier"),
     "induction": ("induction", "earlier+1"),
 }
-"""By score: its name in words, and the place it is about."""
+"""For each score, its name in words and its key in the `moved` scores of a head."""
 
 _TARGETS = {"gamma": "q", "alpha": "k", "beta": "v"}
-_LISTED = 5  # heads of each score in the table
+_LISTED = 5  # heads per score in the table
 
 
 def best_heads(heads: Sequence[Mapping[str, Any]], score: str) -> list[Mapping[str, Any]]:
-    """Heads as in heads.json by one of `SCORES`, the highest first."""
+    """Sort heads, in the format of heads.json, by one of `SCORES`, highest first."""
     place = SCORES[score][1]
     return sorted(heads, key=lambda head: -head["moved"][place])
 
 
 def write_head_report(out: Path, metrics: Path | None = None) -> Path:
-    """Draw everything again from the files in the folder of an analysis.
+    """Write the report of an analysis from the files in its folder, replacing an earlier report.
 
     Reads heads.json and attention.safetensors, and `metrics`, the metrics.jsonl of a run, for its learning curve.
-    Writes head-scores, attention and, where there is something to draw, coefficients and learning, each as PNG and
-    SVG, and analysis.html, which holds them all.
+    Writes head-scores, attention and, if there is something to draw, coefficients and learning, each as PNG and SVG,
+    and analysis.html, which contains them all.
 
     Returns:
-        The page.
+        The path of the page.
     """
     found = read_json(out / "heads.json")
     heads, layers = found["heads"], found["coefficients"]
@@ -77,7 +77,7 @@ def write_head_report(out: Path, metrics: Path | None = None) -> Path:
 
 
 def steps_reached(metrics: Path) -> list[tuple[str, ...]]:
-    """Of a run on a task: each slice, and the steps at which its accuracy reached 90 % and 99 %."""
+    """Return the name of each slice of a task, and the steps at which its accuracy reached 90 % and 99 %."""
     evaluations = read_metrics(metrics, "eval")
     rows = []
     for name in evaluations[-1].get("accuracy", {}) if evaluations else ():
@@ -103,7 +103,7 @@ def _describe(found: Mapping[str, Any]) -> str:
 
 
 def _with_head(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """A table for the page, or nothing where there are no rows."""
+    """Return a table for the page; an empty one without a heading if there are no rows."""
     return [head, *rows] if rows else []
 
 
@@ -133,7 +133,7 @@ def _counts(layers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _by_layer(layers: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, ...]]]:
-    """Two tables, of the counts and of the rest: the headings of one would be three lines high."""
+    """Return two tables, one of counts and one of the rest: the headings of a single table would need three lines."""
     counts = counts_by_layer(layers) or {}
     rows = [
         (layer, *(str(number) if isinstance(number, int) else f"{number:.3f}" for number in row.values()))
@@ -144,7 +144,7 @@ def _by_layer(layers: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, ...]]
 
 
 def _signs(name: str) -> str:
-    """A name of `coefficient_counts` in signs, which keep columns narrow: "negative alpha1" is "α₁ < 0"."""
+    """Write a name of `coefficient_counts` in symbols, to keep columns narrow: "negative alpha1" becomes "α₁ < 0"."""
     for word, sign in (("alpha1", "α₁"), ("alpha2", "α₂"), ("beta1", "β₁"), ("beta2", "β₂"), ("<=", "≤")):
         name = name.replace(word, sign)
     return re.sub("distance of (.*) from 1", r"|\1 − 1|", re.sub("negative (.*)", r"\1 < 0", name))
@@ -165,7 +165,7 @@ def _attention(maps: Mapping[str, Any], out: Path) -> Figure:
 
 def _image(figure: Figure, stem: Path) -> str:
     with warnings.catch_warnings():
-        # A token in a script that the font has not is drawn as a box.
+        # Characters that are missing from the font are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         return inline(save_figure(figure, stem)[1])
 

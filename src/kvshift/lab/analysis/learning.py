@@ -1,11 +1,11 @@
-"""How soon models learn: the step at which the accuracy reaches a level, over seeds, and the ratio of two models.
+"""How soon models learn: the steps at which seeds reach a level of accuracy, and the ratio of steps of two models.
 
-The steps of several seeds are averaged as logarithms. They are positive, what one says of them is a ratio ("half the
-steps"), and a slow seed is slow by a factor; a t-interval of the plain steps would often begin below zero. So the mean
-is the geometric one, and a difference of means is the logarithm of a ratio.
+The steps of several seeds are averaged as logarithms: they are positive, they are compared by ratios ("half the
+steps"), and seeds differ by factors; a t-interval of the plain steps would often begin below zero. So the mean is the
+geometric mean, and a difference of means of logarithms is the logarithm of a ratio.
 
-A run that never reaches the level has no step to average. It is never left out of a mean nor counted as its last step:
-where one is missing there is no mean, and what is said is how many seeds are missing, and within how many steps.
+A run that never reaches the level has no step to average. It is neither left out of the mean nor counted with its last
+step. Instead there is no mean, and the text states how many seeds are missing, and within how many steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kvshift.lab.core.statistics import first_reached, t_interval
 
 
 def steps_to(steps: Sequence[float], accuracy: Sequence[float], level: float) -> float | None:
-    """The step at which an accuracy first comes up to `level`, by straight lines between evaluations; None: never.
+    """Return the step at which an accuracy first reaches `level`; None if it never does.
 
-    Exact to within the steps between two evaluations. A curve whose first evaluation is at the level is given its
-    step: it may have been there earlier.
+    The step is interpolated linearly between evaluations, so it is exact to within the steps between two of them. If
+    the first evaluation is already at the level, its step is returned, though the level may have been reached earlier.
     """
     _check_level(level)
     if len(steps) != len(accuracy):
@@ -40,12 +40,12 @@ def steps_to(steps: Sequence[float], accuracy: Sequence[float], level: float) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """When the seeds of one model reached a level of accuracy.
+    """The steps at which the seeds of one model reached a level of accuracy.
 
     Attributes:
-        level: the accuracy asked for, such as 0.99.
-        steps: by seed, the step at which it was reached, or None.
-        within: by seed, the step of the last evaluation: a seed that has not reached the level had not by then.
+        level: The level of accuracy, such as 0.99.
+        steps: For each seed, the step at which the level was reached, or None.
+        within: For each seed, the step of the last evaluation, the limit for seeds that did not reach the level.
     """
 
     level: float
@@ -60,29 +60,29 @@ class Reach:
             raise ValueError(f"steps and within must have the same seeds, got {list(self.steps)}, {list(self.within)}")
         for seed, step in self.steps.items():
             if step is not None and not 0 < step <= self.within[seed]:
-                # Step 0 is before training: there is no ratio to it, and nothing was learned.
+                # Step 0 is before training: nothing was learned, and a ratio to 0 is undefined.
                 raise ValueError(f"seed {seed}: steps must lie after 0 and within {self.within[seed]:g}, got {step:g}")
 
     @property
     def reached(self) -> list[float]:
-        """The steps of those seeds that reached the level, in the order of the seeds."""
+        """Steps of the seeds that reached the level, in the order of the seeds."""
         return [step for step in self.steps.values() if step is not None]
 
     @property
     def missing(self) -> list[int]:
-        """The seeds that did not reach it."""
+        """Seeds that did not reach the level."""
         return [seed for seed, step in self.steps.items() if step is None]
 
     @property
     def mean(self) -> float | None:
-        """Geometric mean over seeds; None where a seed is missing."""
+        """Geometric mean over seeds; None if a seed did not reach the level."""
         return None if self.missing else statistics.geometric_mean(self.reached)
 
     @property
     def median(self) -> float | None:
-        """Median over seeds, a missing one counted as later than any other; None where it falls on a missing one.
+        """Median over seeds, where missing seeds count as later than all others; None if it falls on a missing seed.
 
-        None as well where a missing seed was given up before the median: whether it is later is then unknown.
+        It is also None if a missing seed was stopped before the median, as it might have reached the level earlier.
         """
         ordered = sorted(math.inf if step is None else step for step in self.steps.values())
         middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
@@ -91,7 +91,7 @@ class Reach:
         return middle
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float] | None:
-        """Student's interval of the mean, worked out on log(steps); None for one seed, equal ones or missing ones."""
+        """Return Student's interval of the mean of log(steps), as steps; None for one seed, equal or missing seeds."""
         if self.missing or len(set(self.reached)) == 1:
             return None
         low, high = t_interval([math.log(step) for step in self.reached], confidence)
@@ -99,7 +99,7 @@ class Reach:
 
     @property
     def text(self) -> str:
-        """In words: the mean with its interval, or how many seeds did not come so far."""
+        """Description of the mean with its interval, or of how many seeds did not reach the level."""
         seeds = _seeds(len(self.steps))
         level = f"{100 * self.level:g} %"
         if self.missing:
@@ -115,9 +115,9 @@ class Reach:
 
 
 def reach_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]], level: float) -> Reach:
-    """Reach of one model from its curves: by seed, the steps of the evaluations and the accuracy at each.
+    """Create the Reach of a model from its curves: for each seed, the steps of evaluations and the accuracy at each.
 
-    Evaluations before training (step 0) that are below the level do no harm.
+    Evaluations before training (step 0) are allowed if they are below the level.
     """
     return Reach(
         level=level,
@@ -128,19 +128,19 @@ def reach_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]], leve
 
 @dataclass(frozen=True, kw_only=True)
 class ReachComparison:
-    """Our model's steps over theirs, paired by seed.
+    """The ratio of our model's steps to theirs, paired by seed.
 
     Attributes:
-        outcome: "sooner" and "later" are said of ours, where the 95 % interval of the ratio leaves 1 out. Where a
-            run is missing there is no interval; "sooner in every seed" then says only what happened in these seeds,
-            and "undecided" is all that can be said of the rest.
-        text: the outcome in words, with its numbers.
-        ratio: geometric mean of ours / theirs; None where a run of either is missing.
-        low, high: ends of its interval; None where there is none.
-        at_least, at_most: every seed's own ratio lies between these; a run that did not reach the level is known to
-            need more than its last step, which gives a bound on one side. None where there is none.
-        seeds: number of pairs.
-        seeds_sooner, seeds_later: in how many ours is known to have been sooner, or later.
+        outcome: "sooner" or "later" if the 95 % interval of the ratio excludes 1, for our model. If a run did not reach
+            the level, there is no interval: "sooner in every seed" and "later in every seed" describe only these
+            seeds, and all other cases are "undecided".
+        text: The outcome in words, with its numbers.
+        ratio: Geometric mean of ours / theirs; None if a run of either model did not reach the level.
+        low, high: Ends of the interval of the ratio; None if there is none.
+        at_least, at_most: Bounds on the ratios of all seeds. A run that did not reach the level needs more than its
+            last step, which bounds its ratio on one side. None if there is no bound.
+        seeds: Number of pairs.
+        seeds_sooner, seeds_later: Numbers of pairs in which our model is known to be sooner, or later.
     """
 
     outcome: Literal[
@@ -160,9 +160,9 @@ class ReachComparison:
 def compare_reach(
     ours: Reach, theirs: Reach, *, names: tuple[str, str] = ("KV-shift", "vanilla"), confidence: float = 0.95
 ) -> ReachComparison:
-    """The ratio of steps of two models with the same seeds, with Student's interval of the mean of its logarithm.
+    """Compare the steps of two models with the same seeds by their ratio and Student's interval of its mean logarithm.
 
-    Pairing by seed takes out what both runs share, such as the order of the data.
+    Pairing by seed removes variation that both runs share, such as the order of the data.
     """
     if ours.level != theirs.level:
         raise ValueError(f"ours and theirs must be of one level, got {ours.level:g} and {theirs.level:g}")

@@ -1,4 +1,4 @@
-"""Pages of docs/ of which a part is made from files under results/: written, or compared with what they give."""
+"""Write or check pages of docs/ that are partly generated from files under results/."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from kvshift.lab.core.errors import LabError
 def write_or_check(
     program: str, arguments: Sequence[str], page: Path, results: Path, markers: Sequence[str], made: Callable[[], str]
 ) -> int:
-    """What `python -m program [--check]` does; returns the exit code.
+    """Run `python -m program [--check]` and return the exit code.
 
     Args:
-        program: the module, as a user types it.
-        arguments: none, to write the page; "--check", to write nothing and fail where it is not what `results` gives.
-        page, results: in the working directory.
-        markers: lines of the page between which the made text stands; one alone: it stands from there to the end.
-        made: the text. A LabError is said, and the page left alone.
+        program: Name of the module, for messages.
+        arguments: Empty to write the page; ["--check"] to write nothing and fail if the page is out of date.
+        page, results: Paths relative to the working directory; `results` is only named in messages.
+        markers: Lines of the page between which the generated text is placed. With a single marker, the generated text
+            extends to the end of the page.
+        made: Generates the text. If it raises a LabError, the error is printed and the page stays unchanged.
     """
     if list(arguments) not in ([], ["--check"]):
         print(f"usage: python -m {program} [--check], got {' '.join(arguments)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Maps of a model: its coefficients and head scores by layer and head, and what single heads attend to."""
+"""Maps of a model: coefficients and scores by layer and head, and attention of single heads."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ if TYPE_CHECKING:  # takes a second to import
 
 _SYMBOLS = {"alpha": "α", "beta": "β", "gamma": "γ"}
 _OF = {"alpha": "keys", "beta": "values", "gamma": "queries"}
-_CELLS = 64  # of a panel with numbers in its cells; more would not be legible
-_LABELLED = 48  # tokens of a row that are written on the axes
+_CELLS = 64  # maximum number of cells for which a panel shows their values; more would not be legible
+_LABELLED = 48  # maximum number of tokens that are written on the axes
 
 
 def map_coefficients(layers: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """A panel for each coefficient, layers down, heads across.
+    """Draw a panel for each coefficient, with layers as rows and heads as columns.
 
     Args:
-        layers: {"alpha": (heads, W), "beta": (heads, W), "gamma": (query heads, W)} as lists, of what is shifted.
+        layers: {"alpha": (heads, W), "beta": (heads, W), "gamma": (query heads, W)} of each layer, as lists, for the
+            shifted targets.
 
     Returns:
-        None where nothing is shifted.
+        The figure, or None if nothing is shifted.
     """
     from matplotlib.figure import Figure
 
@@ -45,18 +46,18 @@ def map_coefficients(layers: Sequence[Mapping[str, Any]]) -> Figure | None:
     figure = Figure(
         figsize=(len(panels) * max(2.4, 0.5 * heads + 1), max(2.2, 0.5 * len(layers) + 1.4)), layout="constrained"
     )
-    # One scale for all, with 0 in its middle: a red and a blue cell pull in opposite directions.
+    # All panels share a scale that is centered at 0, so that red and blue cells have opposite signs.
     limit = max(1.0, *(abs(value) for _, values in panels for row in values for value in row))
     _draw_rows(figure, [panels], low=-limit, high=limit, colors="RdBu_r", cells=len(layers) * heads)
     return figure
 
 
 def count_coefficients(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]] | None:
-    """How many KV heads lean on the current token and how many on the one before, for keys and values.
+    """Count the KV heads that weight the current token more than the previous one, for keys and for values.
 
     Returns:
         {"alpha1 > alpha2": {"beta1 > beta2": n, "beta1 <= beta2": n}, "alpha1 <= alpha2": {...}}; None unless keys and
-        values are shifted, each with a window of 2.
+        values are both shifted with a window of 2.
 
     Source:
         Table 5, which counts 50, 17, 9 and 52 of 128 for the 2.9B model.
@@ -75,15 +76,15 @@ def count_coefficients(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[st
 
 
 def coefficient_counts(layers: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """What Appendix F says of the coefficients of all KV heads, as numbers by name.
+    """Compute the statistics of Appendix F for the coefficients of all KV heads, by name.
 
     Args:
-        layers: of a model, each {"alpha": (heads, 2), "beta": (heads, 2)} as lists.
+        layers: {"alpha": (heads, 2), "beta": (heads, 2)} of each layer, as lists.
 
     Returns:
-        The four counts of `count_coefficients`, as "alpha1 > alpha2, beta1 <= beta2" ...; "negative alpha1" ..., how
-        many heads have such a coefficient below 0; "distance of alpha1 + alpha2 from 1" and that of beta, the mean over
-        heads, which is 0 at the start. None where `count_coefficients` is.
+        The four counts of `count_coefficients`, as "alpha1 > alpha2, beta1 <= beta2" ...; "negative alpha1" ..., the
+        number of heads in which this coefficient is below 0; "distance of alpha1 + alpha2 from 1" and the same for
+        beta, a mean over heads, which is 0 at initialisation. None if `count_coefficients` returns None.
 
     Source:
         Table 5 and Appendix F.
@@ -102,7 +103,7 @@ def coefficient_counts(layers: Sequence[Mapping[str, Any]]) -> dict[str, float] 
 
 
 def counts_by_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]] | None:
-    """`coefficient_counts` of each layer, by its number from "0", and of "all" layers; None where it is."""
+    """Return `coefficient_counts` of each layer by its index as a string, and of "all" layers; None if it is None."""
     whole = coefficient_counts(layers)
     if whole is None:
         return None
@@ -110,13 +111,13 @@ def counts_by_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def map_scores(heads: Sequence[Mapping[str, Any]]) -> Figure:
-    """Scores from 0 to 1, layers down, heads across.
+    """Draw head scores between 0 and 1, with layers as rows and heads as columns.
 
-    A row of panels for where heads attend, and, where anything is shifted, one for what they match, and one for what
-    they move; at its end, the induction heads that need no other layer.
+    One row of panels shows where heads attend. If anything is shifted, a second row shows what they match and a third
+    what they move; the last panel of the third row shows induction heads that need no other layer.
 
     Args:
-        heads: as in heads.json; `head_scores.HeadScores` has the meaning of each number.
+        heads: Heads in the format of heads.json. `head_scores.HeadScores` explains each number.
     """
     from matplotlib.figure import Figure
 
@@ -141,13 +142,13 @@ def map_scores(heads: Sequence[Mapping[str, Any]]) -> Figure:
 def map_attention(
     maps: Sequence[ndarray], titles: Sequence[str], *, tokens: Sequence[str] | None = None, repeat: int | None = None
 ) -> Figure:
-    """What single heads attend to: queries down, keys across, a panel for each head.
+    """Draw the attention of single heads, one panel per head, with queries as rows and keys as columns.
 
     Args:
-        maps: probabilities, (T, T) each.
-        titles: of the panels.
-        tokens: of the row; written on the axes where they are few.
-        repeat: the position at which the row comes again, marked by lines.
+        maps: Attention probabilities, (T, T) each.
+        titles: Titles of the panels.
+        tokens: Tokens of the sequence, written on the axes if there are at most 48.
+        repeat: Position at which the sequence repeats, marked by lines. None: no lines.
     """
     from matplotlib.figure import Figure
 
@@ -164,7 +165,7 @@ def map_attention(
             axes.axhline(repeat - 0.5, color=VERMILLION, linewidth=0.8)
             axes.axvline(repeat - 0.5, color=VERMILLION, linewidth=0.8)
         if tokens is not None and len(tokens) <= _LABELLED:
-            # Signs that mathtext or the font would take for something else stand as they are.
+            # Escape "$", which starts mathtext, and replace newlines by a visible character.
             shown = [token.replace("$", r"\$").replace("\n", "⏎") for token in tokens]
             axes.set_xticks(range(len(tokens)), shown, rotation=90, fontsize=6)
             axes.set_yticks(range(len(tokens)), shown, fontsize=6)
@@ -182,7 +183,7 @@ def _draw_rows(
     colors: str,
     cells: int,
 ) -> None:
-    """Rows of panels, of each the title and the values by layer and head; one scale for all."""
+    """Draw rows of panels, given as titles and values by layer and head, with a common scale."""
     images = []
     for row, panels in enumerate(rows):
         for column, (title, values) in enumerate(panels):
@@ -207,7 +208,7 @@ def _draw(
 
 
 def _ink(value: float, low: float, high: float) -> str:
-    """Legible on both maps: the diverging one is dark at both its ends, the other at its lower."""
+    """Return a legible text color: the diverging color map is dark at both ends, the other at its lower end."""
     if low < 0:
         return "white" if abs(value) > 0.6 * high else "black"
     return "white" if value < 0.6 * high else "black"

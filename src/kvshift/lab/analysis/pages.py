@@ -1,4 +1,4 @@
-"""HTML pages that need nothing but themselves: templates of this folder, images within the page."""
+"""Self-contained HTML pages, rendered from the templates of this folder with images embedded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill in a template of this folder; a name that the template has and `values` lacks is an error."""
+    """Render a template of this folder; a name that is missing from `values` is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("kvshift.lab.analysis", package_path=".")
@@ -16,5 +16,5 @@ def render(template: str, **values: Any) -> str:
 
 
 def inline(svg: Path) -> str:
-    """An SVG file as a data URI."""
+    """Return an SVG file as a data URI."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.read_bytes()).decode("ascii")

@@ -1,4 +1,4 @@
-"""What all figures share: one width, so that letters have one size on a page; panels in rows; one legend below."""
+"""Common layout of all figures: a fixed width, for equal font sizes on a page; panels in rows; one legend below."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # takes a second to import
 LOSS = "validation loss\n(nats per token)"
 INTERVALS = "means over seeds; bands and bars are 95 % intervals"
 
-_WIDTH = 9.0  # inches, of all figures
+_WIDTH = 9.0  # width of all figures, in inches
 
 
 def new_figure(
@@ -25,14 +25,14 @@ def new_figure(
     columns: int | None = None,
     sharey: bool = False,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel for each title, two or three in a row, and faint grids.
+    """Create a figure with a panel for each title, two or three per row, with faint grids.
 
     Args:
-        titles: of the panels; they are broken where a line is full.
-        ylabels: one for each panel, or one for all, which stands at the left.
-        height: of a row of panels, in inches.
-        columns: panels in a row; None: 2 of 4, and up to 3 of any other number.
-        sharey: all panels have one vertical axis.
+        titles: Titles of the panels; long ones are wrapped.
+        ylabels: One label per panel, or a single one for all, which is written at the left of each row.
+        height: Height of a row of panels, in inches.
+        columns: Panels per row. None: 2 for 4 panels, otherwise up to 3.
+        sharey: Share the vertical axis among all panels.
     """
     from matplotlib.figure import Figure
 
@@ -52,12 +52,12 @@ def new_figure(
 
 
 def legend_below(figure: Figure, note: str | None = None) -> None:
-    """One legend for all panels, below them, with each label once, and above it a note."""
+    """Draw one legend for all panels below them, with each label once and the note as its title."""
     entries: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    inches = 0.6 + 0.09 * max(map(len, entries), default=0)  # of one entry, about
+    inches = 0.6 + 0.09 * max(map(len, entries), default=0)  # approximate width of an entry
     columns = max(1, min(len(entries), int(figure.get_figwidth() / inches)))
     figure.legend(
         list(entries.values()), list(entries), loc="outside lower center", ncols=columns, frameon=False, title=note
@@ -65,13 +65,13 @@ def legend_below(figure: Figure, note: str | None = None) -> None:
 
 
 def whole_ticks(axis: Axis) -> None:
-    """Ticks at whole numbers alone, for what is counted."""
+    """Place ticks only at whole numbers, for an axis of counts."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 2.5, 5, 10], integer=True))
 
 
 def count_steps(axes: Axes) -> None:
-    """Steps of training from left to right."""
+    """Label the x-axis as training steps, with ticks at whole numbers."""
     axes.set_xlabel("step")
     whole_ticks(axes.xaxis)

@@ -1,4 +1,4 @@
-"""What the probes of training found, over tokens, drawn from run folders and nothing else."""
+"""Plots of the probes of training over tokens, from run folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvshift.lab.runs.run import Run, read_run
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.figure import Figure
 
-# By name in the lines of metrics: title, which fits on one line, and label of the upright axis.
+# Title, which fits on one line, and y-axis label of each probe, by its name in metrics.jsonl.
 PANELS = {
     "prefix_matching": ("Prefix matching, best head", "attention"),
     "previous_token": ("Previous token, best head", "attention"),
@@ -27,9 +27,9 @@ PANELS = {
 
 
 def plot_probes(folders: Sequence[Path]) -> Figure | None:
-    """A panel for each number that `--probes` has measured in all finished runs; None where there is none.
+    """Draw a panel for each quantity that `--probes` measured in all finished runs; None if there is none.
 
-    Each line is the mean over seeds, its band the 95 % interval of that mean.
+    Each line is a mean over seeds, and its band the 95 % interval of that mean.
     """
     by_name: dict[str, dict[int, Run]] = {}
     for run in map(read_run, folders):

@@ -1,4 +1,4 @@
-"""The files that `kvshift compare` ends with: table, summary, plots and one HTML page that holds them all."""
+"""The report of `kvshift compare`: table, summary, plots, and one HTML page that contains them all."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ _BASELINE_FIRST = PAIR[::-1]
 
 
 def run_folder(out: Path, seed: int, variant: str) -> Path:
-    """Where `kvshift compare` has the run of one seed and one variant: OUT/seed-0/kvshift."""
+    """Return the folder of one seed's run of a variant in a comparison, such as OUT/seed-0/kvshift."""
     return out / f"seed-{seed}" / variant.replace("-", "")
 
 
 def read_twins(out: Path, seed: int, variants: Sequence[str] = _BASELINE_FIRST) -> Twins:
-    """The twins of one seed in the folder of a comparison."""
+    """Read the paired runs of one seed from the folder of a comparison."""
     return Twins(seed, {variant: read_run(run_folder(out, seed, variant)) for variant in variants})
 
 
 def verdicts(summary: dict[str, Any]) -> str:
-    """What the comparison has shown of each variant against the baseline, in words."""
+    """Return the verdicts on each variant against the baseline, in words."""
     return "; ".join(found["text"] for found in summary["verdicts"].values())
 
 
 def write_report(
     out: Path, seeds: Sequence[int], variants: Sequence[str] = _BASELINE_FIRST, *, more: str | None = None
 ) -> dict[str, Any]:
-    """Draw everything again from the files in the folder of a comparison.
+    """Write the report of a comparison from the files in its folder, replacing an earlier report.
 
-    Reads the runs of `seeds`, and step_time.json and samples.json where they are there. Writes summary.json, table.md,
-    curves.png and .svg, probes.png and .svg where there are probes, coefficients-seed-S.png and .svg, and report.html.
+    Reads the runs of `seeds`, and step_time.json and samples.json if they exist. Writes summary.json, table.md,
+    curves.png and .svg, probes.png and .svg if there are probes, coefficients-seed-S.png and .svg, and report.html.
 
     Args:
-        out: the folder.
-        seeds: of the runs.
-        variants: which of them; the first is the baseline.
-        more: the command that runs more seeds; None: the page has none.
+        out: Folder of the comparison.
+        seeds: Seeds of the runs.
+        variants: Variants to include; the first is the baseline.
+        more: Command that runs more seeds, shown on the page. None: show no command.
 
     Returns:
         The summary; see `comparison.summarize`.

@@ -1,4 +1,4 @@
-"""How a loss falls with size: a power law, fitted with intervals by the bootstrap, and read beyond the largest size."""
+"""Power laws of loss over model size, fitted with bootstrap intervals and extrapolated beyond the largest size."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 ROUNDING = 1e-12
-"""What is less, of the largest number that it came from, counts as 0."""
+"""Relative tolerance: smaller values, relative to the numbers that they were computed from, count as 0."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the ends of its 95 % interval."""
+    """An estimate with its 95 % interval."""
 
     value: float
     low: float
@@ -27,14 +27,14 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class PowerLaw:
-    """L(N) = (N_c / N)^a, a straight line of log L over log N, with its bootstrap.
+    """A fitted power law L(N) = (N_c / N)^a, a straight line of log L over log N, with its bootstrap.
 
     Attributes:
-        coefficients: a log N_c and -a, of the line.
+        coefficients: Coefficients of the line, a log N_c and -a.
         inverse: (X^T X)^-1 of the line's design matrix.
-        deviation: the standard deviation of log L around the line, with n - 2 below the fraction.
-        drawn: (draws, 2) coefficients of the bootstrap.
-        deviations: (draws,) standard deviations of the bootstrap.
+        deviation: Standard deviation of log L around the line, with n - 2 degrees of freedom.
+        drawn: (draws, 2) coefficients of the bootstrap fits.
+        deviations: (draws,) standard deviations of the bootstrap fits.
     """
 
     coefficients: Any
@@ -45,20 +45,20 @@ class PowerLaw:
 
     @property
     def exponent(self) -> Interval:
-        """a."""
+        """The exponent a with its interval."""
         found = self._interval(np.array([0.0, -1.0]))
         return Interval(*found)
 
     @property
     def critical_size(self) -> float:
-        """N_c, at which the loss would be 1; infinite where the loss hardly falls."""
+        """The size N_c at which the loss would be 1; infinite if the loss hardly falls."""
         with np.errstate(over="ignore"):
             return float(np.exp(-self.coefficients[0] / self.coefficients[1]))
 
     def at(self, size: float) -> Interval:
-        """The loss that the line has at a size; how far single runs lie from it is not part of the interval.
+        """Return the loss of the fitted line at a size; the interval does not include the scatter of single runs.
 
-        Its ends may be 0 and infinity: of three sizes and one seed, one more point decides where the line goes.
+        The ends may be 0 and infinity: with three sizes and one seed, one residual degree of freedom remains.
         """
         if not 0 < size < math.inf:
             raise ValueError(f"size must be more than 0 and finite, got {size}")
@@ -66,10 +66,10 @@ class PowerLaw:
             return Interval(*map(float, np.exp(self._interval(np.array([1.0, math.log(size)])))))
 
     def _interval(self, row: Any) -> tuple[float, float, float]:
-        """Of row @ coefficients: the bootstrap-t interval, from the quantiles of (estimate* - estimate) / error*.
+        """Return row @ coefficients with its bootstrap-t interval, from quantiles of (estimate* - estimate) / error*.
 
-        Where all residuals drawn are the same one (of three points, one draw in nine), the line is only moved: error*
-        is 0, the ratio of a loss infinite, and that of the exponent says nothing.
+        If all drawn residuals are the same one (with three points, one draw in nine), the line is only translated:
+        error* is 0, the ratio of a loss is infinite, and the ratio of the exponent is undefined and ignored.
         """
         value = float(row @ self.coefficients)
         if self.deviation == 0:  # the points lie on the line
@@ -80,22 +80,22 @@ class PowerLaw:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = moved / (self.deviations * root)
         ratios = ratios[~np.isnan(ratios)]
-        below, above = np.quantile(ratios, [0.025, 0.975], method="closest_observation")  # no mean with an infinite one
+        below, above = np.quantile(ratios, [0.025, 0.975], method="closest_observation")  # never averages with infinity
         return value, value - float(above) * self.deviation * root, value - float(below) * self.deviation * root
 
 
 def fit_power_law(sizes: Sequence[float], losses: Sequence[float], *, seed: int = 0, draws: int = 2000) -> PowerLaw:
-    """Least squares of log L over log N, and a bootstrap of its residuals.
+    """Fit log L over log N by least squares, and bootstrap the residuals.
 
-    The intervals are those of the bootstrap-t (Efron and Tibshirani, 1993, section 12.5; residuals as in 9.4): with the
-    15 points of 5 sizes and 3 seeds, plain percentiles are too narrow. Runs count as independent of each other. A ratio
-    of two losses is a power law too: fitted to ratios of pairs, `exponent` is the difference of two exponents.
+    The intervals are bootstrap-t intervals (Efron and Tibshirani, 1993, section 12.5; residuals as in 9.4): with the 15
+    points of 5 sizes and 3 seeds, percentile intervals are too narrow. Runs are treated as independent. A ratio of two
+    losses is a power law too: fitted to ratios of pairs, `exponent` is the difference of the two exponents.
 
     Args:
-        sizes: N of each run, at least 3 different ones.
+        sizes: N of each run, with at least 3 different values.
         losses: L of each run, above 0.
-        seed: of the bootstrap.
-        draws: of the bootstrap.
+        seed: Random seed of the bootstrap.
+        draws: Number of bootstrap samples.
     """
     if len(sizes) != len(losses):
         raise ValueError(f"losses must have one value for each of {len(sizes)} sizes, got {len(losses)}")

@@ -1,4 +1,4 @@
-"""Tables for terminals and in Markdown; the first row is the heading."""
+"""Tables for terminals and in Markdown. The first row is the heading."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ Rows = Sequence[Sequence[str]]
 
 
 def as_text(rows: Rows, *, left: int | None = 1, rule: bool = False, width: int | None = None) -> str:
-    """Aligned columns.
+    """Format rows as aligned columns.
 
     Args:
-        rows: of cells; a row may be shorter than others, and what stands in its last cell does not widen a column.
-        left: how many columns are words, set to the left; the others are numbers. None: all.
-        rule: a line below the heading.
-        width: characters in a line at most. Numbers that do not fit follow in another table below, with the columns
-            of words again; where all columns are words, the last is wrapped. None: any.
+        rows: Rows of cells. A row may be shorter than others; its cells do not widen the columns.
+        left: Number of leading text columns, which are left-aligned. The others contain numbers and are right-aligned.
+            None: all columns are text.
+        rule: Draw a line below the heading.
+        width: Maximum number of characters per line. Number columns that do not fit are continued in another table
+            below, which repeats the text columns; if all columns are text, the last one is wrapped. None: no limit.
     """
     columns = max(map(len, rows))
     complete = [row for row in rows if len(row) == columns]
@@ -44,7 +45,7 @@ def as_text(rows: Rows, *, left: int | None = 1, rule: bool = False, width: int 
 
 
 def _wrapped(row: Sequence[str], widths: Sequence[int], width: int) -> Rows:
-    """A row whose last cell goes on in rows below it where it is too long."""
+    """Split a row whose last cell is too long into several rows, each with a part of that cell."""
     *others, last = row
     before = sum(widths[: len(others)]) + 2 * len(others)
     first, *more = textwrap.wrap(last, max(1, width - before)) or [""]
@@ -52,7 +53,7 @@ def _wrapped(row: Sequence[str], widths: Sequence[int], width: int) -> Rows:
 
 
 def as_markdown(rows: Rows, *, left: int | None = 1) -> str:
-    """The table in Markdown; `left`: see `as_text`."""
+    """Format rows as a Markdown table; for `left`, see `as_text`."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     rule = ["---" if left is None or number < left else "---:" for number in range(len(rows[0]))]
     return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])

@@ -1,8 +1,8 @@
-"""`kvshift analyze`: what the heads of a trained model do: scores, coefficients, attention, on one page.
+"""`kvshift analyze`: scores, shift coefficients and attention of the heads of a trained model, on one page.
 
 OUT/heads.json               head scores, coefficients, loss and accuracy on repeated sequences; see `head_scores`
-OUT/attention.safetensors    attention of the heads that are drawn, (T, T) each, by "layer.head"
-OUT/analysis.html, ...       drawn from these files and the run's metrics; see `analysis.head_report`
+OUT/attention.safetensors    attention maps of the selected heads, (T, T) each, by "layer.head"
+OUT/analysis.html, ...       the page, drawn from these files and the run's metrics; see `analysis.head_report`
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _say = partial(say, command="analyze")
 
 
 def analyze(config: AnalyzeConfig) -> Path:
-    """Measure, write, draw; returns the page.
+    """Measure the heads of a model, write the results and draw the page. Returns the path of the page.
 
     Raises:
-        LabError: the options, the model or the folder is not fit (exit code 2).
-        RunFailedError: the model computes what is not finite, or a file could not be written (3).
+        LabError: The options, the model or the folder cannot be used (exit code 2).
+        RunFailedError: The model computes values that are not finite, or a file cannot be written (exit code 3).
     """
     config.check()
     out = config.run / "analysis" if config.out is None else config.out
-    folder = model_folder(config.run, _say)  # says which checkpoint it is; `locate` need not again
+    folder = model_folder(config.run, _say)  # prints the checkpoint's name; `locate` need not
     tokenizer = None if config.text is None else load_tokenizer(locate(str(config.run), say_nothing)[1])
     logging.disable_progress_bar()
     model = load_weights(folder, dtype=config.dtype, device=config.device, attn_implementation="eager")
     lowest = _lowest_token(config.run) if config.lowest_token is None else config.lowest_token
     highest = config.highest_token
     if highest is None and (tokens := getattr(model.config, "classes", None)) is not None:
-        highest = tokens - 1  # of the lab's GPT-2, whose embedding may have more rows than there are tokens
+        highest = tokens - 1  # the embedding of the lab's GPT-2 may have more rows than there are tokens
     options = dataclasses.replace(config, lowest_token=lowest, highest_token=highest)
     measured = measure_heads(model, options)
     heads = [dataclasses.asdict(head) for head in measured.heads]
@@ -88,7 +88,7 @@ def analyze(config: AnalyzeConfig) -> Path:
 
 
 def _shown(heads: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The heads to draw, each once: the best of each score, with a title that says of what."""
+    """Return the heads to draw without duplicates: the best heads of each score, with titles that name the scores."""
     titles: dict[tuple[int, int], list[str]] = {}
     for score, (name, place) in SCORES.items():
         for head in best_heads(heads, score)[:count]:
@@ -100,7 +100,7 @@ def _shown(heads: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
 
 
 def _row(model: Any, config: AnalyzeConfig, measured: Measured, tokenizer: Any) -> tuple[Tensor, dict[str, Any]]:
-    """The sequence that attention is drawn on, and what is said of it."""
+    """Return the token ids to draw attention on, with the caption, labels and start of the repetition."""
     if tokenizer is None:
         ids = sequences_for(model, config, measured.window)[0]
         caption = "On the first of the repeated sequences; the lines mark where the repetition begins."
@@ -119,7 +119,7 @@ def _row(model: Any, config: AnalyzeConfig, measured: Measured, tokenizer: Any) 
 
 
 def _lowest_token(run: Path) -> int:
-    """Of the task that a run learned: tokens below it have never been seen."""
+    """Return the smallest token id of the task that a run was trained on; 0 if the run has no such task."""
     try:
         return int(json.loads((run / "config.json").read_text(encoding="utf-8"))["task"]["lowest_id"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -33,7 +33,7 @@ class AnalyzeConfig(RepeatConfig):
     """cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
 
     def check(self) -> None:
-        """Raise a LabError that names the option, its value, and what it may be."""
+        """Raise a LabError that names the invalid option, its value and the values that are allowed."""
         super().check()
         require(self.maps >= 1, "maps", self.maps, "1 or more")
         require_unicode(self.text or "", "text")

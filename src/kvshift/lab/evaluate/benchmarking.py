@@ -1,4 +1,4 @@
-"""`kvshift eval MODEL --tasks ...`: benchmarks through lm-eval, for one model or several on the same questions."""
+"""`kvshift eval MODEL --tasks ...`: evaluate one or more models on the same benchmark questions through lm-eval."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from kvshift.lab.runs.model_files import locate
 
 _say = partial(say, command="eval")
 
-Found = dict[str, list[dict[str, Any]]]  # of each benchmark, for each question
+Found = dict[str, list[dict[str, Any]]]  # benchmark name -> one result per question
 
 
 def measure(config: EvalConfig) -> dict[str, Any]:
-    """Put the questions of `config.tasks` to each model: what the report says of it.
+    """Evaluate each model on the benchmarks of `config.tasks`, and return the report.
 
-    "models" have a score for each task, with its standard error, "differences" (the first model minus each other one)
-    what `compare` says. Answers are kept beside `config.output`, and a command that was killed resumes from them.
+    "models" holds a score with its standard error for each task. "differences" holds the result of `compare` for the
+    first model minus each other model. Answers are saved beside `config.output`, and an interrupted command resumes
+    from them.
 
     Raises:
-        LabError: options, data or a model are not fit (exit code 2), or memory does not suffice (3).
+        LabError: The options, data or a model cannot be used (exit code 2), or memory runs out (3).
     """
     names = select(config.tasks)
     data = find_data(config.data)
     models = [config.model, *config.against]
-    for model in models:  # one that is not there is said before hours of work
+    for model in models:  # report a missing model before hours of work
         locate(model, say_nothing)
     questions = {source: read_questions(source, data) for source in {BENCHMARKS[name].source for name in names}}
     with kept_in(config.output) as kept:
@@ -59,7 +60,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
 def _ask(
     name: str, tasks: list[str], questions: dict[str, Questions], config: EvalConfig, kept: KeptAnswers
 ) -> tuple[Found, str]:
-    from kvshift.lab.evaluate.harness import CachedModel, answering, ask  # which imports lm-eval, for seconds
+    from kvshift.lab.evaluate.harness import CachedModel, answering, ask  # imports lm-eval, which takes seconds
 
     model, tokenizer, source = load_model(name, dtype=config.dtype, device=config.device, say=_say)
     asked = answering(model, tokenizer, batch_size=config.batch_size, window=config.window)
@@ -86,7 +87,7 @@ def _say_what_was_cut(task: str, found: list[dict[str, Any]], window: int) -> No
 
 
 def _chance(name: str, questions: dict[str, Questions], limit: int | None) -> float:
-    """The expected score of one who draws an answer; of none to choose from, 0."""
+    """Return the expected score of random guessing: 0 for benchmarks without answers to choose from."""
     benchmark = BENCHMARKS[name]
     if benchmark.kind in ("word", "solution"):
         return 0.0
@@ -103,7 +104,7 @@ def _difference(model: str, ours: Found, other: str, theirs: Found) -> dict[str,
 
 
 def table(report: dict[str, Any]) -> list[str]:
-    """The report for the terminal, in lines."""
+    """Format the report for the terminal, as a list of lines."""
     models, chance = report["models"], report["chance"]
     rows = [("task", "items", "chance", *(model["name"] for model in models))]
     for task, expected in chance.items():

@@ -1,6 +1,6 @@
-"""The benchmarks of the paper as tasks of lm-eval: what a model is shown, and which of its answers counts.
+"""The benchmarks of the paper as tasks of lm-eval: their prompts, and how answers are scored.
 
-Multiple choice in letters, as MMLU asks (Hendrycks et al. 2021), 5-shot:
+Multiple choice by letters, in the format of MMLU (Hendrycks et al. 2021), 5-shot:
 
     The following are multiple choice questions (with answers) about anatomy.
 
@@ -12,8 +12,8 @@ Multiple choice in letters, as MMLU asks (Hendrycks et al. 2021), 5-shot:
 
     <four more examples, and the question up to "Answer:"; " A" to " D" are scored>
 
-As text, the cloze format of Waleffe et al. (2024): the question and "Answer:", and the text of each choice is scored. A
-prompt that is too long for a model loses whole examples, the first ones first.
+In the text or cloze format of Waleffe et al. (2024), the prompt is the question and "Answer:", and the text of each
+choice is scored. If a prompt is too long for a model, whole examples are dropped, the first one first.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from kvshift.lab.evaluate.items import Item, Questions
 
 _LETTERS = "ABCDEFGH"
 
-# Tokens of a solution of MATH at most, or half of what the model is made for.
+# Maximum number of tokens in a generated MATH solution; half of the model's context length if that is less.
 LONGEST_SOLUTION = 512
 
 
 class Asked(NamedTuple):
-    """A question as it is shown, without examples.
+    """A formatted question, without examples.
 
     Attributes:
-        prompt: all before the answer.
-        answers: to be scored, each behind the benchmark's delimiter; of WinoGrande what stands before `prompt`.
-        gold: index of the right one.
+        prompt: The text before the answer; for WinoGrande the end of the sentence.
+        answers: Texts to score, each after the benchmark's delimiter; for WinoGrande the beginnings before `prompt`.
+        gold: Index of the correct answer.
     """
 
     prompt: str
@@ -50,17 +50,17 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """How the questions of `source` are asked and scored.
+    """How the questions of `source` are formatted and scored.
 
     Attributes:
-        source: as `read_questions` calls it.
-        kind: choice: the answer of the highest log-likelihood; beginning: the beginning after which the end is
-            likeliest; word: greedy decoding writes the answer; solution: the answer in the last \\boxed{}.
-        ask: shows a question.
-        shots: examples before it, of the same subject, in their order.
-        metric: of those that lm-eval computes, the one that is reported as the score.
-        delimiter: between a question and its answer.
-        header: what stands before all examples, from the subject.
+        source: Name of the questions in `read_questions`.
+        kind: How a model answers. choice: the answer of highest log-likelihood; beginning: the beginning that makes the
+            end most likely; word: greedy decoding must produce the answer; solution: the answer in the last \\boxed{}.
+        ask: Formats a question.
+        shots: Number of examples before the question, of the same subject, in the order of the data.
+        metric: The metric of lm-eval that is reported as the score.
+        delimiter: Text between a question and its answer.
+        header: Returns the text before all examples, given the subject.
     """
 
     source: str
@@ -91,7 +91,7 @@ def _chinese_letters(item: Item) -> Asked:
 
 
 def _gap_letters(item: Item) -> Asked:
-    """The sentence with a gap, and what may fill it: the words in which the beginnings differ."""
+    """Format the sentence with a gap, and as choices the words in which the two beginnings differ."""
     one, other = (answer.split(" ") for answer in item.answers)
     same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)) - 1)
     fills = (" ".join(one[same:]), " ".join(other[same:]))
@@ -120,7 +120,7 @@ def _about_in_chinese(subject: str) -> str:
 
 @cache
 def _chinese_name(subject: str) -> str:
-    """As the benchmark calls a subject; lm-eval has the names in the files of its own tasks."""
+    """Return the Chinese name of a subject, from the files of lm-eval's own CMMLU tasks."""
     import yaml
 
     file = files("lm_eval") / "tasks" / "cmmlu" / f"cmmlu_{subject}.yaml"
@@ -148,16 +148,16 @@ BENCHMARKS = {
     "math": Benchmark(source="math", kind="solution", ask=_problem, shots=4, metric="exact_match"),
 }
 PAPER = ("lambada", "winogrande", "hellaswag", "arc_easy", "arc_challenge", "cmmlu", "mmlu", "math")
-"""The columns of Table 2, whose plain mean is its average."""
+"""The benchmarks of Table 2 of the paper; its average is their unweighted mean."""
 
 _GROUPS = {"paper": PAPER, "table14": ("mmlu_cloze", "mmlu_zero", "mmlu")}
 
 
 def select(names: Iterable[str]) -> list[str]:
-    """The benchmarks of these names, each once; "paper" and "table14" stand for several.
+    """Return the names of the selected benchmarks without duplicates; "paper" and "table14" name groups of them.
 
     Raises:
-        LabError: there is no such name.
+        LabError: There is no benchmark or group of that name.
     """
     chosen: dict[str, None] = {}
     for name in names:
@@ -170,15 +170,16 @@ def select(names: Iterable[str]) -> list[str]:
 def prompts(
     benchmark: Benchmark, questions: Questions, fits: Callable[[str, str], bool], limit: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Each question as `make_task` takes it.
+    """Yield a record for each question, for `make_task`.
 
-    "prompt", "answers", "gold" and "subject"; "shots", the examples in the prompt, and "whole", whether the rest fits.
+    A record has "prompt", "answers", "gold" and "subject"; "shots", the number of examples in the prompt; and "whole",
+    whether the prompt fits into the model's context after examples were dropped.
 
-    Where the data holds no examples apart from the questions, the first other questions of the subject serve as such.
+    If the data has no separate examples, the first other questions of the subject are used as examples.
 
     Args:
-        fits: whether a prompt and an answer are short enough together.
-        limit: of the first so many questions.
+        fits: Returns whether a prompt and an answer together fit into the model's context.
+        limit: Number of questions to use, from the first. None: all.
     """
     pools: dict[str, list[Item]] = {}
     for item in questions.examples or questions.tests:
@@ -210,11 +211,11 @@ def _solved(benchmark: Benchmark, item: Item) -> str:
 
 
 def make_task(name: str, records: list[dict[str, Any]], *, longest_solution: int = LONGEST_SOLUTION) -> Any:
-    """A task of lm-eval, of class ConfigurableTask, for `lm_eval.evaluate` and `lm_eval.simple_evaluate`.
+    """Return a `ConfigurableTask` of lm-eval for `lm_eval.evaluate` and `lm_eval.simple_evaluate`.
 
     Args:
-        records: from `prompts`.
-        longest_solution: tokens that a model may write where it has to write a solution.
+        records: The records of `prompts`.
+        longest_solution: Maximum number of tokens that a model may generate for a solution.
     """
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
@@ -228,7 +229,7 @@ def make_task(name: str, records: list[dict[str, Any]], *, longest_solution: int
             "doc_to_target": "gold",
             "metric_list": [_mean("acc"), _mean("acc_norm"), _mean("acc_bytes")],
         },
-        "beginning": {  # lm-eval takes an index for a text as the sign that the choices are the contexts
+        "beginning": {  # an index in place of a text makes lm-eval use the choices as contexts
             "output_type": "multiple_choice",
             "doc_to_text": "gold",
             "doc_to_choice": "answers",
@@ -256,7 +257,7 @@ def make_task(name: str, records: list[dict[str, Any]], *, longest_solution: int
             "custom_dataset": lambda **_: {"test": Dataset.from_list(records)},
             "test_split": "test",
             "target_delimiter": benchmark.delimiter,
-            "num_fewshot": 0,  # a prompt has its examples already
+            "num_fewshot": 0,  # the prompts already contain their examples
             **how,
         }
     )
@@ -267,12 +268,12 @@ def _mean(metric: str) -> dict[str, Any]:
 
 
 def _judge(record: dict[str, Any], written: list[str]) -> dict[str, float]:
-    """Whether what stands in the last \\boxed{} is the answer, after lm-eval's normalization of both."""
+    """Score 1 if the content of the last \\boxed{} equals the answer after lm-eval's normalization, otherwise 0."""
     from lm_eval.tasks.hendrycks_math.utils import is_equiv, last_boxed_only_string, remove_boxed
 
     boxed = last_boxed_only_string(written[0])
     try:
         found = None if boxed is None else remove_boxed(boxed)
-    except AssertionError:  # "\\fbox{", or a brace that is not closed
+    except AssertionError:  # "\\fbox{", or an unclosed brace
         found = None
     return {"exact_match": float(found is not None and is_equiv(found, record["answers"][1]))}

@@ -27,31 +27,31 @@ from kvshift.lab.variants.continuing import continue_rows
 
 _say = partial(say, command="eval")
 
-_PROMPTS = 100  # where nobody says how many
+_PROMPTS = 100  # the default for config.limit
 _LENGTHS = (1, 2, 3, 4)  # n of rep-n and of distinct-n
 
 Texts = list[list[int]]  # tokens of continuations, in the order of the prompts
 
 
 class _Decoding(NamedTuple):
-    """How the next token is chosen."""
+    """A decoding strategy: its name and the options of `GenerationConfig` that select it."""
 
     name: str
     how: dict[str, Any]
 
 
 def measure(config: EvalConfig) -> dict[str, Any]:
-    """Let each model continue prompts from the text: what the report says of it.
+    """Let each model continue prompts from the text, and return the report on their repetition.
 
-    Prompts are the first `prompt_tokens` of consecutive parts of the documents, each part as long as a prompt and its
-    continuation together, so that the text itself is a continuation to compare with. Each model continues them greedily
-    and by sampling, both without and with `repetition_penalty`. "models" hold rep-1 to rep-4 and the share of
-    continuations that end in a loop, each a mean over prompts with its standard error, and distinct-1 to distinct-4;
-    "differences", the first model minus each other one, their 95 % intervals, paired by prompt. Continuations are kept
-    beside `config.output`, and a command that was killed resumes from them.
+    The documents are cut into consecutive parts of `prompt_tokens + max_new_tokens` tokens. Each part begins with a
+    prompt, and the rest of the part is the reference continuation, reported as "itself". Each model continues the
+    prompts greedily and by sampling, both without and with `repetition_penalty`. "models" holds rep-1 to rep-4 and the
+    share of continuations that end in a loop, each a mean over prompts with its standard error, and distinct-1 to
+    distinct-4. "differences" holds the first model minus each other model with 95 % intervals, paired by prompt.
+    Continuations are saved beside `config.output`, and an interrupted command resumes from them.
 
     Raises:
-        LabError: options, text or a model are not fit (exit code 2), or memory does not suffice (3).
+        LabError: The options, text or a model cannot be used (exit code 2), or memory runs out (3).
     """
     models = [prepare(name, config) for name in (config.model, *config.against)]
     _check(models, config)
@@ -84,7 +84,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
 
 
 def _check(models: list[Model], config: EvalConfig) -> None:
-    """Raise unless all models can continue the same tokens, that far."""
+    """Raise a LabError unless all models share a tokenizer and can process prompt and continuation."""
     for model in models:
         together = config.prompt_tokens + config.max_new_tokens + (model.begin is not None)
         if model.longest is not None and together > model.longest:
@@ -100,7 +100,7 @@ def _check(models: list[Model], config: EvalConfig) -> None:
 
 
 def _parts(model: Model, config: EvalConfig) -> list[list[int]]:
-    """Prompts with what follows them in the text."""
+    """Return the token ids of each prompt together with the continuation that follows it in the text."""
     length = config.prompt_tokens + config.max_new_tokens
     parts = list(islice(_cut(model, config, length), config.limit or _PROMPTS))
     if not parts:
@@ -155,7 +155,7 @@ def _continue(
 
 
 def _values(texts: Texts) -> dict[str, list[float]]:
-    """What each continuation has of its own."""
+    """Return the measures that are computed for each continuation separately, one value per continuation."""
     own = {f"rep-{n}": [rep(tokens, n) for tokens in texts] for n in _LENGTHS}
     return own | {
         "loops": [float(loop_length(tokens) is not None) for tokens in texts],
@@ -183,7 +183,7 @@ _COMPARED = ("rep-4", "loops", "distinct-2")
 
 
 def table(report: dict[str, Any]) -> list[str]:
-    """The report for the terminal, in lines."""
+    """Format the report for the terminal, as a list of lines."""
     rows = [("", *_SHOWN), ("the text itself", *_cells(report["itself"]))]
     for model in report["models"]:
         rows += [(f"{model['name']}, {name}", *_cells(found)) for name, found in model["decodings"].items()]

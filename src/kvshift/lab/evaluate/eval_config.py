@@ -78,14 +78,14 @@ class EvalConfig:
     """cpu, cuda, cuda:1, mps ... auto: the accelerator if there is one."""
 
     def check_paths(self) -> None:
-        """Raise a LabError for text that is there and cannot be read."""
+        """Raise a LabError if a text cannot be found or has no readable format."""
         from kvshift.lab.data.files import find_corpus  # pyarrow
 
         for text in self.texts:
             find_corpus(text, "texts")
 
     def check(self) -> None:
-        """Raise a LabError that names the option, its value, and what it may be."""
+        """Raise a LabError that names the invalid option, its value and the values that are allowed."""
         if self.tasks and self.repetition:
             raise LabError("repetition must not be given together with tasks: one command, one measure")
         if self.tasks and self.texts:
@@ -117,7 +117,7 @@ class EvalConfig:
         return "with tasks" if self.tasks else "with repetition" if self.repetition else "on a text"
 
     def _without_effect(self) -> list[str]:
-        """Options that were given for another measure than the one that was asked for."""
+        """Return the options that were given but have no effect on the selected measure."""
         text = ("text_column", "hub_config", "split", "streaming")
         scoring = ("packing", "stride", "begin")
         repetition = ("prompt_tokens", "max_new_tokens", "temperature", "repetition_penalty", "seed")

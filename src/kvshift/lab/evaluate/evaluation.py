@@ -1,4 +1,4 @@
-"""`kvshift eval`: how good a model is, by the one of three measures that its options ask for."""
+"""`kvshift eval`: evaluate models on a text, on benchmarks, or by the repetition in their continuations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvshift.lab.runs.loading import find_device
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
-    """Print a table, and return what `config.output` then holds.
+    """Run the evaluation, print its table and return the report, which is also written to `config.output`.
 
-    What is measured: a text (`text_scores`), benchmarks (`config.tasks`: `benchmarking`) or continuations
-    (`config.repetition`: `continuations`).
+    The options select the measure: benchmarks with `config.tasks` (`benchmarking`), repetition with
+    `config.repetition` (`continuations`), otherwise the loss on a text (`text_scores`).
 
     Raises:
-        LabError: options, text, data or a model are not fit (exit code 2), or memory does not suffice (3).
+        LabError: The options, text, data or a model cannot be used (exit code 2), or memory runs out (3).
     """
     config.check()
     if config.tasks:

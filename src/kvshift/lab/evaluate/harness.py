@@ -1,4 +1,4 @@
-"""Questions put to a model through lm-eval, each once."""
+"""Ask a model benchmark questions through lm-eval, each distinct request once."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ except ModuleNotFoundError as error:
     missing = (error.name or "lm_eval").partition(".")[0]
     raise LabError(f"tasks: needs the package {missing!r}: {install_command('eval')}") from error
 
-_HFLM: Any = huggingface.HFLM  # whose decorator hides its type
+_HFLM: Any = huggingface.HFLM  # its decorator hides its type
 
-logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every model that was loaded elsewhere
+logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about every model that it did not load itself
 
 
 class AnsweringModel(_HFLM):
-    """lm-eval's model for transformers, which here decodes without a cache where a variant has none."""
+    """lm-eval's model for transformers, which generates without a cache for variants that do not support one."""
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
         return self.model.generate(
@@ -43,10 +43,10 @@ class AnsweringModel(_HFLM):
 
 
 def answering(model: Any, tokenizer: Any, *, batch_size: int, window: int | None = None) -> AnsweringModel:
-    """A loaded model as lm-eval asks it; `lm_eval --model hf` is told the same by softmax_dtype=float32.
+    """Wrap a loaded model for lm-eval, as `lm_eval --model hf` with softmax_dtype=float32 does.
 
     Args:
-        window: tokens that it sees at most. None: as many as it is made for.
+        window: Maximum number of tokens that the model sees. None: its context length.
     """
     return AnsweringModel(
         pretrained=model,
@@ -58,13 +58,13 @@ def answering(model: Any, tokenizer: Any, *, batch_size: int, window: int | None
 
 
 class CachedModel:
-    """A model that answers each request of lm-eval once, and remembers what it has answered.
+    """An lm-eval model that answers each distinct request once and saves its answers.
 
-    In place of lm-eval's own `CachingLM`, which was tried: its file holds pickles, and none is read here; its keys do
-    not say which model has answered; and it asks requests that are equal, such as the same choice twice, each.
+    It replaces lm-eval's own `CachingLM`, whose file contains pickles, which are not read here; whose keys do not
+    identify the model; and which sends equal requests, such as the same choice twice, to the model more than once.
 
     Attributes:
-        model: the one that is asked, of lm-eval.
+        model: The wrapped model of lm-eval.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class CachedModel:
         source: str = "",
         say: Callable[[str], object] = say_nothing,
     ) -> None:
-        """Nothing is asked yet.
+        """Wrap `model` without running it.
 
         Args:
-            model: of lm-eval.
-            kept: what was answered before, and is from now on.
-            source: which model this is, so that answers of another one are not taken for its own.
-            say: is told how many answers there are, every few seconds.
+            model: A model of lm-eval.
+            kept: Answers from before, to which new ones are added. None: keep the answers in memory only.
+            source: Identifies the model, so that its answers are not mixed up with those of another model.
+            say: Called with the number of answers every few seconds.
         """
         self.model, self._source, self._say = model, source, say
         self._kept = KeptAnswers() if kept is None else kept
@@ -96,7 +96,7 @@ class CachedModel:
         return self._ask("generate_until", requests)
 
     def add_partial(self, kind: str, arguments: Any, answer: Any) -> None:
-        """Called by the model for each answer, as soon as it has it."""
+        """Save an answer; lm-eval's models call this hook for each answer as soon as they have it."""
         key = self._key(kind, arguments)
         if key in self._kept:
             return
@@ -112,7 +112,7 @@ class CachedModel:
             self.model.set_cache_hook(self)
             try:
                 given = getattr(self.model, kind)(list(missing.values()), disable_tqdm=True)
-                for request, answer in zip(missing.values(), given, strict=True):  # where the model told of none
+                for request, answer in zip(missing.values(), given, strict=True):  # for models that call no hook
                     self.add_partial(kind, request.args, answer)
             finally:
                 self._counter.close()
@@ -124,7 +124,7 @@ class CachedModel:
 
 
 def ask(answers: CachedModel, name: str, questions: Questions, limit: int | None = None) -> list[dict[str, Any]]:
-    """What a model makes of each question of a benchmark, in order: lm-eval's metrics, and facts of the prompt."""
+    """Return lm-eval's metrics and the facts of the prompt for each question of a benchmark, in order."""
     benchmark, model = BENCHMARKS[name], answers.model
     longest = min(LONGEST_SOLUTION, model.max_length // 2)
     most_tokens = model.max_length - longest if benchmark.kind == "solution" else model.max_length + 1

@@ -1,8 +1,8 @@
-"""The questions of the benchmarks, from files in a folder or from the hub.
+"""The questions of the benchmarks, read from the files of a folder or from the hub.
 
 DIR/lambada/lambada_openai.jsonl          context, continuation
 DIR/winogrande/winogrande_xl_dev.jsonl    context_options, continuation, gold
-DIR/hellaswag/hellaswag_val_full.txt.bz2  six lines an item: activity and context, label, four endings
+DIR/hellaswag/hellaswag_val_full.txt.bz2  six lines per item: activity and context, label, four endings
 DIR/arc/arc_{easy,challenge}_test.jsonl   query, choices, gold
 DIR/mmlu/{test,dev}/SUBJECT_{test,dev}.csv  question, choice0 to choice3, answer
 DIR/cmmlu/{test,dev}/SUBJECT.csv          Question, A to D, Answer
@@ -26,18 +26,18 @@ from kvshift.lab.data.config import SHARED
 
 HUB = "hub"
 
-_SPLITS = {"test": "test", "examples": "dev"}  # of MMLU and CMMLU
+_SPLITS = {"test": "test", "examples": "dev"}  # folder names of MMLU and CMMLU
 
 
 class Item(NamedTuple):
-    """One question.
+    """A question of a benchmark.
 
     Attributes:
-        question: the text; what LAMBADA's last word is to follow; how a sentence of WinoGrande ends.
-        answers: to choose from; of LAMBADA the last word alone, of WinoGrande the two beginnings of the sentence, of
-            MATH the solution and the answer.
-        gold: index of the right one.
-        subject: of MMLU, CMMLU and MATH.
+        question: Text of the question. LAMBADA: the text before the last word. WinoGrande: the end of the sentence.
+        answers: Answers to choose from. LAMBADA: only the last word. WinoGrande: the two beginnings of the sentence.
+            MATH: the solution and the answer.
+        gold: Index of the correct answer.
+        subject: Subject of the question, for MMLU, CMMLU and MATH.
     """
 
     question: str
@@ -47,17 +47,20 @@ class Item(NamedTuple):
 
 
 class Questions(NamedTuple):
-    """What is scored, and what examples of a prompt are taken from; without the latter, from what is scored."""
+    """The questions to score, and the separate questions to use as examples in prompts, if the data has any."""
 
     tests: list[Item]
     examples: list[Item]
 
 
 def find_data(data: str | None) -> str:
-    """Where the questions are: a folder, or "hub".
+    """Return the folder of the questions, or "hub".
 
     Args:
-        data: either, or None: the folder that the environment variable KVSHIFT_SHARED_DATA names, else the hub.
+        data: A folder or "hub". None: the folder in the environment variable KVSHIFT_SHARED_DATA, otherwise the hub.
+
+    Raises:
+        LabError: The folder does not exist.
     """
     where = data or os.environ.get(SHARED) or HUB
     if where != HUB and not Path(where).is_dir():
@@ -66,20 +69,20 @@ def find_data(data: str | None) -> str:
 
 
 def read_questions(benchmark: str, data: str) -> Questions:
-    """The questions of a benchmark, in the order of their file.
+    """Return the questions of a benchmark, in the order of their file.
 
     Args:
-        benchmark: one of lambada, winogrande, hellaswag, arc_easy, arc_challenge, mmlu, cmmlu, math.
-        data: a folder as in the head of this module, or "hub".
+        benchmark: One of lambada, winogrande, hellaswag, arc_easy, arc_challenge, mmlu, cmmlu, math.
+        data: A folder with the files that the module's docstring lists, or "hub".
 
     Raises:
-        LabError: there is no such file, it has another format, or the hub does not have the data.
+        LabError: A file is missing or has another format, or the hub does not have the data.
     """
     local, hub = _SOURCES[benchmark]
     read: Callable[[str], Iterable[Item]] = hub if data == HUB else lambda part: local(Path(data), part)
     try:
         questions = Questions(list(read("test")), list(read("examples")))
-    except Exception as error:  # of csv, json, bz2, datasets, the network
+    except Exception as error:  # may come from csv, json, bz2, datasets or the network
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise LabError(f"data: {benchmark} cannot be read from {data}: {type(error).__name__}: {reason}") from error
     if not questions.tests:
@@ -132,7 +135,7 @@ def _hellaswag_of_hub(part: str) -> Iterator[Item]:
 
 def _arc(name: str, folder: Path, part: str) -> Iterator[Item]:
     for row in _lines(folder / "arc" / f"arc_{name}_test.jsonl", part):
-        answers = tuple(dict.fromkeys(row["choices"]))  # those of three choices repeat one
+        answers = tuple(dict.fromkeys(row["choices"]))  # questions with three choices repeat one
         yield Item(row["query"].removeprefix("Question: "), answers, answers.index(row["choices"][row["gold"]]))
 
 
@@ -187,7 +190,7 @@ def _math_of_hub(part: str) -> Iterator[Item]:
 
 
 def _lines(path: Path, part: str) -> Iterator[dict[str, Any]]:
-    """Of a file of JSON lines, which holds no examples."""
+    """Yield the records of a JSON lines file for the part "test", and nothing for "examples"."""
     if part == "test":
         yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
 
@@ -205,7 +208,7 @@ def _table(path: Path) -> Iterator[dict[str, str]]:
 
 
 def _load(name: str, configuration: str | None, part: str, **splits: str) -> Iterable[Any]:
-    """A split of a hub dataset; none for examples where `splits` names none."""
+    """Load the split of a hub dataset for `part`; nothing if `part` is "examples" and `splits` does not name it."""
     from datasets import load_dataset
 
     split = splits.get(part, "test" if part == "test" else None)

@@ -1,4 +1,4 @@
-"""A file of what models have answered, beside the report, from which an evaluation that was killed resumes."""
+"""Answers of models, saved in a file beside the report, from which an interrupted evaluation resumes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvshift.lab.core.json_lines import JSONLines, open_locked
 
 
 class KeptAnswers(dict[str, Any]):
-    """Answers by key, each of which is in the file before the next is asked for."""
+    """A dict of answers by key that writes each answer to its file as soon as it is added."""
 
     def __init__(self, file: JSONLines | None = None) -> None:
-        """Read what the file holds already.
+        """Read the answers that the file already contains.
 
         Args:
-            file: of lines with "key" and "answer". None: nothing outlives the process.
+            file: JSON lines with "key" and "answer". None: keep the answers in memory only.
         """
         super().__init__()
         self._file = file
@@ -43,24 +43,24 @@ class KeptAnswers(dict[str, Any]):
 
 @contextmanager
 def kept_in(output: Path | None) -> Iterator[KeptAnswers]:
-    """Those of NAME.answers.jsonl beside the report, held by one process at a time; new ones without a report."""
+    """Open NAME.answers.jsonl beside the report, locked for this process; without a report, keep answers in memory."""
     if output is None:
         yield KeptAnswers()
         return
     path = output.with_name(f"{output.stem}.answers.jsonl")
     failure = "output: writing to {path} failed: {error}; its {count} lines are whole"
-    # Answers may come faster than a disk syncs; one may be a log-likelihood of minus infinity.
+    # Answers may arrive faster than a disk can sync. A log-likelihood may be minus infinity.
     with open_locked(path, "output", sync_seconds=1, failure=failure, ensure_ascii=True, allow_nan=True) as file:
         yield KeptAnswers(file)
 
 
 def key_of(*asked: Any) -> str:
-    """Of all that an answer depends on, the model and its version included."""
+    """Hash everything that an answer depends on, including the model and its version."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def version_of(source: str, model: Any) -> str:
-    """A folder with the sizes and times of its files, or a name on the hub with its commit: other weights, another."""
+    """Identify a model's weights: by sizes and modification times of its files, or by its commit on the hub."""
     folder = Path(source)
     if not folder.is_dir():
         return f"{source} {getattr(model.config, '_commit_hash', None)}"

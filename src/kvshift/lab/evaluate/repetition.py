@@ -1,6 +1,6 @@
-"""How much a text repeats itself; of tokens, whatever a token is.
+"""Measures of repetition in texts, given as sequences of tokens of any kind.
 
-A text of t tokens has t - n + 1 n-grams, one at each position but the last n - 1.
+A text of t tokens has t - n + 1 n-grams: one starts at each position except the last n - 1.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ Tokens = Sequence[int]
 
 
 def rep(tokens: Tokens, n: int) -> float:
-    """The share of the n-grams of a continuation that repeat an earlier one: rep-n, or seq-rep-n.
+    """Return the share of the n-grams of a continuation that repeat an earlier one: rep-n, or seq-rep-n.
 
         rep-n = 1 - |distinct n-grams| / |n-grams|
 
-    From 0, nothing is repeated, to nearly 1. A text of fewer than n tokens repeats nothing: 0. (Welleck et al. 2020,
-    Neural text generation with unlikelihood training, who report n = 4.)
+    The value lies between 0 (no repetition) and nearly 1. It is 0 for a text of fewer than n tokens. Source: Welleck et
+    al. 2020, Neural text generation with unlikelihood training, who report n = 4.
     """
     grams = _grams(tokens, n)
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def distinct(continuations: Sequence[Tokens], n: int) -> Estimate:
-    """The distinct n-grams of all continuations together, for each token in them: distinct-n.
+    """Return the number of distinct n-grams of all continuations per generated token: distinct-n.
 
         distinct-n = |distinct n-grams| / |tokens|
 
-    It falls with the number of continuations and with their length; only equally many, equally long ones compare. The
-    error is that of a jackknife over continuations, which overestimates the variance rather than underestimates it
-    (Efron and Stein 1981, The jackknife estimate of variance). (Li et al. 2016, A diversity-promoting objective
-    function for neural conversation models, who report n = 1 and 2, likewise for each generated token.)
+    The value falls with the number of continuations and with their length, so only sets of equal number and length can
+    be compared. The standard error is that of a jackknife over continuations, which tends to overestimate the variance
+    (Efron and Stein 1981, The jackknife estimate of variance). Source: Li et al. 2016, A diversity-promoting objective
+    function for neural conversation models, who report n = 1 and 2, also per generated token.
     """
     value, without = _distinct(continuations, n)
     return Estimate(value, _jackknife(without), len(continuations))
 
 
 def distinct_difference(ours: Sequence[Tokens], theirs: Sequence[Tokens], n: int) -> Estimate:
-    """distinct-n of `ours` minus that of `theirs`, continuations of the same prompts in the same order."""
+    """Return distinct-n of `ours` minus distinct-n of `theirs`: continuations of the same prompts in the same order."""
     if len(ours) != len(theirs):
         raise ValueError(f"pairs need as many continuations on both sides, got {len(ours)} and {len(theirs)}")
     (our, our_without), (their, their_without) = _distinct(ours, n), _distinct(theirs, n)
@@ -53,11 +53,11 @@ def distinct_difference(ours: Sequence[Tokens], theirs: Sequence[Tokens], n: int
 
 
 def loop_length(tokens: Tokens, *, times: int = LOOP_TIMES, shortest: int = 2) -> int | None:
-    """The tokens of the phrase that a text ends with `times` times in a row; None where there is none.
+    """Return the length in tokens of the phrase that a text repeats `times` times at its end; None if there is none.
 
-    The shortest such phrase of `shortest` tokens or more; a single token six times is a phrase of two, three times.
-    (Holtzman et al. 2020, The curious case of neural text degeneration, whose "repetition" is such an end: a phrase of
-    at least two tokens, three times or more.)
+    The phrase is the shortest one of at least `shortest` tokens; a single token repeated six times counts as a phrase
+    of two tokens, three times. Source: Holtzman et al. 2020, The curious case of neural text degeneration, who define
+    "repetition" as such an ending: a phrase of at least two tokens, three times or more.
     """
     for length in range(shortest, len(tokens) // times + 1):
         end = list(tokens[len(tokens) - length * times :])
@@ -73,7 +73,7 @@ def _grams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
 
 
 def _distinct(continuations: Sequence[Tokens], n: int) -> tuple[float, np.ndarray]:
-    """distinct-n, and (k,) the same without each one of the k continuations; without any token, 0."""
+    """Return distinct-n of all k continuations, and its (k,) leave-one-out values; 0 where there are no tokens."""
     grams = [set(_grams(tokens, n)) for tokens in continuations]
     found_in = Counter(gram for own in grams for gram in own)
     lost = np.array([sum(found_in[gram] == 1 for gram in own) for own in grams])
@@ -83,6 +83,6 @@ def _distinct(continuations: Sequence[Tokens], n: int) -> tuple[float, np.ndarra
 
 
 def _jackknife(without: np.ndarray) -> float | None:
-    """sqrt((k - 1) / k sum((x_i - mean(x))^2)) of the values without each one; None of a single one."""
+    """Return sqrt((k - 1) / k sum((x_i - mean(x))^2)) for k leave-one-out values x_i; None for k = 1."""
     k = len(without)
     return math.sqrt((k - 1) / k * float(np.sum((without - without.mean()) ** 2))) if k > 1 else None

@@ -1,7 +1,7 @@
 """How well a model predicts a text: windows over its tokens, the loss of each token, sums over blocks of the text.
 
-A sequence of tokens is cut into windows of L, one beginning every S tokens. A token is scored in the first window that
-holds it, except as the first of a window, where nothing predicts it. With L = 4:
+A sequence of tokens is cut into windows of L tokens, one starting every S tokens. A token is scored in the first window
+that contains it. The first token of a window has no context and is not scored in that window. With L = 4:
 
     sequence      a b c d e f g
     S = 3         a b c d
@@ -9,7 +9,7 @@ holds it, except as the first of a window, where nothing predicts it. With L = 4
     S = 2         a b c d
                       c d e f
                           e f g        scored: b c d | e f | g
-    S = 4         a b c d | e f g      scored: b c d | f g      (as rows of training)
+    S = 4         a b c d | e f g      scored: b c d | f g      (like training rows)
 
 Shapes: B windows, T tokens of the longest of them, V vocabulary.
 """
@@ -26,28 +26,28 @@ import torch.nn.functional as F
 
 from kvshift.lab.data.token_stream import Tokens
 
-# Of one document, what counts as one observation. Tokens depend on their neighbours: an error made of single tokens
-# would be far too small.
+# Size of one observation. Losses of neighbouring tokens are correlated, so a standard error over single tokens would be
+# far too small.
 BLOCK_BYTES = 4096
 
-# Blocks that are told apart; where a text has more, sums of neighbours are kept.
+# Maximum number of blocks; neighbouring blocks of a longer text are merged.
 _MOST_BLOCKS = 2**14
 
-# Batches of windows that are sorted by length first, so that there is little padding.
+# Number of batches whose windows are sorted by length together, to reduce padding.
 _SORTED_BATCHES = 16
 
 
 class Part(NamedTuple):
-    """Consecutive tokens of a sequence: ids, bytes of text that each stands for, number of its block; each (n,)."""
+    """Consecutive tokens of a sequence: their ids, sizes in bytes of text, and block numbers; each (n,)."""
 
     ids: np.ndarray
     sizes: np.ndarray
     blocks: np.ndarray
-    last: bool  # whether the sequence ends here
+    last: bool  # whether the sequence ends with this part
 
 
 class Window(NamedTuple):
-    """What a model sees at once: ids (n,); sizes and blocks (s,) of the last s of them, which are scored."""
+    """Tokens that a model sees at once: ids (n,), and sizes and blocks (s,) of the last s tokens, which are scored."""
 
     ids: np.ndarray
     sizes: np.ndarray
@@ -55,7 +55,7 @@ class Window(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Tokens with their losses in nats; each (s,)."""
+    """Scored tokens: losses in nats, sizes in bytes and block numbers; each (s,)."""
 
     losses: np.ndarray
     sizes: np.ndarray
@@ -65,18 +65,18 @@ class Scored(NamedTuple):
 def sequences(
     stream: Iterable[Tokens], *, begin: int | None, separator: int | None, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[Part]:
-    """Documents as sequences of their own, or as one.
+    """Yield the documents as separate sequences, or joined into one.
 
-    A block is `block_bytes` of a document, or what its end leaves: the same whichever tokenizer is used. A token
-    belongs to the block that it begins in.
+    A block is `block_bytes` of a document, or the shorter rest at its end, and so does not depend on the tokenizer. A
+    token belongs to the block in which it begins.
 
     Args:
-        stream: tokens of the documents, in order.
-        begin: token that is put before each sequence; it stands for no text. None: nothing.
-        separator: token that is put between documents, which then are one sequence; it belongs to the block before.
+        stream: Tokens of the documents, in order.
+        begin: Token to insert before each sequence; its size is 0 bytes. None: no token.
+        separator: Token to insert between documents, which then form one sequence; it belongs to the preceding block.
             None: each document is a sequence.
     """
-    block, position = 0, 0  # the first block of this document, and its bytes so far
+    block, position = 0, 0  # the first block of this document, and the document's bytes so far
     before = begin
     for ids, sizes, last in stream:
         starts = position + np.cumsum(sizes) - sizes
@@ -93,9 +93,9 @@ def sequences(
 
 
 def windows(parts: Iterable[Part], *, length: int, stride: int) -> Iterator[Window]:
-    """The windows of all sequences, in order; see the head of the module."""
+    """Yield the windows of all sequences, in order, as the module's docstring describes."""
     nothing = np.empty(0, np.int64)
-    ids, sizes, blocks, seen = nothing, nothing, nothing, 1  # the first `seen` are not to be scored
+    ids, sizes, blocks, seen = nothing, nothing, nothing, 1  # the first `seen` tokens are not scored
     for part in parts:
         ids, sizes, blocks = (
             np.concatenate(pair) for pair in zip((ids, sizes, blocks), (part.ids, part.sizes, part.blocks), strict=True)
@@ -112,9 +112,9 @@ def windows(parts: Iterable[Part], *, length: int, stride: int) -> Iterator[Wind
 
 
 def score(model: Any, wanted: Iterable[Window], batch_size: int) -> Iterator[Scored]:
-    """The losses of the tokens to be scored, batch by batch, not in order.
+    """Yield the losses of the scored tokens batch by batch, not in the order of the text.
 
-    Windows of about the same length share a batch, padded at their ends, where causal models do not look.
+    Windows of similar length share a batch. Padding is on the right, where a causal model's scores do not depend on it.
     """
     left = iter(wanted)
     while group := list(islice(left, batch_size * _SORTED_BATCHES)):
@@ -135,7 +135,7 @@ def _score_batch(model: Any, batch: list[Window]) -> Scored:
     mask = None if min(lengths) == max(lengths) else mask_BT.to(model.device)
     logits_BTV = model(input_ids=ids_BT, attention_mask=mask, use_cache=False).logits
     losses = []
-    for row, window in enumerate(batch):  # one at a time: the float32 copy of all logits may not fit
+    for row, window in enumerate(batch):  # row by row: a float32 copy of all logits may not fit into memory
         first, end = lengths[row] - len(window.sizes), lengths[row]
         logits_SV = logits_BTV[row, first - 1 : end - 1].float()
         losses.append(F.cross_entropy(logits_SV, ids_BT[row, first:end], reduction="none"))
@@ -147,11 +147,11 @@ def _score_batch(model: Any, batch: list[Window]) -> Scored:
 
 
 class BlockSums:
-    """Sums over the blocks of a text, of which as many are kept as fit, whatever the length of the text.
+    """Sums over the blocks of a text, in a fixed amount of memory whatever the length of the text.
 
     Attributes:
-        sums: (3, blocks): of losses in nats, tokens, and bytes.
-        together: neighbouring blocks that stand in one column, a power of two.
+        sums: (3, blocks) Sums of losses in nats, number of tokens, and number of bytes.
+        together: Number of neighbouring blocks that share one column, a power of two.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class BlockSums:
             row += np.bincount(columns, weights=values, minlength=_MOST_BLOCKS)
 
     def merge(self) -> None:
-        """Keep the sums of pairs of columns."""
+        """Add up neighbouring pairs of columns, which frees half of them."""
         pairs = self.sums.reshape(3, -1, 2).sum(axis=2)
         self.sums = np.concatenate([pairs, np.zeros_like(pairs)], axis=1)
         self.together *= 2

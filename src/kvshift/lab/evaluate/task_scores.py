@@ -1,4 +1,4 @@
-"""Scores on benchmarks, with their errors, and what two models' answers to the same questions say of them."""
+"""Benchmark scores with standard errors, and comparisons of two models on the same questions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _RESAMPLES = 10_000
 
 
 def scores(name: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a model has reached on a benchmark.
+    """Return the scores of a model on a benchmark.
 
     Args:
-        name: of the benchmark.
-        found: from `ask`: for each question the metrics of lm-eval, 0 or 1, and what its prompt was; of LAMBADA also
-            the log-likelihood of the last word, which lm-eval calls perplexity.
+        name: Name of the benchmark.
+        found: The result of `ask`: for each question the metrics of lm-eval, 0 or 1, and facts of its prompt. LAMBADA
+            also has the log-likelihood of the last word, which lm-eval calls perplexity.
 
     Returns:
-        "metric", the one that is reported, its mean "score" and "stderr", over "items"; the means of the others, with
-        their errors; "shots", the mean number of examples in a prompt, and "cut", the prompts that were too long even
-        without; "macro", the mean of the subjects' scores where there are several. The perplexity is
-        exp(-mean(log-likelihood)), and its error that of the mean times the perplexity.
+        "metric", the reported metric, with its mean "score" and "stderr" over "items"; the means of the other metrics
+        with their errors; "shots", the mean number of examples per prompt; "cut", the number of prompts that were too
+        long even without examples; "macro", the mean of the subjects' scores if there are several subjects. The
+        perplexity is exp(-mean(log-likelihood)), and its error is the error of that mean times the perplexity.
     """
     metric = BENCHMARKS[name].metric
     score = mean_of([float(item[metric]) for item in found])
@@ -50,7 +50,7 @@ def scores(name: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def average(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The mean of the eight scores of Table 2, the tasks taken as independent; None where one of them is missing."""
+    """Return the mean of the eight scores of Table 2, with its error for independent tasks; None if one is missing."""
     if not set(PAPER) <= set(tasks):
         return None
     errors = [tasks[name]["stderr"] for name in PAPER]
@@ -59,15 +59,15 @@ def average(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def compare(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
-    """Two models on the same questions.
+    """Compare two models on the same questions.
 
     Args:
-        ours, theirs: (questions,) 1 where the answer is right, else 0, in the same order.
+        ours, theirs: (questions,) 1 for a correct answer and 0 for a wrong one, in the same order.
 
     Returns:
         "difference" of the scores with "low" and "high", its 95 % interval by a bootstrap over pairs (percentiles of
-        10,000 resamples); "only_first" and "only_second", the questions that one of them alone has right; "p" of
-        McNemar's exact test: the probability, were both equally good, of a split at least as uneven.
+        10,000 resamples); "only_first" and "only_second", the numbers of questions that only that model answers
+        correctly; "p", the p-value of McNemar's exact test.
     """
     from scipy.stats import binomtest  # takes half a second to import
 
@@ -82,7 +82,7 @@ def compare(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
 
 
 def compare_averages(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
-    """Two models' averages as `average` makes them; pairs are drawn again within each benchmark."""
+    """Compare the averages of two models (see `average`) by a bootstrap over the pairs within each benchmark."""
     if not set(PAPER) <= set(ours):
         return None
     pairs = [(ours[name], theirs[name]) for name in PAPER]
@@ -92,9 +92,9 @@ def compare_averages(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.nda
 
 
 def _resampled(ours: np.ndarray, theirs: np.ndarray, seed: int = 0) -> np.ndarray:
-    """The difference in each resample of the pairs.
+    """Return the difference in each bootstrap resample of the pairs.
 
-    A pair differs by -1, 0 or 1, so that the counts of the three in a resample are one draw of a multinomial.
+    A pair differs by -1, 0 or 1, so the counts of the three values in a resample follow a multinomial distribution.
     """
     counts = np.array([np.sum(ours < theirs), np.sum(ours == theirs), np.sum(ours > theirs)])
     drawn = np.random.default_rng(seed).multinomial(len(ours), counts / len(ours), size=_RESAMPLES)

@@ -1,4 +1,4 @@
-"""`kvshift eval MODEL FILE ...`: loss, perplexity and bits per byte of a text, for one model or several."""
+"""`kvshift eval MODEL FILE ...`: loss, perplexity and bits per byte of one or more models on a text."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from kvshift.lab.runs.progress import Counter
 
 _say = partial(say, command="eval")
 
-_LONGEST_WINDOW = 2048  # where nobody names one: the logits of a longer one take gigabytes
+_LONGEST_WINDOW = 2048  # limit of the default: the logits of longer windows take gigabytes
 
 
 class Model(NamedTuple):
-    """A model that is not loaded yet.
+    """A model whose weights are not loaded yet.
 
     Attributes:
-        begin, separator: tokens before a sequence and between documents, where there are any.
-        longest: tokens that it is made for, where it says so.
+        begin, separator: Token before each sequence and token between documents; None for no such token.
+        longest: Context length (`max_position_embeddings`); None if the config does not state one.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Model(NamedTuple):
 
 
 def measure(config: EvalConfig) -> dict[str, Any]:
-    """Score the text with each model, one after the other: what the report says of it.
+    """Score the text with each model, one after the other, and return the report.
 
-    "models" and "differences" (the first model minus each other one) hold the loss in nats per token and the bits per
-    byte, with standard errors over "blocks"; differences also the ends of their 95 % intervals.
+    "models" and "differences" (the first model minus each other model) hold the loss in nats per token and the bits
+    per byte, with standard errors over the blocks of the text. "differences" also holds 95 % intervals.
 
     Raises:
-        LabError: options, text or a model are not fit (exit code 2), or memory does not suffice (3).
+        LabError: The options, text or a model cannot be used (exit code 2), or memory runs out (3).
     """
     models = [prepare(name, config) for name in (config.model, *config.against)]
     length = _window(config, models)
@@ -84,7 +84,7 @@ def measure(config: EvalConfig) -> dict[str, Any]:
 
 
 def prepare(name: str, config: EvalConfig) -> Model:
-    """What is to be known of a model before its weights are loaded."""
+    """Locate a model and load its tokenizer and config, but not its weights."""
     folder, tokenizer_folder = locate(name, _say)
     tokenizer = load_tokenizer(tokenizer_folder)
     if not hasattr(tokenizer, "backend_tokenizer"):
@@ -108,7 +108,7 @@ def prepare(name: str, config: EvalConfig) -> Model:
 
 
 def _window(config: EvalConfig, models: list[Model]) -> int:
-    """Tokens of a window, the same for all models."""
+    """Return the number of tokens per window, which is the same for all models."""
     shortest = min((model for model in models if model.longest), key=lambda model: model.longest or 0, default=None)
     most = None if shortest is None else shortest.longest
     length = config.window
@@ -125,14 +125,14 @@ def _window(config: EvalConfig, models: list[Model]) -> int:
 
 
 def pieces(config: EvalConfig) -> Iterator[tuple[str, bool]]:
-    """The documents of all texts; see `read_pieces`."""
+    """Iterate over the documents of all texts, in pieces as in `read_pieces`."""
     shared = {name: getattr(config, name) for name in ("hub_config", "split", "streaming", "text_column")}
     return chain.from_iterable(read_text(DataConfig(corpus=text, **shared), "texts") for text in config.texts)
 
 
 def _measure(config: EvalConfig) -> dict[str, int | None]:
-    """Documents and bytes of the text. What is wrong with a file is found here, before hours of work."""
-    if config.streaming:  # to read it twice would be to download it twice
+    """Count the documents and bytes of the text, which also finds unreadable files before hours of work."""
+    if config.streaming:  # a second pass would download the text a second time
         return {"documents": None, "bytes": None}
     documents = size = 0
     for text, last in pieces(config):
@@ -163,11 +163,11 @@ def _score(model: Model, config: EvalConfig, length: int, stride: int, progress:
 
 
 def _block_values(sums: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """For each block a value, such that their mean and its standard error are those of sum(sums) / sum(weights).
+    """Return one value per block whose mean and standard error are those of the ratio sum(sums) / sum(weights).
 
         m = sum(s) / sum(w),  v_i = m + (s_i - m w_i) / mean(w)
 
-    which for blocks of equal weight are s_i / w_i; a block without weight says nothing, and gets m.
+    For blocks of equal weight, v_i = s_i / w_i. A block of zero weight carries no information and gets v_i = m.
     """
     mean = sums.sum() / weights.sum()
     return mean + (sums - mean * weights) / weights[weights > 0].mean()
@@ -197,7 +197,7 @@ def _numbers(model: Model, result: BlockSums) -> dict[str, Any]:
 
 
 def _difference(ours: Model, our: BlockSums, theirs: Model, their: BlockSums, *, same_tokens: bool) -> dict[str, Any]:
-    """The first minus the other, paired by block; a loss per token means the same for the same tokens only."""
+    """Return the first model minus the other, paired by block; losses per token only if the tokens are the same."""
     counted = (our.sums[1] > 0) | (their.sums[1] > 0)
     (our_losses, our_tokens, our_sizes), (losses, tokens, sizes) = our.sums[:, counted], their.sums[:, counted]
     found: dict[str, Any] = {"name": ours.name, "minus": theirs.name, "loss": None, "bits_per_byte": None}
@@ -215,9 +215,9 @@ def _paired(values: np.ndarray) -> dict[str, Any]:
 
 
 def with_interval(estimate: Estimate) -> dict[str, float | None]:
-    """A difference with Student's 95 % interval, of a mean or of a statistic with the jackknife's error.
+    """Return a difference with its standard error and Student's 95 % interval.
 
-    There is no interval, and no error, of a single value.
+    `estimate` is a mean, or a statistic with a jackknife error. A single value has neither an error nor an interval.
     """
     from scipy.stats import t  # takes half a second to import
 
@@ -229,7 +229,7 @@ def with_interval(estimate: Estimate) -> dict[str, float | None]:
 
 
 def table(report: dict[str, Any]) -> list[str]:
-    """The report for the terminal, in lines."""
+    """Format the report for the terminal, as a list of lines."""
     head = ("model", "loss, nats per token", "perplexity", "bits per byte", "tokens", "bytes")
     rows = [
         (
@@ -286,5 +286,5 @@ def _with_error(value: float | None, error: float | None, fewest: int = 4, signe
 
 
 def _digits(error: float, fewest: int = 4) -> int:
-    """Decimals that keep two figures of an error: at most nine."""
+    """Return the number of decimals that shows two significant digits of an error, between `fewest` and 9."""
     return fewest if error <= 0 else min(9, max(fewest, 1 - math.floor(math.log10(error))))

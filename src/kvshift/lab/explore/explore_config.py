@@ -13,10 +13,10 @@ from kvshift.lab.core.errors import LabError, require, require_new, require_unic
 
 @dataclass(frozen=True, kw_only=True)
 class ExploreConfig:
-    """The models to look into, and the folder of the page.
+    """The models to explore, and the folder of the page.
 
-    The page computes in the browser of whoever opens it, and needs a web server, such as that of --open. Without MODEL,
-    --open serves a page that is there already.
+    The page runs the models in the reader's browser and needs a web server, such as that of --open. Without MODEL,
+    --open serves an existing page.
     """
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL ...]")] = ()
@@ -26,14 +26,14 @@ class ExploreConfig:
     open: bool = False
     """Serve the page on the loopback address and open a browser, until Ctrl-C."""
     text: str | None = None
-    """Text to begin with. None: a sentence that repeats itself."""
+    """Initial text. None: a sentence that repeats itself."""
     explain: bool = False
-    """Begin with the one-minute explanation of the shift; for two models of letters, without and with it."""
+    """Begin with the one-minute explanation of the shift, for two one-layer models of letters: without and with it."""
     port: int = 0
-    """Port of --open. 0: any that is free."""
+    """Port of --open. 0: any free port."""
 
     def check(self) -> None:
-        """Raise a LabError that names the option, its value, and what it may be."""
+        """Raise a LabError that names the invalid option, its value and the values that are allowed."""
         require(len(self.models) <= 2, "models", [*self.models], "one or two")
         require(0 <= self.port < 2**16, "port", self.port, "between 0 and 65535")
         require_unicode(self.text or "", "text")
@@ -41,7 +41,7 @@ class ExploreConfig:
             raise LabError("explain compares a model without shift with one with it: give two models")
 
     def check_paths(self) -> None:
-        """Raise a LabError where something stands in the place of the new folder, or there is no page to serve."""
+        """Raise a LabError if `out` exists and is not an empty folder or, without models, if it contains no page."""
         if self.models:
             require_new(self.out)
         elif not self.open or not (self.out / "facts.json").is_file():

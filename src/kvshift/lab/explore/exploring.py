@@ -1,8 +1,8 @@
 """`kvshift explore`: a static page that runs one or two models in the reader's browser.
 
-OUT/index.html, *.css, *.js          the page; it requests nothing but the files of this folder
-OUT/facts.json                       what the page says of the models: sizes, coefficients, scores of the heads
-OUT/tokenizer.json                   of the models
+OUT/index.html, *.css, *.js          the page; it requests only files of this folder
+OUT/facts.json                       facts about the models that the page shows: sizes, coefficients, head scores
+OUT/tokenizer.json                   the tokenizer of the models
 OUT/models/N/model.onnx              the program of `watched_program`; large weights are in model.onnx.data
 OUT/runtime/                         ONNX Runtime for WebAssembly
 """
@@ -43,29 +43,28 @@ __all__ = ["ExploreConfig", "explore"]
 _say = partial(say, command="explore")
 
 MOST_TOKENS = 128
-"""Tokens that the page computes at most: all heads of all layers have T x T probabilities each."""
-_LARGE = 100e6  # bytes of weights, from which on the page says what it needs
-_MOST = 1.9 * 2**30  # of the 4 GiB that WebAssembly can address, weights are there twice while they are loaded
-_SHIFTED = ("One layer without shift", "One layer with KV shift")  # what the explanation calls its models
-_COPIES = 4  # of the weights, while a program is traced and compared
+"""Maximum number of tokens that the page computes: every head of every layer has T x T probabilities."""
+_LARGE = 100e6  # bytes of weights from which on the required memory is printed
+_MOST = 1.9 * 2**30  # bytes of weights; WebAssembly addresses 4 GiB, and weights are there twice while they are loaded
+_SHIFTED = ("One layer without shift", "One layer with KV shift")  # names of the models in the explanation
+_COPIES = 4  # copies of the weights in memory while a program is traced and compared
 TEXTS = (
     "The old lighthouse keeper Ada Finch lit the lamp at dusk. At dawn, Ada Finch",
     "one two three four five six. one two three four",
     "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n    return width *",
 )
 LETTERS = ("k d r a b m t e a", "x y z w x", "p q r s t u v p q r s")
-"""Texts to begin with, and other examples."""
+"""Example texts for models of words and of letters; the first one is the initial text."""
 
 
 def explore(config: ExploreConfig) -> None:
-    """Write the page to `config.out`, and serve it if asked to.
+    """Write the page to `config.out`, and serve it with `config.open`.
 
-    What each program computes is compared with its model first. The folder is there whole, and only if it computes the
-    same.
+    Each program is first compared with its model. The folder is created only if it is complete and computes the same.
 
     Raises:
-        LabError: the options, a model, its tokenizer or the folder is not fit, or a package is missing (exit code 2).
-        RunFailedError: a program computes something else than its model, or could not be written (3).
+        LabError: The options, a model, its tokenizer or the folder is invalid, or a package is missing (exit code 2).
+        RunFailedError: A program computes other results than its model, or it cannot be written (exit code 3).
     """
     config.check()
     config.check_paths()
@@ -108,7 +107,7 @@ def _make(config: ExploreConfig) -> None:
 
 
 def _load(name: str, folder: str, tokenizer: Any) -> Any:
-    """A model in float32, which is what WebAssembly computes with."""
+    """Load a model in float32, the precision of the WebAssembly runtime."""
     model = load_weights(folder, dtype="float32", device="cpu", attn_implementation="eager")
     known = {kind for family in FAMILIES for pair in family.models.items() for kind in pair}
     known = {kind for kind in known if auto_class(kind) is AutoModelForCausalLM}
@@ -120,7 +119,7 @@ def _load(name: str, folder: str, tokenizer: Any) -> Any:
 
 
 def _require_explained(models: list[Any]) -> None:
-    """Raise a LabError unless the models are those that the explanation speaks of."""
+    """Raise a LabError unless the explanation fits the models: one layer each, without and with shift."""
     layers = [model.config.get_text_config().num_hidden_layers for model in models]
     shifted = [bool(coefficients(model)) for model in models]
     if layers != [1, 1] or shifted != [False, True]:
@@ -131,7 +130,7 @@ def _require_explained(models: list[Any]) -> None:
 
 
 def _require_memory(models: list[Any]) -> None:
-    """Say what large models need, here and in the browser, and raise a LabError where that is not to be had."""
+    """Print the memory that large models need, here and in the browser; raise a LabError if it is not available."""
     sizes = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in models]
     if sum(sizes) < _LARGE:
         return
@@ -161,7 +160,7 @@ def _write_program(name: str, model: Any, tokenizer: Any, path: Path) -> None:
 
 
 def _describe(name: str, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """What the page says of a model before it runs, and the sequences on which it measures heads again."""
+    """Return facts about a model that the page shows before running it, and sequences on which it measures heads."""
     text = model.config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or MOST_TOKENS
     words = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))

@@ -1,4 +1,4 @@
-"""A web server for one folder, on the loopback address."""
+"""A web server for one folder on the loopback address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvshift.lab.core.errors import LabError
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    # Not left to the machine's own table, which may call a script text/plain: browsers then refuse it.
+    # Override the system's table of types, which may map scripts to text/plain; browsers would refuse those.
     extensions_map = SimpleHTTPRequestHandler.extensions_map | {
         ".js": "text/javascript",
         ".mjs": "text/javascript",
@@ -22,18 +22,18 @@ class _Handler(SimpleHTTPRequestHandler):
     }
 
     def end_headers(self) -> None:
-        self.send_header("Cache-Control", "no-cache")  # a page that was made again is a new one
+        self.send_header("Cache-Control", "no-cache")  # the page may be regenerated under the same address
         super().end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal has the address alone."""
+        """Log nothing: the terminal shows only the address."""
 
 
 def page_server(folder: Path, port: int = 0) -> ThreadingHTTPServer:
-    """A server that is bound, and serves once `serve_forever` is called.
+    """Create a server that is bound to the port; call `serve_forever` to serve.
 
     Raises:
-        LabError: the port is taken.
+        LabError: The port cannot be used.
     """
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, directory=str(folder)))
@@ -42,7 +42,7 @@ def page_server(folder: Path, port: int = 0) -> ThreadingHTTPServer:
 
 
 def serve_page(folder: Path, port: int, say: Callable[[str], Any]) -> None:
-    """Serve until Ctrl-C, and open a browser where there is one."""
+    """Serve the folder until Ctrl-C, and open a browser if there is one."""
     with page_server(folder, port) as server:
         address = f"http://127.0.0.1:{server.server_port}/"
         say(f"{folder} is served at {address}; Ctrl-C ends it")

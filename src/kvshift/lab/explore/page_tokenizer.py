@@ -1,4 +1,4 @@
-"""Which tokenizers the page can compute with: those of its `tokenizer.js`, which reads the same tokenizer.json."""
+"""Checks that `tokenizer.js` of the page, which reads tokenizer.json, supports a tokenizer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvshift.lab.core.errors import LabError
 
 _NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 _SPLITS = {"Isolated", "Removed"}
-# What Oniguruma has and JavaScript lacks, or reads otherwise.
+# Syntax of Oniguruma that JavaScript does not have or interprets differently.
 _FOREIGN = re.compile(r"[?*+]\+|\{\d+(?:,\d*)?\}\+|\(\?(?!i:|!|=|:|<[=!])|\\[hHAzZGRXK]|\[\[:|&&")
 
 
 def tokenizer_json(tokenizer: Any, name: str) -> str:
-    """The tokenizer.json that the page reads.
+    """Return the text of tokenizer.json for the page.
 
     Raises:
-        LabError: the page cannot compute what the tokenizer does; it says which part.
+        LabError: The page does not support the tokenizer. The message names the unsupported part.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -35,7 +35,7 @@ def tokenizer_json(tokenizer: Any, name: str) -> str:
 
 
 def _unsupported(found: Mapping[str, Any]) -> Iterator[str]:
-    """What `tokenizer.js` does not have, in words."""
+    """Yield descriptions of the parts of a tokenizer that `tokenizer.js` does not support."""
     model = found["model"]
     kind = model.get("type")
     if kind not in ("BPE", "WordLevel"):
@@ -75,7 +75,7 @@ def _unsupported_split(step: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _steps(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    """The parts of a sequence, or the one part that there is."""
+    """Return the steps of a component: the flattened parts of a Sequence, a single step, or none."""
     if part is None:
         return []
     if part["type"] != "Sequence":

@@ -1,9 +1,9 @@
 """A model as one program that takes the coefficients of its shift and returns the attention of every head.
 
     inputs:   input_ids (1, T)
-              coefficients.L.alpha, coefficients.L.beta (G, W), coefficients.L.gamma (H, W), of what layer L shifts
+              coefficients.L.alpha, coefficients.L.beta (G, W), coefficients.L.gamma (H, W), if layer L shifts them
     outputs:  logits (1, T, V)
-              attention.L (1, H, T, T): probabilities, queries down, over the shifted keys of layer L
+              attention.L (1, H, T, T): probabilities of layer L, [query, shifted key]
 
 Shapes: T positions, H query heads, G KV heads, V vocabulary, W window.
 """
@@ -26,16 +26,16 @@ from kvshift.lab.export.programs import flat, load_program, write_program
 from kvshift.lab.export.remote_code import largest_difference
 from kvshift.layers import KVShift
 
-_INSIDE = 100e6  # bytes of weights that are in the program itself
+_INSIDE = 100e6  # maximum size in bytes of weights that are stored in the program itself
 _COEFFICIENTS = {"k": "alpha", "v": "beta", "q": "gamma"}
 
 
 class WatchedModel(nn.Module):
-    """A causal language model with its coefficients as arguments.
+    """A causal language model that takes its shift coefficients as arguments.
 
     Args:
-        model: in evaluation mode, with attn_implementation "eager", which alone gives probabilities. It is changed:
-            coefficients with a constraint become free ones of the same values.
+        model: A model in evaluation mode, with attn_implementation "eager", the only one that returns probabilities. It
+            is modified: constrained coefficients are replaced by free ones with the same values.
     """
 
     def __init__(self, model: Any) -> None:
@@ -47,7 +47,7 @@ class WatchedModel(nn.Module):
             _free(layer)
 
     def coefficients(self) -> dict[str, dict[str, Tensor]]:
-        """Those of the model, by layer and name: what `forward` takes."""
+        """Return the model's coefficients by layer and name, in the format of `forward`."""
         return {
             str(number): {name: parameter.detach() for name, parameter in layer.named_parameters(recurse=False)}
             for number, (_, layer) in enumerate(self.shifts)
@@ -56,7 +56,7 @@ class WatchedModel(nn.Module):
     def forward(
         self, input_ids: Tensor, coefficients: Mapping[str, Mapping[str, Tensor]] | None = None
     ) -> dict[str, Any]:
-        """Logits and attention of ids (1, T); without coefficients, with the model's own."""
+        """Return logits and attention for ids (1, T), by default with the model's own coefficients."""
         given = {
             f"{self.shifts[int(number)][0]}.{name}": values
             for number, layer in (coefficients or {}).items()
@@ -76,7 +76,7 @@ def _free(layer: KVShift) -> None:
 
 
 def write_watched(watched: WatchedModel, path: Path) -> None:
-    """Trace the model and write the program, an `.onnx`; large weights are in `.onnx.data` beside it."""
+    """Trace the model and write an `.onnx` program; large weights are written to `.onnx.data` beside it."""
     coefficients = watched.coefficients()
     inputs: dict[str, Any] = {"input_ids": torch.ones(1, 5, dtype=torch.long)}
     shapes: dict[str, Any] = {"input_ids": {1: Dim("length", min=1)}}
@@ -89,7 +89,7 @@ def write_watched(watched: WatchedModel, path: Path) -> None:
         write_program(watched.requires_grad_(False).eval(), inputs, shapes, traced, simplify=not large)
         program = onnx_ir.load(traced)
         for node in program.graph.all_nodes():
-            node.metadata_props.clear()  # where in the code each was traced: most of a small program
+            node.metadata_props.clear()  # source locations, which take most of a small program
         if large:
             onnx_ir.save(program, path, external_data=f"{path.name}.data")
         else:
@@ -98,16 +98,18 @@ def write_watched(watched: WatchedModel, path: Path) -> None:
 
 @torch.no_grad()
 def check_watched(watched: WatchedModel, path: Path, prompts: list[Tensor]) -> float:
-    """Compare what the program computes with the model, with its own coefficients and with others.
+    """Compare the program with the model, with the model's own coefficients and with others.
 
     Args:
-        prompts: (T,), of any lengths.
+        watched: The model.
+        path: Path of the program.
+        prompts: Prompts (T,) of any lengths.
 
     Returns:
         The largest difference of logits and attention.
 
     Raises:
-        RunFailedError: the program does not run, or computes something else.
+        RunFailedError: The program does not run, or its results differ.
     """
     own = watched.coefficients()
     others = {number: {name: x.flip(1) for name, x in layer.items()} for number, layer in own.items()}
@@ -124,6 +126,6 @@ def check_watched(watched: WatchedModel, path: Path, prompts: list[Tensor]) -> f
                 ):
                     into[f"{i} {which}logits"] = outputs["logits"]
                     into[f"{i} {which}attention"] = torch.stack([x for n, x in outputs.items() if n != "logits"])
-    except Exception as error:  # of the runtime: those of ONNX Runtime have no class in common
+    except Exception as error:  # ONNX Runtime's exceptions have no common base class
         raise RunFailedError(f"the program does not run: {str(error).strip().splitlines()[0]}") from error
     return largest_difference(expected, found, "by the program")

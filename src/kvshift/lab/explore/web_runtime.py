@@ -1,7 +1,7 @@
-"""The WebAssembly build of ONNX Runtime, from the npm registry: downloaded once, then kept in the user's cache.
+"""The WebAssembly build of ONNX Runtime, downloaded once from the npm registry and kept in the user's cache.
 
-The package onnxruntime-web carries several builds. The page needs three files: the script with the interface, and the
-loader and the binary of the build for CPUs, which has all operators and no backend for GPUs.
+The package onnxruntime-web contains several builds. The page needs three files: the script with the API, and the loader
+and the binary of the build for CPUs, which has all operators and no GPU backend.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ FILES = {
     "ort-wasm-simd-threaded.mjs": "e13f7f94fc51b4ca72b12faeb1ee95f4ace6dfbc8939bc718aabdc0a27c4299b",
     "ort-wasm-simd-threaded.wasm": "3398c10d07d229bd91b364548e130e0e51a8e5704b88c7c083ebbeb78842dee2",
 }
-"""The files, and their SHA-256."""
+"""SHA-256 of each file, by name."""
 
-_SECONDS = 60  # without a byte
+_SECONDS = 60  # timeout of a network operation
 
 
 def runtime_folder(say: Callable[[str], Any], url: str = URL) -> Path:
-    """The folder of `FILES`, downloaded where they are not in the cache yet.
+    """Return the folder that contains `FILES`, after downloading them if they are not in the cache.
 
     Raises:
-        LabError: they are neither in the cache nor to be had, or are not those that were tested.
+        LabError: The files are not in the cache and cannot be downloaded, or a downloaded file has another SHA-256.
     """
     folder = user_cache(f"onnxruntime-web-{VERSION}")
     try:
@@ -55,7 +55,7 @@ def runtime_folder(say: Callable[[str], Any], url: str = URL) -> Path:
 
 
 def copy_runtime(folder: Path, to: Path) -> None:
-    """Copy the files, each compared with its SHA-256."""
+    """Copy the files into a new folder, after comparing each with its SHA-256."""
     to.mkdir()
     for name, sha256 in FILES.items():
         content = (folder / name).read_bytes()

@@ -1,7 +1,8 @@
-"""Definitions of this package, with all that they need of it, in one Python file.
+"""Bundle definitions of this package, with everything that they use from it, into one Python file.
 
-The text is the package's own, comments and docstrings included. Only what can be reached from the given names is there,
-in the order in which Python needs it. Private names that two modules have get that of their module before them.
+The source text is copied, including its comments and docstrings. The file contains only definitions that the given
+names use, directly or indirectly, in an order that Python can run. Private names that several modules define are
+prefixed with the name of their module.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _Position = tuple[int, int]
 
 @dataclass(eq=False)
 class _Statement:
-    """A statement at the top of a module, with the comments above it and the docstring below it.
+    """A top-level statement of a module, with the comments above it and the docstring below it.
 
     Attributes:
-        names: what it defines; empty for an expression such as a registration.
-        first, last: its lines, from 1.
+        names: Names that the statement defines; empty for an expression such as a registration.
+        first, last: Its first and last line, counted from 1.
     """
 
     module: _Module
@@ -39,14 +40,14 @@ class _Statement:
     last: int
 
     def used(self) -> Iterator[ast.Name]:
-        """Every name in it, but those in members that are left out."""
+        """Yield every name in the statement, except in members that are left out."""
         out = {id(node) for member in self.left_out() for node in ast.walk(member)}
         for node in ast.walk(self.node):
             if isinstance(node, ast.Name) and id(node) not in out:
                 yield node
 
     def left_out(self) -> list[ast.stmt]:
-        """The members of a class that are not wanted."""
+        """Return the members of a class that are to be left out."""
         if not isinstance(self.node, ast.ClassDef):
             return []
         unwanted = self.module.dropped.get(self.node.name, ())
@@ -58,7 +59,7 @@ class _Statement:
 
 @dataclass(eq=False)
 class _Module:
-    """A parsed module: its statements, and where the names that it imports come from."""
+    """A parsed module: its statements, and the sources of the names that it imports."""
 
     name: str
     dropped: Mapping[str, Sequence[str]]
@@ -108,7 +109,7 @@ class _Module:
 
 
 class _Package:
-    """The modules that have been looked into, and whose definitions stand in for whose."""
+    """The modules that have been parsed so far, and the definitions to replace or to leave out."""
 
     def __init__(self, replaced: Mapping[str, str], by: str, dropped: Mapping[str, Sequence[str]]) -> None:
         self.modules: dict[str, _Module] = {}
@@ -120,7 +121,7 @@ class _Package:
         return self.modules[name]
 
     def find(self, module: str, name: str) -> _Statement:
-        """The statement that defines what a module knows by this name, through whatever it is imported."""
+        """Return the statement that defines a name used in a module, following imports and replacements."""
         here = self.module(module)
         if self.replaced.get(name) == module:
             if name not in here.defined:
@@ -133,7 +134,7 @@ class _Package:
         return self.find(*here.inner[name])
 
     def home(self, statement: _Statement) -> tuple[_Module, int]:
-        """The module and line that a statement stands in, or that of what it replaces."""
+        """Return the module and first line of a statement, or of the statement that it replaces."""
         if statement.module.name == self.by and statement.names[0] in self.replaced:
             old = self.module(self.replaced[statement.names[0]])
             return old, old.defined[statement.names[0]].first
@@ -148,17 +149,18 @@ def bundle(
     dropped: Mapping[str, Sequence[str]],
     values: Mapping[tuple[str, str], str],
 ) -> str:
-    """The source of these definitions and of all that they use of this package, imports first.
+    """Return the source of the given definitions and of everything that they use from this package, imports first.
 
     Args:
-        roots: modules and names in them.
-        replaced: names in the module `by` that stand in for those of other modules, and of which.
-        dropped: methods and other members to leave out, by class.
-        values: other values of class attributes, by class and attribute.
+        roots: Modules and names in them.
+        replaced: Names that the module `by` defines, and the modules whose definitions of these names they replace.
+        by: Name of the module with the replacements.
+        dropped: Methods and other members to leave out, by class.
+        values: New values of class attributes, by class and attribute, as source text.
 
     Raises:
-        LookupError: something that these name is not there.
-        ValueError: two modules import different things by one name, or have a public name in common.
+        LookupError: A module, name or member in the arguments does not exist.
+        ValueError: Two modules import different objects by one name, or define the same public name.
     """
     package = _Package(replaced, by, dropped)
     needed: dict[int, _Statement] = {}
@@ -169,7 +171,7 @@ def bundle(
             continue
         needed[id(statement)] = statement
         waiting += _package_names(package, statement).values()
-        for other in statement.module.statements:  # registrations of what is there
+        for other in statement.module.statements:  # registrations of needed definitions
             uses = _package_names(package, other) if not other.names else {}
             if uses and all(id(used) in needed for used in uses.values()):
                 waiting.append(other)
@@ -193,7 +195,7 @@ def bundle(
 
 
 def _package_names(package: _Package, statement: _Statement) -> dict[str, _Statement]:
-    """What a statement uses of this package, by the names that it uses."""
+    """Return the statements of this package that a statement uses, by the names that it uses for them."""
     module = statement.module
     found = {}
     for node in statement.used():
@@ -203,7 +205,7 @@ def _package_names(package: _Package, statement: _Statement) -> dict[str, _State
 
 
 def _renamed(package: _Package, kept: Iterable[_Statement]) -> dict[tuple[int, str], str]:
-    """New names for those that several modules define, by statement and name."""
+    """Return new names for private names that several modules define, by statement and old name."""
     by_name: dict[str, list[_Statement]] = defaultdict(list)
     for statement in kept:
         for name in statement.names:
@@ -221,7 +223,7 @@ def _renamed(package: _Package, kept: Iterable[_Statement]) -> dict[tuple[int, s
 
 
 def _import_order(package: _Package, kept: Sequence[_Statement]) -> list[str]:
-    """The modules, each after those that it uses."""
+    """Return the modules in topological order, each after the modules that it uses."""
     needs: dict[str, set[str]] = {package.home(statement)[0].name: set() for statement in kept}
     for statement in kept:
         home = package.home(statement)[0].name
@@ -230,7 +232,7 @@ def _import_order(package: _Package, kept: Sequence[_Statement]) -> list[str]:
 
 
 def _imports(kept: Iterable[_Statement]) -> list[str]:
-    """Those of other packages that are used: the standard library's first."""
+    """Return the lines that import from other packages, the standard library first."""
     lines: dict[str, str] = {}
     for statement in kept:
         for node in statement.used():
@@ -271,7 +273,7 @@ def _text(
     new_names: Mapping[tuple[int, str], str],
     values: Mapping[tuple[str, str], str],
 ) -> str:
-    """The lines of a statement, with what is to be changed in them."""
+    """Return the source of a statement with new names and values, without members that are left out."""
     used = _package_names(package, statement)
     by_name = {name: new_names.get((id(other), name)) for name, other in used.items()}
     by_name |= {name: new_names.get((id(statement), name)) for name in statement.names}
@@ -305,7 +307,7 @@ def _text(
 
 
 def _bound(node: ast.stmt) -> Iterator[str]:
-    """The names that a statement at the top of a module defines."""
+    """Yield the names that a top-level statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name
     elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):

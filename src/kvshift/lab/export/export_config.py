@@ -33,10 +33,10 @@ class ExportOptions:
     """dtype of the weights. auto: as saved. The shift coefficients are always float32."""
 
     def check_paths(self) -> None:
-        """Raise a LabError where something stands in the place of the new folder."""
+        """Raise a LabError if `out` exists and is not an empty folder."""
         require_new(self.out)
 
     def check(self) -> None:
-        """Raise a LabError that names the option, its value, and what it may be."""
+        """Raise a LabError that names the invalid option, its value and the values that are allowed."""
         if self.remote_code and self.format != "onnx":
             raise LabError(f"format is of programs: leave it out with remote_code, got {self.format!r}")

@@ -1,4 +1,4 @@
-"""`kvshift export`: a model that runs without kvshift, as two programs or as a folder with its code."""
+"""`kvshift export`: write a model that runs without kvshift, as two programs or as a folder with its code."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _say = partial(say, command="export")
 
 
 def export(options: ExportOptions) -> None:
-    """Write the model of `options.model` to `options.out`, its tokenizer and generation config included.
+    """Write the model of `options.model` to `options.out`, with its tokenizer and generation config.
 
-    What was written is loaded again, without this package, and compared with the model on the prompts of
-    `kvshift retrofit`. The folder is there whole, and only if it computes the same.
+    The result is loaded again without this package and compared with the model on the prompts of `kvshift retrofit`.
+    The folder is created only if it is complete and computes the same.
 
     Raises:
-        LabError: the model, its tokenizer or the folder is not fit, or a package is missing (exit code 2).
-        RunFailedError: the model's own logits are not finite, or what was written computes something else, or could not
-            be written (3).
+        LabError: The model, its tokenizer or the folder cannot be used, or a package is missing (exit code 2).
+        RunFailedError: The logits of the model are not finite, or the exported model cannot be written or computes
+            different results (exit code 3).
     """
     options.check()
     require_new(options.out)
@@ -62,7 +62,7 @@ def export(options: ExportOptions) -> None:
 
 
 def _with_code(model: Any, part: Path, options: ExportOptions) -> str:
-    """Write the model, as `_for_mlx` and `_as_programs` do; returns what the folder holds, in words."""
+    """Write the model with its code, and return a description of the folder, like `_for_mlx` and `_as_programs`."""
     model.save_pretrained(part)
     code = write_code(model, part)
     return f"and its code, {code.name} of {len(code.read_text(encoding='utf-8').splitlines()):,} lines"
@@ -74,14 +74,14 @@ def _for_mlx(model: Any, part: Path, options: ExportOptions) -> str:
 
 
 def _as_programs(model: Any, part: Path, options: ExportOptions) -> str:
-    assert options.format != "mlx"  # which is no program
+    assert options.format != "mlx"  # "mlx" is not a format of programs
     write_programs(model, part, options.format)
     model.generation_config.save_pretrained(part)
     return f"as prefill.{options.format} and decode.{options.format}"
 
 
 def _compared(part: Path, prompts: list[Tensor], expected: dict[str, Tensor], options: ExportOptions) -> str:
-    """In what the folder computes what the model does, in words; a RunFailedError where it does not."""
+    """Compare the exported model with the original and describe their agreement; RunFailedError if they differ."""
     if options.remote_code:
         largest = check_folder(part, prompts, expected)
         same = "to the bit" if largest == 0 else f"to within {largest:.1e} in logits"

@@ -1,4 +1,4 @@
-"""A model folder for mlx-lm: weights and configuration as transformers has them, and `mlx_model.py` beside them."""
+"""Model folders for mlx-lm: weights and configuration in the format of transformers, and a copy of `mlx_model.py`."""
 
 # pyright: reportMissingImports=false
 
@@ -20,12 +20,12 @@ MODEL_FILE = "kvshift_llama.py"
 
 
 def require_mlx() -> None:
-    """Raise a LabError that says how to install what is missing."""
+    """Raise a LabError with install instructions if mlx or mlx-lm is missing."""
     require_importable("format mlx", ("mlx", "mlx_lm"), "pip install mlx-lm 'mlx[cpu]'")
 
 
 def require_mlx_model(model: Any) -> None:
-    """Raise a LabError unless the model is one that `mlx_model.py` computes."""
+    """Raise a LabError unless `mlx_model.py` supports the model."""
     if type(model) is not KVShiftLlamaForCausalLM:
         raise LabError(f"model: format mlx is of Llamas with KV shift, got a {type(model).__name__}")
     config: Any = model.config
@@ -43,7 +43,7 @@ def require_mlx_model(model: Any) -> None:
 
 
 def write_mlx(model: Any, folder: Path) -> None:
-    """Save the model, with the code that `model_file` in config.json names."""
+    """Save the model with its mlx-lm code, which `model_file` in config.json names."""
     model.save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -53,13 +53,13 @@ def write_mlx(model: Any, folder: Path) -> None:
 
 
 def check_mlx(folder: Path, prompts: list[Tensor], expected: dict[str, Tensor]) -> float:
-    """Compare logits and greedy tokens of mlx-lm, prompts alone, with what `remote_code.compute` found.
+    """Compare logits and greedy tokens of mlx-lm for each single prompt with the results of `remote_code.compute`.
 
     Returns:
-        The largest difference of logits; tokens are the same.
+        The largest difference of logits. The tokens are equal.
 
     Raises:
-        RunFailedError: mlx-lm does not load the folder, or computes something else.
+        RunFailedError: mlx-lm cannot load the folder, or its results differ.
     """
     import mlx.core as mx
     from mlx_lm.utils import load_model
@@ -79,6 +79,6 @@ def check_mlx(folder: Path, prompts: list[Tensor], expected: dict[str, Tensor]) 
                 given = [int(compute(given, cache)[0, -1].argmax())]
                 ids = ids + given
             found[f"{i} tokens"] = torch.tensor([ids])
-    except Exception as error:  # of the runtime: MLX's have no class in common
+    except Exception as error:  # MLX's exceptions have no common base class
         raise RunFailedError(f"mlx-lm does not run it: {str(error).strip().splitlines()[0]}") from error
     return largest_difference(expected, found, "by mlx-lm")

@@ -1,4 +1,4 @@
-"""Llama with KV shift for mlx-lm, by which `kvshift export --format mlx` writes it; it needs nothing but mlx-lm.
+"""Llama with KV shift for mlx-lm. `kvshift export --format mlx` copies this file, which requires only mlx-lm.
 
     k_hat[t] = alpha[:, 0] * k[t] + alpha[:, 1] * k[t-1] + ...        v_hat with beta
 
@@ -6,7 +6,7 @@ Shapes: B batch, T positions of this call, H query heads, G KV heads, D head siz
 """
 
 # pyright: reportMissingImports=false
-# Annotations are not postponed: mlx-lm runs this file outside of sys.modules, where a dataclass could not read them.
+# Annotations are not postponed: mlx-lm runs this file outside of sys.modules, where dataclasses cannot resolve them.
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 @dataclass
 class ModelArgs(llama.ModelArgs):
-    """The fields of config.json that are read."""
+    """The fields that are read from config.json."""
 
     rope_parameters: dict[str, Any] | None = None
     shift_targets: tuple[str, ...] = ("k", "v")
@@ -34,7 +34,7 @@ class ModelArgs(llama.ModelArgs):
 
 
 class Shift(nn.Module):
-    """The coefficients: alpha and beta, each (G, W), of what is shifted."""
+    """Shifts keys and values with the coefficients alpha and beta, each (G, W); only shifted targets have them."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class Shift(nn.Module):
                 setattr(self, name, mx.zeros((args.num_key_value_heads, args.shift_window)))
 
     def __call__(self, keys: mx.array, values: mx.array, raw: ArraysCache | None) -> tuple[mx.array, mx.array]:
-        """Shift keys and values (B, T, G, D); `raw` holds the last W - 1 of each before these, and then of these."""
-        if raw is not None and (real := raw.make_mask(keys.shape[1])) is not None:  # padding of a batch
+        """Shift keys and values (B, T, G, D), continuing from the last W - 1 raw ones in `raw`, which is updated."""
+        if raw is not None and (real := raw.make_mask(keys.shape[1])) is not None:  # the batch is padded
             keys, values = (mx.where(real[..., None, None], x, 0) for x in (keys, values))
         if "alpha" in self:
             keys = _mix(keys, self.alpha, raw, 0)
@@ -56,7 +56,7 @@ class Shift(nn.Module):
 
 
 def _mix(x: mx.array, coefficients: mx.array, raw: ArraysCache | None, slot: int) -> mx.array:
-    """(B, T, G, D): each position and those before it, by the coefficients (G, W), in float32."""
+    """Mix each position of x (B, T, G, D) with the W - 1 before it by the coefficients (G, W), in float32."""
     (batch, length, *head), window = x.shape, coefficients.shape[1]
     before = None if raw is None else raw[slot]
     rows = mx.concatenate([mx.zeros((batch, window - 1, *head), x.dtype) if before is None else before, x], axis=1)
@@ -91,7 +91,7 @@ class Attention(llama.Attention):
 
 
 class LlamaModel(llama.LlamaModel):
-    """The decoder without a head."""
+    """The decoder without the language modeling head."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
@@ -108,12 +108,12 @@ class LlamaModel(llama.LlamaModel):
 
 
 class Model(llama.Model):
-    """What mlx-lm loads."""
+    """The causal language model that mlx-lm loads."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args)
         self.model = LlamaModel(args)
 
     def make_cache(self) -> list[CacheList]:
-        """For each layer, the keys and values so far, and the last raw ones of what is shifted."""
+        """Create a cache of keys and values, and of the last raw rows of each shifted target, for each layer."""
         return [CacheList(KVCache(), ArraysCache(len(self.args.shift_targets))) for _ in self.layers]

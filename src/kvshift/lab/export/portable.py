@@ -1,9 +1,9 @@
-"""What stands in a self-contained file in place of the package's choice among implementations: PyTorch operations only.
+"""Definitions for exported model code that replace the package's choice among implementations by PyTorch operations.
 
-Each definition here replaces the one of the same name in the module that `REPLACED` names. It computes the same by the
-traceable form of `kvshift.ops.torch_ops`, which autograd differentiates by itself: no kernels, no backward of its own,
-nothing recomputed, no second check of arguments that a model has made itself, and no check for parallelism that cuts
-sequences (`refuse_sharded_sequence`, which would take the longest file beyond its limit of lines).
+Each definition replaces the one of the same name in the module that `REPLACED` names. It computes the same result with
+the traceable operations of `kvshift.ops.torch_ops`, which autograd differentiates: there are no kernels, no custom
+backward and no recomputation. Arguments that a model has created itself are not checked again. Parallelism that splits
+sequences is not checked for either (`refuse_sharded_sequence`), to keep the longest file within its limit of lines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REPLACED = {
     "_shareable": "kvshift.ops.boundaries",
     "shared_plans": "kvshift.ops.boundaries",
 }
-"""Definitions of this module by name, and whose they replace."""
+"""Names of definitions in this module, and the modules whose definitions they replace."""
 
 DROPPED = {
     "KVShift": ("coefficients", "extra_repr"),
@@ -40,10 +40,10 @@ DROPPED = {
     "SequenceState": ("__eq__", "__hash__", "reorder", "to", "detach"),
     "ShiftState": ("zeros", "split", "stack"),
 }
-"""Members that are left out, by class: models do not call them, or compute the same without them."""
+"""Members to leave out, by class: models do not call them, or compute the same result without them."""
 
 
-shared_plans = nullcontext  # every layer makes its own
+shared_plans = nullcontext  # every layer makes its own plan
 
 
 def _shareable(plan: Any) -> Any:
@@ -51,7 +51,7 @@ def _shareable(plan: Any) -> Any:
 
 
 class CoefficientCache:
-    """Nothing is kept from token to token here."""
+    """A cache of coefficients that keeps nothing between tokens."""
 
 
 def shift_norm_rope(
@@ -72,7 +72,7 @@ def shift_norm_rope(
     backend: str = "auto",
     kept: CoefficientCache | None = None,
 ) -> Results:
-    """Shift, then normalise queries and keys, then rotate them; arguments as of `KVShift.forward`."""
+    """Shift, then normalise queries and keys, then rotate them. For the arguments, see `KVShift.forward`."""
     if backend != "auto":
         raise ValueError(f'backend must be "auto": this file has one implementation; got {backend!r}')
     coefficients, new = (gamma, alpha, beta), None
@@ -115,10 +115,10 @@ def shift_into(
     norms: Norms | None = None,
     finish: Finish | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Shift q, k and v of one layer, finish them, and put k and v into the cache.
+    """Shift q, k and v of one layer, apply norms and rotation, and append k and v to the cache.
 
-    `finish` is what a family does to shifted q and k in place of `rotary` and `norms`. Returns q (B, H, T, D), k and v
-    (B, G, length, D) with those of the tokens before, and a context for attention.
+    `finish`, if given, is applied to shifted q and k in place of `rotary` and `norms`. Returns q (B, H, T, D), k and v
+    (B, G, length, D) including the cached ones, and a context for attention.
     """
     where: dict[str, Any] = {"mask": mask, "seq_idx": seq_idx, "rotary": rotary, "norms": norms}
     if cache is None or not shift.targets:

@@ -1,17 +1,17 @@
-"""A model as two programs of tensors alone: "prefill" for prompts, "decode" for the tokens after them.
+"""Export of a model as two programs over tensors: "prefill" for prompts, "decode" for the tokens after them.
 
-Both are traced by transformers' own exporters. What they take and return is named: the keys and values of the past, and
-beside them the raw rows of the shift, without which no program could continue a sequence.
+The exporters of transformers trace both. Inputs and outputs are named tensors. The past consists of the cached keys and
+values and of the raw rows of the shift, which are needed to continue a sequence.
 
     prefill: input_ids (B, T), attention_mask (B, T)
     decode:  input_ids (B, 1), attention_mask (B, N + 1), past_key_values.* of N tokens
-    both:    logits (B, T, V), present.*, which is past_key_values.* of the next call
+    both:    logits (B, T, V), present.* to pass as past_key_values.* to the next call
 
     *.L.key, *.L.value                  (B, G, N, D)      of layer L, shifted and rotated
     *.L.shift_key, *.L.shift_value      (B, W - 1, G, D)  raw, the newest last
-    *.L.shift_query                     (B, W - 1, H, D)  where queries are shifted
+    *.L.shift_query                     (B, W - 1, H, D)  only if queries are shifted
 
-Each row is one sequence, padded on the left or not at all; positions are counted from its first token.
+Each row is one sequence, optionally padded on the left. Positions count from its first token.
 
 Shapes: B batch, T positions, N positions of the past, H query heads, G KV heads, D head size, V vocabulary, W window.
 """
@@ -41,19 +41,19 @@ from kvshift.ops import ShiftState
 
 Format = Literal["onnx", "pt2"]
 Program = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""From inputs by name to outputs by name."""
+"""Maps inputs by name to outputs by name."""
 
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
-_PARTS = {"shift_key": "k", "shift_value": "v", "shift_query": "q"}  # of a ShiftState
+_PARTS = {"shift_key": "k", "shift_value": "v", "shift_query": "q"}  # fields of ShiftState
 
 
 def require_packages(form: Format) -> None:
-    """Raise a LabError that says how to install what is missing."""
+    """Raise a LabError with install instructions if a package that the format needs is missing."""
     require_importable(f"format {form}", _PACKAGES[form], install_command("export"))
 
 
 class _Tensors(nn.Module):
-    """A model whose cache is given and returned as tensors by name."""
+    """A wrapper of a model that takes and returns the cache as named tensors."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _Tensors(nn.Module):
         config = self.model.config
         cache = _cache(config, past_key_values)
         embeds = self.model.get_input_embeddings()(input_ids)
-        # Made here, without position_ids, which would name documents: a row is one sequence.
+        # Create the masks here without position_ids, from which documents would be inferred: a row is one sequence.
         masks = create_masks(config, embeds, attention_mask, cache, None)
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
         logits = self.model(
@@ -75,7 +75,7 @@ class _Tensors(nn.Module):
 
 
 def _cache(config: Any, past: Mapping[str, Mapping[str, Tensor]] | None) -> DynamicCache:
-    """A cache that holds a past. Layers of a sliding window keep all of it; their masks look less far back."""
+    """Create a cache from the past. Sliding-window layers keep all of it; their masks limit what attention sees."""
     window = config.shift_window if config.shift_targets else 1
     cache = DynamicCache()
     layers: list[Any] = [ShiftDynamicLayer(window) for _ in range(config.num_hidden_layers)]
@@ -103,8 +103,8 @@ def write_programs(model: Any, folder: Path, form: Format) -> None:
     """Trace a model and write `prefill` and `decode` to a folder.
 
     Args:
-        model: in evaluation mode, on a CPU.
-        form: of the files: `.onnx`, with the weights in `.onnx.data` beside it, or `.pt2`.
+        model: A model in evaluation mode, on the CPU.
+        form: Format of the files: `.onnx`, with the weights in `.onnx.data` beside it, or `.pt2`.
     """
     module = _Tensors(model).requires_grad_(False).eval()
     ids, mask = torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5, dtype=torch.long)
@@ -117,7 +117,7 @@ def write_programs(model: Any, folder: Path, form: Format) -> None:
     write_program(module, given, shapes, folder / f"prefill.{form}")
     given = {"input_ids": ids[:, :1], "attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1)}
     shapes = {"input_ids": {0: batch}, "attention_mask": {0: batch, 1: before + 1}}
-    # The rows of the shift are as many as its window says: no other state fits.
+    # The number of rows in the shift state is fixed by its window.
     sizes = {name: {0: batch, 2: before} for name in ("key", "value")} | {name: {0: batch} for name in _PARTS}
     shapes["past_key_values"] = {i: {name: sizes[name] for name in layer} for i, layer in past.items()}
     given["past_key_values"] = past
@@ -127,17 +127,17 @@ def write_programs(model: Any, folder: Path, form: Format) -> None:
 def write_program(
     module: nn.Module, inputs: dict[str, Any], shapes: dict[str, Any], path: Path, *, simplify: bool = True
 ) -> None:
-    """Trace a module that takes and returns tensors by name, and write it in the format that the path ends with.
+    """Trace a module that takes and returns named tensors, and write it in the format of the path's suffix.
 
     Args:
-        module: in evaluation mode, on a CPU.
-        inputs: of the traced call, by argument; dicts in one another become names with dots.
-        shapes: the sizes that may differ from those of `inputs`, as `torch.export` takes them.
-        path: of the program, `.onnx` (with the weights in `.onnx.data` beside it) or `.pt2`.
-        simplify: an ONNX program, to a third of its size without weights. That takes two thirds of the time for 30
-            layers, and ONNX Runtime does as much when it loads a program.
+        module: A module in evaluation mode, on the CPU.
+        inputs: Example inputs for tracing, by argument. Keys of nested dicts become names with dots.
+        shapes: The dynamic sizes of the inputs, in the format of `torch.export`.
+        path: Path of the program, `.onnx` (with the weights in `.onnx.data` beside it) or `.pt2`.
+        simplify: Optimize an ONNX program, to a third of its size without weights. This takes two thirds of the export
+            time for 30 layers, and ONNX Runtime applies equivalent optimizations when it loads a program.
     """
-    # Without the second option, torch.export takes all sizes for 2 or more.
+    # Without the second option, torch.export assumes that every size is at least 2.
     options: dict[str, Any] = {"dynamic_shapes": shapes, "prefer_deferred_runtime_asserts_over_guards": True}
     if path.suffix == ".onnx":
         options["optimize"] = simplify
@@ -148,7 +148,7 @@ def write_program(
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what the exporters print and log: versions that they were not tested with, and their progress."""
+    """Suppress what the exporters print and log: warnings about untested versions, and progress."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch._export")]
     levels = [logger.level for logger in loggers]
     verbosity = transformers_logging.get_verbosity()
@@ -157,7 +157,7 @@ def _quietly() -> Iterator[None]:
         logger.setLevel(logging.ERROR)
     try:
         with redirect_stdout(StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the exporters use what is deprecated in torch
+            warnings.simplefilter("ignore")  # the exporters use deprecated functions of torch
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -188,7 +188,7 @@ def _write(exported: Any, path: Path) -> None:
 
 
 def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Tensors by names with dots as dicts in one another, in which a `.pt2` takes them."""
+    """Convert tensors with dotted names to nested dicts, the inputs of a `.pt2` program."""
     found: dict[str, Any] = {}
     for name, tensor in tensors.items():
         *outer, last = name.split(".")
@@ -200,7 +200,7 @@ def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def flat(tensors: Mapping[str, Any], before: str = "") -> dict[str, Tensor]:
-    """The inverse of `nested`."""
+    """Convert nested dicts to tensors with dotted names, the inverse of `nested`."""
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
         found |= {before + name: value} if isinstance(value, Tensor) else flat(value, f"{before}{name}.")
@@ -208,7 +208,7 @@ def flat(tensors: Mapping[str, Any], before: str = "") -> dict[str, Tensor]:
 
 
 def load_program(path: Path) -> Program:
-    """A program that `write_programs` wrote, to be called."""
+    """Load a program that `write_programs` wrote, as a callable."""
     if path.suffix == ".pt2":
         module = torch.export.load(path).module()
 
@@ -220,7 +220,7 @@ def load_program(path: Path) -> Program:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors: its warnings are about constants that it does not fold
+    options.log_severity_level = 3  # errors only: the warnings are about constants that it does not fold
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
 
@@ -232,7 +232,7 @@ def load_program(path: Path) -> Program:
 
 
 def greedy(prefill: Program, decode: Program, ids: Tensor, mask: Tensor, new_tokens: int) -> Tensor:
-    """The tokens of each row and those that are likeliest after it, (B, T + new_tokens)."""
+    """Continue each row with `new_tokens` greedy tokens; returns prompts and continuations (B, T + new_tokens)."""
     outputs = prefill({"input_ids": ids, "attention_mask": mask})
     found = [ids]
     for step in range(new_tokens):
@@ -245,13 +245,13 @@ def greedy(prefill: Program, decode: Program, ids: Tensor, mask: Tensor, new_tok
 
 
 def check_programs(folder: Path, form: Format, prompts: list[Tensor], expected: dict[str, Tensor]) -> float:
-    """Compare what the programs compute with what `compute` found: prompts alone, and in a batch padded on the left.
+    """Compare the programs with the results of `compute`, on single prompts and on a left-padded batch.
 
     Returns:
-        The largest difference of logits; tokens are the same.
+        The largest difference of logits. The tokens are equal.
 
     Raises:
-        RunFailedError: the programs do not run, or compute something else.
+        RunFailedError: The programs do not run, or their results differ.
     """
     padded, mask = left_padded(prompts)
     found = {}
@@ -263,6 +263,6 @@ def check_programs(folder: Path, form: Format, prompts: list[Tensor], expected: 
             found[f"{i} tokens"] = greedy(prefill, decode, ids, ones, expected[f"{i} tokens"].shape[1] - len(prompt))
         new_tokens = expected["padded tokens"].shape[1] - padded.shape[1]
         found["padded tokens"] = greedy(prefill, decode, padded, mask, new_tokens)
-    except Exception as error:  # of the runtime: those of ONNX Runtime have no class in common
+    except Exception as error:  # ONNX Runtime's exceptions have no common base class
         raise RunFailedError(f"the programs do not run: {str(error).strip().splitlines()[0]}") from error
     return largest_difference(expected, found, "by the programs")

@@ -1,10 +1,10 @@
-"""What a Llama with KV shift costs, from its configuration alone: parameters, FLOPs, memory.
+"""Parameters, FLOPs and memory of a Llama with KV shift, computed from its configuration.
 
-Letters: B sequences of a batch, T tokens in a sequence, L layers, H query heads, G KV heads, D head size, E model
-width, F MLP width, V vocabulary, W window; c bytes of a number in a matrix product (2 with bfloat16, 4 with float32).
+Letters: B sequences per batch, T tokens per sequence, L layers, H query heads, G KV heads, D head size, E model width,
+F MLP width, V vocabulary, W window; c bytes per number in a matrix product (2 with bfloat16, 4 with float32).
 
-The formulas follow the models of `kvshift.models.llama` under `transformers.Trainer`, and the tests hold them against
-the models themselves. With bfloat16 that is autocast: weights, gradients, optimizer and residual stream stay float32.
+The formulas describe the models of `kvshift.models.llama` under `transformers.Trainer`, and the tests compare them with
+these models. bfloat16 means autocast: weights, gradients, optimizer and residual stream stay float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Sharding = Literal["none", "ddp", "fsdp"]
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """The fields of a `KVShiftLlamaConfig` that decide what its model costs: what is needed of it without torch."""
+    """The fields of a `KVShiftLlamaConfig` that determine its cost, usable without importing torch."""
 
     hidden_size: int
     intermediate_size: int
@@ -47,14 +47,14 @@ Llama: TypeAlias = "KVShiftLlamaConfig | LlamaShape"
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many numbers a model learns.
+    """Numbers of parameters of a model.
 
     Attributes:
-        total: all of them; tied embeddings once.
-        embedding: of the embedding and, where it is not tied, the head.
-        shift: coefficients of the shift.
-        layer: of one layer, coefficients included.
-        multiplied: in the matrices that every token is multiplied with, the head included, tied or not.
+        total: All parameters; tied embeddings count once.
+        embedding: Parameters of the embedding and, if it is not tied, of the head.
+        shift: Coefficients of the shift.
+        layer: Parameters of one layer, including its coefficients.
+        multiplied: Parameters in the matrices that every token is multiplied with, including the head, tied or not.
     """
 
     total: int
@@ -65,10 +65,10 @@ class Parameters:
 
 
 def count_parameters(config: Llama) -> Parameters:
-    """The parameters of `KVShiftLlamaForCausalLM(config)`.
+    """Count the parameters of `KVShiftLlamaForCausalLM(config)`.
 
-    A layer has 2EHD + 2EGD in attention, 3EF in the MLP, 2E in its norms; W numbers for each head and target of the
-    shift (1 with the gate); biases and QK-norm where the configuration asks for them.
+    A layer has 2EHD + 2EGD parameters in attention, 3EF in the MLP and 2E in its norms; W coefficients for each head
+    and target of the shift (1 with the gate); and biases and QK-norm if the configuration enables them.
     """
     width, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     heads, kv_heads, size = _heads(config)
@@ -93,13 +93,13 @@ def count_parameters(config: Llama) -> Parameters:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations for each token, forward and backward; a multiplication and an addition are two.
+    """Floating-point operations per token, forward and backward. A multiplication and an addition count as two.
 
     Attributes:
-        matrices: products with weights.
-        attention: scores and weighted sums.
-        shift: the operator.
-        recomputed: the part of the first two that gradient checkpointing does once more.
+        matrices: Products with weights.
+        attention: Scores and weighted sums.
+        shift: The shift operator.
+        recomputed: Operations in matrices and attention that gradient checkpointing repeats.
     """
 
     matrices: float
@@ -109,18 +109,20 @@ class Flops:
 
     @property
     def model(self) -> float:
-        """What the model needs, nothing done twice: the number that a utilization (MFU) refers to."""
+        """Operations without recomputation, the basis of the model FLOPs utilization (MFU)."""
         return self.matrices + self.attention + self.shift
 
 
 def training_flops(config: Llama, sequence_length: int, *, causal: bool = True) -> Flops:
-    """FLOPs of training for each token; the backward pass is twice the forward, once for inputs, once for weights.
+    """Count the FLOPs of training per token. The backward pass costs twice the forward, for inputs and for weights.
 
-        matrices   6 * (parameters in matrices, head included)
-        attention  12 L H D K, K the keys that a query sees on average: (T + 1) / 2, or less with a sliding window
-        shift      L * sum over targets of (6W - 2) * heads * D: 2W - 1 forward, 2W - 1 to its input, 2W to its numbers
+        matrices   6 * (parameters in matrices, including the head)
+        attention  12 L H D K, where a query sees K keys on average: (T + 1) / 2, or fewer with a sliding window
+        shift      L * sum over targets of (6W - 2) * heads * D: 2W - 1 forward; backward 2W - 1 for the input and 2W
+                   for the coefficients
 
     Args:
+        config: Configuration of the model.
         sequence_length: T.
         causal: False counts all T keys for every query, as `torch.utils.flop_counter` and kernels without a causal
             path do.
@@ -131,19 +133,20 @@ def training_flops(config: Llama, sequence_length: int, *, causal: bool = True) 
     multiplied = count_parameters(config).multiplied
     attention = 12 * layers * heads * size * keys
     shift = layers * (6 * config.shift_window - 2) * sum(_shifted_heads(config)) * size
-    # The forward pass is a third. The head is not recomputed; nor is the last product of a layer, whose result the
-    # backward pass does not ask for: torch's checkpoint stops before it.
+    # The forward pass is a third of the total. The head is not recomputed. Neither is the last product of a layer:
+    # torch's checkpoint stops before it, because the backward pass does not need its result.
     last = layers * config.hidden_size * config.intermediate_size
     return Flops(6.0 * multiplied, attention, float(shift), 2.0 * (multiplied - head - last) + attention / 3)
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Memory of decoding one sequence.
+    """Memory of the cache when decoding one sequence.
 
     Attributes:
-        per_token: bytes for each token that the cache holds: shifted keys and values.
-        per_sequence: bytes however long it is: the raw keys and values of the last W - 1 tokens.
+        per_token: Bytes per cached token: shifted keys and values.
+        per_sequence: Bytes per sequence of any length: raw keys and values (and queries, if shifted) of the last W - 1
+            tokens.
     """
 
     per_token: int
@@ -151,9 +154,9 @@ class CacheSize:
 
 
 def cache_size(config: Llama, precision: Precision) -> CacheSize:
-    """Bytes of the cache: 2LGDc for each token, and 2LGDc(W - 1) for each sequence where there is a shift.
+    """Return the bytes of the cache: 2LGDc per token and, with a shift, 2LGDc(W - 1) per sequence.
 
-    With a sliding window the cache holds no more tokens than the window.
+    Shifted queries add LHDc(W - 1) per sequence. A sliding window limits the number of cached tokens.
     """
     heads, kv_heads, size = _heads(config)
     of_head = config.num_hidden_layers * size * _itemsize(precision)
@@ -164,16 +167,16 @@ def cache_size(config: Llama, precision: Precision) -> CacheSize:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device at the busiest moment of a training step.
+    """Peak memory of a training step in bytes per device.
 
     Attributes:
-        weights: in float32; this device's part of them where they are sharded.
-        gradients: in float32, and once more in the buckets of DDP.
-        optimizer: the two moments of AdamW, in float32.
-        copies: weights as matrix products want them: autocast's bfloat16 copies, or what FSDP gathers.
-        kept: activations kept for the backward pass.
-        working: what the busiest moment needs on top: 12 BTV for the logits (their logarithms, and two gradients), or
-            one layer, recomputed where checkpointed, and its gradients.
+        weights: Weights in float32; if they are sharded, this device's shard.
+        gradients: Gradients in float32, counted twice for the buckets of DDP.
+        optimizer: The two moments of AdamW, in float32.
+        copies: Copies of weights for matrix products: autocast's bfloat16 copies, or the weights that FSDP gathers.
+        kept: Activations saved for the backward pass.
+        working: Additional memory at the peak: 12 BTV for the logits (their logarithms and two gradients), or one
+            layer, recomputed if checkpointed, and its gradients.
     """
 
     weights: int
@@ -198,21 +201,21 @@ def training_memory(
     sharding: Sharding = "none",
     devices: int = 1,
 ) -> Memory:
-    """Memory of a training step of `rows` sequences on each device, with sdpa or flash attention.
+    """Estimate the memory of a training step of `rows` sequences per device, with sdpa or flash attention.
 
-    Not counted: the context of CUDA, what its allocator loses to fragments, buffers of the communication.
+    The estimate excludes the CUDA context, allocator fragmentation and communication buffers.
 
-    Activations that a layer keeps for each token, in bytes; h(x) is HD for x a query, GD for a key or value:
+    A layer saves these activations for each token, in bytes; h(x) is HD for queries and GD for keys and values:
 
-        16E           what its two norms are given and what they normalized, in float32 like the residual stream
-        n E c         what the matrices are fed: n = 2; 5 under autocast, which casts again for each matrix
-        (2HD + 2GD) c rotated queries and keys, mixed values, the output
-        h(x) c        raw tensor of every target of the shift
-        4H            the logarithms of attention's sums
-        4F c          gate, its activation, up, their product
+        16E + 8       inputs and normalized values of its two norms, in float32 like the residual stream
+        n E c         inputs of the matrices: n = 2; 5 under autocast, which casts separately for each matrix
+        (2HD + 2GD) c rotated queries and keys, shifted values, the output of attention
+        h(x) c        the raw tensor of each target of the shift
+        4H            log-sum-exp of the attention scores
+        4F c          gate, its activation, up projection, and their product
 
-    and with QK-norm (4 + c)(HD + GD); with a sliding window, which sdpa takes as a mask, Tc and 2(H - G)Dc for repeated
-    keys and values. Checkpointed, a layer keeps its input, 4E.
+    QK-norm adds (4 + c)(HD + GD) + 4(H + G). A sliding window below T, which sdpa takes as a mask, adds Tc and
+    2(H - G)Dc for repeated keys and values. A checkpointed layer saves only its input, 4E.
     """
     parameters = count_parameters(config)
     itemsize = _itemsize(precision)
@@ -221,8 +224,8 @@ def training_memory(
     head = config.vocab_size * config.hidden_size
     copies = copies_of_layers = 0
     if sharding == "fsdp":
-        # FSDP2 holds the layer at work and the one fetched ahead, and what belongs to none from start to end; of each
-        # the weights, and their gradients before they are reduced.
+        # FSDP2 holds the current layer and the prefetched one, and throughout the step the parameters outside of
+        # layers: for each, the weights, and their gradients before the reduction.
         outside = parameters.total - config.num_hidden_layers * parameters.layer
         copies = 2 * itemsize * (2 * parameters.layer + outside)
     elif precision == "bf16":
@@ -231,12 +234,12 @@ def training_memory(
     tokens = rows * sequence_length
     layer = tokens * _kept_by_layer(config, sequence_length, precision)
     kept_by_layers = config.num_hidden_layers * (4 * config.hidden_size * tokens if gradient_checkpointing else layer)
-    # Around the layers: the last norm, token numbers and targets, the cosines and sines that all sequences share.
+    # Outside of the layers: the last norm, token ids and labels, and cosines and sines, which all sequences share.
     ends = tokens * ((8 + itemsize) * config.hidden_size + 4 + 8 + 8) + 8 * sequence_length * _heads(config)[2]
 
-    # The busiest moment, beyond what is kept, is one of three: the backward pass of the loss; that of the last layer's
-    # MLP (its product is gone by then, and the ends); the end of the forward pass under autocast, which holds the
-    # copies of all weights until it is left.
+    # Beyond the saved activations, the peak is one of three moments: the backward pass of the loss; the backward pass
+    # of the last layer's MLP (its product and `ends` are freed by then); or the end of the forward pass under autocast,
+    # which holds the copies of all weights until its context exits.
     logits = 12 * tokens * config.vocab_size
     in_layer = tokens * (2 * config.intermediate_size * itemsize + 8 * config.hidden_size) - ends
     leaving = 0
@@ -256,7 +259,7 @@ def training_memory(
 
 
 def _kept_by_layer(config: Llama, sequence_length: int, precision: Precision) -> int:
-    """Bytes for each token; the formula of `training_memory`."""
+    """Return the bytes of activations that a layer saves per token; see `training_memory` for the formula."""
     itemsize, (heads, kv_heads, size) = _itemsize(precision), _heads(config)
     query, key = heads * size, kv_heads * size
     stream = (16 + (5 if precision == "bf16" else 2) * itemsize) * config.hidden_size + 8
@@ -270,21 +273,21 @@ def _kept_by_layer(config: Llama, sequence_length: int, precision: Precision) ->
 
 
 def _shifted_heads(config: Llama) -> list[int]:
-    """The heads of each target of the shift."""
+    """Return the number of heads of each target of the shift."""
     heads, kv_heads, _ = _heads(config)
     return [heads if target == "q" else kv_heads for target in config.shift_targets]
 
 
 def _heads(config: Llama) -> tuple[int, int, int]:
-    """H, G and D."""
+    """Return H, G and D."""
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    assert kv_heads is not None  # in transformers' annotation alone
+    assert kv_heads is not None  # None only in transformers' annotation
     assert size is not None
     return heads, kv_heads, size
 
 
 def _mean_keys(sequence_length: int, window: int | None) -> float:
-    """The mean over t = 1 .. T of min(t, window)."""
+    """Return the mean of min(t, window) over t = 1 .. T."""
     seen = sequence_length if window is None else min(window, sequence_length)
     return (seen * (seen + 1) / 2 + (sequence_length - seen) * seen) / sequence_length
 

@@ -1,8 +1,8 @@
-"""One optimizer step of a sharded model, without its memory: fake tensors, and a process group that only pretends.
+"""Dry run of one optimizer step of a sharded model, with fake tensors and a fake process group.
 
-Every operation of a step of FSDP2 is called with the shapes that one process of many would have: the model is built,
-sharded layer by layer, run forward and backward, and stepped by AdamW. What that process would hold is counted from its
-tensors, beside the formulas of `cost.py`. Nothing is computed, and nothing is said of time.
+Every operation of a step with FSDP2 is called with the shapes that one process of many would have: the model is built,
+sharded layer by layer, run forward and backward, and stepped by AdamW. The memory of that process is counted from its
+tensors, as a check of the formulas in `cost.py`. Nothing is computed, no memory is allocated, and no time is estimated.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvshift.models.llama import KVShiftLlamaConfig, KVShiftLlamaForCausalLM
 
 @dataclass(frozen=True)
 class Shards:
-    """What the first process holds after a step; its shards are the largest.
+    """Memory of the first process after a step. Its shards are the largest.
 
     Attributes:
-        parameters: of the whole model, numbers.
-        weights, gradients, optimizer: bytes.
-        gathered: bytes of the largest group of weights that is gathered at once, in the precision of its products.
+        parameters: Number of parameters of the whole model.
+        weights, gradients, optimizer: Bytes of this process's shards.
+        gathered: Bytes of the largest group of weights that is gathered at once, in bfloat16.
     """
 
     parameters: int
@@ -39,16 +39,16 @@ class Shards:
 
 
 def dry_run(config: KVShiftLlamaConfig, *, devices: int, sequence_length: int, batch_size: int = 1) -> Shards:
-    """A step of `config` in float32 with products in bfloat16, sharded over `devices` as FSDP2 does.
+    """Run one step with float32 weights and bfloat16 matrix products, sharded over `devices` with FSDP2.
 
     Args:
-        config: of the model.
-        devices: processes, of which this one plays the first.
-        sequence_length: tokens in a sequence.
-        batch_size: sequences of each process.
+        config: Configuration of the model.
+        devices: Number of processes; this one takes the place of the first.
+        sequence_length: Tokens per sequence.
+        batch_size: Sequences per process.
 
     Raises:
-        ValueError: a size is below 1, or a process group is in use.
+        ValueError: A size is below 1, or a process group already exists.
     """
     for name, value in (("devices", devices), ("sequence_length", sequence_length), ("batch_size", batch_size)):
         if value < 1:
@@ -82,14 +82,14 @@ def dry_run(config: KVShiftLlamaConfig, *, devices: int, sequence_length: int, b
 
 
 def _bytes(tensors: Any) -> int:
-    """Of this process's shards."""
+    """Return the total size in bytes of this process's shards."""
     shards = [tensor.to_local() for tensor in tensors]
     return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
 @contextmanager
 def _pretended(devices: int) -> Iterator[Any]:
-    """A mesh over processes that are not there."""
+    """Create a device mesh over fake processes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
     if dist.is_initialized():

@@ -69,5 +69,5 @@ class PlanConfig:
 
     @property
     def precision(self) -> Precision:
-        """Of matrix products."""
+        """Precision of matrix products."""
         return "fp32" if self.bf16 == "no" else "bf16"

@@ -1,4 +1,4 @@
-"""`kvshift plan`: what a run costs, before it starts. The formulas are in `cost.py`."""
+"""`kvshift plan`: estimate the cost of a run before it starts. The formulas are in `cost.py`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from kvshift.lab.variants.by_name import resolve_variant
 from kvshift.lab.variants.model_config import ModelConfig, given_fields, size_fields
 from kvshift.models.paper_sizes import SIZES
 
-_USABLE = 0.9  # of a device's memory: the rest is CUDA's context, the allocator's fragments, communication
+_USABLE = 0.9  # share of a device's memory; the CUDA context, fragmentation and communication take the rest
 _GIB = 2**30
-_WIDTH = 100  # characters in a line of the tables
-_STEP = 524_288  # tokens; the paper's half a million
+_WIDTH = 100  # characters per line of the tables
+_STEP = 524_288  # tokens per optimizer step; half a million in the paper
 
 
 class Device(NamedTuple):
-    """A GPU: its peak in dense bfloat16 matrix products, TFLOP/s, and its memory, GiB."""
+    """A GPU: its peak throughput in dense bfloat16 matrix products, in TFLOP/s, and its memory in GiB."""
 
     tflops: float
     memory: float
 
 
-# Published by NVIDIA and AMD in their data sheets, without sparsity, for the SXM or OAM form where there are several;
-# GeForce with float32 accumulation, from the whitepapers on their architectures. Memory as their drivers report it.
+# Throughput from the data sheets of NVIDIA and AMD, without sparsity, for the SXM or OAM version if there are several;
+# for GeForce with float32 accumulation, from the architecture whitepapers. Memory as reported by the drivers.
 DEVICES: dict[DeviceName, Device] = {
     "A100": Device(312, 80),
     "H100": Device(989, 79),
@@ -59,16 +59,16 @@ DEVICES: dict[DeviceName, Device] = {
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """What one model costs.
+    """The estimated cost of training one model.
 
     Attributes:
-        model: name of the size, or what the options made.
-        batch_size: sequences in one forward pass of one device.
-        largest_batch: sequences that fit; 0 where not one does.
-        memory: of one device at this batch size, bytes.
-        memory_fits: whether that is less than the nine tenths of the device.
-        tokens_per_second: of all devices together.
-        cost: in the currency of `price_per_hour`; None without.
+        model: Name of the size or configuration file; "as given" for a shape given by options.
+        batch_size: Sequences per forward pass and device.
+        largest_batch: Maximum number of sequences that fit; 0 if not even one fits.
+        memory: Memory of one device at this batch size, in bytes.
+        memory_fits: Whether `memory` is at most 90 % of the device's memory.
+        tokens_per_second: Throughput of all devices together.
+        cost: Cost in the currency of `price_per_hour`; None without a price.
     """
 
     model: str
@@ -90,7 +90,7 @@ class CostEstimate:
 
 
 def plan(config: PlanConfig) -> None:
-    """Print what the models of `config` cost."""
+    """Print the estimated costs of the models of `config`."""
     estimates = estimate(config)
     if config.json:
         print(json.dumps([_as_json(row) for row in estimates], indent=2))
@@ -99,10 +99,10 @@ def plan(config: PlanConfig) -> None:
 
 
 def estimate(config: PlanConfig) -> list[CostEstimate]:
-    """What the models of `config` cost.
+    """Estimate the costs of the models of `config`.
 
     Raises:
-        LabError: an option is not what it should be, or there is no such model.
+        LabError: An option is invalid, or the model does not exist.
     """
     _check(config)
     options = resolve_variant(config.model)
@@ -137,7 +137,7 @@ def _check(config: PlanConfig) -> None:
 
 
 def _models(options: ModelConfig, data: PlanData) -> dict[str, Llama]:
-    """By name: the model that the options describe, or every size where they describe the shape of none."""
+    """Return the model that the options describe, by name; every size of the paper if they give no size or shape."""
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     if options.size is None and options.config is None and all(getattr(options, name) is None for name in shape):
         return {size: _model(replace(options, size=size), data) for size in SIZES}
@@ -148,12 +148,12 @@ def _models(options: ModelConfig, data: PlanData) -> dict[str, Llama]:
 def _model(options: ModelConfig, data: PlanData) -> Llama:
     if options.config is None and (shape := _shape(options, data)) is not None:
         return shape
-    # Slow to import. It knows all fields that a file may hold, and says what is wrong with options.
+    # Slow to import. It handles all fields of a configuration file, and raises the errors for invalid options.
     from kvshift.lab.variants.building import llama_config
 
     sequence_length = data.sequence_length
     config = llama_config(options, vocab_size=1, sequence_length=sequence_length or 1)
-    if config.vocab_size == 1:  # nobody said
+    if config.vocab_size == 1:  # not given anywhere
         options = replace(options, vocab_size=data.vocab_size)
     if config.max_position_embeddings == 1:
         sequence_length = sequence_length or DataConfig.sequence_length
@@ -161,7 +161,7 @@ def _model(options: ModelConfig, data: PlanData) -> Llama:
 
 
 def _shape(options: ModelConfig, data: PlanData) -> LlamaShape | None:
-    """What `llama_config` makes of options without a file, as far as costs go; None where it may raise an error."""
+    """Return the shape of `llama_config`'s result for options without a file; None if it might raise an error."""
     fields = size_fields(options) | given_fields(options)
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     if any(fields.get(name, 1) < 1 for name in (*sizes, "vocab_size")):
@@ -238,7 +238,7 @@ def _estimate(config: PlanConfig, name: str, model: Llama) -> CostEstimate:
 
 
 def _most_rows(memory: Callable[[int], Memory], budget: float) -> int:
-    """The most sequences that fit. Each adds the same memory, or more once the peak is in another part of the step."""
+    """Return the largest number of sequences that fits, by bisection: memory grows with every sequence."""
     if memory(1).total > budget:
         return 0
     fits, too_many = 1, 2
@@ -251,7 +251,7 @@ def _most_rows(memory: Callable[[int], Memory], budget: float) -> int:
 
 
 def _batch(config: PlanConfig, length: int, largest: int) -> tuple[int, int]:
-    """Sequences in a forward pass of one device, and tokens in an optimizer step."""
+    """Return the sequences per forward pass and device, and the tokens per optimizer step."""
     of_one_row = length * config.devices
     if config.batch_size is not None:
         at_once = config.batch_size * of_one_row
@@ -343,7 +343,7 @@ _TIMES = [_Unit("hours", 1), _Unit("minutes", 1 / 60)]
 
 
 def _unit(units: list[_Unit], values: Sequence[float]) -> _Unit:
-    """The first, and largest, unit in which not all values are below 1; else the last."""
+    """Return the largest unit in which at least one value is 1 or more; otherwise the smallest unit."""
     return next((unit for unit in units if max(values) >= unit.size), units[-1])
 
 
@@ -366,7 +366,7 @@ def _assumptions(config: PlanConfig) -> str:
 
 
 def _short(number: float) -> str:
-    """Three digits that count, without exponent; all before the point."""
+    """Format a number with three significant digits, without exponent and with all digits before the point."""
     if number == 0:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(number))))
@@ -374,7 +374,7 @@ def _short(number: float) -> str:
 
 
 def _table(columns: Mapping[str, Sequence[str]]) -> str:
-    """Aligned columns below headings of up to two lines: the first to the left, the others to the right."""
+    """Format columns with headings of up to two lines, the first column left-aligned, the others right-aligned."""
     first, *others = ([*[""] * (1 - head.count("\n")), *head.split("\n"), *cells] for head, cells in columns.items())
     if not first[0]:
         first[:2] = first[1], ""

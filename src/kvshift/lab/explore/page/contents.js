@@ -1,4 +1,4 @@
-// What keys and values hold: with shift, those of a token are mixed with those of the tokens before.
+// Contents of keys and values: with shift, those of a token are mixed with those of the tokens before it.
 
 import { shares } from "./scores.js";
 
@@ -9,7 +9,7 @@ export function headShares(layer, name, head, heads) {
   return shares(layer?.[name], heads)[head].map((share, lag) => (values[lag] < 0 ? -share : share));
 }
 
-// The coefficients of the KV head that a query head reads from, [lag], and its number; null where nothing is shifted.
+// The coefficients [lag] of the KV head that a query head reads from, and its number; null if they are not shifted.
 export function kvHead(layer, name, head, heads) {
   const coefficients = layer?.[name];
   if (!coefficients) return null;
@@ -17,8 +17,8 @@ export function kvHead(layer, name, head, heads) {
   return { number, values: coefficients[number] };
 }
 
-// What the key or value at a position is made of: [{position, lag, share}], without tokens before the first and shares
-// below 1 %.
+// The parts of the key or value at a position: [{position, lag, share}], without positions before the first token and
+// without shares below 1 %.
 export function madeOf(position, shareOfLag) {
   return shareOfLag
     .map((share, lag) => ({ position: position - lag, lag, share }))
@@ -31,7 +31,7 @@ export function attentionRow(attention, head, query, positions) {
   return attention.subarray(start, start + positions);
 }
 
-// Where a row is largest.
+// The index of the largest value in a row.
 export function strongest(row) {
   let best = 0;
   for (let i = 1; i < row.length; i += 1) if (row[i] > row[best]) best = i;

@@ -1,8 +1,8 @@
-// Small helpers for making and filling elements.
+// Helpers to create and fill elements.
 
 import { lagName } from "./contents.js";
 
-// An element with properties, attributes (names with a dash, `role`, `for`), and children.
+// Create an element with properties, attributes (names with a dash, `role`, `for`), and children.
 export function h(tag, properties = {}, ...children) {
   const element = tag.startsWith("svg:")
     ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4))
@@ -28,7 +28,7 @@ export function signed(value) {
   return `${value < 0 && Number(size) > 0 ? "−" : ""}${size}`;
 }
 
-// What a key or value is made of, the largest part first: "72 % from a, the token before, and 28 % from b itself".
+// Describe the parts of a key or value, the largest first: "72 % from a, the token before, and 28 % from b itself".
 export function inWords(parts, tokenAt) {
   const sorted = [...parts].sort((a, b) => Math.abs(b.share) - Math.abs(a.share));
   return sorted.flatMap(({ position, lag, share }, index) => [
@@ -40,17 +40,17 @@ export function inWords(parts, tokenAt) {
   ]);
 }
 
-// How strongly a cell is colored: never so much that its text is hard to read.
+// The opacity of a cell's color, limited so that its text stays legible.
 export const strength = (share) => (0.75 * Math.min(1, Math.abs(share))).toFixed(3);
 
-// A text with its spaces and line breaks to be seen.
+// Make spaces, line breaks and control characters of a text visible.
 export function visible(text) {
   const known = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
   const hexadecimal = (control) => `⟨${control.charCodeAt(0).toString(16).padStart(2, "0")}⟩`;
   return known.replace(/\p{Cc}/gu, hexadecimal) || "∅";
 }
 
-// Make one of several buttons reachable by Tab, and the others by the arrow keys; `choose` is called with an index.
+// Make one of several buttons reachable by Tab and the others by arrow keys, which call `choose` with an index.
 export function roving(container, chosen, columns, choose) {
   const buttons = [...container.querySelectorAll("button")];
   buttons.forEach((button, index) => {

@@ -1,4 +1,4 @@
-// The page: reads facts.json, has worker.js run the models, and draws what they compute.
+// The page: reads facts.json, runs the models through worker.js, and draws their results.
 
 import { h, roving, visible } from "./elements.js";
 import { headScores } from "./scores.js";
@@ -6,8 +6,8 @@ import { drawStory } from "./story.js";
 import { Tokenizer } from "./tokenizer.js";
 import { coefficientColors, ModelView } from "./views.js";
 
-const TOP = 8; // likeliest next tokens that are shown
-const SLOW = 20e6; // parameters, from which on scores are measured again only when asked for
+const TOP = 8; // number of most likely next tokens that are shown
+const SLOW = 20e6; // number of parameters from which on scores are measured again only on request
 
 const $ = (id) => document.getElementById(id);
 
@@ -33,9 +33,9 @@ ask.calls = 0;
 
 let [facts, tokenizer, models] = [null, null, []];
 let [tokens, query, pointed, color] = [[], 0, null, "induction"];
-let wanted = 0; // the newest computation that was asked for
+let wanted = 0; // number of the newest requested computation
 let busy = false;
-let stale = new Set(); // models whose scores are of other coefficients
+let stale = new Set(); // models whose coefficients have changed since their scores were measured
 
 function say(text, isWrong = false) {
   $("status").textContent = text;
@@ -175,7 +175,7 @@ async function compute() {
   }
 }
 
-// Scores of the heads, and how often the model is right, on its sequences that repeat themselves.
+// Measure the scores of the heads and the accuracy of the model on its repeated sequences.
 async function measure(model) {
   stale.delete(model);
   const { length, rows } = model.facts.repeats;
@@ -198,7 +198,7 @@ async function measure(model) {
   draw();
 }
 
-// One coefficient: of one KV head, or, without a place, of all. Without a name: the learned values again.
+// Set one coefficient of one KV head, or of all heads without `place`. Without `name`, restore the learned values.
 function setCoefficients(model, name, place, lag, value) {
   if (name === undefined) {
     model.coefficients = structuredClone(model.learned);
@@ -218,7 +218,7 @@ function setCoefficients(model, name, place, lag, value) {
   compute();
 }
 
-// The dial of the explanation: alpha_2 of all heads, as a part of what was learned.
+// The slider of the explanation: set alpha_2 of all heads to a fraction of its learned value.
 function dial() {
   const part = Number($("amount").value) / 100;
   $("amount-value").textContent = `${$("amount").value} % of what was learned`;
@@ -281,7 +281,7 @@ function drawTokens() {
   roveTokens();
 }
 
-// For the browser's console, and for tests.
+// An interface for the browser's console and for tests.
 globalThis.explorer = {
   isSettled: () => models.length > 0 && models.every((model) => model.isLoaded) && !busy && stale.size === 0,
   tokens: () => tokens.map(({ id }) => id),

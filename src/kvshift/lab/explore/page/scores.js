@@ -1,6 +1,6 @@
-// Scores of heads on sequences that repeat themselves, as `kvshift.lab.analyze.head_scores` defines them.
+// Scores of heads on repeated sequences, as defined in `kvshift.lab.training.head_scores`.
 
-// Share of each lag in what a query head reads, from coefficients [KV head][lag]; without any, all of the token itself.
+// Shares of each lag in what a query head reads, from coefficients [KV head][lag]; without coefficients, [1].
 export function shares(coefficients, heads) {
   if (!coefficients) return Array.from({ length: heads }, () => [1]);
   const group = heads / coefficients.length;
@@ -11,10 +11,10 @@ export function shares(coefficients, heads) {
   });
 }
 
-// Of the heads of one layer: previous-token, duplicate-token and induction scores of what they move, and `alone`.
+// Previous-token, duplicate-token and induction scores of what the heads of one layer move, and `alone`.
 //
 //   attention  probabilities [head][query][key] in one array, of a sequence whose last `length` tokens repeat those before
-//   alpha      coefficients of keys [KV head][lag], beta of values; undefined where they are not shifted
+//   alpha      coefficients of keys [KV head][lag]; beta those of values; undefined if they are not shifted
 export function headScores(attention, { heads, length, alpha, beta }) {
   const positions = Math.round(Math.sqrt(attention.length / heads));
   const second = positions - length + 1;

@@ -1,13 +1,13 @@
-// The figure of the explanation: the last token asks, a key answers, and its value is what the model says.
+// The figure of the explanation: the last token's query matches a key, whose value determines the model's answer.
 
 import { attentionRow, headShares, kvHead, madeOf, strongest } from "./contents.js";
 import { h, inWords, percent, visible } from "./elements.js";
 
-const MOST = 14; // tokens that are drawn, the last ones
-const SURE = 0.2; // the probability from which an answer that is right is no guess
-const EMPTY = 0.1; // the sum of |α| below which a key holds almost nothing
+const MOST = 14; // maximum number of tokens that are drawn, from the last
+const SURE = 0.2; // probability from which on a correct answer is not called a guess
+const EMPTY = 0.1; // a key with a sum of |α| below this is called almost empty
 
-// What a model answers and why; `state` is that of a model, as in explore.js.
+// Draw the answer of a model and the reason for it; `state` comes from `stateOf` in explore.js.
 export function drawStory(element, state, tokenText) {
   const { facts, result, tokens, scores, coefficients } = state;
   const text = (position) => visible(tokenText(tokens[position].id));
@@ -42,19 +42,19 @@ export function drawStory(element, state, tokenText) {
     frame,
     h("p", { className: "note" }, ...why),
   );
-  frame.scrollLeft = frame.scrollWidth; // to the token that asks
+  frame.scrollLeft = frame.scrollWidth; // show the last token
 
   function figure() {
     const first = Math.max(0, tokens.length - MOST);
     const count = tokens.length - first;
-    // All tokens fit into the width that there is; on a narrow screen the rows have their names below them.
+    // Fit all tokens into the available width; on a narrow screen the names of rows are below them.
     const isNarrow = innerWidth < 480;
     const LEFT = isNarrow ? 0 : 68;
     const WIDTH = Math.max(22, Math.min(48, Math.floor((element.clientWidth - LEFT) / (count + 2))));
     const BOX = Math.min(34, WIDTH - 3);
     const x = (position) => LEFT + (position - first) * WIDTH + WIDTH / 2;
     const [tokenY, keyY] = [92, isNarrow ? 152 : 142];
-    const below = isNarrow ? 30 : 5; // from the middle of a row to the base of its name
+    const below = isNarrow ? 30 : 5; // distance from the middle of a row to the baseline of its name
     const width = LEFT + (count + 2) * WIDTH;
     const label = `From ${text(query)}, the head attends most to ${text(at)}, ${percent(row[at])}; the answer is ${answer}, ${percent(probability)}.`;
     const svg = h("svg:svg", { viewBox: `0 0 ${width} ${keyY + (isNarrow ? 36 : 24)}`, role: "img", "aria-label": label });
@@ -113,7 +113,7 @@ function bestHead(scores) {
   return best;
 }
 
-// Whether an answer is what followed an earlier occurrence of the last token; null where there is none.
+// Whether the answer followed an earlier occurrence of the last token; null if there is no such occurrence.
 export function isCopy(tokens, answer) {
   const last = tokens.at(-1).id;
   const followers = tokens.slice(1).filter((_, before) => tokens[before].id === last);

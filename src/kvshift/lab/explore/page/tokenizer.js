@@ -1,5 +1,5 @@
-// A tokenizer.json of Hugging Face's library `tokenizers`, computed as the library does: byte-level BPE and word lists.
-// `page_tokenizer.py` refuses what is not here.
+// Runs a tokenizer.json of Hugging Face's library `tokenizers` like the library: byte-level BPE and word lists.
+// `page_tokenizer.py` refuses tokenizers that are not supported here.
 
 const SPACE = /^\p{White_Space}$/u;
 
@@ -20,7 +20,7 @@ export class Tokenizer {
     this.words = new Map();
   }
 
-  // The ids of a text, special tokens that the template adds included.
+  // The token ids of a text, including special tokens that the template adds.
   encode(text) {
     const ids = [];
     for (const part of this.#withAdded(text)) {
@@ -33,7 +33,7 @@ export class Tokenizer {
     );
   }
 
-  // What a token stands for, to be shown: bytes that are no whole characters are written in hexadecimal.
+  // The text of a token for display; bytes that do not form complete characters are written in hexadecimal.
   text(id) {
     const text = this.texts.get(id) ?? `[${id}]`;
     if (!this.isBytes || this.special.has(id)) return text;
@@ -45,7 +45,7 @@ export class Tokenizer {
     }
   }
 
-  // Texts between added tokens, and the ids of these.
+  // Yield the ids of added tokens, and the texts between them.
   *#withAdded(text) {
     let start = 0;
     for (let at = 0; at < text.length; ) {
@@ -79,7 +79,7 @@ export class Tokenizer {
     return [id];
   }
 
-  // Merge the pair of the lowest rank, the leftmost of several, until no pair has one.
+  // Repeatedly merge the pair of lowest rank, the leftmost of equal ones, until no pair has a rank.
   #bpe(piece) {
     const word = [...new TextEncoder().encode(piece)].map((byte) => CHARACTERS[byte]).join("");
     let ids = this.words.get(word);
@@ -101,7 +101,7 @@ export class Tokenizer {
   }
 }
 
-// GPT-2's characters for bytes: printable ones stand for themselves, the others for those from 256 on.
+// GPT-2's characters for bytes: printable bytes map to themselves, the others to characters from 256 on.
 const CHARACTERS = (() => {
   const isPrintable = (byte) => (byte >= 33 && byte <= 126) || (byte >= 161 && byte <= 172) || byte >= 174;
   let next = 256;
@@ -116,7 +116,7 @@ function steps(part, name) {
   return part.type === "Sequence" ? part[name].flatMap((inner) => steps(inner, name)) : [part];
 }
 
-// From one piece of text to several.
+// Return a function that splits a piece of text into several, for a step of the pre-tokenizer.
 function splitter(step) {
   switch (step.type) {
     case "ByteLevel": {
@@ -138,7 +138,7 @@ function splitter(step) {
   }
 }
 
-// The matches of a pattern and the texts between them; or, without `keep`, only these.
+// Split a text at the matches of a pattern; `keep` also returns the matches.
 function parts(text, pattern, keep) {
   const found = [];
   let start = 0;
@@ -152,7 +152,7 @@ function parts(text, pattern, keep) {
   return found;
 }
 
-// A pattern of Oniguruma as one of JavaScript: its classes are Unicode's, and (?i:...) is spelled out.
+// Convert an Oniguruma pattern to JavaScript: use Unicode character classes, and expand (?i:...).
 export function javascript(pattern) {
   const classes = { s: String.raw`\p{White_Space}`, S: String.raw`\P{White_Space}`, d: String.raw`\p{Nd}` };
   classes.D = String.raw`\P{Nd}`;

@@ -1,10 +1,10 @@
-// Draws one model: next tokens, heads, what a head looks at, its coefficients.
+// Draws one model: next tokens, heads, the attention of a head, and its coefficients.
 
 import { attentionRow, headShares, kvHead, lagName, madeOf, strongest } from "./contents.js";
 import { h, inWords, percent, roving, signed, strength, visible } from "./elements.js";
 
-const LISTED = 8; // heads in the list until all are asked for
-const LABELLED = 40; // tokens, up to which the axes of the map have their letters
+const LISTED = 8; // number of heads in the list until all are requested
+const LABELLED = 40; // maximum number of tokens that are written on the axes of the map
 const SYMBOLS = { alpha: "α", beta: "β", gamma: "γ" };
 const OF = { alpha: "keys", beta: "values", gamma: "queries" };
 const SUBSCRIPTS = "₁₂₃₄₅₆₇₈₉";
@@ -161,7 +161,7 @@ export class ModelView {
     return attentionRow(result.attention[layer], head, query, tokens.length);
   }
 
-  // What a head looks at, as a sentence: the position, what its key is made of, and what its value is made of.
+  // Describe what a head attends to in a sentence: the position, and the parts of its key and of its value.
   #looksAt(layer, head, query) {
     const { coefficients, result, tokens } = this.state;
     const row = attentionRow(result.attention[layer], head, query, tokens.length);
@@ -297,7 +297,7 @@ export class ModelView {
     });
   }
 
-  // Sliders for the coefficients of the chosen head; made anew only when another head is chosen.
+  // Draw sliders for the coefficients of the chosen head; called again only for another head or after a reset or `dial`.
   drawSliders(state) {
     this.state = state;
     const { chosen, coefficients } = state;
@@ -342,7 +342,7 @@ export function colorName(color) {
   return `${SYMBOLS[name]}${SUBSCRIPTS[lag]}`;
 }
 
-// The coefficients that heads can be colored by: [value of the option, its text].
+// The options for coloring heads by a coefficient: [value, text].
 export function coefficientColors(models) {
   const found = new Map();
   for (const { coefficients } of models) {

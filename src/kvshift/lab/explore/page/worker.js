@@ -1,8 +1,9 @@
-// Runs the models beside the page, which stays responsive. Messages: {call, method, values} -> {call, result} or {call, error}.
+// Runs the models in a worker, so that the page stays responsive.
+// Messages: {call, method, values} -> {call, result} or {call, error}.
 
 import * as ort from "./runtime/ort.wasm.min.mjs";
 
-ort.env.wasm.numThreads = 1; // more need headers of the server that a static page cannot rely on
+ort.env.wasm.numThreads = 1; // more threads need server headers that a static page cannot rely on
 ort.env.wasm.wasmPaths = new URL("./runtime/", import.meta.url).href;
 ort.env.logLevel = "error";
 
@@ -14,15 +15,15 @@ const bytes = async (url) => {
   return new Uint8Array(await answer.arrayBuffer());
 };
 
-// Load model number `number`, whose program has its weights in `data`, a file beside it, if there is one.
+// Load the model with index `number`; `data` is the file with its weights beside the program, if there is one.
 async function load({ number, url, data }) {
   const options = { executionProviders: ["wasm"], logSeverityLevel: 3 };
   if (data) options.externalData = [{ path: data, data: await bytes(new URL(data, new URL(url, import.meta.url))) }];
   sessions[number] = await ort.InferenceSession.create(await bytes(new URL(url, import.meta.url)), options);
 }
 
-// Compute a sequence. Returns, for each position, the `top` likeliest next tokens and the probability of the one that
-// follows in `ids`; and for each layer the attention, [head][query][key] in one array.
+// Run a model on a sequence. Returns, for each position, the `top` most likely next tokens and the probability of the
+// actual next token; and for each layer the attention [head][query][key] in one array.
 async function run({ number, ids, coefficients, top }) {
   const started = performance.now();
   const inputs = { input_ids: new ort.Tensor("int64", BigInt64Array.from(ids, BigInt), [1, ids.length]) };
@@ -41,7 +42,7 @@ async function run({ number, ids, coefficients, top }) {
   return { next, attention, milliseconds: performance.now() - started };
 }
 
-// The `top` largest of softmax(logits), and the probability of token `actual`.
+// The `top` most likely tokens of softmax(logits), and the probability of the token `actual`.
 function likeliest(logits, actual, top) {
   let largest = -Infinity;
   for (const logit of logits) if (logit > largest) largest = logit;
