@@ -58,7 +58,7 @@ def _refuse_not_finite(ids: Tensor, scores: Tensor) -> Tensor:
     """Of (n, vocabulary) scores; -inf is a token that is ruled out, and a token must be left."""
     if not scores.amax(-1).isfinite().all():
         raise RunFailedError(
-            f"model: its logits are not finite after {ids.shape[1]} tokens, so that no next token can be chosen; "
-            f"numbers of {scores.dtype} may be too small a range for its weights"
+            f"model: its logits are not finite after {ids.shape[1]} tokens, so no next token can be chosen; "
+            f"the range of {scores.dtype} may be too small for its weights"
         )
     return scores
