@@ -303,7 +303,7 @@ def test_prompts_that_are_too_long_are_said(model_folder, mini, capsys):
         ({"tasks": ("mmul",)}, r"tasks: there is no 'mmul'; did you mean mmlu\?"),
         ({"data": "/absent"}, "data must be a folder or hub; there is no folder /absent"),
         ({"texts": ("held_out.txt",)}, r"FILE and --tasks cannot be combined, got FILE held_out\.txt"),
-        ({"repetition": True}, "repetition must not be given together with tasks"),
+        ({"repetition": True}, "--repetition and --tasks cannot be combined"),
         ({"limit": 0}, "limit must be 1 or more, or None, got 0"),
         ({"stride": 7}, "stride has no effect with tasks: leave it out"),
         ({"begin": "yes"}, "begin has no effect with tasks: leave it out"),

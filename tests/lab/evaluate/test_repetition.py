@@ -311,6 +311,14 @@ def test_what_is_refused(options, message, model_folder, text, monkeypatch):
         evaluate(EvalConfig(**given))
 
 
+def test_a_beginning_of_text_token_takes_a_place(model_folder, text):
+    config = EvalConfig(model=str(model_folder), texts=(str(text),), prompt_tokens=48, max_new_tokens=16)
+    model = continuations.prepare(str(model_folder), config)
+    continuations._check([model], config)
+    with pytest.raises(LabError, match=r"must be at most 63, the longest context of .* without the beginning-of-text"):
+        continuations._check([model._replace(begin=0)], config)
+
+
 def test_other_tokenizers_and_texts_that_are_too_short(model_folder, gpt2_folder, text, tmp_path):
     with pytest.raises(
         LabError, match=r"against: .*gpt2 and .* must have the same tokenizer, because repetition is counted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice, takewhile
@@ -86,11 +87,12 @@ def measure(config: EvalConfig) -> dict[str, Any]:
 def _check(models: list[Model], config: EvalConfig) -> None:
     """Raise a LabError unless all models share a tokenizer and can process prompt and continuation."""
     for model in models:
-        together = config.prompt_tokens + config.max_new_tokens + (model.begin is not None)
-        if model.longest is not None and together > model.longest:
+        longest = math.inf if model.longest is None else model.longest - (model.begin is not None)
+        if config.prompt_tokens + config.max_new_tokens > longest:
+            first = "" if model.begin is None else " without the beginning-of-text token"
             raise LabError(
-                f"prompt_tokens + max_new_tokens must be at most {model.longest}, the longest context of {model.name}, "
-                f"got {config.prompt_tokens} + {config.max_new_tokens}"
+                f"prompt_tokens + max_new_tokens must be at most {longest}, the longest context of {model.name}{first}"
+                f", got {config.prompt_tokens} + {config.max_new_tokens}"
             )
         if model.encode.to_str() != models[0].encode.to_str():
             raise LabError(
