@@ -34,7 +34,7 @@ class DivergedError(RunFailedError):
     """A value in training is not finite.
 
     Attributes:
-        step: the first step at or after which the value was detected.
+        step: training step at or after which the value was detected.
     """
 
     def __init__(self, message: str, step: int) -> None:
