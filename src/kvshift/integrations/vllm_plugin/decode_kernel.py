@@ -7,7 +7,7 @@ Shapes: P positions in the pack, S sequences, H heads of keys and of values, D h
 """
 
 # pyright: reportGeneralTypeIssues=false
-# To a type checker, a kernel that is called like a Python function never returns.
+# Type checkers conclude that a kernel called like a Python function never returns.
 
 import triton
 import triton.language as tl
