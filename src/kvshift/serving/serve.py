@@ -33,7 +33,7 @@ _say = partial(say, command="serve")
 def serve(options: ServeOptions) -> None:
     """Replace this process by `vllm serve` for the model of `options.checkpoint`.
 
-    The checks before that read files only, without torch and transformers, which take seconds to import.
+    The checks before that read files, where possible without torch and transformers, which take seconds to import.
 
     Raises:
         LabError: if vLLM is not installed, or in a version that the plugin does not support; if vLLM does not find the

@@ -37,7 +37,7 @@ class CompareConfig:
     seeds: int = 1
     """Number of runs of each variant, with seeds `seed`, `seed` + 1 and so on; 3 or more give a 95 % interval."""
     step_time_seconds: float = 15.0
-    """Seconds of timing training steps of all models in turn, after training. 0: no timing."""
+    """Seconds to spend on timing training steps of all models in turn, after training. 0: no timing."""
     prompt: str | None = None
     """Prompt of the samples. None: the first 16 tokens of the validation text."""
     sample_tokens: int = 120

@@ -1,6 +1,6 @@
 """Options: frozen dataclasses whose fields have metadata on how an option affects a run.
 
-A field without metadata affects the results of a run. Metadata state anything else:
+By default an option affects the results of a run. The metadata of a field declare anything else:
 
     report_to: tuple[str, ...] = field(default=("tensorboard",), metadata=MACHINE)
 

@@ -23,8 +23,8 @@ class Verdict:
     """The result of a comparison.
 
     Attributes:
-        outcome: "lower" or "higher" if the first model's loss is lower or higher than the second's, and "undecided"
-            with one seed or seeds that do not vary.
+        outcome: "lower" or "higher" if the first model's loss is lower or higher than the second's, "no difference
+            shown" if the interval contains 0, and "undecided" with one seed or seeds that do not vary.
         text: the outcome in words, with its numbers.
         difference: mean difference over seeds.
         low, high: ends of the interval of the difference; None if there is no interval.
