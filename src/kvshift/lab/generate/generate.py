@@ -137,10 +137,10 @@ def _how(config: GenerateConfig, *, pad: int, ends: list[int]) -> GenerationConf
 
 
 def _continuation(tokenizer: Any, prompt: list[int], generated: list[int], ends: list[int]) -> Continuation:
-    """Return the continuation given by the generated ids of one sequence, which may end with padding."""
+    """Convert the generated ids of one sequence, which may end with padding, to a `Continuation`."""
     end = next((n for n, token in enumerate(generated) if token in ends), None)
     tokens = generated if end is None else generated[:end]
-    # Decode it together with the prompt, because some tokenizers decode the beginning of a text differently.
+    # Decode prompt and continuation together, because some tokenizers decode the beginning of a text differently.
     before = _decode(tokenizer, prompt)
     whole = _decode(tokenizer, prompt + tokens)
     text = whole[len(before) :] if whole.startswith(before) else _decode(tokenizer, tokens)
@@ -168,7 +168,7 @@ def _records(
     """
     if done == len(prompts) * config.samples:
         return
-    alone = config.repetition_penalty != 1 or config.prompt_lookup  # they would take padding for text
+    alone = config.repetition_penalty != 1 or config.prompt_lookup  # both would treat padding as text
     size = 1 if alone else config.batch_size
     skipped = done // config.samples // size * size
     bar = tqdm(total=len(prompts), initial=skipped, unit="prompt", disable=not sys.stderr.isatty())

@@ -35,7 +35,7 @@ class GenerateConfig:
     temperature: float = 0.8
     """Sampling temperature. 0: greedy decoding."""
     top_k: int = 0
-    """Sample from only the K most likely tokens. 0: from all."""
+    """Sample from only this number of most likely tokens. 0: from all."""
     top_p: float = 1.0
     """Sample from only the most likely tokens whose probabilities add up to this. 1: from all."""
     min_p: float = 0.0

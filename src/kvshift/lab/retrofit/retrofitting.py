@@ -77,7 +77,7 @@ def retrofit(options: RetrofitOptions) -> None:
 
 
 def encoded_prompts(tokenizer: Any, name: str) -> dict[str, Tensor]:
-    """Return the token ids, (1, T), of each of `PROMPTS` that has any, by its text.
+    """Return the token ids of `PROMPTS`, (1, T), by prompt. Prompts without tokens are left out.
 
     Raises:
         LabError: the tokenizer yields no tokens for any prompt. `name` is the model's name for the message.

@@ -102,7 +102,7 @@ def _fault(folder: Path, *, digests: bool) -> str | None:
 def _remove(folder: Path, say: Callable[[str], Any]) -> bool:
     try:
         if not folder.is_symlink():
-            (folder / _MANIFEST).unlink(missing_ok=True)  # first: a partly removed folder is incomplete
+            (folder / _MANIFEST).unlink(missing_ok=True)  # first, so that the rest counts as incomplete
         remove_folder(folder)
     except OSError as error:
         say(f"{folder.name} is no longer needed, but could not be removed: {error}")

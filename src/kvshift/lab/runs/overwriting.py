@@ -14,7 +14,7 @@ _HALF_WRITTEN = re.compile(r"\..*\.part|\.tokenizer-.*|\.model\.former|\.next")
 
 
 def refuse_what_is_no_run(folder: RunFolder, init_from: str | None) -> None:
-    """Raise a LabError if the folder contains anything besides a run, or the model to start from. Change nothing."""
+    """Raise a LabError if the folder contains more than a run, or the model of `init_from`. Change nothing."""
     if not folder.config.exists():
         return
     foreign = [path.name for path in sorted(folder.path.iterdir()) if not _is_ours(folder, path)]

@@ -32,7 +32,7 @@ def ask(
         For each measure, by its name: "share", the fraction p of right answers; "stderr", its standard error
         sqrt(p (1 - p) / n); and "questions", their number n.
     """
-    # The seed lies in the half that is reserved for evaluation, after those of all batches that are evaluated.
+    # The seed is in the half of all seeds reserved for evaluation, behind the seeds of all evaluation batches.
     questions = task.questions(generator_of("evaluation", seed, 2**31 - 1), count)
     # Answers of similar length end together, and prompts of equal length need no padding.
     order = sorted(range(len(questions)), key=lambda number: len(questions[number].prompt))

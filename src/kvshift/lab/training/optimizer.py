@@ -37,6 +37,6 @@ def adamw(model: nn.Module, options: OptimizerConfig, device: torch.device) -> t
 
 
 def recompute_activations(model: Any) -> None:
-    """Enable gradient checkpointing by the method's name in transformers 5.23, or by the old one, now deprecated."""
+    """Enable gradient checkpointing, with the method of transformers 5.23 or the older one, which it deprecates."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()

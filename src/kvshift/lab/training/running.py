@@ -227,7 +227,7 @@ def attach(
 
 @contextmanager
 def _wandb_in(folder: RunFolder) -> Iterator[None]:
-    """Have Weights & Biases write to OUT/wandb, unless WANDB_DIR is set or a run is already active there."""
+    """Have Weights & Biases write to OUT/wandb, unless WANDB_DIR is set or a run of it is already active."""
     import wandb  # pyright: ignore[reportMissingImports]
 
     if wandb.run is not None:

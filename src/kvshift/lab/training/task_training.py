@@ -79,7 +79,7 @@ class TaskTrainConfig(RunConfig):
     eval_rows: int | None = 2048
     """Number of sequences in an evaluation. Give None for a task with finitely many, which always uses all of them."""
     final_eval_rows: int | None = None
-    """Number of sequences in the evaluation for the result. None: the result is the last evaluation."""
+    """Number of sequences in a final evaluation, for the result. None: the result is the last regular evaluation."""
     eval_batch_size: int | None = None
     """Number of sequences scored, or questions answered, at a time. None: batch_size."""
     dropout_at_eval: bool = False

@@ -148,7 +148,7 @@ class TrainConfig(RunConfig):
 
     def check_paths(self) -> None:
         """Raise a LabError if a text file or folder is missing or cannot be read."""
-        from kvshift.lab.data.files import find_texts  # pyarrow
+        from kvshift.lab.data.files import find_texts  # imports pyarrow
 
         find_texts(self.data.corpus, self.data.validation)
 

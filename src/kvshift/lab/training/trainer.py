@@ -100,7 +100,7 @@ class RunTrainer(Trainer):
         self._unlogged = json.loads(path.read_text()) if path.exists() else {}
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self._unlogged:  # by now, Trainer has reset its sum, and has not added to it
+        if self._unlogged:  # by now, Trainer has reset its sum to 0
             sums = self._unlogged["sums"]
             same = len(sums) == self.args.world_size
             self._tr_loss += sums[self.args.process_index] if same else sum(sums) / len(sums)
@@ -198,7 +198,7 @@ class RunTrainer(Trainer):
         problem = None
         try:
             write()
-        except (OSError, RuntimeError, SafetensorError, RunFailedError) as error:  # RuntimeError: torch.save's
+        except (OSError, RuntimeError, SafetensorError, RunFailedError) as error:  # RuntimeError: from torch.save
             problem = error
         # Writing sharded weights is a collective operation: if one process fails, the others wait inside `write`, not
         # here, until the launcher ends them.
