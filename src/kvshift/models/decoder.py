@@ -36,11 +36,11 @@ from kvshift.ops.boundaries import shared_plans
 from kvshift.ops.rope import Rotary, half_tables
 
 Finish = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")  # prefixes of names, also of kernels
+_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention")  # prefixes of names, including kernels
 
 
 class ShiftedPreTrainedModel:
-    """Mixin: initialises the coefficients as the configuration says and keeps them in float32."""
+    """A mixin that initialises the coefficients as the configuration says and keeps them in float32."""
 
     config_class: type[Any]
     _keep_in_fp32_modules_strict: ClassVar = ["shift"]

@@ -198,8 +198,8 @@ def pair_structure(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Derive padding and documents from a 4D mask that says which token sees which.
 
-    The shift mixes a token with the previous one if it sees that one. Positions that do not see themselves are padding
-    and are skipped.
+    The shift mixes a token with the token before it if it sees that token. Positions that do not see themselves
+    are padding and are skipped.
 
     Args:
         attention_mask: (B or 1, H or 1, T, length). A query sees a key where a bool mask is True, or where a mask that

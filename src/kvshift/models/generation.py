@@ -15,7 +15,7 @@ from kvshift.models.versions import CACHE, given_cache
 
 
 class ShiftedGeneration:
-    """Mixin: `generate` with caches that carry the state of the shift."""
+    """A mixin for `generate` with caches that carry the state of the shift."""
 
     config: ShiftConfig
 
@@ -35,7 +35,7 @@ class ShiftedGeneration:
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        """Return ones for an assistant: without a mask, transformers would take pad tokens in its text for padding."""
+        """Return ones for an assistant, which gets no mask of ones: pad tokens in its text would count as padding."""
         if generation_config.is_assistant:
             return torch.ones(inputs_tensor.shape[:2], dtype=torch.long, device=inputs_tensor.device)
         return super()._prepare_attention_mask_for_generation(  # type: ignore[misc]
@@ -43,7 +43,7 @@ class ShiftedGeneration:
         )
 
     def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        """Restore the number of layers: if a draft by early exit fails, transformers leaves it in the configuration."""
+        """Restore the configured number of layers, which transformers does not do if a draft by early exit fails."""
         layers = self.config.num_hidden_layers
         try:
             return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]

@@ -50,7 +50,7 @@ def given_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | N
 
 
 def refuse_unknown(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise a TypeError for a keyword argument that no layer uses, unless its value is None.
+    """Raise a TypeError for a keyword argument, other than None, that no layer uses; a ValueError for is_causal=False.
 
     Args:
         model: a decoder.

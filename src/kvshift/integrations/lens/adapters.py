@@ -70,7 +70,7 @@ class ShiftBridge(GeneralizedComponent):
 
 
 class ShiftedAdapter(ArchitectureAdapter):
-    """Mixin for the adapter of a family: replaces its attention by one that the model computes itself."""
+    """A mixin for the adapter of a family, to let the model compute attention itself."""
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)

@@ -37,7 +37,7 @@ class TitanShift(Module):
     Attributes:
         alpha, beta, gamma: (W, N) parameters for keys, values and queries, as far as they are in `options.targets`;
             (1, N) with the constraint "gate".
-        group, layout: process group and layout by which context parallelism divides sequences; None: it does not.
+        group, layout: process group of context parallelism (None without it), and how it divides sequences.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -162,7 +162,7 @@ def shifted_attention(config: GQAttention.Config, options: ShiftOptions) -> Shif
 
 
 def _draw(parameter: Tensor, *, options: ShiftOptions) -> None:
-    """Initialise a parameter. Every rank draws the values of all heads and keeps its part, whatever the mesh is."""
+    """Initialise a parameter. Each rank draws all heads and keeps its part, so values do not depend on the mesh."""
     one = dataclasses.replace(options, targets=("k",))
     (whole,) = KVShift(parameter.shape[1], one, device=parameter.device).parameters()
     drawn = whole.detach().t().contiguous().to(parameter.dtype)

@@ -23,7 +23,7 @@ class LoraNormHead(LoraLinear):
 
         logits[v] = x . (raw + s B A)[v] / (|(raw + s B A)[v]| + 1e-7)
 
-    The released layout can therefore hold the merged matrix. `forward` does not compute the sum, (V, E), because
+    The released layout can therefore hold the merged matrix. `forward` gets the lengths without the sum, (V, E), from
 
         |(raw + B A)[v]|^2 = |raw[v]|^2 + 2 B[v] . (raw A^T)[v] + B[v] . (B A A^T)[v],  B (V, r) including s
     """

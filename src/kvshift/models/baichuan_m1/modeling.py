@@ -143,7 +143,7 @@ class BaichuanM1ForCausalLM(ShiftedGeneration, BaichuanM1PreTrainedModel, LlamaF
 
     def __init__(self, config: BaichuanM1Config) -> None:
         self._check_config(config)
-        super(LlamaForCausalLM, self).__init__(config)  # not Llama's, which would create a LlamaModel
+        super(LlamaForCausalLM, self).__init__(config)  # skips LlamaForCausalLM.__init__ and its LlamaModel
         self.model = BaichuanM1Model(config)
         self.vocab_size = config.vocab_size
         self.lm_head = NormHead(config.hidden_size, config.vocab_size, bias=False)

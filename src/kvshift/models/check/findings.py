@@ -169,7 +169,7 @@ def differences(got: Tensor, expected: Tensor) -> Tensor:
 def is_refusal(error: BaseException) -> bool:
     """Return True if an error is meant for the caller: a `raise` outside of torch that says "not supported" or similar.
 
-    Errors of torch operations on shapes that do not match, missing attributes or keys, and failed assertions are no
+    Errors of torch operations on shapes that do not match, missing attributes or keys, and failed assertions are not
     refusals; nor are messages of internal functions that were called by mistake.
     """
     if not isinstance(error, _DELIBERATE):

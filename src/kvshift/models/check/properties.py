@@ -75,7 +75,10 @@ def documents(subject: Subject, packs: Iterable[Batch], *names: str) -> None:
 
 
 def documents_continued(subject: Subject, packs: Iterable[Batch], *names: str) -> None:
-    """Check the same in a call that fills a cache, then in calls that continue the last document of each row."""
+    """Check the same in a call that fills a cache, then in calls that continue the last document of each row.
+
+    No padding may follow the last document of a row.
+    """
     with _named_by(subject, names):
         for batch in packs:
             as_alone([batch], names, [batch.width])

@@ -65,7 +65,7 @@ class Subject:
         self._generator.manual_seed(self._seed)
 
     def takes(self, name: str) -> bool:
-        """Return True if `forward` has an argument of this name."""
+        """Return True if the signature of `forward` names this argument."""
         return name in self._arguments
 
     def require(self, name: str) -> None:

@@ -17,7 +17,7 @@ from kvshift.models.check.findings import Comparison, NotSupportedError, Report,
 from kvshift.models.check.properties import PROPERTIES
 from kvshift.models.check.subject import Subject, undisturbed
 
-_WINDOWS = ("sliding_window", "attention_window_size")  # fields of configurations
+_WINDOWS = ("sliding_window", "attention_window_size")  # configuration fields
 _CHUNKS = ("attention_chunk_size", "mamba_chunk_size", "chunk_size", "block_size")
 
 

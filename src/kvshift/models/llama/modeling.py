@@ -56,7 +56,7 @@ class KVShiftLlamaPreTrainedModel(ShiftedPreTrainedModel, LlamaPreTrainedModel):
 
     config: KVShiftLlamaConfig
     config_class = KVShiftLlamaConfig
-    _no_split_modules: ClassVar = ["KVShiftLlamaDecoderLayer", "LlamaDecoderLayer"]  # the second for add_kv_shift
+    _no_split_modules: ClassVar = ["KVShiftLlamaDecoderLayer", "LlamaDecoderLayer"]  # the second: add_kv_shift
     _can_record_outputs: ClassVar = {"hidden_states": LlamaDecoderLayer, "attentions": KVShiftLlamaAttention}
 
 
@@ -67,7 +67,7 @@ class KVShiftLlamaModel(RotaryDecoder, KVShiftLlamaPreTrainedModel, LlamaModel):
 
     def __init__(self, config: Any) -> None:
         self._check_config(config)
-        super(LlamaModel, self).__init__(config)  # not Llama's: it would create layers only to discard them
+        super(LlamaModel, self).__init__(config)  # skips LlamaModel.__init__, whose layers would be discarded
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -87,7 +87,7 @@ class KVShiftLlamaForCausalLM(ShiftedGeneration, KVShiftLlamaPreTrainedModel, Ll
 
     def __init__(self, config: KVShiftLlamaConfig) -> None:
         self._check_config(config)
-        super(LlamaForCausalLM, self).__init__(config)  # not Llama's, as above
+        super(LlamaForCausalLM, self).__init__(config)  # skips LlamaForCausalLM.__init__, as above
         self.model = KVShiftLlamaModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

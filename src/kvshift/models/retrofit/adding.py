@@ -26,8 +26,8 @@ def add_kv_shift(model: Model, options: ShiftOptions = ShiftOptions(init="identi
     needs head sizes that are a multiple of 4, as in pretrained models; the rounding of other matrix products depends on
     the layout of their operands.) The coefficients are float32 in a model of any dtype; exclude them from weight
     decay: see `kvshift.param_groups`. Weights keep their tensors and names. The coefficients are placed beside them,
-    in GPT-2 as `attn.shift.alpha` and `attn.shift.beta`. The model changes its class (GPT2LMHeadModel
-    becomes KVShiftGPT2LMHeadModel, a subclass) and its configuration.
+    in GPT-2 as `attn.shift.alpha` and `attn.shift.beta`. The model changes its class (GPT2LMHeadModel becomes
+    KVShiftGPT2LMHeadModel, a subclass) and its configuration.
 
     Args:
         model: a model of a class in `FAMILIES`, as returned by `from_pretrained` or its constructor, before

@@ -66,7 +66,7 @@ class Family:
 
 
 class Retrofitted(ShiftedPreTrainedModel):
-    """Mixin: builds a model as its family does, and then adds the shift."""
+    """A mixin that builds a model as its family does and then adds the shift."""
 
     family: ClassVar[Family]
 
@@ -78,7 +78,7 @@ class Retrofitted(ShiftedPreTrainedModel):
 
 
 class RetrofittedDecoder(RotaryDecoder, Retrofitted):
-    """Mixin for the decoder of a rotary family: its layers get the family's own rotary tables."""
+    """A mixin for the decoder of a rotary family, whose layers get the family's own rotary tables."""
 
     def rotary_tables(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self.rotary_emb(hidden_states, position_ids=position_ids)
