@@ -405,7 +405,7 @@ def compact_padding(cache: Cache, attention_mask: Tensor, real_BT: Tensor | None
         real_BT: which of this call's T tokens are real; None if all are.
 
     Returns:
-        (B, length), which tokens are real, in the order of these layers; None if they move no padding.
+        (B, length), which tokens are real, in the order of these layers; None if they have moved no padding.
 
     Raises:
         ValueError: padding follows a token, and the cache is static.

@@ -31,9 +31,9 @@ def with_kv_shift(config: Trainer.Config, options: ShiftOptions = ShiftOptions()
     Coefficients are excluded from weight decay, which would pull that of the current token to 0, and with
     `constraint="clamp"` they are clamped to [0, 1] after each step of the optimizer.
 
-    Two changes could not be made by replacing the attention with `--override.imports`: to the parallelisation (the
-    shift needs the process group of context parallelism) and to the state-dict adapter (torchtitan's own would drop
-    the coefficients). Your own configuration registry only needs
+    Replacing the attention with `--override.imports` would not be enough: the optimizer is changed as above, the shift
+    needs the process group of context parallelism, and torchtitan's own state-dict adapter would drop the
+    coefficients. Your own configuration registry only needs
 
         def my_model():
             return with_kv_shift(llama3_8b(), ShiftOptions(window=3))
