@@ -116,7 +116,7 @@ def exchange_halo(
     that belongs to the document of the reading token.
 
     This is one all-to-all, in which a rank with C >= rows sends tokens only to the next rank in the contiguous layout,
-    and to both neighbours in the head-tail layout; in backward, gradients take the reverse way. With shorter chunks,
+    and to both neighbours in the head-tail layout; in backward, gradients travel the other way. With shorter chunks,
     tokens also come from more distant ranks.
 
     Every rank of the group must call this with tensors of the same shapes. If one rank differentiates the result, all

@@ -44,7 +44,7 @@ def param_groups(
         id(parameter)
         for module in model.modules()
         if isinstance(module, KVShift)
-        for parameter in module.parameters()  # includes the originals of parametrizations, which are in children
+        for parameter in module.parameters()  # also of its children: the originals of parametrizations
     }
     groups: dict[str, dict[str, Any]] = {
         "decay": {"lr": lr, "weight_decay": weight_decay},

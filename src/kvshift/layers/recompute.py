@@ -95,8 +95,8 @@ def recomputing(
 def is_worth_recomputing(x: Tensor) -> bool:
     """Return True if x is so large that shifting it again in backward costs less than 1 % of a training step.
 
-    This takes about 0.2 ms of CPU time per layer, whatever the size. On a CPU this is 1 % if a layer's part of a step takes
-    20 ms. On a GPU it costs nothing as long as the host waits for the GPU and not the GPU for the host.
+    It takes about 0.2 ms of CPU time per layer, whatever the size. On a CPU, this is 1 % if a layer's part of a step
+    takes 20 ms. On a GPU, it costs nothing as long as the host waits for the GPU and not the GPU for the host.
     """
     return x.numel() >= _WORTH_RECOMPUTING["cpu" if x.is_cpu else "device"]
 

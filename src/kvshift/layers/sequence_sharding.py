@@ -1,4 +1,4 @@
-"""Detection of sequence parallelism, which divides every sequence among processes; layers with a shift refuse it.
+"""Detection of sequence parallelism, which divides every sequence among processes; layers with a shift reject it.
 
 The first token of a part would need the keys and values of the previous token, which is in another process.
 """

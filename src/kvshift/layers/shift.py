@@ -113,7 +113,7 @@ class KVShift(nn.Module):
         keep_state: bool = True,
         backend: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor, ShiftState | None]:
-        """Shift the targets among q, k and v. Then normalise and rotate q and k, if requested.
+        """Shift the targets, which may be any of q, k and v. Then normalise and rotate q and k, if requested.
 
         Args:
             q, k, v: projections, not yet normalised or rotated, (B, T, H, D), (B, T, G, D) and (B, T, G, Dv).

@@ -93,6 +93,6 @@ class Call(NamedTuple):
         return self.window() - 1 if self.max_rows is None else self.max_rows
 
     def window(self) -> int:
-        """Return W; 1 if nothing is shifted. (Not a property: torch 2.10 cannot compile comparisons of one.)"""
+        """Return W; 1 if nothing is shifted. (Not a property: torch.compile in 2.10 fails on those of a NamedTuple.)"""
         shifted = self.alpha if self.beta is None else self.beta
         return 1 if shifted is None else shifted.shape[1]

@@ -71,7 +71,7 @@ Arguments = ParamSpec("Arguments")
 
 @contextmanager
 def shared_plans(plans: dict[Any, Any] | None = None) -> Iterator[None]:
-    """Within this context, in this thread, reuse the plan for the same tensors: once per model call, for all layers.
+    """Within this context, in this thread, reuse plans for the same tensors, so that all layers of a model share one.
 
     Args:
         plans: dictionary to store the plans in; a new one if None.
@@ -117,7 +117,7 @@ def plan_shift(
     mask: Tensor | None = None,
     backward: bool = False,
 ) -> ShiftPlan:
-    """Return the plan that gives, for every token, the 1 .. W-1 real tokens before it in its document.
+    """Return the plan: for every token, the rows of the real tokens 1 .. W-1 places before it in its document.
 
     Args:
         batch, positions, window, rows: B (1 with `cu_seqlens`), T, W and R.

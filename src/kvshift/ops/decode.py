@@ -81,13 +81,13 @@ class Columns(NamedTuple):
 
 
 def columns_of(coefficients: Tensor, *, look: bool) -> Columns:
-    """Return the columns. `look` searches for zeros: a microsecond on a CPU, a synchronisation on other devices."""
+    """Return the columns; if `look`, search for zeros, which takes 1 us on a CPU and synchronises elsewhere."""
     now, before = coefficients.unsqueeze(2).unbind(1)
     return Columns(now, before, look and all(map(all, coefficients.tolist())))
 
 
 class CoefficientCache:
-    """A cache for the columns of a layer's parameters, because computing them takes as long as the shift.
+    """Caches the columns of a layer's parameters between tokens, because computing them takes as long as the shift.
 
     Caching also saves the synchronisation with the device for the search for zeros. (A zero written through `.data`,
     which does not change the version counter, is multiplied like other numbers until the next change.)

@@ -22,7 +22,7 @@ from kvshift.ops.triton.self_test import Kind, passes_self_test
 BACKENDS = ("auto", "cpu", "triton", "eager", "reference")
 _AUTO = os.environ.get("KVSHIFT_BACKEND", "auto")  # the meaning of "auto" in this process
 _REFUSALS: dict[str, Any] = {"cpu": cpu_refusal, "triton": triton_refusal}
-_PLAIN = {"cpu": PLAIN, "triton": (*PLAIN, torch._subclasses.FakeTensor)}  # the types that they accept
+_PLAIN = {"cpu": PLAIN, "triton": (*PLAIN, torch._subclasses.FakeTensor)}  # types that kernels accept
 
 ShiftPath = Literal["reference", "traceable", "eager", "cpu", "triton"]
 FusedPath = Literal["next token", "reference", "launch", "unfused"]
@@ -143,7 +143,7 @@ def _refusal(kernels: str, window: int, x: Tensor, *others: Tensor | None) -> st
 
 
 def _is_next_token(call: Call) -> bool:
-    """Return True for one rotated token per sequence, shifted by window 2 and one row of state, or not shifted."""
+    """Return True for one token per sequence, rotated, and either not shifted or with window 2 and one row of state."""
     q, k, v, alpha, beta, k_state, v_state = call[:7]
     if call.cos is None or call.gamma is not None or not call.cu_seqlens is call.seq_idx is call.mask is None:
         return False

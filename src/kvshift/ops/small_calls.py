@@ -1,4 +1,4 @@
-"""Small calls with random inputs: their results with a backend, and the errors allowed in these.
+"""Small calls with random inputs: their results with a backend, and the errors allowed in them.
 
 `triton/self_test.py` makes a few before "auto" first uses the kernels of a GPU, and `kvshift doctor` makes more.
 

@@ -194,7 +194,7 @@ struct Call {
 };
 
 constexpr int64_t max_window = 16;
-constexpr int64_t cache_line = 64, streamed_bytes = 1 << 21;  // smaller results are read from the cache
+constexpr int64_t cache_line = 64, streamed_bytes = 1 << 21;  // smaller results stay in the cache
 
 // One row of the output, (G, D): the sum of weight times term over the lags that have a term.
 template <class T, class A, bool streams>

@@ -92,7 +92,7 @@ def _grid(direction: str, x: Call, *strided: Tensor | None) -> _Grid:
     block_t = min(_power_of_2(positions), tiling.positions, max(1, (tiling.elements >> halvings) // widest))
     tiles = -(-positions // block_t)
     lanes = [0 if y is None else -(-y.shape[2] // tiling.heads) for y in strided[:3]]
-    # Strides of heads and above are in multiples of a common divisor of all; sin has the strides of cos.
+    # Strides, except within a head, are in units of a common divisor; sin has the strides of cos.
     align = math.gcd(16, *(stride for y in strided if y is not None for stride in y.stride()[:3]))
     strides = [(0, 0, 0, 0) if y is None else y.stride() for y in strided]
     table = (0, 0) if x.cos is None else (0 if x.cos.shape[0] == 1 else x.cos.stride(0), x.cos.stride(1))

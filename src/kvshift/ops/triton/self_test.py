@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvshift.ops.small_calls import Edge
 
 _SWITCH = os.environ.get("KVSHIFT_SELF_TEST", "1")
-_POSITIONS = 67  # more than a tile
+_POSITIONS = 67  # more than a tile has
 _VERDICTS: dict[Kind, bool] = {}
 _LOCK = threading.Lock()
 
@@ -157,7 +157,7 @@ def _in_a_thread(kind: Kind) -> str | None:
 
     compiling, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
     waits = torch.cuda.get_sync_debug_mode() if kind.device.type == "cuda" else 0
-    if waits:  # the user may have asked for warnings or errors
+    if waits:  # the user may have enabled warnings or errors
         torch.cuda.set_sync_debug_mode(0)
     try:
         thread = threading.Thread(target=run, name="kvshift self-test")
