@@ -149,7 +149,8 @@ class KVShiftAttention(nn.Module):
             cu_seqlens: boundaries of the sequences packed into the single row of x (B = 1), (S + 1,) int32 or int64,
                 from 0 to T, never decreasing. No token attends across them.
             seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The
-                first document of a row continues `state`; the new state belongs to the last. Not with `cu_seqlens`.
+                first document of a row continues `state`, and the new state belongs to the last. Cannot be combined
+                with `cu_seqlens`.
             positions: positions for the rotary embedding, (B, T). By default, the real tokens of each document are
                 counted, including those of `state`.
             state: state returned by an earlier call for the same B rows or S sequences. None if they begin here.

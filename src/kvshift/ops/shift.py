@@ -62,10 +62,12 @@ def kv_shift(
         cu_seqlens: boundaries of the sequences packed into the single row of k (B = 1), (S + 1,) int32 or int64, from
             0 to P, never decreasing. The state of an empty sequence is returned unchanged.
         seq_idx: number of the document at each position, (B, T) integers; a document begins where it changes. The
-            first document of a row continues `state`; the new state belongs to the last. Not with `cu_seqlens`.
+            first document of a row continues `state`, and the new state belongs to the last. Cannot be combined with
+            `cu_seqlens`.
         mask: False on padding, (B, T) bool. Padding may be on the left, on the right or in between.
         backend: "cpu" (compiled kernel), "triton" (GPU kernels), "eager" (PyTorch operations), "reference" (Python
-            loops, for comparison) or "auto": "triton" on CUDA devices or "cpu", if it can take the tensors, else eager.
+            loops, for comparison) or "auto": "triton" on CUDA devices and "cpu" elsewhere, if these can take the
+            tensors, else "eager".
 
     Returns:
         k_hat, of the shape of k, v_hat, of the shape of v, and the new state, which shares no memory with k and v.
