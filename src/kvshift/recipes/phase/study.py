@@ -1,4 +1,4 @@
-"""When do models begin to copy on real text, and what is the shift worth before that, at it and afterwards?
+"""When do models begin to copy on real text, and what does the shift gain before, at and after that point?
 
 The preset `search` trains two plain layers in many settings, to find one in which they begin to copy at all, which it
 has not; the others train one and two layers without and with the shift in the first of these settings.
