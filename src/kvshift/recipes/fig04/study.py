@@ -24,7 +24,7 @@ RISE = 0.5
 """A run that ends more than this many nats per token above its own lowest loss has also diverged."""
 
 _LATER = OptimizerConfig(warmup_steps=40)
-"""AdamW with weight decay, clipping and a constant rate; as in Table 16, a tenth of all steps is warm-up."""
+"""AdamW with weight decay, clipping, a constant rate and warm-up over a tenth of all steps, all as in Table 16."""
 
 
 def _setting(preset: str) -> tuple[Setting, Place]:

@@ -115,8 +115,8 @@ SEARCH = (
     Setting(64, 2, 4e-3, repeated_spans=0.3),
     Setting(64, 2, 4e-3, repeated_spans=1.0),
     Setting(64, 4, 4e-3, tokens=4096, repeated_spans=1.0),
-    # In none of the above does the first layer ever attend to the previous token: its queries and keys have no part that
-    # all tokens share. Biases are such a part; so is the first layer's output, for the second of three layers.
+    # In none of the above does the first layer ever attend to the previous token: its queries and keys have no part
+    # that all tokens share. Biases are such a part; so is the first layer's output, for the second of three layers.
     Setting(64, 2, 4e-3, bias=True),
     Setting(64, 2, 4e-3, layers=3),
     Setting(64, 2, 4e-3, bias=True, repeated_spans=1.0),

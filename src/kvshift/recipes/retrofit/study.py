@@ -98,7 +98,7 @@ SIZES = {
         ),
     ),
 }
-TUNING = 4  # runs of the learning-rate search take one in so many of the steps
+TUNING = 4  # runs of the learning-rate search take 1 / TUNING of the steps
 
 
 @dataclass(frozen=True, kw_only=True)

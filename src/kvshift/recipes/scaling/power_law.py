@@ -170,7 +170,7 @@ def _fits(records: Sequence[Record]) -> tuple[PowerLaw, PowerLaw]:
 
 
 def _ratios_by_seed(records: Sequence[Record]) -> list[PowerLaw]:
-    """Return each seed's power law of the ratio of losses (with / without); its exponent is the exponents' difference."""
+    """Return each seed's power law of the ratio of losses, with over without: its exponent is their difference."""
     sizes = _by_size(records)
     seeds = zip(*([one / other for one, other in zip(*runs.losses(), strict=True)] for runs in sizes), strict=True)
     return [fit_power_law([runs.size for runs in sizes], ratios) for ratios in seeds]
