@@ -16,7 +16,7 @@ PresetName = Literal["smoke", "laptop", "paper"]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """Measure the cost of the shift in operator, layer and models, compared with baselines.
+    """Options of the benchmark: the parts to measure, their size, and the folder of the results.
 
     Running the same command again measures only the missing cases.
     """
@@ -27,7 +27,8 @@ class BenchConfig:
     device: Literal["auto", "cpu", "cuda"] = field(default="auto", metadata=MACHINE)
     """Device to measure on. auto: CUDA if there is a GPU."""
     preset: PresetName = "laptop"
-    """smoke: seconds, to see that it works. laptop: minutes on two cores. paper: the paper's sizes, for a GPU."""
+    """Size of the measurements. smoke: seconds, to check that everything runs. laptop: minutes on two cores. paper:
+    the paper's sizes, for a GPU."""
     rounds: int | None = None
     """Number of measurements of each implementation. None: the preset's number."""
     layers: int | None = None
@@ -35,8 +36,8 @@ class BenchConfig:
     compile: bool = True
     """Also measure torch.compile (never in smoke); on a CPU it needs a C++ compiler."""
     system_malloc: bool = field(default=False, metadata=MACHINE)
-    """Use the C library's allocator with its default settings. Otherwise it retains freed memory, as PyTorch's guide
-    for CPUs advises, because allocating new pages costs more than the measured operations."""
+    """Use the C library's allocator with its default settings. Otherwise it is set to retain freed memory, as PyTorch's
+    guide for CPUs advises, because allocating new pages costs more than the measured operations."""
     out: Path | None = field(default=None, metadata=MACHINE)
     """Folder for the rows, the table and the plot. None: results/bench/HARDWARE."""
 

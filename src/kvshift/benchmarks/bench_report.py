@@ -22,7 +22,7 @@ from kvshift.lab.analysis.panels import new_figure
 from kvshift.lab.analysis.tables import as_markdown, as_text
 from kvshift.lab.core.atomic import write_bytes
 
-if TYPE_CHECKING:  # takes a second to import
+if TYPE_CHECKING:  # importing matplotlib takes a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 

@@ -14,7 +14,7 @@ from kvshift.lab.study.entry import Cluster
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceConfig:
-    """Reproduce a figure or table of the paper. Without a recipe, list all recipes with their progress and cost.
+    """The figure or table to reproduce, its size, and the folder of the results. Without a recipe, all are listed.
 
     Running the same command again resumes it.
     """
@@ -22,7 +22,7 @@ class ReproduceConfig:
     recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
     """Name of the figure or table, such as fig01a. None: list all."""
     preset: str = "laptop"
-    """smoke: seconds. laptop: minutes or hours on two cores. paper: the paper's own sizes, for a GPU."""
+    """Size of the runs. smoke: seconds. laptop: minutes or hours on two cores. paper: the paper's sizes, for a GPU."""
     seeds: int | None = None
     """Number of seeds; they are 0, 1, 2, ... None: the preset's number."""
     jobs: int | None = None

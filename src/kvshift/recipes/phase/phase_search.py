@@ -207,7 +207,7 @@ def plot(records: Sequence[Record]) -> Figure:
     figure, (axes,) = new_figure(
         ["Plain layers: the highest prefix matching of a head"], height=0.5 + 0.3 * len(records)
     )
-    axes.title.set(horizontalalignment="right", x=1)  # the panel is narrow beside the names of settings
+    axes.title.set(horizontalalignment="right", x=1)  # the panel is narrow because of the long names of settings
     best = [max(accuracy_curve(record, "prefix_matching")[1]) for record in records]
     axes.barh(range(len(records)), best, color="tab:gray")
     axes.axvline(LEVEL, color="black", linestyle=":", label=f"{LEVEL:g}, from which a model is said to copy")

@@ -35,7 +35,7 @@ PAPER: Mapping[str, tuple[str, str, str]] = {
     "other": ("all other tokens", "(b1 + b2) / S", "the same"),
 }
 
-_EXACT = 1e-12  # float64, sums of 32 terms: the derivation meets the model to 1e-15
+_EXACT = 1e-12  # float64, sums of 32 terms: the derivation agrees with the model to 1e-15
 
 
 @dataclass(frozen=True, kw_only=True)

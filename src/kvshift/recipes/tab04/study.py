@@ -40,12 +40,12 @@ TR12 = TaskTrainConfig(
     optimizer=_OPTIMIZER,
     steps=100_000,
     batch_size=32,
-    accumulation=16,  # 512 sequences a step
+    accumulation=16,  # 512 sequences per step
     eval_every=2000,
     eval_rows=512,
     eval_batch_size=64,
     save_every=5000,
-    data_workers=4,  # GPT-2's tokenizer: 400 sequences a second from each
+    data_workers=4,  # with GPT-2's tokenizer each worker makes 400 sequences per second
     questions=4096,
 )
 TR21 = replace(
@@ -53,7 +53,7 @@ TR21 = replace(
     task=IGSMConfig(ops=21, test_ops=24, tokenizer="gpt2", letters="random"),
     optimizer=replace(_OPTIMIZER, weight_decay=0.03),
     steps=200_000,
-    accumulation=8,  # 256 sequences a step
+    accumulation=8,  # 256 sequences per step
 )
 LAPTOP = replace(
     TR12,
