@@ -203,7 +203,7 @@ def draw(rows: Sequence[Row]) -> Figure | None:
 
 
 def _draw_operator(axes: Axes, rows: Sequence[Row]) -> None:
-    """Plot one line per implementation; colors and fills distinguish dtypes, markers distinguish shapes."""
+    """Plot one row of markers per implementation; colors and fills distinguish dtypes, markers distinguish shapes."""
     names = list(dict.fromkeys(row["contestant"] for row in rows))[::-1]
     dtypes = dict(
         zip(
