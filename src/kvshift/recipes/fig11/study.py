@@ -1,4 +1,4 @@
-"""Figure 11: queries too."""
+"""Figure 11: a shift of queries too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvshift.recipes.language_models.settings import claim_of, pairs_of, place_l
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Whether a shift of queries too makes no difference, at each place."""
+    """Return the claims that also shifting queries makes no difference, at each place."""
     names = (VARIANTS["qkv-shift"].label, VARIANTS["kv-shift"].label)
     return [
         claim_of(

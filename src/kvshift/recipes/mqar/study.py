@@ -26,7 +26,7 @@ from kvshift.recipes.mqar import ENTRY
 SCORED = "queries"
 LEVEL = 0.99
 LAST = 3
-"""Evaluations whose mean is the accuracy at the end; a run ends early after as many at 99.9 %."""
+"""Number of evaluations whose mean is the final accuracy; a run ends early after as many at 99.9 %."""
 MODELS = ((2, "vanilla"), (2, "kv-shift"), (1, "vanilla"), (1, "kv-shift"))  # the longest run first
 
 PAPER = TaskTrainConfig(
@@ -48,7 +48,7 @@ LAPTOP = replace(
     PAPER,
     task=MQARConfig(length=32, pairs=4, vocab_size=128),
     optimizer=replace(PAPER.optimizer, warmup_steps=50),
-    steps=10_000,  # two plain layers need up to 4,000 at a rate that suits them
+    steps=10_000,  # two layers without shift need up to 4,000 at a suitable learning rate
     batch_size=64,
     eval_every=50,
     eval_rows=500,
@@ -60,7 +60,7 @@ SMOKE = replace(
     LAPTOP, task=MQARConfig(length=16, pairs=2, vocab_size=32), steps=4, batch_size=8, eval_every=2, eval_rows=9
 )
 
-# configs, the longest sequences first; widths
+# By preset: configs, the longest sequences first, and widths.
 SIZES = {
     "paper": ((LONG, replace(PAPER, task=MQARConfig(length=128, pairs=8)), PAPER), (512, 256, 128, 64)),
     "laptop": ((LAPTOP,), (64,)),
@@ -69,7 +69,7 @@ SIZES = {
 
 
 def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
-    """Each model at each length and width, with each seed."""
+    """Return a job for each model at each length and width, with each seed."""
     configs, widths = SIZES[preset]
     return [
         TrainingJob(
@@ -91,7 +91,7 @@ def jobs(preset: str, seeds: Sequence[int]) -> list[TrainingJob]:
 
 
 def claims(records: Sequence[Record]) -> list[Claim]:
-    """Attention of two layers answers every query; of one layer only with KV shift."""
+    """Return the claims that two layers answer every query, one only with KV shift, and two learn sooner with it."""
     models, found = by_arm(records), []
     for where in _cells(records):
         for model in MODELS[:3:2] + MODELS[1::2]:
@@ -133,7 +133,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
 
 
 def plot(records: Sequence[Record]) -> Figure:
-    """Accuracy over steps at the best learning rate: a panel for each length and width."""
+    """Plot the accuracy over steps at the best learning rate, one panel for each length and width."""
     models, cells = by_arm(records), _cells(records)
     pairs = {record.options["task"]["length"]: record.options["task"]["pairs"] for record in records}
     figure, panels = new_figure(
@@ -155,7 +155,7 @@ def plot(records: Sequence[Record]) -> Figure:
 
 
 def _cells(records: Sequence[Record]) -> list[Arm]:
-    """All lengths and widths, as what the arms of a cell have in common."""
+    """Return all combinations of length and width, as arms without variant and depth."""
     cells = {replace(record.arm, variant=None, layers=None) for record in records}
     return sorted(cells, key=lambda cell: (cell.length, cell.width))
 
